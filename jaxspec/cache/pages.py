@@ -1,0 +1,83 @@
+"""The paged key-value cache: one pytree for both models.
+
+Target and draft share page ids and block tables; their buffers differ in shape. Rolling back rejected tokens is
+lowering a row's length: stale slots beyond it are never read and are overwritten later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.parallel.mesh import PAGES_SPEC, sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayout:
+    """The shape of one model's pages, as cache, kernels, budget and sharding see it."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int  # as padded for the platform
+    page_size: int
+    num_pages: int
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[P, S, 2G, D]: keys and values interleaved by head."""
+        return (self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+
+    @property
+    def pad_slot(self) -> int:
+        """The slot number of a token that must not be written. Never -1: negative indices wrap."""
+        return self.num_pages * self.page_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        per_layer = self.page_size * 2 * self.num_kv_heads * self.head_dim
+        return self.num_layers * per_layer * jnp.dtype(self.dtype).itemsize
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class PagedKVCache:
+    """Pages of both models: each a tuple over layers of [P, S, 2G, D]; draft is empty where the drafter has none."""
+
+    target: tuple[jax.Array, ...]
+    draft: tuple[jax.Array, ...] = ()
+
+
+def padded_head_dim(head_dim: int, platform: str) -> int:
+    """Head size as the platform's attention kernel stores it."""
+    if platform == "tpu":
+        return -(-head_dim // 64) * 64  # lanes
+    if platform == "gpu":
+        return max(16, 1 << (head_dim - 1).bit_length())  # Triton blocks are powers of two
+    return head_dim
+
+
+def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
+    return CacheLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=padded_head_dim(config.head_dim, platform),
+        page_size=page_size,
+        num_pages=num_pages,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+def allocate(layout: CacheLayout, mesh: Mesh) -> tuple[jax.Array, ...]:
+    """Zeroed pages, born on their sharding."""
+    zeros = jax.jit(
+        lambda: tuple(jnp.zeros(layout.shape, layout.dtype) for _ in range(layout.num_layers)),
+        out_shardings=(sharding(mesh, PAGES_SPEC),) * layout.num_layers,
+    )
+    return zeros()

@@ -1,0 +1,176 @@
+"""One decoder for every family, composed by ModelConfig.
+
+Parameters live in a flat dict, dotted name -> array ("layers.0.qkv"), which is what programs take as argument,
+checkpoints fill and shardings are looked up for. The nnx module is the description of the computation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers import (
+    Backend,
+    Rows,
+    activate,
+    linear,
+    matmul_precision,
+    rms_norm,
+    rotary_tables,
+    rotate,
+    write_and_attend,
+)
+from jaxspec.parallel.mesh import param_sharding, sharding
+
+Params = Mapping[str, jax.Array]
+
+
+class Layer(nnx.Module):
+    """One transformer block. Norms are float32: they are small, and Gemma's 1 + w needs the bits."""
+
+    def __init__(self, config: ModelConfig, index: int, dtype: Any) -> None:
+        c = config
+        weight = lambda *shape: nnx.Param(jnp.zeros(shape, dtype))
+        norm = lambda size: nnx.Param(jnp.zeros((size,), jnp.float32))
+        self.config, self.window = c, c.windows[index]
+        self.input_norm = norm(c.width)
+        self.qkv = weight(c.width, c.qkv_width)
+        if c.qkv_bias:
+            self.qkv_bias = weight(c.qkv_width)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = norm(c.head_dim), norm(c.head_dim)
+        self.out = weight(c.num_heads * c.head_dim, c.width)
+        if c.sandwich_norm:
+            self.post_attention_norm, self.post_mlp_norm = norm(c.width), norm(c.width)
+        self.mlp_norm = norm(c.width)
+        self.gate_up = weight(c.width, 2, c.mlp_width)
+        self.down = weight(c.mlp_width, c.width)
+
+    def __call__(self, x, pages, rows: Rows, ropes, backend: Backend):
+        mixed, pages = self.attention(
+            rms_norm(self.input_norm[...], x, self.config.norm_eps), pages, rows, ropes, backend
+        )
+        if self.config.sandwich_norm:
+            mixed = rms_norm(self.post_attention_norm[...], mixed, self.config.norm_eps)
+        x = x + mixed
+        hidden = self.mlp(rms_norm(self.mlp_norm[...], x, self.config.norm_eps))
+        if self.config.sandwich_norm:
+            hidden = rms_norm(self.post_mlp_norm[...], hidden, self.config.norm_eps)
+        return x + hidden, pages
+
+    def attention(self, x, pages, rows: Rows, ropes, backend: Backend):
+        c, (b, t, _) = self.config, x.shape
+        qkv = linear(self.qkv[...], x)
+        if c.qkv_bias:
+            qkv = qkv + self.qkv_bias[...]
+        qkv = qkv.reshape(b, t, c.num_kv_heads, c.heads_per_group + 2, c.head_dim)
+        query = qkv[:, :, :, :-2].reshape(b, t, c.num_heads, c.head_dim)
+        key, value = qkv[:, :, :, -2], qkv[:, :, :, -1]
+        if c.qk_norm:
+            query = rms_norm(self.q_norm[...], query, c.norm_eps)
+            key = rms_norm(self.k_norm[...], key, c.norm_eps)
+        tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
+        query, key = rotate(query, tables), rotate(key, tables)
+        kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * c.num_kv_heads, c.head_dim)
+        mixed, pages = write_and_attend(
+            query, kv, pages, rows, backend, scale=c.query_scale, window=self.window, soft_cap=c.soft_cap
+        )
+        return linear(self.out[...], mixed.reshape(b, t, c.num_heads * c.head_dim)), pages
+
+    def mlp(self, x):
+        both = linear(self.gate_up[...], x)
+        return linear(self.down[...], activate(self.config.activation, both[..., 0, :]) * both[..., 1, :])
+
+
+class Decoder(nnx.Module):
+    """A causal language model over paged caches."""
+
+    def __init__(self, config: ModelConfig, dtype: Any) -> None:
+        self.config = config
+        self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
+        self.layers = nnx.List([Layer(config, i, dtype) for i in range(config.num_layers)])
+        self.norm = nnx.Param(jnp.zeros((config.width,), jnp.float32))
+        if not config.tied:
+            self.head = nnx.Param(jnp.zeros((config.width, config.vocab_size), dtype))
+
+    def __call__(self, tokens, pages, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
+        """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering the layers in taps)."""
+        c = self.config
+        x = jnp.take(self.embed[...], tokens, axis=0)
+        x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
+        ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
+        new_pages, tapped = [], []
+        for i, (layer, layer_pages) in enumerate(zip(self.layers, pages, strict=True)):
+            if i in taps:
+                tapped.append(x)
+            x, layer_pages = layer(x, layer_pages, rows, ropes, backend)
+            new_pages.append(layer_pages)
+        return x, tuple(new_pages), tuple(tapped)
+
+    def logits(self, hidden, backend: Backend):
+        """hidden [..., E] -> logits f32[..., V], replicated."""
+        x = rms_norm(self.norm[...], hidden, self.config.norm_eps)
+        weights, axis = (self.embed[...], 1) if self.config.tied else (self.head[...], 0)
+        logits = lax.dot_general(
+            x,
+            weights,
+            (((x.ndim - 1,), (axis,)), ((), ())),
+            precision=matmul_precision(x.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if backend.mesh is not None and backend.mesh.size > 1:
+            logits = lax.with_sharding_constraint(logits, sharding(backend.mesh))
+        if cap := self.config.logit_soft_cap:
+            logits = cap * jnp.tanh(logits / cap)
+        return logits
+
+
+@functools.cache
+def describe(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict]:
+    """(graph definition, path -> abstract parameter) of a Decoder, without allocating it."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype))))
+    return graph, dict(state.flat_state())
+
+
+def dotted(path: tuple) -> str:
+    return ".".join(map(str, path))
+
+
+def bind(config: ModelConfig, params: Params) -> Decoder:
+    """The decoder over these parameters. Call it inside the traced function: it costs nothing at run time."""
+    graph, abstract = describe(config, params["embed"].dtype.name)
+    flat = {path: leaf.replace(params[dotted(path)]) for path, leaf in abstract.items()}
+    return nnx.merge(graph, nnx.State.from_flat_path(flat))
+
+
+def abstract_params(config: ModelConfig, dtype: Any, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name -> shape, dtype and sharding of every parameter: what a checkpoint has to fill."""
+    _, abstract = describe(config, jnp.dtype(dtype).name)
+    shapes = {dotted(path): leaf.get_value() for path, leaf in abstract.items()}
+    return {
+        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=param_sharding(mesh, name, s.shape))
+        for name, s in shapes.items()
+    }
+
+
+def random_params(config: ModelConfig, dtype: Any, mesh: Mesh, seed: int = 0) -> dict[str, jax.Array]:
+    """Random weights of a plausible scale, for tests and benchmarks."""
+    abstract = abstract_params(config, dtype, mesh)
+
+    def leaf(index: int, name: str, s: jax.ShapeDtypeStruct) -> jax.Array:
+        if name.endswith("norm"):
+            return jnp.ones(s.shape, s.dtype)
+        fan_in = s.shape[-1] if name == "embed" else s.shape[0]
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        return (jax.random.normal(key, s.shape, jnp.float32) * fan_in**-0.5).astype(s.dtype)
+
+    init = lambda: {name: leaf(i, name, s) for i, (name, s) in enumerate(abstract.items())}
+    return jax.jit(init, out_shardings={name: s.sharding for name, s in abstract.items()})()

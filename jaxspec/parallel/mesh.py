@@ -1,0 +1,75 @@
+"""The device mesh, and one table that says how every array is laid out on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# Tensor parallelism is factorised: the target is sharded over both axes, a draft of smaller degree over the first.
+MODEL_AXES = ("tp_draft", "tp_rest")
+
+# Last part of a parameter's name -> one logical axis per dimension.
+PARAM_AXES: dict[str, tuple[str | None, ...]] = {
+    "embed": ("vocab", None),
+    "head": (None, "vocab"),
+    "qkv": (None, "heads"),  # columns grouped by kv head: q..., k, v, so that any degree that divides G cuts cleanly
+    "qkv_bias": ("heads",),
+    "out": ("heads", None),
+    "gate_up": (None, None, "mlp"),
+    "down": ("mlp", None),
+}
+# Logical axis -> mesh axes. Axes not named here are replicated.
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {"vocab": MODEL_AXES, "heads": MODEL_AXES, "mlp": MODEL_AXES}
+PAGES_SPEC = P(None, None, MODEL_AXES, None)  # [P, S, 2G, D]
+
+
+def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh (tp_draft=tensor_parallel_size, tp_rest=1) over the first devices.
+
+    Raises: ValueError when there are fewer devices than asked for.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if not 1 <= tensor_parallel_size <= len(devices):
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} needs that many devices, {len(devices)} found: lower it"
+        )
+    grid = np.array(devices[:tensor_parallel_size]).reshape(tensor_parallel_size, 1)
+    return Mesh(grid, MODEL_AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def degree(mesh: Mesh) -> int:
+    return mesh.size
+
+
+def sharding(mesh: Mesh, spec: P = P()) -> NamedSharding:
+    return NamedSharding(mesh, spec)
+
+
+def param_sharding(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedSharding:
+    """Where the parameter `name` lies. A vocabulary that does not divide evenly is replicated; heads must divide."""
+    axes = PARAM_AXES.get(name.rsplit(".", 1)[-1], (None,) * len(shape))
+    spec = [LOGICAL_AXES.get(axis) if axis else None for axis in axes]
+    spec = [
+        None if axis == "vocab" and size % mesh.size else s for s, axis, size in zip(spec, axes, shape, strict=True)
+    ]
+    return sharding(mesh, P(*spec))
+
+
+def per_shard(fn: Callable, mesh: Mesh | None, in_specs: tuple, out_specs: Any) -> Callable:
+    """fn, run on each device's shard: the one place where kernels meet the mesh. Plain fn on a single device."""
+    if mesh is None or mesh.size == 1:
+        return fn
+    # check_vma=False: Pallas calls carry no replication types.
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def check_divides(config_heads: Mapping[str, int], tensor_parallel_size: int) -> None:
+    """Raises ValueError naming the axis that tensor_parallel_size does not divide."""
+    for name, size in config_heads.items():
+        if size % tensor_parallel_size:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} does not divide {name}={size}")
