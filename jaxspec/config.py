@@ -1,0 +1,153 @@
+"""What an engine and its speculation are configured with. Option names follow vLLM's where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.options import options, refuse_unsupported
+
+METHODS = ("draft_model", "ngram")
+REJECTION_METHODS = ("standard", "coupled")
+LATER_REJECTION_METHODS = ("block", "typical", "synthetic")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@options
+class SpeculativeConfig:
+    """How tokens are proposed and accepted.
+
+    Args:
+      method: "draft_model" (where `model` is given) or "ngram" (prompt lookup).
+      model, revision: the draft: a hub id, a local folder or a .gguf file.
+      num_speculative_tokens: K, drafts a round, at least 1.
+      max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
+      dtype: the draft's; default the target's.
+      draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
+      rejection_sample_method: "standard" or "coupled" for every sampling request. None: coupled for requests with an
+        explicit seed (their tokens then equal plain decoding's), standard for the others.
+      prompt_lookup_min, prompt_lookup_max: lengths of the n-gram that "ngram" looks up.
+
+    Raises: ValueError for a value out of its range, NotImplementedError for what is not supported yet.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    num_speculative_tokens: int = 4
+    draft_tensor_parallel_size: int | None = None
+    max_model_len: int | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    draft_sample_method: str = "probabilistic"
+    rejection_sample_method: str | None = None
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    disable_by_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            object.__setattr__(self, "method", "draft_model" if self.model else "ngram")
+        one_of("method", self.method, METHODS)
+        if self.method == "draft_model" and not self.model:
+            raise ValueError("method='draft_model' needs model=: the draft's hub id, folder or .gguf file")
+        if self.method == "ngram" and self.model:
+            raise ValueError(f"method='ngram' uses no draft model, but model={self.model!r} is given: drop one of them")
+        at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ValueError(
+                f"prompt_lookup_max={self.prompt_lookup_max} is below prompt_lookup_min={self.prompt_lookup_min}"
+            )
+        one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
+        if self.rejection_sample_method in LATER_REJECTION_METHODS:
+            raise NotImplementedError(
+                f"rejection_sample_method={self.rejection_sample_method!r} is not supported yet: "
+                f"use one of {', '.join(REJECTION_METHODS)}"
+            )
+        if self.rejection_sample_method is not None:
+            one_of("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
+        if self.max_model_len is not None:
+            at_least("max_model_len", self.max_model_len, 1)
+        if self.dtype is not None:
+            one_of("dtype", self.dtype, DTYPES)
+        later = "leave it out"
+        refuse_unsupported(
+            self,
+            {
+                "draft_tensor_parallel_size": "the draft is sharded like the target",
+                "quantization": later,
+                "posterior_threshold": "it belongs to typical acceptance",
+                "posterior_alpha": "it belongs to typical acceptance",
+                "synthetic_acceptance_length": later,
+                "synthetic_acceptance_rates": later,
+                "disable_by_batch_size": "set num_speculative_tokens=0 in a request's SamplingParams instead",
+            },
+        )
+
+    @classmethod
+    def of(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
+        """Accepts a dict in its place."""
+        return cls(**value) if isinstance(value, Mapping) else value
+
+
+@options
+class EngineConfig:
+    """How the engine is set up.
+
+    Args:
+      tensor_parallel_size: devices the model is sharded over.
+      dtype: "auto" is float32 on CPU, else bfloat16. "float32" also means full-precision products everywhere.
+      max_model_len: longest prompt + output, in tokens. Default: the model's own.
+      max_num_seqs: requests decoded together.
+      page_size: tokens a cache page holds. Default 16, on TPU 32.
+      num_pages: pages in the pool. Default: what memory_utilization of the free device memory holds.
+      rounds_per_launch: rounds that one launch of the device program runs, 1 to 32.
+      prefill_chunk: longest piece of a prompt in one pass, in tokens.
+      kernels: "reference" (plain jnp), "pallas", or None for the measured fastest of the platform.
+      compilation_cache: keep compiled programs on disk, so that a second start takes seconds.
+    """
+
+    tokenizer: str | None = None
+    revision: str | None = None
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    page_size: int | None = None
+    num_pages: int | None = None
+    memory_utilization: float = 0.9
+    rounds_per_launch: int = 16
+    prefill_chunk: int = 256
+    kernels: str | None = None
+    compilation_cache: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, DTYPES)
+        for name in ("tensor_parallel_size", "max_num_seqs"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "page_size", "num_pages"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 1)
+        if not 1 <= self.rounds_per_launch <= 32:
+            raise ValueError(f"rounds_per_launch={self.rounds_per_launch} must lie in 1..32")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ValueError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
+        if self.prefill_chunk < 16 or self.prefill_chunk & (self.prefill_chunk - 1):
+            raise ValueError(f"prefill_chunk={self.prefill_chunk} must be a power of two, at least 16")
+        if self.kernels is not None:
+            one_of("kernels", self.kernels, ("reference", "pallas"))
+
+
+def at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} is below {least}")
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(allowed)}")

@@ -1,0 +1,51 @@
+"""Compiled programs, one a static shape and variant, with the time that compiling took."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxspec.decode.loop import launch
+from jaxspec.decode.prefill import prefill
+from jaxspec.parallel.mesh import sharding
+
+FUNCTIONS = {"launch": launch, "prefill": prefill}
+
+
+@dataclasses.dataclass
+class Programs:
+    """Compiles each (function, static config, shapes) once, ahead of its first run. The caches are donated."""
+
+    mesh: Mesh
+    num_compiled: int = 0
+    compile_seconds: float = 0.0
+    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> Any:
+        """Calls the program `name`; arrays are numpy or device pytrees, laid out replicated."""
+        arrays = jax.device_put(arrays, sharding(self.mesh))
+        shapes = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(arrays))
+        key = (name, config, shapes)
+        if key not in self.compiled:
+            started = time.perf_counter()
+            self.compiled[key] = lower(name, config, params, cache, *arrays).compile()
+            self.compile_seconds += time.perf_counter() - started
+            self.num_compiled += 1
+        return self.compiled[key](params, cache, *arrays)
+
+
+def lower(name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> jax.stages.Lowered:
+    """The program, lowered for these arguments (arrays, or ShapeDtypeStructs with shardings), the cache donated.
+
+    The cache leaves where it came in, so that it aliases; everything else is small and replicated.
+    """
+    placed = jax.tree.map(lambda x: x.sharding, cache)
+    replicated = jax.tree.leaves(arrays)[0].sharding
+    outputs = (placed, replicated) if name == "launch" else placed
+    program = functools.partial(FUNCTIONS[name], config)
+    return jax.jit(program, donate_argnums=(1,), out_shardings=outputs).lower(params, cache, *arrays)

@@ -1,0 +1,143 @@
+"""One round: propose, one target pass, verify, commit. Plain decoding is the same round with K = 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.decode.state import LENGTH, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
+from jaxspec.drafters.base import History, Proposal
+from jaxspec.sampling import rng
+from jaxspec.sampling.distribution import process
+from jaxspec.verify import coupled, rejection
+from jaxspec.verify.base import Verdict
+
+Params = dict[str, Any]  # {"target": ..., "draft": ...}
+
+
+def num_wanted(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> jax.Array:
+    """K_b i32[B]: drafts the row may have this round. Near a full context it proposes less, and stays correct."""
+    room = config.position_limit - state.num_tokens - 1
+    return jnp.clip(jnp.minimum(batch.limits.num_speculative_tokens, room), 0, config.num_speculative_tokens)
+
+
+def runnable(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> jax.Array:
+    """bool[B]: live, unfinished, and its next K_b + 1 positions have pages. A row without them waits for the host."""
+    layout = config.target.layout
+    pages = jnp.sum(batch.block_table < layout.num_pages, axis=1)
+    covered = state.num_tokens + num_wanted(config, batch, state) <= pages * layout.page_size
+    return batch.live & (state.finish == RUNNING) & covered
+
+
+def round(config: DecodeConfig, params: Params, cache: PagedKVCache, batch: LaunchInput, state: DecodeState):
+    """-> (cache, state) after every runnable row has gained 1..K_b+1 tokens."""
+    live = runnable(config, batch, state)
+    wanted = num_wanted(config, batch, state)
+    with jax.named_scope("propose"):
+        proposal, draft_pages = propose(config, params, cache.draft, batch, state, wanted, live)
+    with jax.named_scope("target"):
+        logits, target_pages = score(config, params["target"], cache.target, batch, state, proposal, live)
+    with jax.named_scope("verify"):
+        verdict = verify(config, logits, proposal, batch, state)
+    with jax.named_scope("commit"):
+        state = commit(config, batch, state, proposal, verdict, wanted, live)
+    return PagedKVCache(target_pages, draft_pages), state
+
+
+def propose(config: DecodeConfig, params, pages, batch: LaunchInput, state: DecodeState, wanted, live):
+    """-> (Proposal, draft pages)."""
+    if not config.num_speculative_tokens:
+        rows = state.num_tokens.shape[0]
+        return Proposal(jnp.zeros((rows, 0), jnp.int32), None, jnp.zeros(rows, jnp.int32)), pages
+    rows, vocab_size = batch.sampling, config.target.config.vocab_size
+
+    def choose(logits, i):
+        logits = fit_vocabulary(logits, vocab_size)
+        if config.greedy_draft or not (config.variant.standard or config.variant.coupled):
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+        z = process(logits[:, None], rows, filters=config.variant.filters)[:, 0]
+        # The coupled rule's noise belongs to the absolute position, the standard rule's to the round's start.
+        own = rng.keys(rows.seed, state.num_tokens, "draft", i)
+        shared = rng.keys(rows.seed, state.num_tokens + i, "shared")
+        keys = jax.random.wrap_key_data(
+            jnp.where(rows.coupled[:, None], jax.random.key_data(shared), jax.random.key_data(own))
+        )
+        noise = jnp.where(rows.greedy[:, None], 0.0, rng.gumbel(keys, vocab_size))
+        token = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
+        return token, jax.nn.softmax(z, axis=-1) if config.variant.standard else None
+
+    history = History(state.tokens, state.num_tokens, state.draft_len, batch.block_table, wanted, live)
+    return config.drafter.propose(params.get("draft"), pages, history, choose)
+
+
+def fit_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """f32[B,V'] -> f32[B,V]: a draft padded differently never proposes ids that the target lacks."""
+    missing = vocab_size - logits.shape[-1]
+    return jnp.pad(logits, ((0, 0), (0, max(missing, 0))), constant_values=-jnp.inf)[:, :vocab_size]
+
+
+def score(config: DecodeConfig, params, pages, batch: LaunchInput, state: DecodeState, proposal: Proposal, live):
+    """One target pass over the pending token and the K drafts -> (logits f32[B,K+1,V], target pages)."""
+    pending = rng.take_row(state.tokens, state.num_tokens - 1)
+    tokens = jnp.concatenate([pending[:, None], proposal.tokens], axis=1)
+    offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    positions = state.num_tokens[:, None] - 1 + offset
+    masked = (offset > proposal.num_proposed[:, None]) | ~live[:, None]
+    decoder, hidden, pages = config.target.forward(params, pages, tokens, positions, masked, batch.block_table)
+    return decoder.logits(hidden, config.target.backend), pages
+
+
+def verify(config: DecodeConfig, logits, proposal: Proposal, batch: LaunchInput, state: DecodeState) -> Verdict:
+    """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection."""
+    rows, variant = batch.sampling, config.variant
+    if not (variant.standard or variant.coupled):
+        return coupled.verify(logits, proposal)
+    z = process(logits, rows, filters=variant.filters)
+    perturbed = z  # of a greedy row: filters never touch the largest logit
+    if variant.coupled:
+        at = lambda i: coupled.shared_noise(rows.seed, state.num_tokens + i, z.shape[-1])
+        noise = jnp.stack([at(i) for i in range(z.shape[1])], axis=1)
+        perturbed = z + jnp.where((rows.coupled & ~rows.greedy)[:, None, None], noise, 0.0)
+    verdict = coupled.verify(perturbed, proposal)
+    if not variant.standard:
+        return verdict
+    standard = rejection.verify(z, proposal, rows.seed, state.num_tokens)
+    return jax.tree.map(lambda a, b: jnp.where(rows.coupled | rows.greedy, a, b), verdict, standard)
+
+
+def commit(config: DecodeConfig, batch: LaunchInput, state: DecodeState, proposal, verdict: Verdict, wanted, live):
+    """Appends the accepted drafts and the extra token, cut at the first stop id and at the row's length limit.
+
+    Lowering nothing but lengths is the rollback: what the caches hold beyond them is never read.
+    """
+    limits, num_drafts = batch.limits, proposal.tokens.shape[1]
+    offset = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
+    drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
+    room = jnp.minimum(verdict.num_accepted + 1, limits.max_len - state.num_tokens)
+    is_stop = jnp.any(emitted[:, :, None] == limits.stop_ids[:, None, :], axis=-1) & (offset < room[:, None])
+    stopped = jnp.any(is_stop, axis=1)
+    count = jnp.where(live, jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, room), 0).astype(jnp.int32)
+
+    keep = offset < count[:, None]
+    target_at = jnp.where(keep, state.num_tokens[:, None] + offset, state.tokens.shape[1])
+    tokens = state.tokens.at[jnp.arange(count.shape[0])[:, None], target_at].set(emitted, mode="drop")
+    num_tokens = state.num_tokens + count
+    finish = jnp.where(stopped, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, RUNNING))
+    proposed = jnp.where(live, proposal.num_proposed, 0)
+    accepted = offset[:, :num_drafts] < jnp.minimum(verdict.num_accepted, count)[:, None]
+    drafted = jnp.minimum(num_tokens - 1, state.num_tokens + jnp.maximum(wanted, 1) - 1)
+    # The first draft pass covers a lag of one token; a draft further behind keeps its length until it is caught up.
+    in_step = live & (num_drafts > 0) & (state.draft_len >= state.num_tokens - 2)
+    return DecodeState(
+        tokens=tokens,
+        num_tokens=num_tokens,
+        draft_len=jnp.where(in_step, jnp.minimum(drafted, config.position_limit), state.draft_len),
+        finish=jnp.where(live, finish, state.finish),
+        num_drafts=state.num_drafts + (proposed > 0),
+        num_draft_tokens=state.num_draft_tokens + proposed,
+        num_accepted_per_pos=state.num_accepted_per_pos + accepted,
+    )

@@ -1,0 +1,109 @@
+"""What goes into a launch of the device program, what it carries, and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jaxspec.drafters.base import Drafter
+from jaxspec.models.paged import PagedModel
+from jaxspec.sampling.distribution import SamplingRows
+
+RUNNING, STOP, LENGTH = 0, 1, 2  # values of DecodeState.finish
+FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length"}
+MAX_ROUNDS = 32  # static: sizes the result; the number of rounds itself is dynamic
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Which code paths a batch needs. Few, named and static: a batch that asks for none of a feature pays nothing.
+
+    standard: some row samples under the standard rejection rule; coupled: some row under the coupled rule;
+    filters: some row uses top-k, top-p or min-p. All False is greedy.
+    """
+
+    standard: bool = False
+    coupled: bool = False
+    filters: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Static description of the device program. drafter None, or a variant without K: plain decoding (K = 0)."""
+
+    target: PagedModel
+    drafter: Drafter | None
+    variant: Variant = Variant()
+    greedy_draft: bool = False  # draft_sample_method="greedy": propose the draft's argmax, q is one-hot
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return self.drafter.num_speculative_tokens if self.drafter else 0
+
+    @property
+    def position_limit(self) -> int:
+        """Drafting stops short of both models' context lengths."""
+        own = self.drafter.max_model_len if self.drafter else None
+        return min(self.target.max_model_len, own or self.target.max_model_len)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class RowLimits:
+    """num_speculative_tokens i32[B]: the row's own K; max_len i32[B]: prompt + max_tokens, at most max_model_len;
+    stop_ids i32[B,E]: ids that end the row, padded with -1."""
+
+    num_speculative_tokens: jax.Array
+    max_len: jax.Array
+    stop_ids: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class DecodeState:
+    """The loop's carry. Row b has num_tokens[b] committed tokens, of which the last is pending: its keys and values
+    are computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
+
+    tokens i32[B,L]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B];
+    num_drafts i32[B]: rounds that proposed something; num_draft_tokens i32[B]; num_accepted_per_pos i32[B,K].
+    """
+
+    tokens: jax.Array
+    num_tokens: jax.Array
+    draft_len: jax.Array
+    finish: jax.Array
+    num_drafts: jax.Array
+    num_draft_tokens: jax.Array
+    num_accepted_per_pos: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class LaunchInput:
+    """A batch as the host describes it. live bool[B]; block_table i32[B,N], unassigned entries hold num_pages."""
+
+    tokens: jax.Array
+    num_tokens: jax.Array
+    draft_len: jax.Array
+    live: jax.Array
+    block_table: jax.Array
+    sampling: SamplingRows
+    limits: RowLimits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class LaunchResult:
+    """What one launch brings back, in one transfer. new_tokens i32[B, MAX_ROUNDS*(K+1)], of which num_new i32[B] are
+    real; finish, draft_len, num_drafts, num_draft_tokens, num_accepted_per_pos as in DecodeState, counted over this
+    launch; num_rounds i32[]."""
+
+    new_tokens: jax.Array
+    num_new: jax.Array
+    finish: jax.Array
+    draft_len: jax.Array
+    num_drafts: jax.Array
+    num_draft_tokens: jax.Array
+    num_accepted_per_pos: jax.Array
+    num_rounds: jax.Array

@@ -1,0 +1,57 @@
+"""Token ids -> text as it grows, and where a stop string cuts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+REPLACEMENT = "�"
+
+
+class Detokenizer:
+    """Text of one request's output. Decodes a short window at a time, because byte-level tokens join into characters
+    and some tokenizers put a space in front depending on what stands before."""
+
+    def __init__(self, tokenizer: Any, *, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
+        self.tokenizer, self.stop, self.skip_special_tokens = tokenizer, stop, skip_special_tokens
+        self.text = ""
+        self.stop_string: str | None = None
+        self.stop_at = 0  # where in text the stop string begins
+        self.window, self.read = 0, 0  # ids before `read` are in text; the window gives them context
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
+
+    def find_stop(self, ids: list[int], start: int) -> int | None:
+        """Feeds ids one by one from index start on; the number of ids to keep once a stop string is complete."""
+        for end in range(start + 1, len(ids) + 1):
+            known = len(self.text)
+            self.feed(ids[:end])
+            for string in self.stop:
+                at = self.text.find(string, max(0, known - len(string) + 1))
+                if at >= 0:
+                    self.stop_string, self.stop_at = string, at
+                    return end
+        return None
+
+    def feed(self, ids: list[int], *, last: bool = False) -> None:
+        """Brings text up to ids (those so far and new ones). An unfinished character waits, unless this is the last."""
+        before = self.decode(ids[self.window : self.read])
+        now = self.decode(ids[self.window :])
+        if len(now) > len(before) and (last or not now.endswith(REPLACEMENT)):
+            self.text += now[len(before) :]
+            self.window, self.read = self.read, len(ids)
+
+    def finish(self, ids: list[int], *, include_stop: bool) -> str:
+        """The final text, cut at the stop string."""
+        if self.stop_string is None:
+            self.feed(ids, last=True)
+            return self.text
+        return self.text[: self.stop_at + (len(self.stop_string) if include_stop else 0)]
+
+    def settled(self) -> int:
+        """How much of text can be shown already: what might be the beginning of a stop string is held back."""
+        longest = max((len(s) for s in self.stop), default=0)
+        for size in range(min(longest - 1, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-size:]) for s in self.stop):
+                return len(self.text) - size
+        return len(self.text)

@@ -1,0 +1,57 @@
+"""What every drafter takes and gives. A drafter is static (frozen, hashable); all arrays pass through propose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Proposal:
+    """tokens i32[B,K]; probs f32[B,K,V], the distribution each token was drawn from, or None where the proposal is
+    deterministic (one-hot); num_proposed i32[B]: how many of the K are real in this round."""
+
+    tokens: jax.Array
+    probs: jax.Array | None
+    num_proposed: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class History:
+    """What has been committed. tokens i32[B,L] (prompt and output), num_tokens i32[B]; draft_len i32[B]: positions
+    the draft cache holds; block_table i32[B,N]; num_wanted i32[B]: at most this many drafts; live bool[B]."""
+
+    tokens: jax.Array
+    num_tokens: jax.Array
+    draft_len: jax.Array
+    block_table: jax.Array
+    num_wanted: jax.Array
+    live: jax.Array
+
+
+# choose(logits f32[B,V'], i) -> (token i32[B], probs f32[B,V] or None): samples the i-th draft token as each row asks.
+Choose = Callable[[jax.Array, int], tuple[jax.Array, Any]]
+
+
+class Drafter(Protocol):
+    """A proposal method for num_speculative_tokens = K tokens a round."""
+
+    num_speculative_tokens: int
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest context the drafter can read, None where it has no limit of its own."""
+        ...
+
+    def propose(self, params: Any, pages: Any, history: History, choose: Choose) -> tuple[Proposal, Any]:
+        """-> (proposal, the draft's pages after its passes)."""
+        ...
+
+    def prefill(self, params: Any, pages: Any, tokens: jax.Array, start: jax.Array, length: jax.Array, block_table):
+        """A prompt chunk into the draft's pages; returns the pages."""
+        ...

@@ -1,0 +1,62 @@
+"""A second, smaller model that proposes K tokens autoregressively on its own pages.
+
+Source: Leviathan et al., https://arxiv.org/abs/2211.17192; Chen et al., https://arxiv.org/abs/2302.01318.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxspec.drafters.base import History, Proposal
+from jaxspec.models.paged import PagedModel
+from jaxspec.sampling.rng import take_row
+from pallas_kernels.merge_tokens import merge_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    num_speculative_tokens: int
+    model: PagedModel
+
+    @property
+    def max_model_len(self) -> int:
+        return self.model.max_model_len
+
+    def propose(self, params, pages, history: History, choose):
+        last, missing = self.first_pass_tokens(history)
+        tokens, positions, masked = last
+        masked |= ~history.live[:, None]
+        proposed, probs = [], []
+        for i in range(self.num_speculative_tokens):
+            decoder, hidden, pages = self.model.forward(params, pages, tokens, positions, masked, history.block_table)
+            newest = take_row(hidden, missing) if i == 0 else hidden[:, 0]
+            token, p = choose(decoder.logits(newest, self.model.backend), i)
+            proposed.append(token)
+            probs.append(p)
+            tokens, positions = token[:, None], (history.num_tokens + i)[:, None]
+            masked = (~history.live | (history.num_wanted <= i + 1))[:, None]
+        num_proposed = jnp.where(history.live, history.num_wanted, 0)
+        stacked = None if probs[0] is None else jnp.stack(probs, axis=1)
+        return Proposal(jnp.stack(proposed, axis=1), stacked, num_proposed), pages
+
+    def first_pass_tokens(self, history: History):
+        """((tokens, positions, masked) [B,2], index of the pending token i32[B]).
+
+        After a round of full acceptance the draft cache lacks the last accepted token. So the first pass is always two
+        wide: that token, rejected where the cache has it already, merged with the pending one.
+        """
+        rows = history.num_tokens.shape[0]
+        query_start = jnp.arange(rows + 1, dtype=jnp.int32)
+        has_it = (history.draft_len == history.num_tokens - 1).astype(jnp.int32)
+        at = lambda back: take_row(history.tokens, jnp.maximum(history.num_tokens - back, 0))
+        how = {"platform": self.model.backend.platform, "implementation": self.model.backend.implementation}
+        tokens, rejected = merge_tokens(at(2), at(1), query_start, has_it, **how)
+        before = jnp.maximum(history.num_tokens - 2, 0)
+        positions, _ = merge_tokens(before, history.num_tokens - 1, query_start, has_it, **how)
+        pairs = tokens.reshape(rows, 2), positions.reshape(rows, 2), rejected.reshape(rows, 2)
+        return pairs, 1 - has_it
+
+    def prefill(self, params, pages, tokens, start, length, block_table):
+        return self.model.prefill(params, pages, tokens, start, length, block_table)

@@ -1,0 +1,46 @@
+"""Prompt lookup: propose what followed the last time the row's last tokens occurred.
+
+Source: https://github.com/apoorvumang/prompt-lookup-decoding (also `prompt_lookup_num_tokens` in transformers).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxspec.drafters.base import History, Proposal
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """The longest n in [lookup_min, lookup_max] whose n last tokens occurred before; the earliest such occurrence."""
+
+    num_speculative_tokens: int
+    lookup_min: int = 2
+    lookup_max: int = 4
+    max_model_len: None = None
+
+    def propose(self, params, pages, history: History, choose):
+        tokens, length = history.tokens, history.num_tokens[:, None]
+        num_positions = tokens.shape[1]
+        position = jnp.arange(num_positions)[None, :]
+        # match[b, j]: how many tokens ending at j equal the row's last ones, counted up to lookup_max.
+        match = jnp.zeros(tokens.shape, jnp.int32)
+        unbroken = position < length - 1
+        for n in range(self.lookup_max):
+            suffix = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - n, 0), axis=1)
+            shifted = jnp.pad(tokens, ((0, 0), (n, 0)))[:, :num_positions]
+            unbroken &= (shifted == suffix) & (position >= n) & (length > n)
+            match += unbroken
+        best = jnp.max(match, axis=1, keepdims=True)
+        found = best[:, 0] >= self.lookup_min
+        end = jnp.argmax(match == best, axis=1)  # the earliest occurrence of the longest match
+        follow = end[:, None] + 1 + jnp.arange(self.num_speculative_tokens)[None, :]
+        proposed = jnp.take_along_axis(tokens, jnp.minimum(follow, num_positions - 1), axis=1)
+        available = jnp.where(found & history.live, history.num_tokens - 1 - end, 0)
+        num_proposed = jnp.minimum(available, history.num_wanted).astype(jnp.int32)
+        return Proposal(proposed, None, num_proposed), pages
+
+    def prefill(self, params, pages, tokens, start, length, block_table):
+        return pages

@@ -1,0 +1,67 @@
+"""Logits -> the distribution a request asked for: temperature, then min-p, top-k, top-p. No sort anywhere.
+
+Thresholds are found by bisecting on the bits of the values, 32 counting passes, exactly: a sort inside the decoding
+loop is slow on every backend and breaks CUDA graphs into pieces. Values tied with the threshold are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class SamplingRows:
+    """Each row's wishes. temperature f32[B] (0: greedy), top_k i32[B] (0: off), top_p f32[B] (1: off),
+    min_p f32[B] (0: off), seed uint32[B,2], coupled bool[B] (which acceptance rule)."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+    coupled: jax.Array
+
+    @property
+    def greedy(self) -> jax.Array:
+        return self.temperature == 0.0
+
+
+def process(logits: jax.Array, rows: SamplingRows, *, filters: bool) -> jax.Array:
+    """f32[B,T,V] -> scaled and filtered logits, -inf where forbidden; softmax of it is the row's distribution.
+
+    filters=False leaves min-p, top-k and top-p out (no row asks for them). Greedy rows keep their logits.
+    """
+    at = lambda x: x[:, None, None]
+    temperature = jnp.where(rows.greedy, 1.0, rows.temperature)
+    z = logits / at(temperature)
+    if not filters:
+        return z
+    floor = jnp.max(z, axis=-1, keepdims=True) + jnp.log(at(rows.min_p))  # log(0) = -inf: off
+    z = jnp.where(z >= floor, z, -jnp.inf)
+    top_k = jnp.where(rows.top_k > 0, rows.top_k, z.shape[-1]).astype(jnp.float32)
+    z = jnp.where(ordered(z) >= threshold(ordered(z), jnp.ones_like(z), at(top_k)), z, -jnp.inf)
+    p = jax.nn.softmax(z, axis=-1)
+    keep = ordered(p) >= threshold(ordered(p), p, at(rows.top_p))
+    return jnp.where(keep | (at(rows.top_p) >= 1.0), z, -jnp.inf)
+
+
+def ordered(x: jax.Array) -> jax.Array:
+    """float32 -> uint32 that compares alike."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def threshold(values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+    """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1)."""
+
+    def bit(i, t):
+        candidate = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(values >= candidate, weights, 0.0), axis=-1, keepdims=True)
+        return jnp.where(weight >= need, candidate, t)
+
+    return lax.fori_loop(0, 32, bit, jnp.zeros((*values.shape[:-1], 1), jnp.uint32))

@@ -1,0 +1,23 @@
+"""What an acceptance rule gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Verdict:
+    """num_accepted i32[B]: drafts kept, 0..K_b; next_token i32[B]: the one extra token behind them."""
+
+    num_accepted: jax.Array
+    next_token: jax.Array
+
+
+def leading(accepted: jax.Array, num_proposed: jax.Array) -> jax.Array:
+    """bool[B,K] -> i32[B]: how many drafts stand before the first failure, among the num_proposed real ones."""
+    real = jnp.arange(accepted.shape[1])[None, :] < num_proposed[:, None]
+    return jnp.sum(jnp.cumprod((accepted & real).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

@@ -1,0 +1,75 @@
+"""The coupled rule: draft and target share one Gumbel vector per absolute position; accept while they agree.
+
+Source: Daliri et al., https://arxiv.org/abs/2408.07978 (drafter-invariant speculation).
+The target's token is y_i = argmax(log p_i + G_i) whatever was drafted, so a seeded request gives the same tokens as
+plain decoding with the same seed. It is greedy decoding on perturbed logits, and greedy rows share this code with G = 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.drafters.base import Proposal
+from jaxspec.sampling import rng
+from jaxspec.verify.base import Verdict, leading
+
+
+def shared_noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
+    """f32[B,V]: the noise of the token that will stand at this absolute position i32[B]."""
+    return rng.gumbel(rng.keys(seed, position, "shared"), vocab_size)
+
+
+def verify(perturbed: jax.Array, proposal: Proposal) -> Verdict:
+    """perturbed f32[B,K+1,V]: the target's processed logits plus noise (none for greedy rows)."""
+    y = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+    num_accepted = leading(proposal.tokens == y[:, :-1], proposal.num_proposed)
+    return Verdict(num_accepted, rng.take_row(y, num_accepted))
+
+
+def joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """P(draft token = a, target token = b) [V,V] under shared Gumbel noise, exactly.
+
+    Gumbel-max is an exponential race: the draft's token minimises E_v / q_v, the target's E_v / p_v. With s = E_a,
+    t = E_b and r = t / s the others must lose both races, which leaves an integral over r of 1 / c(r)^2 with c
+    piecewise linear.
+    """
+    size = len(p)
+    result = np.zeros((size, size))
+    for a, b in itertools.product(range(size), repeat=2):
+        if q[a] == 0 or p[b] == 0:
+            continue
+        if a == b:
+            result[a, a] = 1.0 / sum(max(q[v] / q[a], p[v] / p[a]) for v in range(size))
+            continue
+        others = [v for v in range(size) if v not in (a, b)]
+        low, high = q[b] / q[a], (p[b] / p[a] if p[a] > 0 else np.inf)
+        kinks = [q[v] * p[b] / (q[a] * p[v]) for v in others if p[v] > 0]
+        cuts = [low, *sorted(k for k in kinks if low < k < high), high]
+        for left, right in itertools.pairwise(cuts):
+            if right <= left:
+                continue
+            middle = left + 1.0 if right == np.inf else (left + right) / 2
+            steep = [v for v in others if middle * p[v] / p[b] > q[v] / q[a]]
+            slope = 1.0 + sum(p[v] / p[b] for v in steep)
+            start = 1.0 + sum(q[v] / q[a] for v in others if v not in steep)
+            # The integral of (start + slope r)^-2.
+            result[a, b] += (1 / (start + slope * left) - 1 / (start + slope * right)) / slope
+    return result
+
+
+def law(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """As `rejection.law`: (P(exactly i accepted) [K+1], law of the extra token given i [K+1,V])."""
+    p, q, tokens = np.asarray(p, float), np.asarray(q, float), np.asarray(tokens)
+    lengths, extras, reach = [], [], 1.0
+    for p_i, q_i, x in zip(p, q, tokens, strict=False):
+        target_given_draft = joint(p_i, q_i)[x] / q_i[x]
+        accept = target_given_draft[x]
+        rejected = np.where(np.arange(len(p_i)) == x, 0.0, target_given_draft)
+        lengths.append(reach * (1 - accept))
+        extras.append(rejected / rejected.sum() if rejected.sum() > 0 else p_i)
+        reach *= accept
+    return np.array([*lengths, reach]), np.array([*extras, p[-1]])

@@ -1,0 +1,71 @@
+"""The standard rejection rule: keep x_i with probability min(1, p/q), repair the first failure.
+
+Source: Leviathan et al., https://arxiv.org/abs/2211.17192; Chen et al., https://arxiv.org/abs/2302.01318.
+p is the target's distribution and q the draft's, both after the same request-level processing.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.drafters.base import Proposal
+from jaxspec.sampling import rng
+from jaxspec.verify.base import Verdict, leading
+
+
+def verify(logits: jax.Array, proposal: Proposal, seed: jax.Array, num_tokens: jax.Array) -> Verdict:
+    """logits f32[B,K+1,V] of the target as processed, seed u32[B,2], num_tokens i32[B] at the round's start."""
+    p = jax.nn.softmax(logits, axis=-1)
+    num_drafts = proposal.tokens.shape[1]
+    if num_drafts:
+        p_x = at_tokens(p[:, :-1], proposal.tokens)
+        q_x = 1.0 if proposal.probs is None else at_tokens(proposal.probs, proposal.tokens)
+        uniforms = [rng.uniform(rng.keys(seed, num_tokens, "accept", i)) for i in range(num_drafts)]
+        # Strictly: u = 0 must not accept a token with p = 0.
+        num_accepted = leading(jnp.stack(uniforms, axis=1) * q_x < p_x, proposal.num_proposed)
+    else:
+        num_accepted = jnp.zeros_like(num_tokens)
+    extra = extra_distribution(p, proposal, num_accepted)
+    noise = rng.gumbel(rng.keys(seed, num_tokens, "residual", num_accepted), p.shape[-1])
+    return Verdict(num_accepted, jnp.argmax(jnp.log(extra) + noise, axis=-1).astype(jnp.int32))
+
+
+def at_tokens(distribution: jax.Array, tokens: jax.Array) -> jax.Array:
+    """[B,K,V] at tokens i32[B,K] -> [B,K]."""
+    return jnp.take_along_axis(distribution, tokens[..., None], axis=-1)[..., 0]
+
+
+def extra_distribution(p: jax.Array, proposal: Proposal, num_accepted: jax.Array) -> jax.Array:
+    """f32[B,V], the law of the extra token: p where all was accepted, else normalize(max(p - q, 0)) at the failure."""
+    p_at = rng.take_row(p, num_accepted)
+    num_drafts = proposal.tokens.shape[1]
+    if not num_drafts:
+        return p_at
+    failure = jnp.minimum(num_accepted, num_drafts - 1)
+    if proposal.probs is None:
+        x = rng.take_row(proposal.tokens, failure)
+        q_at = jax.nn.one_hot(x, p.shape[-1], dtype=p.dtype)
+    else:
+        q_at = rng.take_row(proposal.probs, failure)
+    residual = jnp.maximum(p_at - q_at, 0.0)
+    mass = jnp.sum(residual, axis=-1, keepdims=True)
+    # Nothing failed: the bonus token, from p. A residual that rounds to nothing: from p too, never NaN.
+    bonus = (num_accepted >= proposal.num_proposed)[:, None] | (mass <= 0.0)
+    return jnp.where(bonus, p_at, residual / jnp.where(mass > 0.0, mass, 1.0))
+
+
+def law(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Acceptance probabilities of drafts tokens i32[K] from q [K,V] under p [K+1,V].
+
+    -> (P(exactly i drafts are accepted) [K+1], law of the extra token given i [K+1,V]).
+    """
+    num_drafts = tokens.shape[0]
+    p_x, q_x = at_tokens(p[None, :-1], tokens[None])[0], at_tokens(q[None], tokens[None])[0]
+    accept = jnp.minimum(1.0, p_x / q_x)
+    reach = jnp.concatenate([jnp.ones(1), jnp.cumprod(accept)])
+    lengths = reach * jnp.concatenate([1.0 - accept, jnp.ones(1)])
+    rows = num_drafts + 1
+    spread = lambda x: jnp.broadcast_to(x, (rows, *x.shape))
+    proposal = Proposal(spread(tokens), spread(q), jnp.full(rows, num_drafts))
+    return lengths, extra_distribution(spread(p), proposal, jnp.arange(rows))

@@ -1,0 +1,39 @@
+"""Every test process: eight fake CPU devices, quick compilation, one shared compilation cache."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+GPU = os.environ.get("JAXSPEC_TEST_PLATFORM") == "gpu"
+
+if not GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # The optimiser's expensive passes double the compile time of tiny programs and change no result.
+    flags = (
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    )
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxspec-tests-xla-{os.getuid()}")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu wait for a GPU backend: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu."""
+    if GPU and jax.default_backend() == "gpu":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu"))

@@ -1,0 +1,95 @@
+"""Tiny random models and engines for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.engine.engine import Engine, Model
+from jaxspec.models.config import ModelConfig, Rope
+from jaxspec.models.decoder import random_params
+from jaxspec.parallel.mesh import make_mesh
+from jaxspec.sampling_params import SamplingParams
+
+BASE = ModelConfig(
+    family="llama",
+    vocab_size=64,
+    num_layers=2,
+    width=32,
+    mlp_width=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_model_len=256,
+    windows=(None, None),
+)
+FAMILIES = {
+    "llama": BASE,
+    "llama3": dataclasses.replace(BASE, rope=Rope(5e5, (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0)), tied=False),
+    "mistral": dataclasses.replace(BASE, family="mistral", windows=(12, 12), tied=False),
+    "qwen2": dataclasses.replace(BASE, family="qwen2", qkv_bias=True),
+    "qwen3": dataclasses.replace(BASE, family="qwen3", qk_norm=True, head_dim=8),
+    "gemma3": dataclasses.replace(
+        BASE,
+        family="gemma3",
+        qk_norm=True,
+        sandwich_norm=True,
+        windows=(12, None),
+        rope=Rope(1e6),
+        local_rope=Rope(1e4),
+        activation="gelu_tanh",
+        embed_scale=32**0.5,
+        query_scale=0.3,
+    ),
+}
+
+
+@functools.cache
+def model(config: ModelConfig, seed: int = 0, tensor_parallel_size: int = 1, scale: float = 1.0) -> Model:
+    """Random weights; scale multiplies the embedding table, which flattens (< 1) or sharpens the distributions."""
+    params = random_params(config, jnp.float32, make_mesh(tensor_parallel_size), seed)
+    return Model(config, params | {"embed": params["embed"] * scale})
+
+
+def small(config: ModelConfig = BASE) -> ModelConfig:
+    """A one-layer draft for it."""
+    return dataclasses.replace(config, num_layers=1, windows=config.windows[-1:])
+
+
+def engine(
+    target: Model,
+    speculative: SpeculativeConfig | dict | None = None,
+    draft: Model | None = None,
+    *,
+    tensor_parallel_size: int = 1,
+    **options,
+) -> Engine:
+    mesh = make_mesh(tensor_parallel_size)
+    platform = jax.default_backend()
+    return Engine(
+        target,
+        EngineConfig(tensor_parallel_size=tensor_parallel_size, **options),
+        mesh=mesh,
+        speculative=SpeculativeConfig.of(speculative),
+        draft=draft,
+        platform=platform,
+    )
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], **kwargs):
+    """Serves prompts to the end; the requests, with their outputs and metrics."""
+    params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    requests = [engine.add(p, s, **kwargs) for p, s in zip(prompts, params, strict=True)]
+    while engine.busy:
+        engine.step()
+    assert engine.scheduler.allocator.num_free == engine.num_pages
+    return requests
+
+
+def outputs(engine: Engine, prompts, params, **kwargs) -> list[list[int]]:
+    return [r.output for r in run(engine, prompts, params, **kwargs)]
