@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxspec.decode.loop import launch
 from jaxspec.decode.prefill import prefill
 from jaxspec.parallel.mesh import sharding
 
-FUNCTIONS = {"launch": launch, "prefill": prefill}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"launch": launch, "prefill": prefill}
 
 
 @dataclasses.dataclass

@@ -41,7 +41,8 @@ Choose = Callable[[jax.Array, int], tuple[jax.Array, Any]]
 class Drafter(Protocol):
     """A proposal method for num_speculative_tokens = K tokens a round."""
 
-    num_speculative_tokens: int
+    @property
+    def num_speculative_tokens(self) -> int: ...
 
     @property
     def max_model_len(self) -> int | None:

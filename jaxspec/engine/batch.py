@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def padded(lists: Sequence[Sequence[int]], rows: int, width: int, fill: int) -> np.ndarray:
+def padded(lists: Sequence[Sequence[int]], rows: int, width: int, fill: int) -> Any:
     """Lists as i32[rows, width], filled up."""
     array = np.full((rows, width), fill, np.int32)
     for row, values in enumerate(lists):
@@ -32,7 +33,7 @@ def launch_input(
     """rows = B, row_pages = N; rows beyond the requests are not live."""
     params = [r.params for r in requests]
 
-    def column(values: Sequence, dtype: type, fill: float = 0) -> np.ndarray:
+    def column(values: Sequence, dtype: type, fill: float = 0) -> Any:
         return np.array([*values, *[fill] * (rows - len(values))], dtype)
 
     return LaunchInput(
@@ -76,7 +77,7 @@ def chunk_input(requests: Sequence[Request], start: int, *, num_pages: int, row_
     pieces = [r.tokens[start : start + n] for r, n in zip(requests, lengths, strict=True)]
     return Chunk(
         tokens=padded(pieces, rows, width, 0),
-        start=np.full(rows, start, np.int32),
-        length=np.array([*lengths, *[0] * (rows - len(lengths))], np.int32),
+        start=padded([[start]] * rows, rows, 1, 0)[:, 0],
+        length=padded([lengths], 1, rows, 0)[0],
         block_table=padded([r.pages for r in requests], rows, row_pages, num_pages),
     )

@@ -87,7 +87,7 @@ class Engine:
         self.decoding = DecodeConfig(
             target=paged["target"],
             drafter=make_drafter(speculative, paged.get("draft")),
-            greedy_draft=bool(speculative) and speculative.draft_sample_method == "greedy",
+            greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
         self.programs = Programs(mesh)
         self.scheduler = Scheduler(PageAllocator(self.num_pages), self.page_size, config.max_num_seqs)

@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
             self.head = nnx.Param(jnp.zeros((config.width, config.vocab_size), dtype))
 
     def __call__(self, tokens, pages, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
-        """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering the layers in taps)."""
+        """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering layers `taps`)."""
         c = self.config
         x = jnp.take(self.embed[...], tokens, axis=0)
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x

@@ -2,7 +2,7 @@
 
 Source: Daliri et al., https://arxiv.org/abs/2408.07978 (drafter-invariant speculation).
 The target's token is y_i = argmax(log p_i + G_i) whatever was drafted, so a seeded request gives the same tokens as
-plain decoding with the same seed. It is greedy decoding on perturbed logits, and greedy rows share this code with G = 0.
+plain decoding with the same seed. It is greedy decoding on perturbed logits; greedy rows share this code with G = 0.
 """
 
 from __future__ import annotations
