@@ -13,7 +13,7 @@ T = TypeVar("T")
 def options(cls: type[T]) -> type[T]:
     """A frozen dataclass whose constructor refuses unknown options with one clear line."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    plain_init, known = cls.__init__, [f.name for f in dataclasses.fields(cls)]
+    plain_init, known = cls.__init__, [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
     @functools.wraps(plain_init)
     def init(self: Any, **given: Any) -> None:

@@ -49,9 +49,9 @@ def round(config: DecodeConfig, params: Params, cache: PagedKVCache, batch: Laun
 
 def propose(config: DecodeConfig, params, pages, batch: LaunchInput, state: DecodeState, wanted, live):
     """-> (Proposal, draft pages)."""
-    if not config.num_speculative_tokens:
-        rows = state.num_tokens.shape[0]
-        return Proposal(jnp.zeros((rows, 0), jnp.int32), None, jnp.zeros(rows, jnp.int32)), pages
+    if config.drafter is None:
+        num_rows = state.num_tokens.shape[0]
+        return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), pages
     rows, vocab_size = batch.sampling, config.target.config.vocab_size
 
     def choose(logits, i):

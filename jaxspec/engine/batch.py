@@ -19,9 +19,9 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def padded(lists: Sequence[Sequence[int]], rows: int, width: int, fill: int) -> Any:
-    """Lists as i32[rows, width], filled up."""
-    array = np.full((rows, width), fill, np.int32)
+def padded(lists: Sequence[Sequence[int]], rows: int, width: int, fill: int, dtype: Any = np.int32) -> Any:
+    """Lists as an array [rows, width], filled up."""
+    array = np.full((rows, width), fill, dtype)
     for row, values in enumerate(lists):
         array[row, : len(values)] = values
     return array
@@ -47,7 +47,7 @@ def launch_input(
             top_k=column([max(p.top_k, 0) for p in params], np.int32),
             top_p=column([p.top_p for p in params], np.float32, 1.0),
             min_p=column([p.min_p for p in params], np.float32),
-            seed=np.array([seed_words(r.seed) for r in requests] + [(0, 0)] * (rows - len(requests)), np.uint32),
+            seed=padded([seed_words(r.seed) for r in requests], rows, 2, 0, np.uint32),
             coupled=column([r.coupled for r in requests], np.bool_, False),
         ),
         limits=RowLimits(

@@ -26,6 +26,11 @@ class Backend:
     mesh: Mesh | None = None
     implementation: str | None = None  # None: the measured fastest of the platform
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """The keyword arguments that every kernel takes."""
+        return {"platform": self.platform, "implementation": self.implementation}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -101,7 +106,7 @@ def write_and_attend(
     b, t, _, d = query.shape
     if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
         query, kv = (jnp.pad(x, ((0, 0),) * 3 + ((0, extra),)) for x in (query, kv))
-    how = {"platform": backend.platform, "implementation": backend.implementation}
+    how = backend.how
 
     def shard(query, kv, pages, slots, block_table, kv_len):
         pages = kv_write(pages, kv.reshape(b * t, *kv.shape[2:]), slots, **how)

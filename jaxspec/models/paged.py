@@ -46,8 +46,7 @@ class PagedModel:
             page_size=self.layout.page_size,
             max_model_len=self.max_model_len,
             pad_slot=self.layout.pad_slot,
-            platform=self.backend.platform,
-            implementation=self.backend.implementation,
+            **self.backend.how,
         )
         kv_len = jnp.where(masked[:, 0], 0, positions[:, 0] + t)
         decoder = bind(self.config, params)

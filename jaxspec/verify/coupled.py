@@ -63,13 +63,13 @@ def joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 def law(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """As `rejection.law`: (P(exactly i accepted) [K+1], law of the extra token given i [K+1,V])."""
-    p, q, tokens = np.asarray(p, float), np.asarray(q, float), np.asarray(tokens)
+    rows = zip(np.asarray(p, float), np.asarray(q, float), np.asarray(tokens), strict=False)
     lengths, extras, reach = [], [], 1.0
-    for p_i, q_i, x in zip(p, q, tokens, strict=False):
+    for p_i, q_i, x in rows:
         target_given_draft = joint(p_i, q_i)[x] / q_i[x]
         accept = target_given_draft[x]
         rejected = np.where(np.arange(len(p_i)) == x, 0.0, target_given_draft)
         lengths.append(reach * (1 - accept))
         extras.append(rejected / rejected.sum() if rejected.sum() > 0 else p_i)
         reach *= accept
-    return np.array([*lengths, reach]), np.array([*extras, p[-1]])
+    return np.array([*lengths, reach]), np.array([*extras, np.asarray(p[-1], float)])
