@@ -70,22 +70,36 @@ class ModelConfig:
     def qkv_width(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """From a Hugging Face config as a dict (`transformers.AutoConfig...to_dict()`, which fills the defaults).
+    @staticmethod
+    def check_supported(raw: Mapping[str, Any]) -> None:
+        """Looks at a raw config.json only.
 
-        Raises: NotImplementedError for an unknown architecture, a multimodal or M-RoPE checkpoint, biases or
-        activations that no supported family has.
+        Raises: NotImplementedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
+        or a bias that the family does not have by itself.
         """
         kind = raw.get("model_type", "")
         if any(key.endswith("_config") and "vision" in key for key in raw) or "vision" in kind:
             raise NotImplementedError(f"{kind!r} is a multimodal checkpoint: only text decoders are supported")
         if kind not in MODEL_TYPES:
             raise NotImplementedError(f"architecture {kind!r}: jaxspec reads {', '.join(sorted(MODEL_TYPES))}")
-        family = MODEL_TYPES[kind]
+        for key in ("rope_scaling", "rope_parameters"):
+            if (raw.get(key) or {}).get("mrope_section"):
+                raise NotImplementedError("M-RoPE (mrope_section) is of multimodal checkpoints: only text is supported")
+        if raw.get("quantization_config"):
+            raise NotImplementedError("quantization_config: of quantised checkpoints only GGUF files are read")
         for flag in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
             if raw.get(flag):
                 raise NotImplementedError(f"{flag}=true in a {kind!r} checkpoint is not supported")
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """From a Hugging Face config as a dict (`transformers.AutoConfig...to_dict()`, which fills the defaults).
+
+        Raises: NotImplementedError as `check_supported` does, and for a rotary embedding or an activation that no
+        supported family has.
+        """
+        cls.check_supported(raw)
+        family = MODEL_TYPES[raw["model_type"]]
         layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
         head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
         ropes = rope_tables(raw, head_dim)
@@ -128,7 +142,7 @@ class ModelConfig:
 
         vocab_size: rows of token_embd; tied: no output.weight in the file; rope_factors: rope_freqs.weight if present.
         """
-        family = meta["general.architecture"]
+        family = meta.get("general.architecture")
         if family not in ("llama", "qwen2", "qwen3", "gemma3"):
             raise NotImplementedError(f"GGUF architecture {family!r}: jaxspec reads llama, qwen2, qwen3, gemma3")
 
@@ -147,7 +161,10 @@ class ModelConfig:
         if scaling == "linear":
             factors = (float(get("rope.scaling.factor")),) * (head_dim // 2)
         gemma = family == "gemma3"
-        window = get("attention.sliding_window", 0)
+        window, pattern = 0, 1
+        if gemma:  # every sixth layer is global, unless the file gives the period, or a flag a layer
+            window, pattern = get("attention.sliding_window"), get("attention.sliding_window_pattern", 6)
+        local = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
         eos = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         return cls(
             family=family,
@@ -159,10 +176,10 @@ class ModelConfig:
             num_kv_heads=get("attention.head_count_kv", heads),
             head_dim=head_dim,
             max_model_len=get("context_length"),
-            # Gemma 3: every sixth layer is global. GGUF files of the other families name no window that is in use.
-            windows=tuple(window if gemma and (i + 1) % 6 else None for i in range(layers)),
+            # Files of the other families name no window that is in use.
+            windows=tuple(window if sliding else None for sliding in local),
             rope=Rope(float(get("rope.freq_base", 1e6 if gemma else 1e4)), factors),
-            local_rope=Rope(float(get("rope.local.freq_base", 1e4))) if gemma else None,
+            local_rope=Rope(float(get("rope.freq_base_swa", 1e4))) if gemma else None,
             norm_eps=get("attention.layer_norm_rms_epsilon"),
             tied=tied,
             qkv_bias=family == "qwen2",
@@ -175,6 +192,21 @@ class ModelConfig:
             bos_id=meta.get("tokenizer.ggml.bos_token_id"),
             eos_ids=tuple(dict.fromkeys(int(i) for i in eos if i is not None)),
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that JSON can hold; `from_json` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Raises: ValueError for a field that this version does not know, or lacks."""
+        rope = lambda r: None if r is None else Rope(r["theta"], tuple(r["factors"]))
+        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
+        fields |= {key: rope(raw[key]) for key in ("rope", "local_rope") if key in raw}
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"model configuration: {error}: was it written by another version?") from None
 
 
 def hf_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
@@ -204,8 +236,6 @@ def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
     """One Hugging Face rope dict as a Rope."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = float(parameters["rope_theta"])
-    if parameters.get("mrope_section"):
-        raise NotImplementedError("M-RoPE (mrope_section) belongs to multimodal checkpoints: only text is supported")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise NotImplementedError("partial rotary embedding is not supported")
     if kind == "default":

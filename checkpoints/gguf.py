@@ -1,0 +1,204 @@
+"""GGUF files: metadata, configuration and weights, dequantised while they are read.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here because gguf.GGUFReader
+makes several numpy views per vocabulary entry (seconds for a large vocabulary); the arithmetic of the quantisations is
+gguf.quants'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+
+from checkpoints.assemble import Index, assemble
+from checkpoints.names import GGUF
+from jaxspec.models.config import ModelConfig
+
+QuantType = gguf.GGMLQuantizationType
+FLOATS = {QuantType.F32: "float32", QuantType.F16: "float16", QuantType.BF16: "bfloat16"}
+# GGUF value type -> struct code; 8 is a string, 9 an array.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    shape: tuple[int, ...]  # as numpy orders it: [O, I]
+    kind: QuantType
+    offset: int  # bytes from the start of the file
+
+    @property
+    def row_bytes(self) -> int:
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // block * size
+
+    @property
+    def end(self) -> int:
+        return self.offset + int(np.prod(self.shape[:-1])) * self.row_bytes
+
+
+class Cursor:
+    """Reads little-endian values one after the other."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, code: str, count: int = 1) -> tuple:
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
+        self.at += struct.calcsize(f"<{count}{code}")
+        return values
+
+    def string(self) -> str:
+        (size,) = self.take("Q")
+        if self.at + size > len(self.data):
+            raise struct.error("a string runs past the end of the file")
+        start, self.at = self.at, self.at + size
+        return self.data[start : self.at].decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            inner, size = *self.take("I"), *self.take("Q")
+            if inner in (STRING, ARRAY):
+                return [self.value(inner) for _ in range(size)]
+            return list(self.take(SCALARS[inner], size))
+        return self.take(SCALARS[kind])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What stands before the weights."""
+
+    meta: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+def read_header(path: Path) -> Header:
+    """Metadata and tensor table of a file; kept, so that configuration, tokenizer and weights parse it once.
+
+    Raises: ValueError, naming the file, where it is no GGUF file (version 2 or 3), truncated or damaged.
+    """
+    stat = path.stat()
+    return _read_header(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_header(path: Path, size: int, _mtime: int) -> Header:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is no GGUF file")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                header = _parse(Cursor(data))
+            except (struct.error, KeyError, OverflowError, MemoryError) as error:
+                raise ValueError(f"{path} is truncated or damaged (header: {error}): fetch it again") from None
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+    missing = max((tensor.end for tensor in header.tensors.values()), default=0) - size
+    if missing > 0:
+        raise ValueError(f"{path} is truncated ({missing} bytes of weights are missing): fetch it again")
+    return header
+
+
+def _parse(cursor: Cursor) -> Header:
+    cursor.at = 4
+    (version,), (tensors, keys) = cursor.take("I"), cursor.take("Q", 2)
+    if version not in (2, 3):
+        raise ValueError(f"GGUF version {version}: little-endian files of version 2 and 3 are read")
+    meta = {}
+    for _ in range(keys):
+        name = cursor.string()
+        meta[name] = cursor.value(cursor.take("I")[0])
+    found = []
+    for _ in range(tensors):
+        name = cursor.string()
+        dims = cursor.take("Q", cursor.take("I")[0])
+        found.append((name, dims[::-1], QuantType(cursor.take("I")[0]), cursor.take("Q")[0]))
+    align = meta.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+    start = -(-cursor.at // align) * align
+    return Header(meta, {name: TensorInfo(shape, kind, start + offset) for name, shape, kind, offset in found})
+
+
+def load_config(path: Path) -> ModelConfig:
+    """ModelConfig of a file. Raises: NotImplementedError for an architecture that ModelConfig.from_gguf refuses."""
+    header, weights = read_header(path), Weights(path)
+    factors = "rope_freqs.weight"  # Llama 3.1's stretched frequencies come as a tensor
+    if "token_embd.weight" not in header.tensors:
+        raise ValueError(f"{path}: tensor token_embd.weight is missing")
+    return ModelConfig.from_gguf(
+        header.meta,
+        vocab_size=header.tensors["token_embd.weight"].shape[0],
+        tied="output.weight" not in header.tensors,
+        rope_factors=weights.read(factors, (slice(None),)) if factors in header.tensors else (),
+    )
+
+
+def load_params(
+    path: Path, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+) -> dict[str, jax.Array]:
+    """Dequantised parameters with the shapes, dtypes and shardings of `abstract`.
+
+    Raises: ValueError for a missing, extra or misshapen tensor or a truncated file; NotImplementedError for a
+    quantisation that gguf.quants does not know.
+    """
+    # Files of the llama architecture store q and k for the interleaved rotary embedding; the others, and v, as they
+    # are. Gemma's norms are stored as 1 + w already.
+    interleaved = config.family == "llama"
+
+    def edit(leaf: str, part: str, x: np.ndarray) -> np.ndarray:
+        return halves(x, config.head_dim) if interleaved and part in ("q", "k") else x
+
+    return assemble(config, abstract, GGUF, Weights(path), edit=edit, progress=progress)
+
+
+def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of whole heads from (pair, half) order, which rotates neighbours, to (half, pair), which rotates halves."""
+    rest = x.shape[1:]
+    return x.reshape(-1, head_dim // 2, 2, *rest).swapaxes(1, 2).reshape(-1, *rest)
+
+
+def stored_dtype(path: Path) -> str:
+    """The float dtype of the largest tensor, or bfloat16 where that is quantised."""
+    largest = max(read_header(path).tensors.values(), key=lambda tensor: np.prod(tensor.shape))
+    return FLOATS.get(largest.kind, "bfloat16")
+
+
+class Weights:
+    """The tensors of a file, as float arrays."""
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        self._tensors = read_header(path).tensors
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """The slice `index` of a tensor: float32, or float16 where it is stored so."""
+        tensor = self._tensors[name]
+        block, size = gguf.GGML_QUANT_SIZES[tensor.kind]
+        rows = self._bytes[tensor.offset : tensor.end].reshape(*tensor.shape[:-1], tensor.row_bytes)[index[:-1]]
+        # Columns come in blocks: read those that the slice touches, cut after dequantising.
+        start, stop, _ = index[-1].indices(tensor.shape[-1])
+        first, last = start // block, -(-stop // block)
+        packed = np.ascontiguousarray(rows[..., first * size : last * size])
+        if tensor.kind == QuantType.F16:
+            x = packed.view(np.float16)  # half the bytes to move; converted on the device
+        else:
+            try:
+                x = gguf.quants.dequantize(packed, tensor.kind)
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{self.where}: tensor {name}: {error}") from None
+        x = x[..., start - first * block : stop - first * block]
+        return np.array(x) if np.may_share_memory(x, self._bytes) else x  # never alias a file that may change

@@ -1,0 +1,143 @@
+"""The tokenizer that a GGUF file describes, built without torch.
+
+Two kinds exist among the supported architectures (`tokenizer.ggml.model`): "gpt2", a byte-level BPE with its merges in
+the file and its pre-tokenizer named by `tokenizer.ggml.pre`; and "llama", a SentencePiece BPE whose merges follow from
+the vocabulary. Each is rebuilt as its makers' own tokenizer.json has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+CONTROL, USER_DEFINED = 3, 4  # token types
+SPACE = "▁"
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
+_QWEN2 = _WORDS + r"|\p{N}" + _REST
+# tokenizer.ggml.pre -> how text is cut before merging: a regular expression, or what stands before GPT-2's.
+PRE_TOKENIZERS: dict[str, Any] = {
+    "default": [],
+    "gpt-2": [],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+
+def build_tokenizer(meta: Mapping[str, Any]):
+    """A transformers.PreTrainedTokenizerFast from GGUF metadata.
+
+    Adds BOS and EOS as the file says; carries the chat template where there is one.
+    Raises: NotImplementedError for a kind of tokenizer or pre-tokenizer that is not supported; ValueError where the
+    file holds none.
+    """
+    from transformers import PreTrainedTokenizerFast  # slow to import
+
+    kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
+    if kind is None or "tokenizer.ggml.tokens" not in meta:
+        raise ValueError("the GGUF file holds no tokenizer")
+    if kind not in ("gpt2", "llama"):
+        raise NotImplementedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
+    tokens = list(meta["tokenizer.ggml.tokens"])
+    gemma = meta["general.architecture"] == "gemma3"
+    if kind == "gpt2":
+        tokenizer = byte_level(tokens, meta["tokenizer.ggml.merges"], pre)
+    else:
+        if gemma:  # runs of spaces are stored as such, but matched as the normalizer spells them
+            tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
+        # Gemma's scores do not follow its merges' order; the vocabulary's order does.
+        scores = range(0, -len(tokens), -1) if gemma else meta["tokenizer.ggml.scores"]
+        prefix = not gemma and meta.get("tokenizer.ggml.add_space_prefix", True)
+        unknown = name(tokens, meta, "unknown")
+        tokenizer = sentence_piece(tokens, scores, unknown, prefix)
+    add_special_tokens(tokenizer, tokens, meta.get("tokenizer.ggml.token_type", ()))
+    bos, eos = name(tokens, meta, "bos"), name(tokens, meta, "eos")
+    # Files that do not say: llama.cpp gives SentencePiece vocabularies and Llama 3 a BOS.
+    add_bos = meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or PRE_TOKENIZERS.get(pre) is _LLAMA3)
+    add_eos = meta.get("tokenizer.ggml.add_eos_token", False)
+    around = [(bos, bool(add_bos)), ("$A", True), (eos, bool(add_eos))]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=" ".join(piece for piece, wanted in around if wanted and piece is not None),
+        special_tokens=[(t, tokens.index(t)) for t in {bos, eos} if t is not None],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=name(tokens, meta, "unknown"),
+        pad_token=name(tokens, meta, "padding"),
+        chat_template=meta.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def name(tokens: list[str], meta: Mapping[str, Any], role: str) -> str | None:
+    index = meta.get(f"tokenizer.ggml.{role}_token_id")
+    return None if index is None else tokens[index]
+
+
+def byte_level(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
+    """GPT-2's BPE over bytes spelled as printable characters."""
+    if pre not in PRE_TOKENIZERS:
+        raise NotImplementedError(f"GGUF pre-tokenizer {pre!r}: {', '.join(PRE_TOKENIZERS)} are supported")
+    cut = PRE_TOKENIZERS[pre]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ", 1)) for merge in merges],
+            ignore_merges=cut is _LLAMA3,  # Llama 3 takes a word that is a token as it is
+        )
+    )
+    if cut is _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    if isinstance(cut, str):
+        first, use_regex = [pre_tokenizers.Split(Regex(cut), behavior="isolated")], False
+    else:
+        first, use_regex = cut, True
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentence_piece(tokens: list[str], scores: Any, unknown: str | None, prefix: bool) -> Tokenizer:
+    """A SentencePiece BPE: spaces spelled as ▁, unknown characters as bytes, a space before the text where `prefix`."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab, merges=implied_merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    spell = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spell]) if prefix else spell
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str]]:
+    """The merges of a SentencePiece BPE: every way to make a token of two others, best score first."""
+    ranked = []
+    for token, index in vocab.items():
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        ranked += [(-scores[index], vocab[a], vocab[b], a, b) for a, b in pairs if a in vocab and b in vocab]
+    return [(a, b) for *_, a, b in sorted(ranked)]
+
+
+def add_special_tokens(tokenizer: Tokenizer, tokens: list[str], types: Any) -> None:
+    """Tokens that the file marks as control or user-defined are matched whole in the text, never cut into pieces."""
+    marked = [
+        AddedToken(token, normalized=False, special=kind == CONTROL)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    if marked:
+        tokenizer.add_tokens(marked)

@@ -1,0 +1,103 @@
+"""Whatever the format: configuration, weights, tokenizer and stop ids of a Source; and conversion to orbax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from checkpoints import gguf, orbax, safetensors
+from checkpoints.gguf_tokenizer import build_tokenizer
+from checkpoints.names import param_shapes
+from checkpoints.sources import Source, resolve
+from jaxspec.models.config import ModelConfig
+
+FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
+
+
+def load_config(source: Source) -> ModelConfig:
+    """The model's configuration.
+
+    Raises: NotImplementedError for an unsupported architecture; FileNotFoundError or ValueError, naming the file, where
+      it is missing, truncated or damaged.
+    """
+    return FORMATS[source.kind].load_config(source.path)
+
+
+def load_params(
+    source: Source, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+) -> dict[str, jax.Array]:
+    """The parameters, read slice by slice onto their devices.
+
+    Args:
+      abstract: parameter name -> shape, dtype and sharding, as `jaxspec.models.decoder.abstract_params` gives them.
+      progress: shows a bar on standard error, on a terminal, when loading takes more than a second.
+
+    Raises: ValueError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
+      FileNotFoundError naming a missing shard; NotImplementedError for a dtype or quantisation that is not read.
+    """
+    return FORMATS[source.kind].load_params(source.path, config, abstract, progress=progress)
+
+
+def load_tokenizer(source: Source) -> Any:
+    """A transformers tokenizer: the folder's own, or one built from a GGUF file's metadata.
+
+    Raises: FileNotFoundError for a folder without tokenizer files; NotImplementedError for a kind of GGUF tokenizer
+      that is not supported.
+    """
+    if source.kind == "gguf":
+        return build_tokenizer(gguf.read_header(source.path).meta)
+    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((source.path / name).is_file() for name in known):
+        raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
+    from transformers import AutoTokenizer  # slow to import
+
+    return AutoTokenizer.from_pretrained(source.path)
+
+
+def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
+    """The token ids that end a generation: the generation config's (else the configuration's; a GGUF file's eos and eot
+    ids), then the tokenizer's EOS. Without repetitions. tokenizer: loaded from the source where not given."""
+    tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
+    ids: Any = load_config(source).eos_ids
+    if source.kind == "hf" and (path := source.path / "generation_config.json").is_file():
+        ids = safetensors.read_json(path).get("eos_token_id") or ids
+    ids = list(ids) if isinstance(ids, list | tuple) else [ids]
+    return tuple(dict.fromkeys(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None))
+
+
+def convert(src: str, dst: str | Path, *, dtype: str | None = None, progress: bool = True) -> Path:
+    """Writes any model as a self-contained orbax folder: weights, configuration and tokenizer.
+
+    dtype: of the weights (norms stay float32); None keeps the one that they are stored in, and takes bfloat16 where
+    they are quantised. Returns the folder.
+    Raises: FileExistsError where `dst` exists and is not empty; else as loading does.
+    """
+    dst = Path(dst).expanduser().absolute()
+    orbax.check_free(dst)  # before anything is fetched
+    source = resolve(src)
+    config, tokenizer = load_config(source), load_tokenizer(source)
+    chosen = jnp.dtype(dtype or FORMATS[source.kind].stored_dtype(source.path))
+    here = SingleDeviceSharding(host_device())
+    abstract = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name.endswith("norm") else chosen, sharding=here)
+        for name, shape in param_shapes(config).items()
+    }
+    params = load_params(source, config, abstract, progress=progress)
+    config = dataclasses.replace(config, eos_ids=load_stop_ids(source, tokenizer))
+    orbax.save(dst, params, config, tokenizer)
+    return dst
+
+
+def host_device() -> jax.Device:
+    """A CPU device where there is one: converting needs no accelerator's memory."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]

@@ -1,0 +1,120 @@
+"""Tensor names as data: what a file calls a tensor -> where it goes in the parameter dict.
+
+A `{}` stands for the layer's number. The second entry of a place names the part of a merged parameter
+("q" of "qkv"); it is empty where one tensor fills the whole parameter. One table a format, shared by all families.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterable
+
+from jaxspec.models.config import ModelConfig
+
+Place = tuple[str, str]  # parameter pattern, part
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One format's names. `ignored` are shell patterns of harmless tensors that carry no weights."""
+
+    places: dict[str, Place]
+    ignored: tuple[str, ...]
+
+    def sources(self, parameter: str) -> dict[str, str]:
+        """Part -> tensor name, for one parameter such as "layers.3.qkv"."""
+        layer = re.search(r"\d+", parameter)
+        pattern = re.sub(r"\d+", "{}", parameter)
+        fill = lambda name: name.format(layer.group()) if layer else name
+        return {part: fill(name) for name, (place, part) in self.places.items() if place == pattern}
+
+    def unknown(self, names: Iterable[str], used: Iterable[str]) -> list[str]:
+        """The names that are neither used nor known to be harmless, sorted."""
+        spare = set(names) - set(used)
+        return sorted(n for n in spare if not any(fnmatch.fnmatchcase(n, pattern) for pattern in self.ignored))
+
+
+HF = Table(
+    places={
+        "model.embed_tokens.weight": ("embed", ""),
+        "model.norm.weight": ("norm", ""),
+        "lm_head.weight": ("head", ""),
+        "model.layers.{}.input_layernorm.weight": ("layers.{}.input_norm", ""),
+        "model.layers.{}.self_attn.q_proj.weight": ("layers.{}.qkv", "q"),
+        "model.layers.{}.self_attn.k_proj.weight": ("layers.{}.qkv", "k"),
+        "model.layers.{}.self_attn.v_proj.weight": ("layers.{}.qkv", "v"),
+        "model.layers.{}.self_attn.q_proj.bias": ("layers.{}.qkv_bias", "q"),
+        "model.layers.{}.self_attn.k_proj.bias": ("layers.{}.qkv_bias", "k"),
+        "model.layers.{}.self_attn.v_proj.bias": ("layers.{}.qkv_bias", "v"),
+        "model.layers.{}.self_attn.q_norm.weight": ("layers.{}.q_norm", ""),
+        "model.layers.{}.self_attn.k_norm.weight": ("layers.{}.k_norm", ""),
+        "model.layers.{}.self_attn.o_proj.weight": ("layers.{}.out", ""),
+        "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.mlp_norm", ""),
+        "model.layers.{}.mlp.gate_proj.weight": ("layers.{}.gate_up", "gate"),
+        "model.layers.{}.mlp.up_proj.weight": ("layers.{}.gate_up", "up"),
+        "model.layers.{}.mlp.down_proj.weight": ("layers.{}.down", ""),
+    },
+    ignored=("*.rotary_emb.inv_freq", "*.self_attn.bias", "*.self_attn.masked_bias"),
+)
+
+# Gemma has a norm on both sides of each block, and gives an old name a new meaning.
+HF_SANDWICH = Table(
+    places=HF.places
+    | {
+        "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
+        "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
+        "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
+    },
+    ignored=HF.ignored,
+)
+
+GGUF = Table(
+    places={
+        "token_embd.weight": ("embed", ""),
+        "output_norm.weight": ("norm", ""),
+        "output.weight": ("head", ""),
+        "blk.{}.attn_norm.weight": ("layers.{}.input_norm", ""),
+        "blk.{}.attn_q.weight": ("layers.{}.qkv", "q"),
+        "blk.{}.attn_k.weight": ("layers.{}.qkv", "k"),
+        "blk.{}.attn_v.weight": ("layers.{}.qkv", "v"),
+        "blk.{}.attn_q.bias": ("layers.{}.qkv_bias", "q"),
+        "blk.{}.attn_k.bias": ("layers.{}.qkv_bias", "k"),
+        "blk.{}.attn_v.bias": ("layers.{}.qkv_bias", "v"),
+        "blk.{}.attn_q_norm.weight": ("layers.{}.q_norm", ""),
+        "blk.{}.attn_k_norm.weight": ("layers.{}.k_norm", ""),
+        "blk.{}.attn_output.weight": ("layers.{}.out", ""),
+        "blk.{}.post_attention_norm.weight": ("layers.{}.post_attention_norm", ""),
+        "blk.{}.ffn_norm.weight": ("layers.{}.mlp_norm", ""),
+        "blk.{}.ffn_gate.weight": ("layers.{}.gate_up", "gate"),
+        "blk.{}.ffn_up.weight": ("layers.{}.gate_up", "up"),
+        "blk.{}.ffn_down.weight": ("layers.{}.down", ""),
+        "blk.{}.post_ffw_norm.weight": ("layers.{}.post_mlp_norm", ""),
+    },
+    ignored=("rope_freqs.weight", "blk.*.attn_rot_embd.weight"),  # the first one is read into ModelConfig.rope
+)
+
+
+def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape, for every parameter of the model: the decoder's own, which the tests compare."""
+    c = config
+    layer: dict[str, tuple[int, ...]] = {"input_norm": (c.width,), "mlp_norm": (c.width,)}
+    if c.sandwich_norm:
+        layer |= {"post_attention_norm": (c.width,), "post_mlp_norm": (c.width,)}
+    if c.qk_norm:
+        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+    if c.qkv_bias:
+        layer["qkv_bias"] = (c.qkv_width,)
+    layer |= {
+        "qkv": (c.width, c.qkv_width),
+        "out": (c.num_heads * c.head_dim, c.width),
+        "gate_up": (c.width, 2, c.mlp_width),
+        "down": (c.mlp_width, c.width),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embed": (c.vocab_size, c.width), "norm": (c.width,)}
+    if not c.tied:
+        shapes["head"] = (c.width, c.vocab_size)
+    for i in range(c.num_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes

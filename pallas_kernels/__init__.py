@@ -1,0 +1,8 @@
+"""Device kernels of speculative decoding: each op as plain jnp, Pallas for TPU and Pallas for GPU."""
+
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.merge_tokens import merge_tokens
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.slot_mapping import slot_mapping
+
+__all__ = ["kv_write", "merge_tokens", "paged_attention", "slot_mapping"]

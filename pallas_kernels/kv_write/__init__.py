@@ -1,0 +1,33 @@
+import jax
+
+from pallas_kernels._dispatch import check_shape, run
+
+
+def kv_write(
+    pages: jax.Array,
+    kv: jax.Array,
+    slots: jax.Array,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Writes new keys and values into the paged cache: `pages[slot // S, slot % S] = kv[m]`.
+
+    Where `pages` is donated, or the carry of a loop, the write happens in place.
+
+    Args:
+      pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head.
+      kv: [M, 2G, D], laid out alike; cast to the dtype of `pages`.
+      slots: i32[M] from `slot_mapping`; those outside `[0, P * S)` are dropped, the others must differ.
+      implementation: None (the best known on the platform), "reference" (plain jnp) or "pallas".
+      platform: None (the default backend), "cpu", "gpu" or "tpu"; name it when compiling for another one.
+
+    Returns:
+      pages, updated.
+
+    Raises:
+      ValueError: shapes that do not fit, an unknown implementation or platform.
+    """
+    (m,) = slots.shape
+    check_shape("kv_write", "kv", kv, m, *pages.shape[2:])
+    return run("kv_write", implementation, platform, pages, kv.astype(pages.dtype), slots)

@@ -1,0 +1,36 @@
+"""kv_write on GPU: one program per token and block of its numbers, in place."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+BLOCK = 1024
+
+
+def kv_write(pages, kv, slots, *, interpret=False):
+    (p, s, *_), (m,) = pages.shape, slots.shape
+    flat = pages.reshape(p * s, -1)  # a bitcast: only the token's numbers are merged
+    width = flat.shape[1]
+    block = min(BLOCK, pl.next_power_of_2(width))
+    flat = pl.pallas_call(
+        lambda *refs: _kernel(*refs, block=block),
+        grid=(m, pl.cdiv(width, block)),
+        out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="kv_write",
+    )(slots, kv.reshape(m, width), flat)
+    return flat.reshape(pages.shape)
+
+
+def _kernel(slots, kv, _, pages, *, block):
+    num_slots, width = pages.shape
+    m = pl.program_id(0)
+    column = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)
+    slot = slots[m]
+    live = (slot >= 0) & (slot < num_slots)
+    here = column < width
+    value = plgpu.load(kv.at[m, column], mask=here)
+    plgpu.store(pages.at[jnp.where(live, slot, 0), column], value, mask=here & live)

@@ -1,0 +1,45 @@
+"""kv_write on TPU: one asynchronous copy per token from HBM to HBM, in place."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+IN_FLIGHT = 64  # copies started before the first is waited for
+
+
+def kv_write(pages, kv, slots, *, interpret=False):
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        _kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(1,),
+            in_specs=[anywhere, anywhere],
+            out_specs=anywhere,
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        ),
+        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
+        input_output_aliases={2: 0},  # counts the prefetched slots
+        interpret=interpret,
+        name="kv_write",
+    )(slots, kv, pages)
+
+
+def _kernel(slots, kv, _, pages, semaphore):
+    (m,), (p, s, *_) = slots.shape, pages.shape
+
+    def if_live(i, act):
+        slot = slots[jnp.clip(i, 0, m - 1)]
+
+        @pl.when((i >= 0) & (i < m) & (slot >= 0) & (slot < p * s))
+        def _():
+            act(pltpu.make_async_copy(kv.at[i], pages.at[slot // s, slot % s], semaphore))
+
+    def step(i, _):
+        # All copies are equally large, so one semaphore counts them: waiting for copy i - IN_FLIGHT bounds their number.
+        if_live(i - IN_FLIGHT, lambda copy: copy.wait())
+        if_live(i, lambda copy: copy.start())
+
+    lax.fori_loop(0, m + IN_FLIGHT, step, None)

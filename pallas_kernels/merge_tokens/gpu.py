@@ -1,0 +1,48 @@
+"""merge_tokens on GPU: every program finds the rows of one block of output elements, then gathers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+BLOCK = 128
+
+
+def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, interpret=False):
+    (t,), (b,) = tokens.shape, next_tokens.shape
+    if t == 0:  # every row is its next token; an empty operand cannot be passed
+        return next_tokens, jnp.zeros(b, bool)
+    merged, rejected = pl.pallas_call(
+        functools.partial(_kernel, fill=fill),
+        grid=(pl.cdiv(t + b, BLOCK),),
+        out_shape=[jax.ShapeDtypeStruct((t + b,), jnp.int32)] * 2,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="merge_tokens",
+    )(tokens, next_tokens, query_start, num_rejected)
+    return merged, rejected != 0
+
+
+def _kernel(tokens, next_tokens, query_start, num_rejected, merged, rejected, *, fill):
+    (t,), (b,) = tokens.shape, next_tokens.shape
+    i = pl.program_id(0) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+
+    def count(r, row):
+        return row + (i > query_start[r + 1] + r).astype(jnp.int32)
+
+    row = lax.fori_loop(0, b, count, jnp.zeros(BLOCK, jnp.int32))
+    live = row < b
+    row = jnp.minimum(row, b - 1)
+
+    end = plgpu.load(query_start.at[row + 1]) + row
+    last = end - plgpu.load(num_rejected.at[row])  # where the next token goes
+    token = plgpu.load(tokens.at[jnp.clip(i - row, 0, t - 1)])
+    token = jnp.where(i == last, plgpu.load(next_tokens.at[row]), token)
+    is_rejected = ~live | (i > last)
+
+    here = i < merged.shape[0]
+    plgpu.store(merged.at[i], jnp.where(is_rejected, jnp.int32(fill), token), mask=here)
+    plgpu.store(rejected.at[i], is_rejected.astype(jnp.int32), mask=here)

@@ -1,0 +1,18 @@
+"""merge_tokens in plain jnp: one gather."""
+
+import jax.numpy as jnp
+
+
+def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill):
+    (t,), (b,) = tokens.shape, next_tokens.shape
+    i = jnp.arange(t + b, dtype=jnp.int32)
+    new_end = query_start[1:] + jnp.arange(1, b + 1, dtype=jnp.int32)  # strictly increasing: no row is empty any more
+    row = jnp.searchsorted(new_end, i, side="right", method="compare_all").astype(jnp.int32)
+    tail = row == b
+    row = jnp.minimum(row, b - 1)
+
+    last = new_end[row] - 1 - num_rejected[row]  # where the next token goes
+    source = jnp.where(i < last, i - row, t + row)
+    rejected = tail | (i > last)
+    merged = jnp.concatenate([tokens, next_tokens])[source]
+    return jnp.where(rejected, jnp.int32(fill), merged), rejected
