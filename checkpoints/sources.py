@@ -108,27 +108,38 @@ def local_folder(path: Path, model: str) -> Source:
 
 def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     """The folder of a hub id's snapshot, fetched where it is not cached."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import HfApi, errors, snapshot_download
 
-    options = {
-        "revision": revision,
-        "allow_patterns": TOKENIZER_FILES + (WEIGHT_FILES if weights else []),
-        "ignore_patterns": UNWANTED_FILES,
-        "etag_timeout": float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5)),
-    }
+    patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
     at = f" at revision {revision!r}" if revision else ""
+    missing = f"the hub has no model {model!r}{at} that you may read: check the name, or log in with `hf auth login`"
     try:
-        return Path(snapshot_download(model, **options))
-    except errors.GatedRepoError:
-        problem = FileNotFoundError(f"{model} is gated: accept its terms on the hub and log in with `hf auth login`")
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        problem = FileNotFoundError(f"the hub has no model {model!r}{at} that you may read: check the name")
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
-        problem = ConnectionError(
-            f"cannot fetch {model}{at} from the hub ({type(error).__name__}): "
-            "go online, or download it elsewhere and give the folder's path"
+        try:  # asked first because snapshot_download waits for this very answer without a limit
+            HfApi().model_info(model, revision=revision, timeout=patience)
+            online, reason = True, ""
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+            raise
+        except Exception as error:  # whatever the HTTP library of this version raises; a cached snapshot will do
+            online, reason = False, type(error).__name__
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else []),
+                ignore_patterns=UNWANTED_FILES,
+                etag_timeout=patience,
+                local_files_only=not online,
+            )
         )
-    raise problem from None
+    except errors.GatedRepoError:
+        raise FileNotFoundError(f"{model} is gated: accept its terms on the hub, `hf auth login`") from None
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        raise FileNotFoundError(missing) from None
+    except (errors.HfHubHTTPError, OSError) as error:  # LocalEntryNotFoundError is one
+        raise ConnectionError(
+            f"cannot fetch {model}{at} from the hub ({reason or type(error).__name__}): "
+            "go online, or download it elsewhere and give the folder's path"
+        ) from None
 
 
 def cache_folder() -> Path:

@@ -119,8 +119,8 @@ def speculation(method: Method | None, draft: str | None, k: int | None) -> Spec
         if draft is not None or k is not None:
             raise ValueError("--method none decodes plainly: leave --draft and -k out")
         return None
-    chosen = {"method": None if method is None else str(method), "model": draft}
-    return SpeculativeConfig(**chosen, **({} if k is None else {"num_speculative_tokens": k}))
+    chosen: dict[str, Any] = {} if k is None else {"num_speculative_tokens": k}
+    return SpeculativeConfig(method=None if method is None else str(method), model=draft, **chosen)
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:

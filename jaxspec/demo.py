@@ -6,8 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +56,8 @@ class Run:
 def demo(max_tokens: int = MAX_TOKENS, *, as_json: bool = False, plot: Path | None = None) -> None:
     """Runs the demo and prints it: tables, or one JSON document. Progress goes to standard error."""
     params = {name: sampling(max_tokens, k) for name, k in METHODS.items()}  # refuses a bad value before the loading
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
     document = measure(params)
@@ -193,31 +194,33 @@ def show(document: dict[str, Any]) -> None:
         console.print(Text(text.strip()))
     methods = document["methods"]
 
-    table = Table(title=f"\n{document['model']} on {document['device']}, greedy, one prompt at a time")
-    for column in ("method", "tokens", "tokens/s", "speed-up", "acceptance length", "accepted by position", "same"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    table.add_column("compiled in", justify="right")
+    console.print(f"\n{document['model']} on {document['device']}, greedy, one prompt at a time", highlight=False)
+    table = Table()
+    table.add_column("method")
+    for column in ("tokens/s", "speed-up", "accept. length", "accepted at 1 2 3 4", "same"):
+        table.add_column(column, justify="right")
     for name, m in methods.items():
-        ratio = m["tokens_per_second"] / methods["plain"]["tokens_per_second"]
-        spoken = ["", "", "", ""]
+        spoken = ["1.00x", "", "", ""]
         if "num_drafts" in m:
+            ratio = m["tokens_per_second"] / methods["plain"]["tokens_per_second"]
             rates = " ".join(f"{rate:.0%}" for rate in acceptance_rates(m))
             same = "yes" if m["identical_to_plain"] else "NO"
             spoken = [f"{ratio:.2f}x", f"{m['mean_acceptance_length']:.2f}", rates, same]
-        speed, compiled = f"{m['tokens_per_second']:.1f}", f"{m['compile_seconds']:.1f} s"
-        table.add_row(name, str(m["tokens"]), speed, *spoken, compiled)
+        table.add_row(name, f"{m['tokens_per_second']:.1f}", *spoken)
     console.print(table)
 
-    each = Table(title="\ntokens/s by prompt")
+    each = Table()
     each.add_column("prompt")
-    for name in methods:
-        each.add_column(name, justify="right")
-    each.add_column("acceptance length", justify="right")
+    for column in (*(f"{name}, tokens/s" for name in methods), "accept. length"):
+        each.add_column(column, justify="right")
     speeds = zip(*(m["tokens_per_second_per_prompt"] for m in methods.values()), strict=True)
     lengths = methods["ngram"]["mean_acceptance_length_per_prompt"]
     for title, row, length in zip(document["titles"], speeds, lengths, strict=True):
         each.add_row(title, *(f"{speed:.1f}" for speed in row), f"{length:.2f}")
     console.print(each)
+    compiled = ", ".join(f"{name} {m['compile_seconds']:.1f} s" for name, m in methods.items())
+    loaded = f"loading {document['load_seconds']:.1f} s"
+    console.print(f"Not counted above: {loaded}; compiling {compiled} (shared parts: plain).", highlight=False)
     for d in methods["ngram"]["differences"]:
         where = f"{document['titles'][d['prompt']]!r}, output token {d['position']}"
         console.print(Text(f"ngram differs from plain: {where} (a tie that rounding decides differently, or a bug)"))
@@ -259,9 +262,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
     right.set(title="Tokens per second", xticks=range(len(groups)), xticklabels=groups)
     right.set_ylim(top=right.get_ylim()[1] * 1.16)  # room for the legend
     right.legend(loc="upper right", frameon=False, ncols=len(methods))
-    beautify: Callable[[Any], None] = lambda axes: axes.spines[["top", "right"]].set_visible(False)
     for axes in (left, right):
-        beautify(axes)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=0)
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)

@@ -13,12 +13,14 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, *, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
         self.tokenizer, self.stop, self.skip_special_tokens = tokenizer, stop, skip_special_tokens
+        self.hidden: frozenset[int] = frozenset()  # ids that end the output and are not part of its text
         self.text = ""
         self.stop_string: str | None = None
         self.stop_at = 0  # where in text the stop string begins
         self.window, self.read = 0, 0  # ids before `read` are in text; the window gives them context
 
     def decode(self, ids: list[int]) -> str:
+        ids = [i for i in ids if i not in self.hidden] if self.hidden else ids
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
 
     def find_stop(self, ids: list[int], start: int) -> int | None:

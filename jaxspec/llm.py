@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import checkpoints
+from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine.engine import Engine, Model
@@ -105,24 +104,30 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamOutput]:
         """Yields pieces of one prompt's completion as rounds end. Dropping the iterator ends the request."""
-        if len(as_list(prompt)) != 1:
-            raise NotImplementedError("stream takes one prompt: use generate for several")
-        prompt = as_list(prompt)[0]
+        listed = as_list(prompt)
+        if len(listed) != 1:
+            raise ValueError(f"stream takes one prompt, got {len(listed)}: use generate for several")
         params = spread(sampling_params, 1)[0]
-        job = Job(self, prompt, self.encode(prompt, 0), params)
-        return self.pieces(job)
+        ids = self.encode(listed[0], 0)
+        named(0, self.engine.check, ids, params)
+        return self.pieces(listed[0], ids, params)
 
-    def pieces(self, job: Job) -> Iterator[StreamOutput]:
-        shown, sent = 0, 0
+    def pieces(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> Iterator[StreamOutput]:
+        job = named(0, Job, self, prompt, ids, params)  # not earlier: an iterator that never started frees nothing
+        request, shown, sent, ended = job.request, 0, 0, False
         try:
-            while job.request.finish_reason is None:
-                self.engine.step(num_rounds=1)
-                text = job.text_so_far()
-                ids = job.request.output[sent:]
-                yield StreamOutput(text[shown:], ids, job.request.finish_reason)
-                shown, sent = len(text), len(job.request.output)
+            while not ended:
+                # Steps of other requests advance this one too, so there may be something to show already.
+                if request.finish_reason is None and len(request.output) == sent:
+                    self.engine.step(num_rounds=1)
+                    continue
+                ended = request.finish_reason is not None
+                text, new = job.text_so_far(), request.output[sent:]
+                piece = StreamOutput(text[shown:], new, request.finish_reason)
+                shown, sent = len(text), len(request.output)
+                yield piece
         finally:
-            self.engine.abort(job.request)
+            self.engine.abort(request)
 
     def chat(
         self,
@@ -145,11 +150,17 @@ class LLM:
     def encode(self, prompt: Prompt, index: int) -> list[int]:
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt))
-        ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if ids is None:
+        ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if ids is None and isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
             return self.encode(prompt["prompt"], index)
-        if not all(isinstance(i, int) or hasattr(i, "__index__") for i in ids):
-            raise ValueError(f"prompt {index}: token ids must be whole numbers, got {ids!r:.80}")
+        if not isinstance(ids, Iterable) or isinstance(ids, Mapping):
+            raise ValueError(
+                f"prompt {index}: {prompt!r:.80} is no prompt: give a string, a list of token ids, or a dict with "
+                "'prompt_token_ids' or 'prompt'"
+            )
+        ids = list(ids)
+        if not all(hasattr(i, "__index__") for i in ids):
+            raise ValueError(f"prompt {index}: token ids must be whole numbers, got {ids!s:.80}")
         return [int(i) for i in ids]
 
 
@@ -157,13 +168,16 @@ class Job:
     """One prompt on its way through the engine, with its text."""
 
     def __init__(self, llm: LLM, prompt: Prompt, ids: list[int], params: SamplingParams) -> None:
-        if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt")
-        self.prompt = prompt if isinstance(prompt, str) else None
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        self.prompt = text if isinstance(text, str) else None
         self.params = params
-        self.detokenizer = Detokenizer(llm.tokenizer, stop=params.stop, skip_special_tokens=params.skip_special_tokens)
+        self.detokenizer = Detokenizer(
+            llm.tokenizer, stop=tuple(params.stop), skip_special_tokens=params.skip_special_tokens
+        )
         find_stop = self.detokenizer.find_stop if params.stop else None
         self.request: Request = llm.engine.add(ids, params, stop_ids=llm.stop_ids, find_stop=find_stop)
+        if not params.include_stop_str_in_output:
+            self.detokenizer.hidden = frozenset(self.request.stop_ids)
 
     def text_so_far(self) -> str:
         """Text that will not change any more."""
@@ -189,15 +203,22 @@ def generate(
 
     sampling: fields of SamplingParams, and `num_assistant_tokens` for K.
     """
-    k = sampling.pop("num_assistant_tokens", None)
-    speculative = {"model": assistant_model} | ({"num_speculative_tokens": k} if k else {}) if assistant_model else None
-    return LLM(model, speculative_config=speculative).generate(prompts, SamplingParams(**sampling))
+    params = {name: value for name, value in sampling.items() if name != "num_assistant_tokens"}
+    speculative: dict[str, Any] | None = None if assistant_model is None else {"model": assistant_model}
+    if (k := sampling.get("num_assistant_tokens")) is not None:
+        if speculative is None:
+            raise ValueError(f"num_assistant_tokens={k} needs assistant_model, the draft that proposes them")
+        speculative["num_speculative_tokens"] = k
+    checked = SamplingParams(**params)  # before the loading
+    return LLM(model, speculative_config=speculative).generate(prompts, checked)
 
 
 def as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
     return [prompts] if prompts and all(hasattr(p, "__index__") for p in prompts) else prompts
 
@@ -206,6 +227,8 @@ def spread(params: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams a prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(f"sampling_params={params!r:.80}: give a SamplingParams, or a list with one for each prompt")
     if len(params) != count:
         raise ValueError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
     return list(params)
@@ -232,19 +255,16 @@ def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None
     """A draft must mean the same by an id. Vocabularies padded to different sizes are fine."""
     mine, theirs = tokenizer.get_vocab(), checkpoints.load_tokenizer(draft_source).get_vocab()
     if mine != theirs:
-        differing = sum(mine.get(token) != index for token, index in theirs.items())
+        tokens = mine.keys() | theirs.keys()
+        differing = sum(mine.get(token) != theirs.get(token) for token in tokens)
         raise ValueError(
             f"the draft {draft_source.name!r} has another tokenizer than the target {source.name!r} "
-            f"({differing} of {len(theirs)} tokens differ): choose a draft of the same family"
+            f"({differing} of {len(tokens)} tokens differ): choose a draft of the same family"
         )
 
 
 def enable_compilation_cache() -> None:
     """Compiled programs are kept under the user's cache folder, unless JAX was told another place."""
-    if jax.config.jax_compilation_cache_dir is None:
-        root = os.environ.get("JAXSPEC_CACHE") or os.environ.get("XDG_CACHE_HOME")
-        folder = (
-            Path(root) / "jaxspec" if root and "JAXSPEC_CACHE" not in os.environ else Path(root or "~/.cache/jaxspec")
-        )
-        jax.config.update("jax_compilation_cache_dir", str(folder.expanduser() / "xla"))
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

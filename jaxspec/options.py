@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def options(cls: type[T]) -> type[T]:
     """A frozen dataclass whose constructor refuses unknown options with one clear line."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)

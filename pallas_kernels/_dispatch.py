@@ -6,8 +6,8 @@ from collections.abc import Callable
 import jax
 
 # op -> platform -> the form that `implementation=None` means.
-# On TPU the two integer ops are a few vector operations that XLA fuses with their neighbours; a kernel of their own only
-# adds a launch. On GPU the reference stays the default, attention excepted, until a measurement there says otherwise.
+# On TPU the two integer ops are a few vector operations that XLA fuses with their neighbours; a kernel of their own
+# only adds a launch. On GPU the reference stays the default, attention excepted, until a measurement says otherwise.
 DEFAULTS = {
     "merge_tokens": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "slot_mapping": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},

@@ -12,28 +12,31 @@ from jaxspec.decode.state import LENGTH, RUNNING, STOP, DecodeConfig, DecodeStat
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
+from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.verify import coupled, rejection
 from jaxspec.verify.base import Verdict
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}
 
 
-def num_wanted(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> jax.Array:
-    """K_b i32[B]: drafts the row may have this round. Near a full context it proposes less, and stays correct."""
+def num_wanted(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> Int[Array, " B"]:
+    """K_b: drafts the row may have this round. Near a full context it proposes less, and stays correct."""
     room = config.position_limit - state.num_tokens - 1
     return jnp.clip(jnp.minimum(batch.limits.num_speculative_tokens, room), 0, config.num_speculative_tokens)
 
 
-def runnable(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> jax.Array:
-    """bool[B]: live, unfinished, and its next K_b + 1 positions have pages. A row without them waits for the host."""
+def runnable(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> Bool[Array, " B"]:
+    """Live, unfinished, and its next K_b + 1 positions have pages. A row without them waits for the host."""
     layout = config.target.layout
     pages = jnp.sum(batch.block_table < layout.num_pages, axis=1)
     covered = state.num_tokens + num_wanted(config, batch, state) <= pages * layout.page_size
     return batch.live & (state.finish == RUNNING) & covered
 
 
-def round(config: DecodeConfig, params: Params, cache: PagedKVCache, batch: LaunchInput, state: DecodeState):
-    """-> (cache, state) after every runnable row has gained 1..K_b+1 tokens."""
+def round(
+    config: DecodeConfig, params: Params, cache: PagedKVCache, batch: LaunchInput, state: DecodeState
+) -> tuple[PagedKVCache, DecodeState]:
+    """The caches and the state after every runnable row has gained 1..K_b+1 tokens."""
     live = runnable(config, batch, state)
     wanted = num_wanted(config, batch, state)
     with jax.named_scope("propose"):
@@ -47,24 +50,30 @@ def round(config: DecodeConfig, params: Params, cache: PagedKVCache, batch: Laun
     return PagedKVCache(target_pages, draft_pages), state
 
 
-def propose(config: DecodeConfig, params, pages, batch: LaunchInput, state: DecodeState, wanted, live):
+def propose(
+    config: DecodeConfig,
+    params: Params,
+    pages: Any,
+    batch: LaunchInput,
+    state: DecodeState,
+    wanted: Int[Array, " B"],
+    live: Bool[Array, " B"],
+) -> tuple[Proposal, Any]:
     """-> (Proposal, draft pages)."""
     if config.drafter is None:
         num_rows = state.num_tokens.shape[0]
         return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), pages
     rows, vocab_size = batch.sampling, config.target.config.vocab_size
 
-    def choose(logits, i):
+    def choose(logits: Float[Array, "B _"], i: int) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
         logits = fit_vocabulary(logits, vocab_size)
         if config.greedy_draft or not (config.variant.standard or config.variant.coupled):
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
         z = process(logits[:, None], rows, filters=config.variant.filters)[:, 0]
-        # The coupled rule's noise belongs to the absolute position, the standard rule's to the round's start.
-        own = rng.keys(rows.seed, state.num_tokens, "draft", i)
-        shared = rng.keys(rows.seed, state.num_tokens + i, "shared")
-        keys = jax.random.wrap_key_data(
-            jnp.where(rows.coupled[:, None], jax.random.key_data(shared), jax.random.key_data(own))
-        )
+        keys = rng.keys(rows.seed, state.num_tokens, "draft", i)
+        if config.variant.coupled:
+            # The coupled rule's noise belongs to the absolute position, the standard rule's to the round's start.
+            keys = jnp.where(rows.coupled, rng.keys(rows.seed, state.num_tokens + i, "shared"), keys)
         noise = jnp.where(rows.greedy[:, None], 0.0, rng.gumbel(keys, vocab_size))
         token = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
         return token, jax.nn.softmax(z, axis=-1) if config.variant.standard else None
@@ -73,14 +82,22 @@ def propose(config: DecodeConfig, params, pages, batch: LaunchInput, state: Deco
     return config.drafter.propose(params.get("draft"), pages, history, choose)
 
 
-def fit_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """f32[B,V'] -> f32[B,V]: a draft padded differently never proposes ids that the target lacks."""
+def fit_vocabulary(logits: Float[Array, "B _"], vocab_size: int) -> Float[Array, "B {vocab_size}"]:
+    """A draft padded differently never proposes ids that the target lacks."""
     missing = vocab_size - logits.shape[-1]
     return jnp.pad(logits, ((0, 0), (0, max(missing, 0))), constant_values=-jnp.inf)[:, :vocab_size]
 
 
-def score(config: DecodeConfig, params, pages, batch: LaunchInput, state: DecodeState, proposal: Proposal, live):
-    """One target pass over the pending token and the K drafts -> (logits f32[B,K+1,V], target pages)."""
+def score(
+    config: DecodeConfig,
+    params: Any,
+    pages: Any,
+    batch: LaunchInput,
+    state: DecodeState,
+    proposal: Proposal,
+    live: Bool[Array, " B"],
+) -> tuple[Float[Array, "B T V"], Any]:
+    """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (logits, target pages)."""
     pending = rng.take_row(state.tokens, state.num_tokens - 1)
     tokens = jnp.concatenate([pending[:, None], proposal.tokens], axis=1)
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -90,7 +107,13 @@ def score(config: DecodeConfig, params, pages, batch: LaunchInput, state: Decode
     return decoder.logits(hidden, config.target.backend), pages
 
 
-def verify(config: DecodeConfig, logits, proposal: Proposal, batch: LaunchInput, state: DecodeState) -> Verdict:
+def verify(
+    config: DecodeConfig,
+    logits: Float[Array, "B T V"],
+    proposal: Proposal,
+    batch: LaunchInput,
+    state: DecodeState,
+) -> Verdict:
     """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection."""
     rows, variant = batch.sampling, config.variant
     if not (variant.standard or variant.coupled):
@@ -108,7 +131,15 @@ def verify(config: DecodeConfig, logits, proposal: Proposal, batch: LaunchInput,
     return jax.tree.map(lambda a, b: jnp.where(rows.coupled | rows.greedy, a, b), verdict, standard)
 
 
-def commit(config: DecodeConfig, batch: LaunchInput, state: DecodeState, proposal, verdict: Verdict, wanted, live):
+def commit(
+    config: DecodeConfig,
+    batch: LaunchInput,
+    state: DecodeState,
+    proposal: Proposal,
+    verdict: Verdict,
+    wanted: Int[Array, " B"],
+    live: Bool[Array, " B"],
+) -> DecodeState:
     """Appends the accepted drafts and the extra token, cut at the first stop id and at the row's length limit.
 
     Lowering nothing but lengths is the rollback: what the caches hold beyond them is never read.

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxspec.shapes import Array, Float, Int
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -34,8 +36,9 @@ class History:
     live: jax.Array
 
 
-# choose(logits f32[B,V'], i) -> (token i32[B], probs f32[B,V] or None): samples the i-th draft token as each row asks.
-Choose = Callable[[jax.Array, int], tuple[jax.Array, Any]]
+# choose(logits, i) -> (token, its distribution or None): samples the i-th draft token as each row asks. The draft's
+# vocabulary may be padded differently from the target's V.
+Choose = Callable[[Float[Array, "B _"], int], tuple[Int[Array, " B"], Any]]
 
 
 class Drafter(Protocol):
@@ -53,6 +56,14 @@ class Drafter(Protocol):
         """-> (proposal, the draft's pages after its passes)."""
         ...
 
-    def prefill(self, params: Any, pages: Any, tokens: jax.Array, start: jax.Array, length: jax.Array, block_table):
+    def prefill(
+        self,
+        params: Any,
+        pages: Any,
+        tokens: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        length: Int[Array, " B"],
+        block_table: Int[Array, "B N"],
+    ) -> Any:
         """A prompt chunk into the draft's pages; returns the pages."""
         ...

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import History, Proposal
+from jaxspec.drafters.base import Choose, History, Proposal
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
+from jaxspec.shapes import Array, Bool, Int
 from pallas_kernels.merge_tokens import merge_tokens
 
 
@@ -25,7 +26,7 @@ class DraftModel:
     def max_model_len(self) -> int:
         return self.model.max_model_len
 
-    def propose(self, params, pages, history: History, choose):
+    def propose(self, params, pages, history: History, choose: Choose) -> tuple[Proposal, Any]:
         last, missing = self.first_pass_tokens(history)
         tokens, positions, masked = last
         masked |= ~history.live[:, None]
@@ -42,8 +43,10 @@ class DraftModel:
         stacked = None if probs[0] is None else jnp.stack(probs, axis=1)
         return Proposal(jnp.stack(proposed, axis=1), stacked, num_proposed), pages
 
-    def first_pass_tokens(self, history: History):
-        """((tokens, positions, masked) [B,2], index of the pending token i32[B]).
+    def first_pass_tokens(
+        self, history: History
+    ) -> tuple[tuple[Int[Array, "B 2"], Int[Array, "B 2"], Bool[Array, "B 2"]], Int[Array, " B"]]:
+        """((tokens, positions, masked), index of the pending token).
 
         After a round of full acceptance the draft cache lacks the last accepted token. So the first pass is always two
         wide: that token, rejected where the cache has it already, merged with the pending one.
@@ -59,5 +62,13 @@ class DraftModel:
         pairs = tokens.reshape(rows, 2), positions.reshape(rows, 2), rejected.reshape(rows, 2)
         return pairs, 1 - has_it
 
-    def prefill(self, params, pages, tokens, start, length, block_table):
+    def prefill(
+        self,
+        params,
+        pages,
+        tokens: Int[Array, "B T"],
+        start: Int[Array, " B"],
+        length: Int[Array, " B"],
+        block_table: Int[Array, "B N"],
+    ):
         return self.model.prefill(params, pages, tokens, start, length, block_table)

@@ -6,10 +6,11 @@ Source: https://github.com/apoorvumang/prompt-lookup-decoding (also `prompt_look
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import History, Proposal
+from jaxspec.drafters.base import Choose, History, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class NGram:
     lookup_max: int = 4
     max_model_len: None = None
 
-    def propose(self, params, pages, history: History, choose):
+    def propose(self, params, pages, history: History, choose: Choose) -> tuple[Proposal, Any]:
         tokens, length = history.tokens, history.num_tokens[:, None]
         num_positions = tokens.shape[1]
         position = jnp.arange(num_positions)[None, :]

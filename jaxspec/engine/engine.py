@@ -90,7 +90,9 @@ class Engine:
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
         self.programs = Programs(mesh)
-        self.scheduler = Scheduler(PageAllocator(self.num_pages), self.page_size, config.max_num_seqs)
+        self.scheduler = Scheduler(
+            PageAllocator(self.num_pages), self.page_size, config.max_num_seqs, self.decoding.num_speculative_tokens
+        )
         self.metrics, self.timing = SpecDecodeMetrics(), Timing()
         self.ids = itertools.count()
         self.shape = (1, 1)  # (B, N) of launches since the engine was last idle
@@ -174,6 +176,8 @@ class Engine:
         if admitted := self.scheduler.admit():
             self.prefill(admitted)
         running = list(self.scheduler.running)
+        if not running:
+            return []
         with self.timed("decode_seconds"):
             result = fetch(self.launch(running, num_rounds or self.config.rounds_per_launch))
         for row, request in enumerate(running):

@@ -11,14 +11,19 @@ from jaxspec.engine.request import Request
 class Scheduler:
     """A request is admitted with all the pages it can ever need, so it never waits for pages once it runs."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int, max_num_seqs: int) -> None:
-        self.allocator, self.page_size, self.max_num_seqs = allocator, page_size, max_num_seqs
+    def __init__(self, allocator: PageAllocator, page_size: int, max_num_seqs: int, num_drafts: int = 0) -> None:
+        self.allocator, self.page_size, self.max_num_seqs, self.num_drafts = (
+            allocator,
+            page_size,
+            max_num_seqs,
+            num_drafts,
+        )
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
     def pages_needed(self, request: Request) -> int:
-        """For prompt, output and the drafts of a last round."""
-        return -(-(request.max_len + request.num_speculative_tokens) // self.page_size)
+        """For prompt, output and the drafts of a last round; alike for rows that draft less, so that shapes are too."""
+        return -(-(request.max_len + self.num_drafts) // self.page_size)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises ValueError where the pool could never hold it."""

@@ -104,7 +104,8 @@ class Decoder(nnx.Module):
     def __call__(self, tokens, pages, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
         """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering layers `taps`)."""
         c = self.config
-        x = jnp.take(self.embed[...], tokens, axis=0)
+        # clip: a draft with fewer ids than the target may be shown one it lacks, and the default would make it NaN.
+        x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
         ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
         new_pages, tapped = [], []
@@ -137,7 +138,7 @@ class Decoder(nnx.Module):
 def describe(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict]:
     """(graph definition, path -> abstract parameter) of a Decoder, without allocating it."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype))))
-    return graph, dict(state.flat_state())
+    return graph, dict(nnx.to_flat_state(state))
 
 
 def dotted(path: tuple) -> str:
@@ -148,7 +149,7 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
     """The decoder over these parameters. Call it inside the traced function: it costs nothing at run time."""
     graph, abstract = describe(config, params["embed"].dtype.name)
     flat = {path: leaf.replace(params[dotted(path)]) for path, leaf in abstract.items()}
-    return nnx.merge(graph, nnx.State.from_flat_path(flat))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def abstract_params(config: ModelConfig, dtype: Any, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.shapes import Array, Float, UInt
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -31,8 +33,8 @@ class SamplingRows:
         return self.temperature == 0.0
 
 
-def process(logits: jax.Array, rows: SamplingRows, *, filters: bool) -> jax.Array:
-    """f32[B,T,V] -> scaled and filtered logits, -inf where forbidden; softmax of it is the row's distribution.
+def process(logits: Float[Array, "B T V"], rows: SamplingRows, *, filters: bool) -> Float[Array, "B T V"]:
+    """Logits -> scaled and filtered logits, -inf where forbidden; softmax of it is the row's distribution.
 
     filters=False leaves min-p, top-k and top-p out (no row asks for them). Greedy rows keep their logits.
     """
@@ -50,13 +52,15 @@ def process(logits: jax.Array, rows: SamplingRows, *, filters: bool) -> jax.Arra
     return jnp.where(keep | (at(rows.top_p) >= 1.0), z, -jnp.inf)
 
 
-def ordered(x: jax.Array) -> jax.Array:
-    """float32 -> uint32 that compares alike."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+def ordered(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
+    """float32 -> uint32 that compares alike, the two zeros equal."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def threshold(values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+def threshold(
+    values: UInt[Array, "*rows V"], weights: Float[Array, "*rows V"], need: Float[Array, "*#rows 1"]
+) -> UInt[Array, "*rows 1"]:
     """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1)."""
 
     def bit(i, t):

@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.shapes import Array, Float, Int, Key, Shaped, UInt
+
 # What a number is for. "shared" is the coupled rule's noise, one vector per absolute position.
 PURPOSES = {"draft": 0, "accept": 1, "residual": 2, "shared": 3}
 
 
-def keys(seed: jax.Array, position: jax.Array, purpose: str, offset: jax.Array | int = 0) -> jax.Array:
-    """One key a row: seed uint32[B,2] (high, low word), position i32[B], offset i32[B] or int -> keys [B]."""
+def keys(
+    seed: UInt[Array, "B 2"], position: Int[Array, " B"], purpose: str, offset: Int[Array, " B"] | int = 0
+) -> Key[Array, " B"]:
+    """One key a row. seed: its high and its low word."""
     offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), position.shape)
 
     def one(words, position, offset):
@@ -27,16 +31,16 @@ def keys(seed: jax.Array, position: jax.Array, purpose: str, offset: jax.Array |
     return jax.vmap(one)(seed, position, offset)
 
 
-def gumbel(keys: jax.Array, size: int) -> jax.Array:
-    """Standard Gumbel noise f32[B, size], one key a row.
+def gumbel(keys: Key[Array, " B"], size: int) -> Float[Array, "B {size}"]:
+    """Standard Gumbel noise, one key a row.
 
     mode="high": the default mode caps near 16 and would never sample the tail of a large vocabulary.
     """
     return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32, mode="high"))(keys)
 
 
-def uniform(keys: jax.Array) -> jax.Array:
-    """Uniform numbers f32[B] in [0, 1)."""
+def uniform(keys: Key[Array, " B"]) -> Float[Array, " B"]:
+    """Uniform numbers in [0, 1)."""
     return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
 
 
@@ -46,6 +50,6 @@ def seed_words(seed: int) -> tuple[int, int]:
     return seed >> 32, seed & 0xFFFFFFFF
 
 
-def take_row(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x [B,T,...] at index i32[B] of its second axis -> [B,...]."""
+def take_row(x: Shaped[Array, "B T *rest"], index: Int[Array, " B"]) -> Shaped[Array, " B *rest"]:
+    """x at index of its second axis."""
     return lax.squeeze(jnp.take_along_axis(x, index.reshape(-1, 1, *(1,) * (x.ndim - 2)), axis=1), (1,))

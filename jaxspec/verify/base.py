@@ -7,6 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxspec.shapes import Array, Bool, Int
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -17,7 +19,7 @@ class Verdict:
     next_token: jax.Array
 
 
-def leading(accepted: jax.Array, num_proposed: jax.Array) -> jax.Array:
-    """bool[B,K] -> i32[B]: how many drafts stand before the first failure, among the num_proposed real ones."""
+def leading(accepted: Bool[Array, "B K"], num_proposed: Int[Array, " B"]) -> Int[Array, " B"]:
+    """How many drafts stand before the first failure, among the num_proposed real ones."""
     real = jnp.arange(accepted.shape[1])[None, :] < num_proposed[:, None]
     return jnp.sum(jnp.cumprod((accepted & real).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
+from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
 
 
-def shared_noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
-    """f32[B,V]: the noise of the token that will stand at this absolute position i32[B]."""
+def shared_noise(
+    seed: UInt[Array, "B 2"], position: Int[Array, " B"], vocab_size: int
+) -> Float[Array, "B {vocab_size}"]:
+    """The noise of the token that will stand at this absolute position."""
     return rng.gumbel(rng.keys(seed, position, "shared"), vocab_size)
 
 
-def verify(perturbed: jax.Array, proposal: Proposal) -> Verdict:
-    """perturbed f32[B,K+1,V]: the target's processed logits plus noise (none for greedy rows)."""
+def verify(perturbed: Float[Array, "B T V"], proposal: Proposal) -> Verdict:
+    """perturbed, T = K + 1: the target's processed logits plus noise (none for greedy rows)."""
     y = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
     num_accepted = leading(proposal.tokens == y[:, :-1], proposal.num_proposed)
     return Verdict(num_accepted, rng.take_row(y, num_accepted))
 
 
-def joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """P(draft token = a, target token = b) [V,V] under shared Gumbel noise, exactly.
+def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.ndarray, "V V"]:
+    """P(draft token = a, target token = b) under shared Gumbel noise, exactly.
 
     Gumbel-max is an exponential race: the draft's token minimises E_v / q_v, the target's E_v / p_v. With s = E_a,
     t = E_b and r = t / s the others must lose both races, which leaves an integral over r of 1 / c(r)^2 with c
@@ -61,7 +63,9 @@ def joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return result
 
 
-def law(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+def law(
+    p: Float[Array, "T V"], q: Float[Array, "K V"], tokens: Int[Array, " K"]
+) -> tuple[Float[np.ndarray, " T"], Float[np.ndarray, "T V"]]:
     """As `rejection.law`: (P(exactly i accepted) [K+1], law of the extra token given i [K+1,V])."""
     rows = zip(np.asarray(p, float), np.asarray(q, float), np.asarray(tokens), strict=False)
     lengths, extras, reach = [], [], 1.0

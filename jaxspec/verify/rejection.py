@@ -11,11 +11,14 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
+from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
 
 
-def verify(logits: jax.Array, proposal: Proposal, seed: jax.Array, num_tokens: jax.Array) -> Verdict:
-    """logits f32[B,K+1,V] of the target as processed, seed u32[B,2], num_tokens i32[B] at the round's start."""
+def verify(
+    logits: Float[Array, "B T V"], proposal: Proposal, seed: UInt[Array, "B 2"], num_tokens: Int[Array, " B"]
+) -> Verdict:
+    """logits: the target's as processed, T = K + 1; num_tokens: at the round's start."""
     p = jax.nn.softmax(logits, axis=-1)
     num_drafts = proposal.tokens.shape[1]
     if num_drafts:
@@ -31,13 +34,15 @@ def verify(logits: jax.Array, proposal: Proposal, seed: jax.Array, num_tokens: j
     return Verdict(num_accepted, jnp.argmax(jnp.log(extra) + noise, axis=-1).astype(jnp.int32))
 
 
-def at_tokens(distribution: jax.Array, tokens: jax.Array) -> jax.Array:
-    """[B,K,V] at tokens i32[B,K] -> [B,K]."""
+def at_tokens(distribution: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:
+    """The probability of each token."""
     return jnp.take_along_axis(distribution, tokens[..., None], axis=-1)[..., 0]
 
 
-def extra_distribution(p: jax.Array, proposal: Proposal, num_accepted: jax.Array) -> jax.Array:
-    """f32[B,V], the law of the extra token: p where all was accepted, else normalize(max(p - q, 0)) at the failure."""
+def extra_distribution(
+    p: Float[Array, "B T V"], proposal: Proposal, num_accepted: Int[Array, " B"]
+) -> Float[Array, "B V"]:
+    """The law of the extra token: p where all was accepted, else normalize(max(p - q, 0)) at the failure."""
     p_at = rng.take_row(p, num_accepted)
     num_drafts = proposal.tokens.shape[1]
     if not num_drafts:
@@ -55,8 +60,10 @@ def extra_distribution(p: jax.Array, proposal: Proposal, num_accepted: jax.Array
     return jnp.where(bonus, p_at, residual / jnp.where(mass > 0.0, mass, 1.0))
 
 
-def law(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Acceptance probabilities of drafts tokens i32[K] from q [K,V] under p [K+1,V].
+def law(
+    p: Float[Array, "T V"], q: Float[Array, "K V"], tokens: Int[Array, " K"]
+) -> tuple[Float[Array, " T"], Float[Array, "T V"]]:
+    """Acceptance probabilities of drafts `tokens` from q under p, T = K + 1.
 
     -> (P(exactly i drafts are accepted) [K+1], law of the extra token given i [K+1,V]).
     """

@@ -38,7 +38,7 @@ def _kernel(slots, kv, _, pages, semaphore):
             act(pltpu.make_async_copy(kv.at[i], pages.at[slot // s, slot % s], semaphore))
 
     def step(i, _):
-        # All copies are equally large, so one semaphore counts them: waiting for copy i - IN_FLIGHT bounds their number.
+        # All copies are equally large, so one semaphore counts them, and it matters not which of them has arrived.
         if_live(i - IN_FLIGHT, lambda copy: copy.wait())
         if_live(i, lambda copy: copy.start())
 

@@ -38,6 +38,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
     scores = jnp.where(visible, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))  # all 0 for a query that sees nothing
+    # As a product: sums over few and over many elements are compiled differently on CPU, products are not.
     total = jnp.einsum("bgrc,cx->bgrx", weights, jnp.ones((n * s, 2)), **products)[..., :1]
     out = jnp.einsum("bgrc,bgcd->bgrd", weights.astype(value.dtype), value, **products)
     out = (out / jnp.where(total > 0, total, 1))[:, :, :num_rows]

@@ -1,0 +1,41 @@
+# make demo    real weights, plain and speculative side by side
+# make test    the tests
+# make lint    ruff and mypy
+# Each makes or reuses .venv with this machine's python3 and installs what it needs. Extra arguments: ARGS="...".
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+ARGS ?=
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/jaxspec demo $(ARGS)
+
+# More than eight workers cost more memory and start-up than they save.
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: installed once, and again when pyproject.toml changes. The message goes to standard error because
+# `make -s demo ARGS=--json` prints a document.
+$(VENV)/.demo: EXTRAS :=
+$(VENV)/.test: EXTRAS := [test]
+$(VENV)/.lint: EXTRAS := [lint]
+$(VENV)/.demo $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python
+	@echo "installing jaxspec$(EXTRAS) into $(VENV), some minutes the first time ..." >&2
+	$(PIP) --editable '.$(EXTRAS)' >&2
+	@touch $@

@@ -1,0 +1,142 @@
+"""paged_attention on TPU: flash attention over pages that double-buffered copies bring from HBM.
+
+One program holds a block of query rows of all key-value heads, because a page holds all heads: it is fetched once.
+The running softmax is that of FlashAttention (Dao et al., arxiv.org/abs/2205.14135).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+# Sizes of a program, within the 16 MiB of VMEM that v5e gives it by default.
+MAX_ROWS, ROWS_BYTES = 256, 4 * 2**20  # query rows of a key-value head; bytes of all heads' rows, results and sums
+MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # keys fetched at a time; bytes of the two page buffers
+MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
+
+
+def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap, interpret=False):
+    (b, t, h, d), (_, s, g2, _) = query.shape, pages.shape
+    if d % 64:
+        raise NotImplementedError(f"paged_attention on TPU: head size {d} is no multiple of 64")
+    g = g2 // 2
+    group = h // g
+    rows = t * group  # row r of a key-value head: token r // group, head r % group within the group
+    lanes = _round_up(d, 128)
+    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query, out twice each; acc; top, total
+    block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
+    padded_rows = _round_up(rows, block_rows)
+    page_bytes = s * _round_up(g2, 8) * lanes * pages.dtype.itemsize
+    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes)))
+
+    query = query.reshape(b, t, g, group, d).swapaxes(1, 2).reshape(b, g, rows, d)
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_rows - rows), (0, 0)))
+    spec = pl.BlockSpec((None, g, block_rows, d), lambda row, block, *_: (row, 0, block, 0))
+    out = pl.pallas_call(
+        functools.partial(_kernel, num_tokens=t, group=group, scale=scale, window=window, soft_cap=soft_cap),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(b, padded_rows // block_rows),
+            in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=spec,
+            scratch_shapes=[
+                pltpu.VMEM((2, block_pages, s, g2, d), pages.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.VMEM((g, block_rows, 1), jnp.float32),
+                pltpu.VMEM((g, block_rows, 1), jnp.float32),
+                pltpu.VMEM((g, block_rows, d), jnp.float32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        interpret=interpret,
+        name="paged_attention",
+    )(block_table, kv_len, query, pages)
+    return out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
+
+
+def _kernel(
+    block_table, kv_len, query, pages, out, buffer, semaphores, top, total, acc, *,
+    num_tokens, group, scale, window, soft_cap,
+):  # fmt: skip
+    row, (g, block_rows, d) = pl.program_id(0), query.shape
+    _, block_pages, s, _, _ = buffer.shape
+    num_pages, row_pages = pages.shape[0], block_table.shape[1]
+    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+
+    first_row = pl.program_id(1) * block_rows
+    position = kv_len[row] - num_tokens  # of the row's first query
+    first_query = position + first_row // group
+    last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
+    query_at = position + (first_row + lax.broadcasted_iota(jnp.int32, (block_rows, 1), 0)) // group
+
+    # The block reads keys [begin, end), in the pages [first_page, end_page).
+    begin = 0 if window is None else jnp.maximum(first_query - window + 1, 0)
+    end = jnp.clip(last_query + 1, 0, row_pages * s)
+    first_page, end_page = begin // s, pl.cdiv(end, s)
+    num_blocks = pl.cdiv(jnp.maximum(end_page - first_page, 0), block_pages)
+
+    def each_page(block, act):
+        block_start = first_page + block * block_pages
+
+        def copy(i, _):
+            page = jnp.minimum(block_table[row, block_start + i], num_pages - 1)
+            act(pltpu.make_async_copy(pages.at[page], buffer.at[block % 2, i], semaphores.at[block % 2]))
+
+        lax.fori_loop(0, jnp.minimum(block_pages, end_page - block_start), copy, None)
+
+    def attend(block, _):
+        @pl.when(block + 1 < num_blocks)
+        def _():
+            each_page(block + 1, lambda copy: copy.start())
+
+        each_page(block, lambda copy: copy.wait())
+
+        block_start = (first_page + block * block_pages) * s
+        key_at = block_start + lax.broadcasted_iota(jnp.int32, (1, block_pages * s), 1)
+        visible = (key_at <= query_at) & (query_at >= 0) & (key_at < end)
+        if window is not None:
+            visible &= key_at > query_at - window
+        # The buffer beyond the last page, and slots that nobody sees, may hold NaN, and 0 * NaN is NaN.
+        value_at = block_start + lax.broadcasted_iota(jnp.int32, (block_pages * s, 1), 0)
+        used = (value_at >= begin) & (value_at < end)
+
+        for head in range(g):
+            key = buffer[block % 2, :, :, 2 * head, :].reshape(block_pages * s, d)
+            value = buffer[block % 2, :, :, 2 * head + 1, :].reshape(block_pages * s, d)
+            value = jnp.where(used, value, jnp.zeros_like(value))
+            scores = _dot(query[head], key, 1, precision) * scale
+            if soft_cap is not None:
+                scores = soft_cap * jnp.tanh(scores / soft_cap)
+            scores = jnp.where(visible, scores, MASKED)
+
+            old_top = top[head]
+            new_top = jnp.maximum(old_top, jnp.max(scores, axis=1, keepdims=True))
+            weights = jnp.where(visible, jnp.exp(scores - new_top), 0.0)
+            shrink = jnp.exp(old_top - new_top)
+            top[head] = new_top
+            total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+            acc[head] = acc[head] * shrink + _dot(weights.astype(value.dtype), value, 0, precision)
+
+    top[...] = jnp.full_like(top, MASKED)
+    total[...] = jnp.zeros_like(total)
+    acc[...] = jnp.zeros_like(acc)
+
+    @pl.when(num_blocks > 0)
+    def _():
+        each_page(0, lambda copy: copy.start())
+
+    lax.fori_loop(0, num_blocks, attend, None)
+    out[...] = (acc[...] / jnp.where(total[...] > 0, total[...], 1.0)).astype(out.dtype)
+
+
+def _dot(x, y, contracted, precision):
+    """x [M, K] times y, whose axis `contracted` is K, in float32."""
+    dimensions = (((1,), (contracted,)), ((), ()))
+    return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _round_up(n, multiple):
+    return pl.cdiv(n, multiple) * multiple

@@ -1,0 +1,64 @@
+"""Memory becomes pages: the same number for both models."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.cache import budget
+from jaxspec.cache.pages import allocate, cache_layout, padded_head_dim
+from jaxspec.parallel.mesh import make_mesh
+from tests import tiny
+
+
+@given(memory=st.integers(1, 10**12), target=st.integers(1, 10**7), draft=st.integers(0, 10**7))
+@settings(deadline=None, database=None)
+def test_both_models_fit_and_one_page_more_does_not(memory, target, draft):
+    if memory < target + draft:
+        with pytest.raises(ValueError, match="raise memory_utilization or take a smaller model"):
+            budget.num_pages(memory, target, draft)
+        return
+    pages = budget.num_pages(memory, target, draft)
+    assert pages * (target + draft) <= memory < (pages + 1) * (target + draft)
+    alone = budget.num_pages(memory, target)
+    assert alone == memory // target
+    assert pages >= alone * target // (target + draft), "never fewer than the target's share"
+
+
+@dataclasses.dataclass
+class Device:
+    platform: str
+    stats: dict | None
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_free_memory():
+    known = Device("gpu", {"bytes_limit": 1000, "bytes_in_use": 300})
+    assert budget.free_memory(known, 0.9, 50) == 550
+    for unknown in (Device("cpu", {"bytes_limit": 1000, "bytes_in_use": 300}), Device("tpu", None), Device("gpu", {})):
+        assert budget.free_memory(unknown, 0.9, 50) == budget.CPU_CACHE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("platform", "sizes"),
+    [("cpu", {8: 8, 80: 80}), ("tpu", {8: 64, 64: 64, 80: 128, 128: 128, 256: 256}), ("gpu", {8: 16, 64: 64, 80: 128})],
+)
+def test_head_sizes_are_padded_for_the_kernels(platform, sizes):
+    assert {size: padded_head_dim(size, platform) for size in sizes} == sizes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_page_bytes_are_what_is_allocated(dtype):
+    layout = cache_layout(tiny.BASE, page_size=16, num_pages=5, dtype=dtype, platform="cpu")
+    pages = allocate(layout, make_mesh())
+    assert len(pages) == tiny.BASE.num_layers
+    assert all(leaf.shape == layout.shape and leaf.dtype == jnp.dtype(dtype) for leaf in pages)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pages)) == layout.page_bytes * 5
+    assert layout.pad_slot == 80

@@ -1,0 +1,163 @@
+"""Checkpoint files for tests: the golden models as GGUF, in shards, with something wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import checkpoints
+from jaxspec.models.decoder import abstract_params
+from jaxspec.parallel.mesh import make_mesh
+from tests.golden.families import FOLDER
+
+# Golden family -> GGUF architecture. (A Mistral file says "llama" and does not tell its window.)
+ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def load(path: Path, dtype: str = "float32", devices: int = 1):
+    source = checkpoints.resolve(str(path))
+    config = checkpoints.load_config(source)
+    return config, checkpoints.load_params(source, config, abstract_params(config, dtype, make_mesh(devices)))
+
+
+def assert_same(ours: dict[str, jax.Array], theirs: dict[str, jax.Array], **tolerance: float) -> None:
+    assert set(ours) == set(theirs)
+    for name, array in theirs.items():
+        assert ours[name].dtype == array.dtype, name
+        np.testing.assert_allclose(
+            np.asarray(ours[name], np.float32), np.asarray(array, np.float32), err_msg=name, **({"rtol": 0} | tolerance)
+        )
+
+
+def fails(kind: type[Exception], *words: str):
+    """The block raises `kind` with a message of one line that holds all the words."""
+    return pytest.raises(kind, check=lambda e: "\n" not in str(e) and all(word in str(e) for word in words))
+
+
+def interleave(x: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k of llama models: row (half, pair) of a head becomes (pair, half)."""
+    out = np.empty_like(x)
+    size = len(x) // heads
+    for row in range(len(x)):
+        head, within = divmod(row, size)
+        half, pair = divmod(within, size // 2)
+        out[head * size + 2 * pair + half] = x[row]
+    return out
+
+
+def tensors_of(family: str) -> dict[str, np.ndarray]:
+    """The golden model's tensors as a GGUF file holds them, float32."""
+    raw = json.loads((FOLDER / family / "config.json").read_text())
+    architecture, out = ARCHITECTURES[family], {}
+    for name, x in load_file(FOLDER / family / "model.safetensors").items():
+        x = x.astype(np.float32)
+        if architecture == "gemma3" and "norm" in name:
+            x = x + 1
+        if architecture == "llama" and (".q_proj" in name or ".k_proj" in name):
+            x = interleave(x, raw["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"])
+        after = "post_attention_norm" if architecture == "gemma3" else "ffn_norm"
+        for theirs, ours in (NAMES | {"post_attention_layernorm": after}).items():
+            name = name.replace(theirs, ours)
+        out[name] = x
+    if family == "llama3":
+        factors = checkpoints.load_config(checkpoints.resolve(str(FOLDER / family))).rope.factors
+        out["rope_freqs.weight"] = np.asarray(factors, np.float32)
+    return out
+
+
+def write_gguf(
+    path: Path,
+    family: str,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    tokenizer: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    **meta: Any,
+) -> Path:
+    """A GGUF file of a golden model; matrices whose rows divide into blocks of `kind` are quantised to it."""
+    raw = json.loads((FOLDER / family / "config.json").read_text())
+    architecture, gemma = ARCHITECTURES[family], family == "gemma3"
+    writer = gguf.GGUFWriter(path, meta.pop("architecture", architecture))
+    heads = raw["num_attention_heads"]
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_key_length(raw.get("head_dim") or raw["hidden_size"] // heads)
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    ropes = raw["rope_parameters"]
+    writer.add_rope_freq_base(
+        ropes["full_attention" if gemma else "rope_theta"]["rope_theta"] if gemma else ropes["rope_theta"]
+    )
+    if gemma:
+        writer.add_sliding_window(raw["sliding_window"])
+        writer.add_array("gemma3.attention.sliding_window_pattern", [True, False, True])
+        writer.add_float32("gemma3.rope.freq_base_swa", ropes["sliding_attention"]["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(ropes["full_attention"]["factor"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+    for key, value in (tokenizer or {}).items():
+        add = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array, int: writer.add_uint32}
+        add[type(value)](f"tokenizer.{key}", value)
+    for name, x in (tensors_of(family) if tensors is None else tensors).items():
+        block = gguf.GGML_QUANT_SIZES[kind][0]
+        if x.ndim > 1 and x.shape[-1] % block == 0:
+            writer.add_tensor(name, gguf.quants.quantize(x, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, x)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def rewrite(folder: Path, family: str, change=lambda tensors: tensors, **config: Any) -> Path:
+    """A copy of a golden folder with its tensors changed, and entries of its config.json replaced."""
+    folder.mkdir(exist_ok=True)
+    raw = json.loads((FOLDER / family / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | config))
+    save_file(change(load_file(FOLDER / family / "model.safetensors")), folder / "model.safetensors")
+    return folder
+
+
+def shard(folder: Path, family: str, count: int = 3) -> Path:
+    """A copy of a golden folder in `count` shards with an index."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes((FOLDER / family / "config.json").read_bytes())
+    tensors, weight_map = load_file(FOLDER / family / "model.safetensors"), {}
+    for i in range(count):
+        name = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[i::count]}
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder

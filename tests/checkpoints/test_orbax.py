@@ -1,0 +1,143 @@
+"""Self-contained folders: what goes in comes out, and nothing half-written is left behind."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import checkpoints
+from checkpoints import orbax
+from jaxspec.models.decoder import abstract_params
+from jaxspec.parallel.mesh import make_mesh
+from tests.checkpoints.files import assert_same, fails, load, write_gguf
+from tests.checkpoints.test_gguf_tokenizer import TEXTS, byte_level_meta
+from tests.golden.families import FAMILIES, FOLDER
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip(family, tmp_path):
+    config, params = load(FOLDER / family)
+    checkpoints.save(tmp_path / "new" / "ckpt", params, config)
+    devices = 1 if family == "gemma3" else 2
+    again, restored = load(tmp_path / "new" / "ckpt", devices=devices)
+    assert again == config
+    assert hash(again) == hash(config)
+    assert_same(restored, params)
+    assert len(restored["layers.0.qkv"].sharding.device_set) == devices
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["ckpt"]
+
+
+def test_restored_in_the_wanted_dtype(tmp_path):
+    config, params = load(FOLDER / "qwen2")
+    checkpoints.save(tmp_path / "ckpt", params, config)
+    _, restored = load(tmp_path / "ckpt", "bfloat16")
+    assert restored["embed"].dtype == jnp.bfloat16
+    assert restored["norm"].dtype == jnp.float32
+    np.testing.assert_array_equal(restored["embed"], params["embed"].astype(jnp.bfloat16))
+
+
+def test_a_gguf_file_becomes_a_folder_with_everything(tmp_path):
+    meta = byte_level_meta("qwen2") | {"chat_template": "{{ messages[0].content }}"}
+    path = write_gguf(tmp_path / "m.gguf", "llama3", tokenizer=meta)
+    checkpoints.convert(str(path), tmp_path / "ckpt")
+    path.unlink()  # nothing may lean on the original
+    source = checkpoints.resolve(str(tmp_path / "ckpt"))
+    assert source.kind == "orbax"
+    tokenizer, config = checkpoints.load_tokenizer(source), checkpoints.load_config(source)
+    assert config.eos_ids == (2, 5)
+    assert checkpoints.load_stop_ids(source, tokenizer) == (2, 5)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    write_gguf(path, "llama3", tokenizer=meta)
+    assert_same(load(tmp_path / "ckpt")[1], load(path)[1])
+    theirs = checkpoints.load_tokenizer(checkpoints.resolve(str(path)))
+    assert [tokenizer.encode(t) for t in TEXTS] == [theirs.encode(t) for t in TEXTS]
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(None, "float16"), ("bfloat16", "bfloat16")])
+def test_a_hugging_face_folder_keeps_its_dtype(dtype, stored, tmp_path):
+    folder = tmp_path / "hf"
+    checkpoints.load_tokenizer(
+        checkpoints.resolve(str(write_gguf(tmp_path / "m.gguf", "llama2", tokenizer=byte_level_meta("qwen2"))))
+    ).save_pretrained(folder)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((FOLDER / "mistral" / name).read_bytes())
+    checkpoints.convert(str(folder), tmp_path / "ckpt", dtype=dtype)
+    assert orbax.stored_dtype(tmp_path / "ckpt") == stored
+    assert load(tmp_path / "ckpt")[0].windows == (20, 20)
+    if dtype is None:
+        assert_same(load(tmp_path / "ckpt")[1], load(folder)[1])
+    checkpoints.convert(str(tmp_path / "ckpt"), tmp_path / "again")  # orbax in, orbax out
+    assert_same(load(tmp_path / "again")[1], load(tmp_path / "ckpt")[1])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    config, params = load(FOLDER / "llama2")
+    checkpoints.save(tmp_path / "ckpt", params, config)
+    return checkpoints.resolve(str(tmp_path / "ckpt")), config, abstract_params(config, "float32", make_mesh())
+
+
+def test_a_missing_array_is_named(saved):
+    source, config, abstract = saved
+    with fails(ValueError, "layers.9.qkv", "missing"):
+        checkpoints.load_params(source, config, abstract | {"layers.9.qkv": abstract["layers.0.qkv"]})
+
+
+def test_an_extra_array_is_named(saved):
+    source, config, abstract = saved
+    with fails(ValueError, "layers.1.down", "not part"):
+        checkpoints.load_params(source, config, {k: v for k, v in abstract.items() if k != "layers.1.down"})
+
+
+def test_a_wrong_shape_is_named(saved):
+    source, config, abstract = saved
+    with fails(ValueError, "norm", "(48,)", "(49,)"):
+        checkpoints.load_params(source, config, abstract | {"norm": jax.ShapeDtypeStruct((49,), jnp.float32)})
+
+
+def test_a_folder_in_the_way_is_refused_before_any_work(saved, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("precious")
+    with fails(FileExistsError, str(tmp_path / "full"), "not empty"):
+        checkpoints.convert("nobody/nothing", tmp_path / "full")
+    with fails(FileExistsError, str(tmp_path / "full"), "not empty"):
+        checkpoints.save(tmp_path / "full", {}, saved[1])
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["mine.txt"]
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    config, params = load(FOLDER / "llama2")
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            raise OSError("disk full")
+
+    with fails(OSError, "disk full"):
+        checkpoints.save(tmp_path / "ckpt", params, config, Tokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_folder_may_be_filled(tmp_path):
+    config, params = load(FOLDER / "llama2")
+    (tmp_path / "ckpt").mkdir()
+    checkpoints.save(tmp_path / "ckpt", params, config)
+    assert_same(load(tmp_path / "ckpt")[1], params)
+
+
+def test_damaged_folders_are_named(saved):
+    source, *_ = saved
+    path = source.path / orbax.CONFIG_FILE
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"flux": 1}))
+    with fails(ValueError, str(path), "flux"):
+        checkpoints.load_config(source)
+    path.write_text("{")
+    with fails(ValueError, str(path)):
+        checkpoints.load_config(source)
+    (source.path / orbax.PARAMS).rename(source.path / "elsewhere")
+    with fails(FileNotFoundError, "params"):
+        checkpoints.load_params(source, *saved[1:])

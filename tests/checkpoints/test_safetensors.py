@@ -1,0 +1,168 @@
+"""Hugging Face folders: where every weight goes, shards, meshes, dtypes, and what is wrong said in one line."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import checkpoints
+from checkpoints import safetensors
+from tests.checkpoints.files import assert_same, fails, load, rewrite, shard
+from tests.golden.families import FAMILIES, FOLDER
+
+
+def test_every_weight_lands_where_the_decoder_reads_it():
+    config, params = load(FOLDER / "qwen2")
+    files = {k: v.astype(np.float32) for k, v in load_file(FOLDER / "qwen2" / "model.safetensors").items()}
+    d, layer = config.head_dim, "model.layers.1."
+    for column, x in ((0, params["layers.1.qkv"]), (1, params["layers.1.qkv_bias"])):
+        kind = ("weight", "bias")[column]
+        q, k, v = (files[f"{layer}self_attn.{p}_proj.{kind}"].T for p in "qkv")
+        groups = np.split(np.asarray(x), config.num_kv_heads, axis=-1)
+        for g, group in enumerate(groups):  # two query heads, then the key, then the value
+            parts = [q[..., 2 * g * d : 2 * (g + 1) * d], k[..., g * d : (g + 1) * d], v[..., g * d : (g + 1) * d]]
+            np.testing.assert_array_equal(group, np.concatenate(parts, axis=-1))
+    gate_up = np.asarray(params["layers.1.gate_up"])
+    np.testing.assert_array_equal(gate_up[:, 0], files[f"{layer}mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(gate_up[:, 1], files[f"{layer}mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(params["layers.1.out"], files[f"{layer}self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(params["embed"], files["model.embed_tokens.weight"])
+
+
+def test_gemma_norms_are_one_plus_w_in_float32():
+    config, params = load(FOLDER / "gemma3", "bfloat16")
+    stored = load_file(FOLDER / "gemma3" / "model.safetensors")["model.layers.0.self_attn.q_norm.weight"]
+    assert config.norm_plus_one
+    assert params["layers.0.q_norm"].dtype == jnp.float32
+    np.testing.assert_array_equal(params["layers.0.q_norm"], stored.astype(np.float32) + 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_on_two_devices_hold_the_same_weights(family, tmp_path):
+    devices = 1 if family == "gemma3" else 2  # the golden Gemma has one key-value head
+    _, whole = load(FOLDER / family)
+    _, parts = load(shard(tmp_path, family), devices=devices)
+    assert_same(parts, whole)
+    if devices == 2:
+        for name in ("layers.0.qkv", "layers.0.gate_up", "layers.0.down", "layers.0.out", "embed"):
+            shards = parts[name].addressable_shards
+            assert len({s.device for s in shards}) == 2
+            assert all(s.data.size * 2 == parts[name].size for s in shards), name
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_every_byte_is_read_once(devices, monkeypatch):
+    read, sizes = safetensors.Shards.read, []
+    monkeypatch.setattr(safetensors.Shards, "read", lambda *args: sizes.append((x := read(*args)).nbytes) or x)
+    load(FOLDER / "llama2", devices=devices)
+    assert sum(sizes) == sum(x.nbytes for x in load_file(FOLDER / "llama2" / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_stored_dtypes_become_the_wanted_one(stored, wanted, tmp_path):
+    folder = rewrite(tmp_path, "llama2", lambda t: {k: v.astype(jnp.dtype(stored)) for k, v in t.items()})
+    _, params = load(folder, wanted)
+    expected = load_file(folder / "model.safetensors")["lm_head.weight"].astype(jnp.dtype(wanted)).T
+    assert params["head"].dtype == jnp.dtype(wanted)
+    np.testing.assert_array_equal(np.asarray(params["head"], np.float32), expected.astype(np.float32))
+    assert safetensors.stored_dtype(folder) == stored
+
+
+def test_harmless_extras_are_ignored(tmp_path):
+    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32), "lm_head.weight": np.ones((2, 2))}
+    _, params = load(rewrite(tmp_path, "qwen2", lambda t: t | extras))  # tied: the repeated head is not read
+    assert "head" not in params
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    folder = rewrite(tmp_path, "llama2", lambda t: t.pop("model.layers.1.mlp.up_proj.weight") is None or t)
+    with fails(ValueError, str(folder), "model.layers.1.mlp.up_proj.weight", "missing"):
+        load(folder)
+
+
+def test_an_extra_tensor_is_named(tmp_path):
+    folder = rewrite(tmp_path, "llama2", lambda t: t | {"model.layers.7.adapter.weight": np.ones((2, 2), np.float32)})
+    with fails(ValueError, "model.layers.7.adapter.weight", "not part"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_named(tmp_path):
+    name = "model.layers.0.mlp.down_proj.weight"
+    with fails(ValueError, name, "(48, 7)", "(48, 80)"):
+        load(rewrite(tmp_path, "llama2", lambda t: t | {name: np.ones((48, 7), np.float32)}))
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    path = rewrite(tmp_path, "llama2") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with fails(ValueError, str(path), "truncated"):
+        load(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    shard(tmp_path, "llama2")
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with fails(FileNotFoundError, "model-00002-of-00003.safetensors", "index"):
+        load(tmp_path)
+
+
+def test_a_dtype_that_is_not_read_is_named(tmp_path):
+    name = "model.norm.weight"
+    with fails(NotImplementedError, name, "I32"):
+        load(rewrite(tmp_path, "llama2", lambda t: t | {name: np.ones(48, np.int32)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"vision_config": {}}, "multimodal"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "mrope_section"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_unsupported_checkpoints_are_refused(change, word, tmp_path):
+    with fails(NotImplementedError, word):
+        load(rewrite(tmp_path, "llama2", **change))
+
+
+def test_folders_without_their_files(tmp_path):
+    source = checkpoints.resolve(str(rewrite(tmp_path, "llama2")))
+    with fails(FileNotFoundError, str(tmp_path), "tokenizer.json"):
+        checkpoints.load_tokenizer(source)
+    (tmp_path / "model.safetensors").unlink()
+    with fails(FileNotFoundError, str(tmp_path), ".safetensors"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with fails(ValueError, "config.json", "JSON"):
+        checkpoints.load_config(source)
+
+
+def test_a_mesh_that_cuts_a_head_is_refused():
+    with fails(ValueError, "key-value head"):
+        load(FOLDER / "gemma3", devices=2)
+
+
+def test_consolidated_copies_are_not_read(tmp_path):
+    folder = rewrite(tmp_path, "llama2")
+    save_file({"stray": np.ones(3, np.float32)}, folder / "consolidated.safetensors")
+    load(folder)
+
+
+def test_stop_ids_come_from_the_generation_config_first(tmp_path):
+    source = checkpoints.resolve(str(rewrite(tmp_path, "llama2")))
+
+    class Tokenizer:
+        eos_token_id = 9
+
+    assert checkpoints.load_stop_ids(source, Tokenizer) == (2, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 8]}))
+    assert checkpoints.load_stop_ids(source, Tokenizer) == (7, 9, 8)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 4}))
+    assert checkpoints.load_stop_ids(source, Tokenizer) == (4, 9)

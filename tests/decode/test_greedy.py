@@ -1,0 +1,256 @@
+"""Greedy speculative decoding gives exactly the tokens of plain decoding.
+
+Compiling every family with every K and both drafters would take minutes, so this is a cover: every K on one family,
+two K on every family; one compiled program serves all numbers of rounds, prompts and limits.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lively import (
+    FAMILY,
+    MAX_TOKENS,
+    PROMPTS,
+    VOCAB,
+    engine,
+    new_engine,
+    params,
+    plain,
+    repeating,
+    serve,
+    texts,
+    total,
+)
+from tests.tiny import FAMILIES
+
+ROUNDS = (1, 4, 32)
+CASES = [(family, method, k) for family in FAMILIES for method in ("first_layer", "ngram") for k in (2, 5)]
+CASES += [("llama", method, k) for method in ("noisy", "ngram") for k in (1, 3, 4, 6)]
+CASES += [
+    ("loops", "ngram", 3),
+    ("loops", "ngram", 6),
+    ("llama", "random", 4),
+    ("qwen3", "noisy", 4),
+    ("gemma3", "noisy", 3),
+]
+SELF = (1, 3, 4)  # K of the tests in which a model drafts for itself
+K = 4
+
+
+@pytest.mark.parametrize(("family", "method", "k"), CASES)
+def test_equals_plain(family, method, k):
+    sampling = tuple(params())
+    expected = plain(PROMPTS, sampling, family)
+    assert [len(tokens) for tokens in expected] == list(MAX_TOKENS)
+    for rounds in ROUNDS:
+        requests = serve(engine(method, k, family), PROMPTS, sampling, rounds=rounds)
+        assert texts(requests) == expected, f"{rounds} rounds a launch"
+        assert {r.finish_reason for r in requests} == {"length"}
+        assert sum(r.metrics.num_drafts for r in requests) > 0
+
+
+@pytest.mark.parametrize("method", ["noisy", "ngram"])
+def test_cases_are_partly_right(method):
+    """Else the tests above would prove little: some drafts are accepted at each position, some are not."""
+    requests = serve(engine(method, K, FAMILY[method]), PROMPTS, params())
+    accepted = total(requests)
+    assert all(0 < n < sum(r.metrics.num_drafts for r in requests) for n in accepted), accepted
+    assert len({token for tokens in texts(requests) for token in tokens}) > 10
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("method", ["noisy", "ngram"])
+def test_every_batch_size(method, rows):
+    prompts = (*PROMPTS[::-1], *PROMPTS)[:rows]
+    sampling = tuple(params((*MAX_TOKENS, *MAX_TOKENS)[:rows]))
+    family = FAMILY[method]
+    assert texts(serve(engine(method, K, family), prompts, sampling)) == plain(prompts, sampling, family)
+
+
+@pytest.mark.parametrize("method", ["noisy", "itself", "ngram"])
+def test_every_row_has_its_own_k(method):
+    """Rows that want 0, 1, ... K drafts share a batch, and count only what they proposed."""
+    prompts, sampling = PROMPTS[::-1], [params(20, num_speculative_tokens=k)[0] for k in range(K + 1)]
+    expected = plain(prompts, tuple(params((20,) * (K + 1))), FAMILY[method])
+    for rounds in ROUNDS:
+        requests = serve(engine(method, K, FAMILY[method]), prompts, sampling, rounds=rounds)
+        assert texts(requests) == expected
+        for k, request in enumerate(requests):
+            m = request.metrics
+            assert m.num_draft_tokens <= k * m.num_drafts
+            assert m.num_accepted_tokens_per_pos[k:] == [0] * (K - k)
+            if method == "itself":
+                assert (m.num_drafts, m.num_draft_tokens) == (-(-20 // (k + 1)) * (k > 0), -(-20 // (k + 1)) * k)
+
+
+@pytest.mark.parametrize("k", SELF)
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_a_model_drafting_for_itself_is_always_right(k, rounds):
+    """K of K in every round: only with a draft cache that lacks nothing, also the last accepted token's entry."""
+    num_rounds = 6
+    sampling = params((num_rounds * (k + 1),) * len(PROMPTS))
+    requests = serve(engine("itself", k), PROMPTS, sampling, rounds=rounds)
+    assert texts(requests) == plain(PROMPTS, tuple(sampling))
+    for request in requests:
+        m = request.metrics
+        assert (m.num_drafts, m.num_draft_tokens) == (num_rounds, num_rounds * k)
+        assert m.num_accepted_tokens_per_pos == [num_rounds] * k
+        assert m.mean_acceptance_length == k + 1
+        assert m.draft_acceptance_rate == m.system_efficiency == 1.0
+
+
+def test_sliding_windows_drafting_for_themselves():
+    """The same with windows of 12 positions, shorter than the text."""
+    sampling = params((30,) * 5)
+    requests = serve(engine("itself", K, "mistral"), PROMPTS, sampling)
+    assert texts(requests) == plain(PROMPTS, tuple(sampling), "mistral")
+    assert total(requests) == [30 // (K + 1) * 5] * K
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_a_draft_that_is_always_wrong(rounds):
+    sampling = params()
+    requests = serve(engine("wrong", K), PROMPTS, sampling, rounds=rounds)
+    assert texts(requests) == plain(PROMPTS, tuple(sampling))
+    for request, n in zip(requests, MAX_TOKENS, strict=True):
+        m = request.metrics
+        assert (m.num_drafts, m.num_draft_tokens, m.num_accepted_tokens) == (n, n * K, 0)
+        assert (m.mean_acceptance_length, m.num_emitted_tokens) == (1.0, n)
+
+
+@pytest.mark.parametrize("method", ["fewer_ids", "more_ids"])
+def test_draft_with_another_vocabulary_size(method):
+    """Ids that only one of the models has are never proposed, and do no harm where they stand in the text."""
+    prompts = (*PROMPTS, (VOCAB - 1, VOCAB - 2, 3, 4))
+    sampling = tuple(params((30,) * 6))
+    expected = plain(prompts, sampling)
+    assert any(token >= VOCAB - 8 for tokens in expected for token in tokens[:20])
+    requests = serve(engine(method, K), prompts, sampling)
+    assert texts(requests) == expected
+    assert total(requests)[1] > 10
+    if method == "more_ids":  # the target itself, once its own ids are all that counts
+        assert total(requests) == [6 * 30 // (K + 1)] * K
+
+
+def test_ids_beyond_the_drafts_vocabulary_leave_it_useful():
+    """The entry of an id that the draft lacks is something finite: a NaN would silence it for the rest of the row."""
+    prompts = ((VOCAB - 1, 3, 4, 7), (VOCAB - 1, 9, 2, 1))
+    requests = serve(engine("fewer_ids", K), prompts, params((40, 40)))
+    assert all(r.metrics.num_accepted_tokens > 0 for r in requests)
+
+
+@pytest.mark.parametrize("limit", [20, 33])
+def test_draft_with_a_shorter_context(limit):
+    """Rows beyond it decode plainly; a prompt that is longer from the start never speculates."""
+    short = new_engine("itself", K, spec={"max_model_len": limit})
+    sampling = tuple(params((28,) * 5))
+    requests = serve(short, PROMPTS, sampling, rounds=4)
+    assert texts(requests) == plain(PROMPTS, sampling)
+    for request in requests:
+        left, room, counters = 28, limit - len(request.prompt) - 1, [0, 0, 0]
+        while left > 0 and room > 0:
+            wanted = min(K, room)
+            counters = [n + m for n, m in zip(counters, (1, wanted, min(wanted, left)), strict=True)]
+            left, room = left - wanted - 1, room - wanted - 1
+        m = request.metrics
+        assert [m.num_drafts, m.num_draft_tokens, m.num_accepted_tokens] == counters
+
+
+@pytest.mark.parametrize(
+    ("method", "family"), [("plain", "llama"), *((m, FAMILY[m]) for m in ("itself", "noisy", "ngram"))]
+)
+def test_the_whole_context_is_used(method, family):
+    """Up to max_model_len exactly, and with K = 4 to one token before the limits of a page."""
+    prompts = (*PROMPTS, repeating(63, 5, 4), repeating(62, 5, 5), repeating(58, 4, 6))
+    sampling = tuple(params((100,) * 8))
+    requests = serve(engine(method, K * (method != "plain"), family), prompts, sampling)
+    assert [len(r.tokens) for r in requests] == [64] * 8
+    assert {r.finish_reason for r in requests} == {"length"}
+    assert texts(requests) == plain(prompts, sampling, family)
+
+
+@pytest.mark.parametrize("method", ["itself", "noisy", "ngram"])
+def test_one_token(method):
+    sampling = tuple(params((1,) * 5))
+    requests = serve(engine(method, K, FAMILY[method]), PROMPTS, sampling)
+    assert texts(requests) == plain(PROMPTS, sampling, FAMILY[method])
+    assert all(r.metrics.num_accepted_tokens_per_pos in ([1, 0, 0, 0], [0, 0, 0, 0]) for r in requests)
+
+
+@pytest.mark.parametrize("at", range(11))
+def test_a_stop_id_cuts_an_accepted_run(at):
+    """What was accepted behind the stop id is dropped, from the text and from the counters."""
+    plain_text = plain(PROMPTS[3:], tuple(params((30, 30))))[1]
+    stop = plain_text[at]
+    at = plain_text.index(stop)
+    requests = serve(
+        engine("itself", K), PROMPTS[3:], [*params(30), *params(30, stop_token_ids=[VOCAB - 1 - stop, stop])]
+    )
+    expected = next(i for i, token in enumerate(plain_text) if token in (stop, VOCAB - 1 - stop)) + 1
+    assert requests[1].output == plain_text[:expected]
+    assert requests[1].finish_reason == "stop"
+    full, rest = divmod(expected, K + 1)
+    accepted = [full + (i < rest) for i in range(K)]
+    assert requests[1].metrics.num_accepted_tokens_per_pos == accepted
+    assert requests[1].metrics.num_drafts == full + (rest > 0)
+    assert requests[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_max_tokens_cuts_an_accepted_run(max_tokens):
+    requests = serve(engine("itself", K), PROMPTS[:2], params((max_tokens, 12)))
+    full, rest = divmod(max_tokens, K + 1)
+    m = requests[0].metrics
+    assert m.num_accepted_tokens_per_pos == [full + (i < rest) for i in range(K)]
+    assert (m.num_drafts, m.num_draft_tokens) == (full + (rest > 0), K * (full + (rest > 0)))
+    assert m.num_emitted_tokens == len(requests[0].output) == max_tokens
+    assert requests[0].finish_reason == "length"
+
+
+def test_the_last_allowed_token_may_be_a_stop_id():
+    """A row that reaches both at once has stopped."""
+    text = plain(PROMPTS[3:], tuple(params((30, 30))))[0]
+    at = next(i for i in range(2, 30) if text[i] not in text[:i])
+    requests = serve(engine("itself", K), PROMPTS[3:], params((at + 1, 2), stop_token_ids=[text[at]]))
+    assert (requests[0].finish_reason, requests[0].output) == ("stop", text[: at + 1])
+    requests = serve(engine("itself", K), PROMPTS[3:], params((at, 2), stop_token_ids=[text[at]]))
+    assert (requests[0].finish_reason, requests[0].output) == ("length", text[:at])
+
+
+def test_ignore_eos_ignores_the_models_ids_only():
+    text = plain(PROMPTS[3:], tuple(params((30, 30))))[0]
+    fresh = [i for i in range(30) if text[i] not in text[:i]]
+    eos, own = text[fresh[2]], text[fresh[4]]
+    cases = {
+        fresh[2]: params((30, 30)),
+        29: params((30, 30), ignore_eos=True),
+        fresh[4]: params((30, 30), ignore_eos=True, stop_token_ids=[own]),
+    }
+    for last, sampling in cases.items():
+        request = serve(engine("noisy", K), PROMPTS[3:], sampling, stop_ids=(eos,))[0]
+        assert request.output == text[: last + 1]
+        assert request.finish_reason == ("length" if last == 29 else "stop")
+
+
+def test_many_stop_ids_need_a_wider_table():
+    text = plain(PROMPTS[3:], tuple(params((30, 30))))[0]
+    unused = [i for i in range(VOCAB) if i not in text]
+    requests = serve(engine("noisy", K), PROMPTS[3:], params((30, 30), stop_token_ids=[*unused[:8], text[6]]))
+    assert requests[0].output == text[: text.index(text[6]) + 1]
+
+
+def test_speculation_off_for_one_or_for_all():
+    sampling = tuple(params())
+    off = params(num_speculative_tokens=0)
+    for mixed in ([*off[:2], *sampling[2:]], off):
+        requests = serve(engine("noisy", K), PROMPTS, mixed)
+        assert texts(requests) == plain(PROMPTS, sampling)
+        assert [r.metrics.num_drafts > 0 for r in requests] == [s.num_speculative_tokens is None for s in mixed]
+
+
+def test_the_cover_is_what_it_says():
+    assert {family for family, *_ in CASES} == {*FAMILIES, "loops"}
+    for k in range(1, 7):
+        assert ("llama", "ngram", k) in CASES
+        assert {("llama", "noisy", k), ("llama", "first_layer", k)} & set(CASES)

@@ -1,0 +1,248 @@
+"""What the compiled program is: one loop without the host, caches in place, one transfer a launch."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.decode.loop import launch
+from jaxspec.decode.programs import lower
+from jaxspec.decode.state import DecodeConfig, Variant
+from jaxspec.engine import batch
+from jaxspec.engine import engine as engine_module
+from jaxspec.engine.engine import Engine
+from jaxspec.parallel.mesh import sharding
+from jaxspec.sampling_params import SamplingParams
+from tests import lively, tiny
+
+K = 3
+VARIANTS = {
+    "greedy": Variant(),
+    "coupled": Variant(coupled=True),
+    "everything": Variant(standard=True, coupled=True, filters=True),
+}
+# Shapes that no other array of the program has, so that an operand's shape names its model.
+DRAFT = dataclasses.replace(tiny.BASE, num_layers=1, windows=(None,), width=24, num_kv_heads=1, num_heads=2, head_dim=8)
+
+
+@functools.cache
+def make(method: str = "draft_model", num_pages: int = 48) -> Engine:
+    config = {"method": method, "num_speculative_tokens": K, "model": "x" if method == "draft_model" else None}
+    draft = tiny.model(DRAFT, 1) if method == "draft_model" else None
+    return tiny.engine(
+        lively.target(), None if method == "plain" else config, draft, **lively.OPTIONS | {"num_pages": num_pages}
+    )
+
+
+def arguments(engine: Engine):
+    request = engine.add(lively.PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=20))
+    engine.scheduler.admit()
+    inputs = batch.launch_input([request], rows=2, num_pages=engine.num_pages, page_size=16, row_pages=4)
+    engine.abort(request)
+    return jax.device_put((inputs, np.int32(4), np.bool_(False)), sharding(engine.mesh))
+
+
+def config(engine: Engine, variant: str) -> DecodeConfig:
+    return dataclasses.replace(engine.decoding, variant=VARIANTS[variant])
+
+
+@functools.cache
+def compiled(method: str, variant: str = "greedy", num_pages: int = 48) -> jax.stages.Compiled:
+    engine = make(method, num_pages)
+    with no_compilation_cache():
+        lowered = lower("launch", config(engine, variant), engine.params, engine.cache, *arguments(engine))
+        return lowered.compile()
+
+
+@contextlib.contextmanager
+def no_compilation_cache():
+    """A program that was read back from disk has no memory analysis."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
+def cache_bytes(engine: Engine) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(engine.cache))
+
+
+@pytest.mark.parametrize("variant", ["greedy", "everything"])
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_the_host_takes_no_part(method, variant):
+    text = compiled(method, variant).as_text()
+    assert " while(" in text
+    for instruction in ("infeed", "outfeed", "send", "recv"):
+        assert not re.search(rf"\s{instruction}(-start|-done)?\(", text), instruction
+    assert not re.findall(r'custom_call_target="[^"]*(?:callback|python|host)[^"]*"', text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("method", ["plain", "draft_model", "ngram"])
+def test_caches_are_updated_in_place(method):
+    """Every leaf aliases, all bytes of it, and temporary memory knows nothing of the number of pages."""
+    program, engine = compiled(method), make(method)
+    leaves = jax.tree.leaves(engine.cache)
+    assert len(leaves) == {"plain": 2, "draft_model": 3, "ngram": 2}[method]
+    table = re.search(r"input_output_alias=\{(.*?)\}, entry", program.as_text()).group(1)
+    first = len(jax.tree.leaves(engine.params))
+    aliased = {int(out): int(at) for out, at in re.findall(r"\{(\d+)\}: \((\d+), \{\}, may-alias\)", table)}
+    assert aliased == {i: first + i for i in range(len(leaves))}
+    small, large = program.memory_analysis(), compiled(method, num_pages=16 * 48).memory_analysis()
+    assert small.alias_size_in_bytes >= cache_bytes(engine)
+    assert large.alias_size_in_bytes >= cache_bytes(make(method, 16 * 48)) == 16 * cache_bytes(engine)
+    assert small.temp_size_in_bytes == large.temp_size_in_bytes < 300_000
+
+
+def test_no_copy_of_the_cache_while_sampling():
+    small, large = (compiled("draft_model", "everything", n).memory_analysis() for n in (48, 16 * 48))
+    assert small.temp_size_in_bytes == large.temp_size_in_bytes
+
+
+def equations(jaxpr):
+    """All equations, those of called functions once a call."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(inner, jax.extend.core.ClosedJaxpr):
+                    yield from equations(inner.jaxpr)
+                elif isinstance(inner, jax.extend.core.Jaxpr):
+                    yield from equations(inner)
+
+
+def loop_body(engine: Engine, variant: str):
+    """The body of the loop over rounds: the launch's one outermost while."""
+    program = functools.partial(launch, config(engine, variant))
+    jaxpr = jax.make_jaxpr(program)(engine.params, engine.cache, *arguments(engine))
+    (loop,) = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "while"]
+    return list(equations(loop.params["body_jaxpr"].jaxpr))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", ["plain", "draft_model", "ngram"])
+def test_a_round_is_k_draft_passes_and_one_verification(method, variant):
+    engine = make(method)
+    body = loop_body(engine, variant)
+    passes, writes = collections.Counter(), collections.Counter()
+    for equation in body:
+        shape = getattr(equation.invars[0].aval, "shape", None) if equation.invars else None
+        if equation.primitive.name == "gather" and shape in EMBEDDINGS:
+            passes[EMBEDDINGS[shape]] += 1
+        if equation.primitive.name == "scatter" and shape in SLOTS:
+            writes[SLOTS[shape]] += 1
+    drafts = K if method == "draft_model" else 0
+    assert passes == collections.Counter(target=1, draft=drafts)
+    assert writes == collections.Counter(target=2, draft=drafts)  # layers times passes
+
+
+EMBEDDINGS = {(64, 32): "target", (64, 24): "draft"}
+SLOTS = {(48 * 16, 4, 16): "target", (48 * 16, 2, 8): "draft"}
+
+
+@pytest.mark.parametrize("method", ["plain", "draft_model", "ngram"])
+def test_no_sort_and_no_callback_in_the_loop(method):
+    names = {equation.primitive.name for equation in loop_body(make(method), "everything")}
+    assert "dot_general" in names
+    assert not {n for n in names if "sort" in n or "top_k" in n or "callback" in n or "feed" in n}
+
+
+class Sealed:
+    """Stands for an array on the device. Whatever looks inside, or waits, raises."""
+
+    def __init__(self, value) -> None:
+        object.__setattr__(self, "_value", value)
+
+    def refuse(self, *args, **kwargs):
+        raise AssertionError("the host looked at a launch's result outside of fetch")
+
+    def __getattribute__(self, name):
+        if name in ("__class__", "__dict__"):  # isinstance may ask
+            return object.__getattribute__(self, name)
+        raise AssertionError(f"the host asked for .{name} of a launch's result outside of fetch")
+
+    __array__ = __int__ = __index__ = __bool__ = __float__ = __len__ = __iter__ = __getitem__ = __eq__ = refuse
+    __lt__ = __gt__ = __add__ = __sub__ = __hash__ = refuse
+
+
+@pytest.mark.parametrize("rounds", [1, 16])
+def test_one_transfer_a_launch(monkeypatch, rounds):
+    engine = make()
+    run, fetched, copies = engine.programs.run, [], []
+
+    def sealed_run(name, *args):
+        if name != "launch":
+            return run(name, *args)
+        cache, result = run(name, *args)
+        return cache, jax.tree.map(Sealed, result)
+
+    def fetch(result):
+        fetched.append(result)
+        return real_fetch(jax.tree.map(lambda s: object.__getattribute__(s, "_value"), result))
+
+    def device_get(tree):
+        copies.append(tree)
+        return real_device_get(tree)
+
+    real_fetch, real_device_get = engine_module.fetch, jax.device_get
+    monkeypatch.setattr(engine.programs, "run", sealed_run)
+    monkeypatch.setattr(engine_module, "fetch", fetch)
+    monkeypatch.setattr(jax, "device_get", device_get)
+    requests = [engine.add(p, s) for p, s in zip(lively.PROMPTS, lively.params(), strict=True)]
+    steps = 0
+    while engine.busy:
+        engine.step(rounds)
+        steps += 1
+        assert len(fetched) == len(copies) == steps
+    assert lively.texts(requests) == lively.plain(lively.PROMPTS, tuple(lively.params()))
+
+
+def test_a_sealed_result_is_sealed():
+    for look in (np.asarray, int, bool, list, lambda s: s.tolist(), lambda s: s.block_until_ready(), lambda s: s[0]):
+        with pytest.raises(AssertionError, match="launch's result"):
+            look(Sealed(jnp.zeros(3)))
+
+
+def test_caches_are_donated():
+    """The old buffers are gone, and the new ones lie where they lay."""
+    engine = make()
+    request = engine.add(lively.PROMPTS[4], SamplingParams(temperature=0.0, max_tokens=20))
+    for _ in range(3):
+        before = jax.tree.leaves(engine.cache)
+        where = [x.unsafe_buffer_pointer() for x in before]
+        engine.step(1)
+        assert all(x.is_deleted() for x in before)
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.cache)] == where
+    engine.abort(request)
+
+
+def test_what_needs_no_other_program():
+    """Seeds, temperatures, lengths within a bucket, rounds, limits, stop ids and K of a row are data."""
+    engine = lively.new_engine("first_layer", K)
+    serve = functools.partial(lively.serve, engine)
+    first = SamplingParams(max_tokens=20, seed=1, temperature=0.8)
+    serve([(1, 2, 3), (4, 5)], [first] * 2)
+    known = engine.programs.num_compiled
+    assert known == 2  # a prefill and a launch
+    cases = [
+        SamplingParams(max_tokens=5, seed=2, temperature=1.7),
+        SamplingParams(max_tokens=12, seed=2**63, stop_token_ids=[5, 6]),
+        SamplingParams(max_tokens=2, seed=-4, num_speculative_tokens=1),
+    ]
+    for other in cases:
+        for rounds in (1, 7, 32):
+            serve([(1, 2, 3, 4, 5, 6, 7), (9,)], [first, other], rounds=rounds)
+    assert engine.programs.num_compiled == known
+    serve([(1, 2)] * 3, [first] * 3)  # a wider batch is another shape
+    assert engine.programs.num_compiled == known + 2
+    assert engine.timing.compile_seconds == pytest.approx(engine.programs.compile_seconds)

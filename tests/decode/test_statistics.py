@@ -1,0 +1,185 @@
+"""The whole program draws from the target's law, and the test that says so rejects programs that do not.
+
+Tiny random models: the law of the first K + 3 tokens (a bonus token and a second round are in them) is enumerated with
+the target alone, filtered in numpy, and compared with tens of thousands of samples of every setting of SETTINGS; the
+settings are rows of one batch. Seeds are fixed, so a p-value is a constant of the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.decode import round as decode_round
+from jaxspec.sampling import rng
+from jaxspec.sampling.distribution import process
+from jaxspec.verify import rejection
+from tests import laws
+from tests.launches import PROMPT, Launches, Setting, blend, model, paged
+
+LEAST_P = 1e-4  # below it the program is wrong
+REJECTED = 1e-9  # a planted fault has to fall below this
+ROWS = 1024  # of a launch
+ANY_RULE = {"coupled": False, "num_drafts": None}  # what a law does not depend on
+
+
+def settings(size: int, **how) -> list[Setting]:
+    """Temperatures 0.7 and 1.0, without filters and with top-k and top-p, which leave each other something to do."""
+    filters = ({}, {"top_k": size - 1, "top_p": 0.85})
+    return [Setting(t, **f, **how) for t in (0.7, 1.0) for f in filters]
+
+
+def target(size: int):
+    return model(size, seed=5)
+
+
+def draft(size: int):
+    """Like the target, but not too much: drafts are accepted often and rejected often."""
+    return blend(target(size), model(size, seed=6), 0.45)
+
+
+@functools.cache
+def law(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> np.ndarray:
+    """The target's law of the next `length` tokens under a setting [V]*length."""
+    conditionals = [
+        laws.distribution(z, setting.temperature, setting.top_k, setting.top_p, setting.min_p)
+        for z in logits(size, length, prompt)
+    ]
+    return laws.joint(conditionals)
+
+
+@functools.cache
+def logits(size: int, length: int, prompt: tuple[int, ...]) -> list[np.ndarray]:
+    return laws.next_logits(paged(target(size), 2 * size ** (length - 1)), target(size).params, prompt, length)
+
+
+def compare(
+    num_drafts: int,
+    size: int,
+    samples: int,
+    rows: Sequence[Setting],
+    drafter=None,
+    *,
+    prompt: tuple[int, ...] = PROMPT,
+    **options,
+) -> tuple[np.ndarray, np.ndarray]:
+    """-> (p-value of each setting, drafts accepted per position [settings, K])."""
+    length = num_drafts + 3
+    drafter = draft(size) if drafter is None else drafter
+    options |= {"length": length, "rows_each": ROWS // len(rows), "prompt": prompt}
+    tokens, accepted = Launches(target(size), drafter, num_drafts, rows, **options).sample(samples)
+    p_values = [
+        laws.chi_square(laws.histogram(t, size), law(size, length, prompt, dataclasses.replace(r, **ANY_RULE)))
+        for t, r in zip(tokens, rows, strict=True)
+    ]
+    print(f"K={num_drafts} V={size} p-values {np.array(p_values)} accepted {accepted.round(2).tolist()}")
+    return np.array(p_values), accepted
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "size", "samples"), [(1, 5, 50_000), (2, 4, 50_000), (3, 3, 50_000), (4, 3, 100_000)]
+)
+def test_the_standard_rule_draws_from_the_targets_law(num_drafts, size, samples):
+    p_values, accepted = compare(num_drafts, size, samples, settings(size))
+    assert (p_values > LEAST_P).all()
+    assert (accepted[:, 0] > 0.4).all()  # both outcomes are frequent,
+    assert (accepted[:, 0] < 0.9).all()
+    assert (accepted[:, -1] > 0.05).all()  # and so is the bonus token
+    for setting in settings(size):
+        assert laws.pooled_mass(law(size, num_drafts + 3, PROMPT, setting), samples) < 0.02
+
+
+@pytest.mark.parametrize("greedy_draft", [False, True])
+def test_the_coupled_rule_draws_from_the_targets_law(greedy_draft):
+    """Half of the rows are coupled, half standard, in one batch."""
+    rows = settings(4, coupled=True) + settings(4)
+    p_values, accepted = compare(2, 4, 25_000, rows, greedy_draft=greedy_draft)
+    assert (p_values > LEAST_P).all()
+    coupled, standard = accepted[:4, 0], accepted[4:, 0]
+    # A one-hot proposal loses nothing by the coupling, a drawn one a little.
+    low, high = (0.97, 1.03) if greedy_draft else (0.9, 1.0)
+    assert (low * standard < coupled).all()
+    assert (coupled < high * standard).all()
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_prompt_lookup_draws_from_the_targets_law(coupled):
+    rows = settings(3, coupled=coupled)
+    p_values, accepted = compare(3, 3, 25_000, rows, (1, 3), prompt=(0, 2, 1, 0, 2, 1, 0))
+    assert (p_values > LEAST_P).all()
+    assert (accepted[:, 0] > 0.1).all()
+
+
+def test_rows_with_fewer_drafts_draw_from_the_targets_law():
+    rows = [Setting(0.8, min_p=0.1, num_drafts=k, coupled=c) for c in (False, True) for k in range(4)]
+    p_values, _ = compare(3, 3, 25_000, rows)
+    assert (p_values > LEAST_P).all()
+
+
+# Planted faults: what each replaces, given pytest's monkeypatch.
+
+
+def always_accept(patch) -> None:
+    patch.setattr(rejection, "leading", lambda accepted, num_proposed: num_proposed)
+
+
+def recover_from_p(patch) -> None:
+    patch.setattr(rejection, "extra_distribution", lambda p, proposal, num_accepted: rng.take_row(p, num_accepted))
+
+
+def bonus_from_q(patch) -> None:
+    right = rejection.extra_distribution
+
+    def wrong(p, proposal, num_accepted):
+        bonus = (num_accepted >= proposal.num_proposed)[:, None]
+        return jnp.where(bonus, proposal.probs[:, -1], right(p, proposal, num_accepted))
+
+    patch.setattr(rejection, "extra_distribution", wrong)
+
+
+def top_p_before_temperature(patch) -> None:
+    def wrong(logits, rows, *, filters):
+        cold = dataclasses.replace(rows, temperature=jnp.ones_like(rows.temperature))
+        return process(process(logits, cold, filters=filters), rows, filters=False)
+
+    patch.setattr(decode_round, "process", wrong)
+
+
+def recover_with_the_drafts_noise(patch) -> None:
+    patch.setitem(rng.PURPOSES, "residual", rng.PURPOSES["draft"])
+
+
+def accept_with_the_drafts_noise(patch) -> None:
+    patch.setitem(rng.PURPOSES, "accept", rng.PURPOSES["draft"])
+
+
+def same_numbers_every_round(patch) -> None:
+    right = rng.keys
+    patch.setattr(rng, "keys", lambda seed, position, *rest: right(seed, position * 0, *rest))
+
+
+# (fault, rule, whether the draft is greedy)
+FAULTS: list[tuple[Callable, str, bool]] = [
+    (always_accept, "standard", False),
+    (recover_from_p, "standard", False),
+    (recover_from_p, "standard", True),
+    (bonus_from_q, "standard", False),
+    (top_p_before_temperature, "standard", False),
+    (top_p_before_temperature, "coupled", False),
+    (recover_with_the_drafts_noise, "standard", False),
+    (accept_with_the_drafts_noise, "standard", False),
+    (same_numbers_every_round, "standard", False),
+    (same_numbers_every_round, "coupled", False),
+]
+
+
+@pytest.mark.parametrize(("fault", "rule", "greedy_draft"), FAULTS)
+def test_planted_faults_are_rejected(fault, rule, greedy_draft, monkeypatch):
+    fault(monkeypatch)
+    p_values, _ = compare(2, 4, 12_000, settings(4, coupled=rule == "coupled"), greedy_draft=greedy_draft)
+    assert p_values.min() < REJECTED

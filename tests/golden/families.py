@@ -1,0 +1,103 @@
+"""One tiny model a family, chosen so that a wrong head order, window, rotary base or norm changes the logits.
+
+Head sizes stand apart from width / heads, sliding windows and rotary contexts are shorter than the 48 positions that
+are compared, some are tied, most group their heads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+POSITIONS = 48
+SHARED = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Family -> (transformers' model class, its configuration, the dtype that its file stores).
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False}, "float32"),
+    "llama3": (
+        "Llama",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        "bfloat16",
+    ),
+    "mistral": ("Mistral", {"head_dim": 8, "sliding_window": 20, "tie_word_embeddings": False}, "float16"),
+    "qwen2": ("Qwen2", {"hidden_size": 64, "tie_word_embeddings": True}, "bfloat16"),
+    "qwen3": ("Qwen3", {"num_attention_heads": 6, "head_dim": 24, "tie_word_embeddings": False}, "bfloat16"),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+            },
+        },
+        "float32",
+    ),
+}
+
+
+def torch_model(family: str, seed: int):
+    """A random transformers model of the family in float32, its weights rounded to the dtype that is stored."""
+    import torch
+    import transformers
+
+    kind, options, dtype = FAMILIES[family]
+    config = getattr(transformers, kind + ("TextConfig" if kind == "Gemma3" else "Config"))(**SHARED | options)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1:  # logits of size one or more
+                value = noise * (weight.shape[1] ** -0.5 * (1.5 if "embed" not in name else 4.0))
+            else:  # norms and biases: far enough from their neutral value to be missed
+                centre = 0.0 if kind == "Gemma3" or name.endswith("bias") else 1.0
+                value = centre + 0.3 * noise
+            weight.copy_(value.to(getattr(torch, dtype)).float())
+    return model
+
+
+def save_model(model, family: str, folder: Path) -> None:
+    """config.json and model.safetensors, in the family's stored dtype, as transformers writes them."""
+    import copy
+
+    import torch
+
+    copy.deepcopy(model).to(getattr(torch, FAMILIES[family][2])).save_pretrained(folder)
+
+
+def torch_logits(model, tokens):
+    """tokens i64[B, T] -> logits f32[B, T, V]."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens), use_cache=False).logits.float().numpy()

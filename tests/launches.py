@@ -1,0 +1,181 @@
+"""Many rows of one prompt through the device program: the whole program as a sampler whose law is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout
+from jaxspec.decode.prefill import Chunk
+from jaxspec.decode.programs import lower
+from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult, RowLimits, Variant
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.ngram import NGram
+from jaxspec.engine.engine import Model
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers import Backend
+from jaxspec.models.paged import PagedModel
+from jaxspec.parallel.mesh import make_mesh, sharding
+from jaxspec.sampling.distribution import SamplingRows
+from tests import tiny
+
+# Some of these programs run for seconds: undo what conftest.py asks for in favour of compile time.
+QUICK = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+PAGE_SIZE = 8
+PROMPT = (0, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a group of rows samples. num_drafts None: the program's K."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    coupled: bool = False
+    num_drafts: int | None = None
+
+
+def config(vocab_size: int, width: int = 16) -> ModelConfig:
+    """One layer, a head of its own: with a tied one the next token is mostly the last again."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        num_layers=1,
+        width=width,
+        mlp_width=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        max_model_len=256,
+        windows=(None,),
+        tied=False,
+    )
+
+
+def model(vocab_size: int, seed: int) -> Model:
+    """Random weights; the logits have a standard deviation of about 1."""
+    return tiny.model(config(vocab_size), seed)
+
+
+def blend(a: Model, b: Model, share: float) -> Model:
+    """Weights on the way from a to b: a draft that is like its target, but not too much."""
+    mix = lambda x, y: (1 - share) * x + share * y
+    return Model(a.config, {name: mix(x, b.params[name]) for name, x in a.params.items()})
+
+
+def paged(model: Model, num_pages: int) -> PagedModel:
+    layout = cache_layout(model.config, page_size=PAGE_SIZE, num_pages=num_pages, dtype=jnp.float32, platform="cpu")
+    return PagedModel(model.config, layout, model.config.max_model_len, Backend("cpu", make_mesh()))
+
+
+class Launches:
+    """A compiled program for a batch of rows that share a prompt. Compiled when made: patch what it calls before.
+
+    draft: a Model, an NGram's (lookup_min, lookup_max), or None for plain decoding.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        draft: Model | tuple[int, int] | None,
+        num_drafts: int,
+        settings: Sequence[Setting],
+        *,
+        length: int,
+        rows_each: int,
+        greedy_draft: bool = False,
+        prompt: Sequence[int] = PROMPT,
+        compiler_options: dict | None = QUICK,
+    ) -> None:
+        self.settings, self.length, self.num_drafts, self.prompt = tuple(settings), length, num_drafts, tuple(prompt)
+        self.rows_each, self.rows = rows_each, rows_each * len(settings)
+        self.row_pages = -(-(len(prompt) + length + num_drafts) // PAGE_SIZE)
+        num_pages, mesh = self.rows * self.row_pages, make_mesh()
+        self.params: dict[str, Any] = {"target": target.params}
+        drafter: Any = None
+        if isinstance(draft, Model):
+            drafter = DraftModel(num_drafts, paged(draft, num_pages))
+            self.params["draft"] = draft.params
+        elif draft is not None:
+            drafter = NGram(num_drafts, *draft)
+        variant = Variant(
+            standard=any(s.temperature and not s.coupled for s in settings),
+            coupled=any(s.temperature and s.coupled for s in settings),
+            filters=any(s.top_k or s.top_p < 1 or s.min_p for s in settings),
+        )
+        self.config = DecodeConfig(paged(target, num_pages), drafter, variant, greedy_draft)
+        layouts = [self.config.target.layout, *([drafter.model.layout] if isinstance(draft, Model) else [])]
+        self.cache = PagedKVCache(*(allocate(layout, mesh) for layout in layouts))
+        self.place = lambda tree: jax.device_put(tree, sharding(mesh))
+        self.block_table = np.arange(num_pages, dtype=np.int32).reshape(self.rows, self.row_pages)
+        self.cache = self.prefill()
+        arguments = self.arguments(np.zeros(self.rows_each, np.int64), self.settings)
+        lowered = lower("launch", self.config, self.params, self.cache, *arguments)
+        self.program = lowered.compile(compiler_options=compiler_options)
+
+    def prefill(self) -> PagedKVCache:
+        rows = self.rows
+        chunk = Chunk(
+            tokens=np.tile(np.array(self.prompt[:-1], np.int32), (rows, 1)),
+            start=np.zeros(rows, np.int32),
+            length=np.full(rows, len(self.prompt) - 1, np.int32),
+            block_table=self.block_table,
+        )
+        chunk = self.place(chunk)
+        return lower("prefill", self.config, self.params, self.cache, chunk).compile()(self.params, self.cache, chunk)
+
+    def batch(self, seeds: np.ndarray, settings: Sequence[Setting]) -> LaunchInput:
+        """Rows by setting: rows_each of the first, then of the second...; every setting sees the same seeds."""
+        rows, start = self.rows, len(self.prompt)
+        column = lambda values, dtype: np.repeat(np.array(list(values), dtype), self.rows_each)
+        tokens = np.zeros((rows, self.row_pages * PAGE_SIZE + 1), np.int32)
+        tokens[:, :start] = self.prompt
+        words = np.stack([seeds >> 32, seeds & 0xFFFFFFFF], axis=1).astype(np.uint32)
+        drafts = (self.num_drafts if s.num_drafts is None else s.num_drafts for s in settings)
+        return LaunchInput(
+            tokens=tokens,
+            num_tokens=np.full(rows, start, np.int32),
+            draft_len=np.full(rows, start - 1, np.int32),
+            live=np.ones(rows, bool),
+            block_table=self.block_table,
+            sampling=SamplingRows(
+                temperature=column((s.temperature for s in settings), np.float32),
+                top_k=column((s.top_k for s in settings), np.int32),
+                top_p=column((s.top_p for s in settings), np.float32),
+                min_p=column((s.min_p for s in settings), np.float32),
+                seed=np.tile(words, (len(settings), 1)),
+                coupled=column((s.coupled for s in settings), bool),
+            ),
+            limits=RowLimits(
+                num_speculative_tokens=column(drafts, np.int32),
+                max_len=np.full(rows, start + self.length, np.int32),
+                stop_ids=np.full((rows, 4), -1, np.int32),
+            ),
+        )
+
+    def arguments(self, seeds: np.ndarray, settings: Sequence[Setting]) -> tuple:
+        return self.place((self.batch(seeds, settings), np.int32(32), np.bool_(False)))
+
+    def run(self, seeds: np.ndarray, settings: Sequence[Setting] | None = None) -> LaunchResult:
+        """One launch over rows_each seeds; other settings than those compiled for may ask for nothing new."""
+        self.cache, result = self.program(self.params, self.cache, *self.arguments(seeds, settings or self.settings))
+        result = jax.device_get(result)
+        assert (result.num_new == self.length).all()
+        return result
+
+    def sample(self, samples: int) -> tuple[np.ndarray, np.ndarray]:
+        """-> (tokens [settings, samples, length], drafts accepted per position and drafting round [settings, K])."""
+        launches = -(-samples // self.rows_each)
+        results = [self.run(np.arange(self.rows_each) + i * self.rows_each) for i in range(launches)]
+        by_setting = lambda x: x.reshape(len(self.settings), self.rows_each, *x.shape[1:])
+        tokens = np.concatenate([by_setting(r.new_tokens[:, : self.length]) for r in results], axis=1)
+        accepted = sum(by_setting(r.num_accepted_per_pos).sum(axis=1) for r in results)
+        rounds = sum(by_setting(r.num_drafts).sum(axis=1) for r in results)
+        return tokens[:, :samples], accepted / np.maximum(rounds, 1)[:, None]

@@ -1,0 +1,197 @@
+"""ModelConfig reads Hugging Face configs and GGUF metadata of every family, and refuses what it would get wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from jaxspec.models.config import ModelConfig, Rope
+from tests.tiny import FAMILIES
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "eos_token_id": [2, 7],
+    "bos_token_id": 1,
+}
+GEMMA = LLAMA | {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+META = {
+    "general.architecture": "llama",
+    "llama.block_count": 6,
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 5e5,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.eot_token_id": 7,
+}
+
+
+def meta(architecture: str, **more):
+    renamed = {key.replace("llama.", f"{architecture}."): value for key, value in META.items()}
+    return renamed | {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in more.items()}
+
+
+def from_gguf(raw, **options):
+    return ModelConfig.from_gguf(raw, **{"vocab_size": 128, "tied": False} | options)
+
+
+def test_llama():
+    config = ModelConfig.from_hf(LLAMA)
+    assert (config.head_dim, config.heads_per_group, config.qkv_width) == (16, 2, 128)
+    assert config.rope == Rope(5e5)
+    assert config.windows == (None, None)
+    assert not config.tied
+    assert config.query_scale == 0.25
+    assert config.eos_ids == (2, 7)
+    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": 3}).eos_ids == (3,)
+    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": None}).eos_ids == ()
+    assert ModelConfig.from_hf(LLAMA | {"head_dim": 40}).head_dim == 40
+
+
+def test_gemma():
+    config = ModelConfig.from_hf(GEMMA)
+    assert config.windows == (32, None)
+    assert config.rope == Rope(1e6, (8.0,) * 8)
+    assert config.local_rope == Rope(1e4)
+    assert config.embed_scale == 8.0
+    assert config.query_scale == 1 / 16
+    assert config.norm_plus_one
+    assert config.activation == "gelu_tanh"
+
+
+def test_mistral_and_qwen_windows():
+    assert ModelConfig.from_hf(LLAMA | {"model_type": "mistral", "sliding_window": 9}).windows == (9, 9)
+    assert ModelConfig.from_hf(LLAMA | {"model_type": "mistral", "sliding_window": None}).windows == (None, None)
+    mixed = {"model_type": "qwen2", "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}
+    config = ModelConfig.from_hf(LLAMA | mixed)
+    assert config.windows == (None, 9)
+    assert config.qkv_bias
+
+
+def test_llama3_factors_follow_the_wavelength():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    raw = LLAMA | {"rope_scaling": scaling | {"original_max_position_embeddings": 256}, "head_dim": 64}
+    factors = ModelConfig.from_hf(raw).rope.factors
+    for i, factor in enumerate(factors):
+        wavelength = 2 * math.pi * 5e5 ** (2 * i / 64)
+        if wavelength < 256 / 4:
+            assert factor == 1.0
+        elif wavelength > 256:
+            assert factor == 8.0
+        else:
+            assert 1.0 < factor < 8.0
+    assert list(factors) == sorted(factors)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, "multimodal"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "mrope_section"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
+        ({"hidden_act": "relu2"}, "relu2"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_hugging_face_configs_that_are_refused(change, words):
+    with pytest.raises(NotImplementedError, match=words):
+        ModelConfig.from_hf(LLAMA | change)
+
+
+def test_gguf_llama():
+    config = from_gguf(META, rope_factors=[1, 2, 3, 4, 5, 6, 7, 8])
+    assert config.rope == Rope(5e5, (1, 2, 3, 4, 5, 6, 7, 8))
+    assert config.eos_ids == (2, 7)
+    assert config.windows == (None,) * 6
+    # Converters write Mistral's window into llama files, where nothing uses it.
+    assert from_gguf(META | {"llama.attention.sliding_window": 9}).windows == (None,) * 6
+
+
+@pytest.mark.parametrize(
+    ("pattern", "windows"),
+    [
+        ({}, (9, 9, 9, 9, 9, None)),
+        ({"attention.sliding_window_pattern": 2}, (9, None) * 3),
+        ({"attention.sliding_window_pattern": [True, False, False] * 2}, (9, None, None) * 2),
+    ],
+)
+def test_gguf_gemma_layers(pattern, windows):
+    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    config = from_gguf(meta("gemma3", **{"attention.sliding_window": 9}, **scaling, **pattern))
+    assert config.windows == windows
+    assert config.rope == Rope(5e5, (8.0,) * 8)
+    assert config.local_rope == Rope(1e4)
+    assert not config.norm_plus_one
+    assert config.query_scale == 0.25
+
+
+@pytest.mark.parametrize(("architecture", "bias", "norm"), [("qwen2", True, False), ("qwen3", False, True)])
+def test_gguf_qwen(architecture, bias, norm):
+    config = from_gguf(meta(architecture, **{"attention.key_length": 24}))
+    assert (config.qkv_bias, config.qk_norm, config.head_dim) == (bias, norm, 24)
+
+
+def test_gguf_metadata_that_is_refused():
+    with pytest.raises(NotImplementedError, match="'mamba'"):
+        from_gguf(meta("mamba"))
+    with pytest.raises(NotImplementedError, match="None"):
+        from_gguf({})
+    with pytest.raises(NotImplementedError, match="yarn"):
+        from_gguf(META | {"llama.rope.scaling.type": "yarn"})
+    with pytest.raises(ValueError, match=r"llama\.block_count"):
+        from_gguf({k: v for k, v in META.items() if k != "llama.block_count"})
+    with pytest.raises(ValueError, match=r"gemma3\.attention\.sliding_window"):
+        from_gguf(meta("gemma3"))
+
+
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+def test_json_round_trip(config):
+    again = ModelConfig.from_json(json.loads(json.dumps(config.to_json())))
+    assert again == config
+    assert hash(again) == hash(config)
+
+
+def test_json_of_another_version():
+    with pytest.raises(ValueError, match="flux"):
+        ModelConfig.from_json(FAMILIES["llama"].to_json() | {"flux": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"num_kv_heads": 3}, "do not divide"), ({"head_dim": 7}, "odd"), ({"windows": (None,)}, "one a layer")],
+)
+def test_shapes_that_cannot_be(change, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(FAMILIES["llama"], **change)

@@ -1,0 +1,102 @@
+"""The decoder computes what torch computes: live where torch is installed, and against golden files everywhere."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import checkpoints
+from jaxspec.models.decoder import abstract_params
+from jaxspec.parallel.mesh import make_mesh
+from tests.golden.families import FAMILIES, FOLDER, POSITIONS, SHARED, save_model, torch_logits, torch_model
+from tests.models.forward import run
+
+# The prompt in one pass, token by token from the cache, and a prompt followed by verification-sized passes.
+CHUNKINGS = {"prompt": (POSITIONS,), "decode": (1,) * POSITIONS, "verify": (20, *(4,) * 7)}
+TOLERANCE = 1e-4  # relative, of the norm over all positions
+
+
+def load(folder, dtype="float32"):
+    source = checkpoints.resolve(str(folder))
+    config = checkpoints.load_config(source)
+    return config, checkpoints.load_params(source, config, abstract_params(config, dtype, make_mesh()))
+
+
+def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_golden_logits(family):
+    expected = load_file(FOLDER / family / "expected.safetensors")
+    config, params = load(FOLDER / family)
+    assert np.abs(expected["logits"]).mean() > 0.5  # else the comparison would say little
+    for name, chunks in CHUNKINGS.items():
+        error = relative_error(run(config, params, expected["tokens"], chunks), expected["logits"])
+        assert error < TOLERANCE, (name, error)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", FAMILIES)
+def test_live_logits(family, tmp_path):
+    pytest.importorskip("torch")
+    seed = 100
+    model = torch_model(family, seed)
+    save_model(model, family, tmp_path)
+    tokens = np.random.default_rng(seed).integers(3, SHARED["vocab_size"], (2, POSITIONS))
+    theirs = torch_logits(model, tokens)
+    config, params = load(tmp_path)
+    for name, chunks in CHUNKINGS.items():
+        error = relative_error(run(config, params, tokens, chunks), theirs)
+        assert error < TOLERANCE, (name, error)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        source = checkpoints.resolve("smollm2-135m-instruct")
+    except ConnectionError as error:
+        pytest.skip(str(error))
+    config = checkpoints.load_config(source)
+    tokenizer = checkpoints.load_tokenizer(source)
+    return (
+        source,
+        config,
+        tokenizer,
+        checkpoints.load_params(source, config, abstract_params(config, "float32", make_mesh())),
+    )
+
+
+@pytest.mark.real
+def test_smollm2_continues_as_torch_does(smollm2):
+    """Fed torch's greedy tokens, the argmax at every position is torch's next token: that is greedy equality."""
+    _, config, tokenizer, params = smollm2
+    for row in json.loads((FOLDER / "smollm2.json").read_text(encoding="utf-8")):
+        assert tokenizer(row["prompt"]).input_ids == row["ids"]
+        tokens = np.asarray([row["ids"] + row["new_ids"]])
+        length = -(-tokens.shape[1] // 16) * 16  # one compiled shape for all prompts; padding comes last
+        padded = np.pad(tokens, ((0, 0), (0, length - tokens.shape[1])))
+        logits = run(config, params, padded, (length,))[0]
+        predicted = logits.argmax(-1)[len(row["ids"]) - 1 : tokens.shape[1] - 1]
+        assert predicted.tolist() == row["new_ids"], row["prompt"]
+
+
+@pytest.mark.real
+@pytest.mark.oracle
+def test_smollm2_weights_and_logits_as_torch(smollm2):
+    """The weights and logits equal those of a torch model filled by gguf's own reader."""
+    pytest.importorskip("torch")
+    from tests.golden import make
+
+    source, config, _, params = smollm2
+    model = make.smollm2(source.path)
+    embed = model.get_input_embeddings().weight.detach().numpy()
+    np.testing.assert_array_equal(np.asarray(params["embed"]), embed)
+    row = json.loads((FOLDER / "smollm2.json").read_text(encoding="utf-8"))[0]
+    tokens = np.asarray([(row["ids"] + row["new_ids"])[:48]])
+    theirs = torch_logits(model, tokens)
+    for chunks in ((48,), (16, 16, 16)):
+        assert relative_error(run(config, params, tokens, chunks), theirs) < TOLERANCE

@@ -1,0 +1,37 @@
+"""What the tests of all ops share: the flavours of a kernel, and ragged layouts."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from pallas_kernels._dispatch import flavour
+
+FLAVOURS = [
+    "reference",
+    "tpu",  # under interpretation
+    "gpu",  # under interpretation
+    pytest.param("gpu compiled", marks=pytest.mark.gpu),
+]
+few_examples = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@functools.cache
+def kernel(op: str, name: str, **options):
+    """The jitted flavour `name` of `op`: one program for each set of shapes, whatever the examples hold."""
+    if name in ("tpu", "gpu"):
+        options["interpret"] = True
+    return jax.jit(functools.partial(flavour(op, name.split()[0]), **options))
+
+
+@st.composite
+def layouts(draw, num_tokens: int, num_rows: int):
+    """(query_start, num_rejected): rows that may be empty, fully rejected, or leave a padded tail."""
+    ends = draw(st.lists(st.integers(0, num_tokens), min_size=num_rows, max_size=num_rows).map(sorted))
+    query_start = np.array([0, *ends], np.int32)
+    rejected = [draw(st.integers(0, int(length))) for length in np.diff(query_start)]
+    return query_start, np.array(rejected, np.int32)

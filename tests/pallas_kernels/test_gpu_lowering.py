@@ -1,0 +1,50 @@
+"""The GPU forms lowered for a GPU that is not there: what Triton's dialect refuses shows here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels import kv_write, merge_tokens, paged_attention, slot_mapping
+
+GPU = {"implementation": "pallas", "platform": "gpu"}
+H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+MESH = AbstractMesh((1,), ("model",), axis_types=(AxisType.Auto,), abstract_device=H100)
+
+
+def shape(*dims, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def assert_lowers(function, *shapes):
+    with jax.sharding.use_abstract_mesh(MESH):
+        text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "xla.gpu.triton" in text
+
+
+def test_merge_tokens():
+    assert_lowers(lambda *a: merge_tokens(*a, **GPU), shape(40), shape(8), shape(9), shape(8))
+
+
+def test_slot_mapping():
+    options = {"page_size": 16, "max_model_len": 1000, "pad_slot": 16000}
+    shapes = shape(48), shape(48, dtype=jnp.bool_), shape(9), shape(8, 64)
+    assert_lowers(lambda *a: slot_mapping(*a, **options, **GPU), *shapes)
+
+
+@pytest.mark.parametrize("heads", [(1, 64), (3, 96), (8, 128), (8, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_kv_write(heads, dtype):
+    g, d = heads
+    pages, kv = shape(1000, 16, 2 * g, d, dtype=dtype), shape(40, 2 * g, d, dtype=dtype)
+    assert_lowers(lambda *a: kv_write(*a, **GPU), pages, kv, shape(40))
+
+
+@pytest.mark.parametrize("heads", [(1, 16), (3, 64), (3, 96), (8, 128), (8, 256)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5, 512])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_paged_attention(heads, num_tokens, dtype):
+    g, d = heads
+    query, pages = shape(8, num_tokens, 3 * g, d, dtype=dtype), shape(1000, 16, 2 * g, d, dtype=dtype)
+    options = {"scale": d**-0.5, "window": 100, "soft_cap": 20.0}
+    assert_lowers(lambda *a: paged_attention(*a, **options, **GPU), query, pages, shape(8, 64), shape(8))

@@ -1,0 +1,191 @@
+"""paged_attention against plain numpy in float64. What no query may see holds NaN, so that a look at it shows."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import paged_attention
+from pallas_kernels._dispatch import flavour
+from tests.pallas_kernels.flavours import FLAVOURS, few_examples, kernel, seeds
+
+ATOL = {"float32": 2e-5, "bfloat16": 3e-2}  # of results near 1; bfloat16 rounds inputs alike, then weights and result
+
+
+class Case(NamedTuple):
+    b: int
+    t: int
+    h: int
+    g: int
+    d: int
+    s: int
+    n: int
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def options(self):
+        return {"scale": self.d**-0.5, "window": self.window, "soft_cap": self.soft_cap}
+
+    @property
+    def num_pages(self):
+        return self.b * self.n + 2
+
+
+CASES = [
+    Case(b=3, t=1, h=3, g=3, d=64, s=4, n=5),
+    Case(b=3, t=5, h=9, g=3, d=64, s=4, n=5),
+    Case(b=2, t=5, h=4, g=1, d=128, s=16, n=5, window=7, soft_cap=3.0),
+    Case(b=2, t=3, h=3, g=3, d=128, s=8, n=6, soft_cap=3.0),
+    Case(b=2, t=2, h=3, g=1, d=64, s=16, n=40, window=300),  # several blocks of keys, several splits
+    Case(b=1, t=130, h=3, g=1, d=64, s=16, n=12, window=40),  # several blocks of queries
+]
+ODD_CASES = [  # head sizes that the TPU form refuses
+    Case(b=3, t=4, h=4, g=1, d=16, s=4, n=5),
+    Case(b=2, t=3, h=9, g=3, d=96, s=8, n=6, window=9, soft_cap=3.0),
+]
+
+
+class Inputs(NamedTuple):
+    query: np.ndarray
+    pages: np.ndarray
+    block_table: np.ndarray
+    kv_len: np.ndarray
+
+
+def random_inputs(case: Case, seed: int) -> tuple[Inputs, np.ndarray]:
+    """Inputs, and which queries somebody reads, [B, T]: those with all their pages, at a position in the table."""
+    draw = np.random.default_rng(seed)
+    capacity = case.n * case.s
+    kv_len = draw.integers(0, capacity + 4, case.b).astype(np.int32)
+    kv_len[draw.random(case.b) < 0.2] = 0
+    kv_len[draw.random(case.b) < 0.2] = draw.integers(1, case.t + 1)  # queries at negative positions
+    assigned = np.minimum(-(-kv_len // case.s), case.n)
+    assigned -= (draw.random(case.b) < 0.3) & (assigned > 0)  # the last page is missing: its queries are padding
+
+    # The last page of the pool is read in place of unassigned ones, by queries that nobody reads; it is finite.
+    ids = draw.permutation(case.num_pages - 1)[: case.b * case.n].reshape(case.b, case.n)
+    block_table = np.where(np.arange(case.n) < assigned[:, None], ids, case.num_pages).astype(np.int32)
+    pages = np.full((case.num_pages, case.s, 2 * case.g, case.d), np.nan, np.float32)
+    pages[-1] = 1
+    for b in range(case.b):
+        for j in range(min(kv_len[b], assigned[b] * case.s)):
+            if case.window is None or j > kv_len[b] - case.t - case.window:
+                pages[block_table[b, j // case.s], j % case.s] = draw.normal(size=pages.shape[2:])
+    query = draw.normal(size=(case.b, case.t, case.h, case.d)).astype(np.float32)
+    position = kv_len[:, None] - case.t + np.arange(case.t)
+    return Inputs(query, pages, block_table, kv_len), position < np.minimum(kv_len, assigned * case.s)[:, None]
+
+
+def oracle(case: Case, inputs: Inputs, read: np.ndarray) -> np.ndarray:
+    out = np.zeros(inputs.query.shape)
+    for b, t in zip(*np.nonzero(read), strict=True):
+        position = inputs.kv_len[b] - case.t + t
+        first = 0 if case.window is None else max(0, position - case.window + 1)
+        at = np.arange(first, position + 1)
+        if at.size == 0:
+            continue
+        kv = inputs.pages[inputs.block_table[b, at // case.s], at % case.s].astype(np.float64)
+        for h in range(case.h):
+            head = h // (case.h // case.g)
+            scores = kv[:, 2 * head] @ inputs.query[b, t, h].astype(np.float64) * case.options["scale"]
+            if case.soft_cap is not None:
+                scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+            weights = np.exp(scores - scores.max())
+            out[b, t, h] = weights @ kv[:, 2 * head + 1] / weights.sum()
+    return out
+
+
+def check_case(case: Case, name: str, dtype=jnp.float32):
+    attend = kernel("paged_attention", name, **case.options)
+
+    @few_examples
+    @given(seeds)
+    def check(seed):
+        inputs, read = random_inputs(case, seed)
+        inputs = inputs._replace(query=inputs.query.astype(dtype), pages=inputs.pages.astype(dtype))
+        out = attend(*inputs)
+        assert out.dtype == dtype
+        out = np.asarray(out, np.float32)
+        assert np.isfinite(out).all()
+        np.testing.assert_allclose(
+            out[read], oracle(case, inputs, read)[read], rtol=0, atol=ATOL[jnp.dtype(dtype).name]
+        )
+        assert not out[(inputs.kv_len[:, None] - case.t + np.arange(case.t)) < 0].any()
+
+    check()
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_flavour_equals_the_oracle(name, case):
+    check_case(case, name)
+
+
+@pytest.mark.parametrize("name", [name for name in FLAVOURS if name != "tpu"])
+@pytest.mark.parametrize("case", ODD_CASES, ids=str)
+def test_odd_head_sizes(name, case):
+    check_case(case, name)
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_bfloat16(name, case):
+    check_case(case, name, jnp.bfloat16)
+
+
+def test_copies_do_not_race(capfd):
+    case = CASES[4]
+    inputs, read = random_inputs(case, 3)
+    attend = flavour("paged_attention", "tpu")
+    out = jax.jit(lambda *a: attend(*a, **case.options, interpret=pltpu.InterpretParams(detect_races=True)))(*inputs)
+    np.testing.assert_allclose(np.asarray(out)[read], oracle(case, inputs, read)[read], rtol=0, atol=ATOL["float32"])
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 64, 16), (2, 2, 16, 4), (4, 4, 64, 8)], ids=str)
+@pytest.mark.parametrize("num_pages_row", [4, 40])
+def test_reference_does_not_depend_on_rows_and_tokens(shape, num_pages_row):
+    """Bit for bit in float32 on CPU: plain and speculative decoding then agree wherever the products around do. The
+    width of the table may change the rounding of the sum over keys, no more."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("bitwise equality is promised on CPU only")
+    (h, g, d, s), n = shape, num_pages_row
+    draw = np.random.default_rng(0)
+    pages = draw.normal(size=(4 * n, s, 2 * g, d)).astype(np.float32)
+    query = draw.normal(size=(4, 8, h, d)).astype(np.float32)
+    block_table = draw.permutation(4 * n).reshape(4, n).astype(np.int32)
+    attend = kernel("paged_attention", "reference", scale=d**-0.5, window=None, soft_cap=None)
+    kv_len = np.full(4, n * s // 2 - 1, np.int32)
+    expected = attend(query, pages, block_table, kv_len)
+    for b, t in [(1, 1), (1, 5), (2, 1), (2, 3), (4, 2)]:
+        alone = attend(query[:b, :t], pages, block_table[:b], kv_len[:b] - 8 + t)
+        np.testing.assert_array_equal(alone, expected[:b, :t])
+    narrow = attend(query, pages, block_table[:, : n // 2], kv_len)
+    np.testing.assert_allclose(narrow, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "pallas"])
+def test_public_function(implementation):
+    case = CASES[1]
+    inputs, read = random_inputs(case, 4)
+    inputs = Inputs(*map(jnp.asarray, inputs))
+    out = np.asarray(paged_attention(*inputs, **case.options, implementation=implementation, platform="cpu"))
+    expected = oracle(case, Inputs(*map(np.asarray, inputs)), read)
+    np.testing.assert_allclose(out[read], expected[read], rtol=0, atol=ATOL["float32"])
+
+
+def test_wrong_arguments_are_named():
+    query, pages = jnp.zeros((2, 1, 4, 64)), jnp.zeros((3, 4, 6, 64))
+    table, kv_len = jnp.zeros((2, 2), jnp.int32), jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match="4 query heads do not divide over 6 / 2"):
+        paged_attention(query, pages, table, kv_len, scale=1.0)
+    with pytest.raises(ValueError, match="window must be at least 1 or None, not 0"):
+        paged_attention(query, pages[:, :, :4], table, kv_len, scale=1.0, window=0)
+    arguments = (query[..., :48], pages[:, :, :4, :48], table, kv_len)
+    with pytest.raises(NotImplementedError, match="head size 48"):
+        paged_attention(*arguments, scale=1.0, implementation="pallas", platform="tpu")

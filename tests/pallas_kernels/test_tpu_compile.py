@@ -1,0 +1,69 @@
+"""The TPU forms through the real TPU compiler, which needs no TPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels import kv_write, merge_tokens, paged_attention, slot_mapping
+from tests.tpu_topology import tpu_compile
+
+TOPOLOGIES = ["v5e:1x1", "v6e:1x1"]
+HEADS = [(1, 64), (3, 64), (8, 64), (1, 128), (3, 128), (8, 128), (1, 256), (3, 256), (8, 256)]  # G, D
+TPU = {"implementation": "pallas", "platform": "tpu"}
+NUM_PAGES, PAGE_SIZE, ROWS, ROW_PAGES = 256, 32, 8, 64
+
+
+def shape(*dims, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("num_tokens", [0, 40])
+def test_merge_tokens_and_slot_mapping(topology, num_tokens):
+    def both(tokens, next_tokens, query_start, num_rejected, block_table):
+        options = {"page_size": PAGE_SIZE, "max_model_len": 1000, "pad_slot": NUM_PAGES * PAGE_SIZE}
+        merged, rejected = merge_tokens(tokens, next_tokens, query_start, num_rejected, **TPU)
+        return slot_mapping(merged, rejected, query_start, block_table, **options, **TPU)
+
+    shapes = shape(num_tokens), shape(ROWS), shape(ROWS + 1), shape(ROWS), shape(ROWS, ROW_PAGES)
+    assert "tpu_custom_call" in tpu_compile(topology, both, *shapes).as_text()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_loop_writes_in_place(topology, heads):
+    g, d = heads
+    pages = shape(NUM_PAGES, PAGE_SIZE, 2 * g, d, dtype=jnp.bfloat16)
+
+    def loop(pages, kv, slots):
+        body = lambda carry: (carry[0] + 1, kv_write(carry[1], kv, slots + carry[0], **TPU))
+        return lax.while_loop(lambda carry: carry[0] < 5, body, (0, pages))[1]
+
+    kv = shape(5 * ROWS, 2 * g, d, dtype=jnp.bfloat16)
+    memory = tpu_compile(topology, loop, pages, kv, shape(5 * ROWS), donate_argnums=0).memory_analysis()
+    size = 2 * np.prod(pages.shape)
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < 0.05 * size
+
+
+def compile_attention(topology, heads, num_tokens, dtype, **options):
+    g, d = heads
+    query, pages = shape(ROWS, num_tokens, 4 * g, d, dtype=dtype), shape(NUM_PAGES, PAGE_SIZE, 2 * g, d, dtype=dtype)
+    attend = lambda *arguments: paged_attention(*arguments, scale=d**-0.5, **options, **TPU)
+    return tpu_compile(topology, attend, query, pages, shape(ROWS, ROW_PAGES), shape(ROWS)).as_text()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_paged_attention(topology, heads):
+    assert "tpu_custom_call" in compile_attention(topology, heads, 5, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 512])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_paged_attention_fits_vmem(num_tokens, dtype):
+    """The smallest VMEM, a prompt chunk and the largest heads."""
+    options = {"window": 100, "soft_cap": 20.0}
+    assert "tpu_custom_call" in compile_attention("v5e:1x1", (8, 256), num_tokens, dtype, **options)

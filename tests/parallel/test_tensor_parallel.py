@@ -1,0 +1,88 @@
+"""Two devices give the tokens of one, and really hold half of everything that is large."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxspec.parallel.mesh import PAGES_SPEC, make_mesh
+from jaxspec.sampling_params import SamplingParams
+from tests import tiny
+from tests.lively import FAMILY, OPTIONS, PROMPTS, engine, first_layer, new_engine, params, plain, serve, target, texts
+
+K = 3
+SEEDED = tuple(SamplingParams(max_tokens=20, seed=i, temperature=0.4, top_k=20) for i in range(5))
+GREEDY = tuple(params((20,) * 5))
+# Parameter -> how one of two shards differs from the whole: the axis that is halved, None where it is replicated.
+HALVED = {"embed": 0, "head": 1, "qkv": 1, "out": 0, "gate_up": 2, "down": 0}
+
+
+@pytest.mark.parametrize("method", ["plain", "first_layer", "ngram"])
+def test_two_devices_give_the_same_tokens(method):
+    family = FAMILY.get(method, "llama")
+    two = new_engine(method, K * (method != "plain"), family, tensor_parallel_size=2)
+    one = engine(method, K * (method != "plain"), family)
+    for sampling in (GREEDY, SEEDED):
+        mine, theirs = serve(two, PROMPTS, sampling, rounds=4), serve(one, PROMPTS, sampling)
+        assert texts(mine) == texts(theirs) == plain(PROMPTS, sampling, family)
+        counters = [r.metrics.as_dict() for r in theirs]
+        assert [r.metrics.as_dict() for r in mine] == counters
+        assert method == "plain" or sum(c["num_accepted_tokens"] for c in counters) > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "loops", "qwen2"])
+def test_parameters_are_halved(family):
+    for name, array in target(family, 2).params.items():
+        axis = HALVED.get(name.rsplit(".", 1)[-1])
+        if name.endswith("qkv_bias"):
+            axis = 0
+        expected = tuple(n // 2 if i == axis else n for i, n in enumerate(array.shape))
+        shards = array.addressable_shards
+        assert [s.data.shape for s in shards] == [expected] * 2, name
+        assert len({s.device for s in shards}) == 2
+
+
+def test_caches_are_halved_and_stay_so():
+    """Before and after a launch: each device has half of the heads of both models."""
+    two = new_engine("first_layer", K, tensor_parallel_size=2)
+
+    def check():
+        for leaf in jax.tree.leaves(two.cache):
+            assert leaf.sharding.spec == PAGES_SPEC
+            pages, page, heads, size = leaf.shape
+            assert [s.data.shape for s in leaf.addressable_shards] == [(pages, page, heads // 2, size)] * 2
+
+    check()
+    serve(two, PROMPTS[:2], GREEDY[:2])
+    check()
+
+
+def test_both_devices_alias_their_part_of_the_cache():
+    two = new_engine("ngram", K, tensor_parallel_size=2)
+    before = jax.tree.leaves(two.cache)
+    serve(two, PROMPTS[:2], GREEDY[:2])
+    assert all(leaf.is_deleted() for leaf in before)
+
+
+def test_a_vocabulary_that_does_not_divide_is_replicated():
+    config = tiny.dataclasses.replace(tiny.BASE, vocab_size=63)
+    embed = tiny.model(config, 0, 2).params["embed"]
+    assert [s.data.shape for s in embed.addressable_shards] == [(63, 32)] * 2
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_refused():
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
+        tiny.engine(tiny.model(tiny.BASE, 0, 4), tensor_parallel_size=4, **OPTIONS)
+
+
+def test_a_drafts_heads_must_divide_too():
+    config = tiny.dataclasses.replace(tiny.small(), num_heads=1, num_kv_heads=1)
+    narrow = tiny.Model(config, first_layer(target("llama", 2)).params)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide num_heads=1"):
+        tiny.engine(target("llama", 2), {"model": "x"}, narrow, tensor_parallel_size=2, **OPTIONS)
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=9 needs that many devices, 8 found: lower it"):
+        make_mesh(9)
+    assert make_mesh(8).shape == {"tp_draft": 8, "tp_rest": 1}

@@ -1,0 +1,137 @@
+"""Options: what is wrong is said in one line, what is not supported is named, nothing is silently ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.sampling_params import SamplingParams
+
+NAN = float("nan")
+WRONG = [
+    (SamplingParams, {"temperature": -0.1}, "temperature=-0.1 must be 0 (greedy) or a positive number"),
+    (SamplingParams, {"temperature": NAN}, "temperature=nan must be"),
+    (SamplingParams, {"temperature": float("inf")}, "temperature=inf must be"),
+    (SamplingParams, {"top_p": 0.0}, "top_p=0.0 must lie in (0, 1]; 1 turns it off"),
+    (SamplingParams, {"top_p": 1.1}, "top_p=1.1 must lie in"),
+    (SamplingParams, {"top_p": NAN}, "top_p=nan must lie in"),
+    (SamplingParams, {"min_p": -0.1}, "min_p=-0.1 must lie in [0, 1]; 0 turns it off"),
+    (SamplingParams, {"min_p": NAN}, "min_p=nan must lie in"),
+    (SamplingParams, {"top_k": -2}, "top_k=-2 must be positive, or 0 to turn it off"),
+    (SamplingParams, {"max_tokens": 0}, "max_tokens=0 is below 1"),
+    (SamplingParams, {"num_speculative_tokens": -1}, "num_speculative_tokens=-1 is negative; 0 turns speculation off"),
+    (SamplingParams, {"stop": ["a", ""]}, "must hold non-empty strings"),
+    (SamplingParams, {"stop": [3]}, "must hold non-empty strings"),
+    (SamplingParams, {"temprature": 1.0}, "unknown option 'temprature' of SamplingParams: did you mean 'temperature'?"),
+    (SamplingParams, {"max_new_tokens": 5}, "unknown option 'max_new_tokens' of SamplingParams: did you mean"),
+    (SamplingParams, {"zzz": 5}, "unknown option 'zzz' of SamplingParams: known options: n, max_tokens, "),
+    (SpeculativeConfig, {"num_speculative_tokens": 0}, "num_speculative_tokens=0 is below 1"),
+    (SpeculativeConfig, {"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'?"),
+    (SpeculativeConfig, {"method": "magic"}, "method='magic' is unknown: use one of draft_model, ngram"),
+    (SpeculativeConfig, {"method": "draft_model"}, "method='draft_model' needs model="),
+    (
+        SpeculativeConfig,
+        {"method": "ngram", "model": "x"},
+        "method='ngram' uses no draft model, but model='x' is given",
+    ),
+    (SpeculativeConfig, {"prompt_lookup_min": 0}, "prompt_lookup_min=0 is below 1"),
+    (SpeculativeConfig, {"prompt_lookup_max": 1}, "prompt_lookup_max=1 is below prompt_lookup_min=2"),
+    (SpeculativeConfig, {"draft_sample_method": "best"}, "draft_sample_method='best' is unknown"),
+    (SpeculativeConfig, {"rejection_sample_method": "no"}, "rejection_sample_method='no' is unknown"),
+    (SpeculativeConfig, {"max_model_len": 0}, "max_model_len=0 is below 1"),
+    (SpeculativeConfig, {"dtype": "int8"}, "dtype='int8' is unknown: use one of auto, float32"),
+    (EngineConfig, {"dtype": "int8"}, "dtype='int8' is unknown"),
+    (EngineConfig, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 is below 1"),
+    (EngineConfig, {"max_num_seqs": 0}, "max_num_seqs=0 is below 1"),
+    (EngineConfig, {"page_size": 0}, "page_size=0 is below 1"),
+    (EngineConfig, {"num_pages": 0}, "num_pages=0 is below 1"),
+    (EngineConfig, {"rounds_per_launch": 33}, "rounds_per_launch=33 must lie in 1..32"),
+    (EngineConfig, {"rounds_per_launch": 0}, "rounds_per_launch=0 must lie in 1..32"),
+    (EngineConfig, {"memory_utilization": 1.5}, "memory_utilization=1.5 must lie in (0, 1]"),
+    (EngineConfig, {"prefill_chunk": 100}, "prefill_chunk=100 must be a power of two, at least 16"),
+    (EngineConfig, {"prefill_chunk": 8}, "prefill_chunk=8 must be a power of two"),
+    (EngineConfig, {"kernels": "cuda"}, "kernels='cuda' is unknown: use one of reference, pallas"),
+    (EngineConfig, {"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
+]
+LATER = [
+    (SamplingParams, {"n": 2}),
+    (SamplingParams, {"min_tokens": 3}),
+    (SamplingParams, {"repetition_penalty": 1.1}),
+    (SamplingParams, {"presence_penalty": 0.5}),
+    (SamplingParams, {"frequency_penalty": 0.5}),
+    (SamplingParams, {"logit_bias": {3: 1.0}}),
+    (SamplingParams, {"allowed_token_ids": (1, 2)}),
+    (SamplingParams, {"bad_words": ("no",)}),
+    (SamplingParams, {"logprobs": 1}),
+    (SamplingParams, {"prompt_logprobs": 0}),
+    (SpeculativeConfig, {"draft_tensor_parallel_size": 1}),
+    (SpeculativeConfig, {"quantization": "int8"}),
+    (SpeculativeConfig, {"rejection_sample_method": "block"}),
+    (SpeculativeConfig, {"rejection_sample_method": "typical"}),
+    (SpeculativeConfig, {"rejection_sample_method": "synthetic"}),
+    (SpeculativeConfig, {"posterior_threshold": 0.5}),
+    (SpeculativeConfig, {"posterior_alpha": 0.5}),
+    (SpeculativeConfig, {"synthetic_acceptance_length": 2.0}),
+    (SpeculativeConfig, {"synthetic_acceptance_rates": (0.5,)}),
+    (SpeculativeConfig, {"disable_by_batch_size": 4}),
+]
+name = lambda value: value.__name__ if isinstance(value, type) else str(value)
+
+
+@pytest.mark.parametrize(("cls", "given", "message"), WRONG, ids=name)
+def test_wrong_values_are_named(cls, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        cls(**given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("cls", "given"), LATER, ids=name)
+def test_later_features_are_refused_by_name(cls, given):
+    (field,) = given
+    with pytest.raises(NotImplementedError, match=f"{field}=.* is not supported yet: "):
+        cls(**given)
+
+
+@pytest.mark.parametrize("cls", [SamplingParams, SpeculativeConfig, EngineConfig])
+def test_options_are_frozen_hashable_and_keyword_only(cls):
+    assert cls() == cls()
+    assert hash(cls()) == hash(cls())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cls().dtype = "x"
+    with pytest.raises(TypeError):
+        cls(1)
+
+
+def test_a_dict_is_a_speculative_config():
+    given = {"model": "draft", "num_speculative_tokens": 6}
+    assert SpeculativeConfig.of(given) == SpeculativeConfig(**given)
+    assert SpeculativeConfig.of(None) is None
+    config = SpeculativeConfig()
+    assert SpeculativeConfig.of(config) is config
+    with pytest.raises(ValueError, match="did you mean 'num_speculative_tokens'"):
+        SpeculativeConfig.of({"num_speculative_tokns": 6})
+
+
+def test_the_method_follows_from_the_model():
+    assert SpeculativeConfig(model="x").method == "draft_model"
+    assert SpeculativeConfig().method == "ngram"
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)])
+def test_tiny_temperatures_are_greedy(temperature, greedy):
+    params = SamplingParams(temperature=temperature, top_k=5)
+    assert (params.greedy, params.filtered) == (greedy, not greedy)
+
+
+def test_stop_takes_one_string_or_many():
+    assert SamplingParams(stop="a").stop == ("a",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(("given", "filtered"), [({}, False), ({"top_k": -1}, False), ({"top_k": 1}, True)])
+def test_off_switches_are_off(given, filtered):
+    assert SamplingParams(**given).filtered is filtered

@@ -1,0 +1,118 @@
+"""Token ids -> text as it grows: characters split over tokens, stop strings split over tokens, hidden end ids."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.detokenizer import Detokenizer
+
+END = 256
+
+
+class Bytes:
+    """Id = byte; 256 is a special token."""
+
+    def decode(self, ids, skip_special_tokens):
+        pieces = [b"<end>" if i == END else bytes([i]) for i in ids if not (skip_special_tokens and i == END)]
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+
+class Words:
+    """Word i, with a space in front unless it comes first: what a piece reads depends on what stands before it."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(f"w{i}" for i in ids)
+
+
+def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    """ids up to each cut, then all."""
+    return [ids[:c] for c in sorted(c % (len(ids) + 1) for c in cuts)] + [ids]
+
+
+encoded = st.text(max_size=20).map(lambda text: list(text.encode()))
+any_bytes = st.lists(st.integers(0, 255), max_size=24)
+cuts = st.lists(st.integers(0, 1000), max_size=6)
+
+
+@given(encoded, cuts)
+def test_pieces_join_to_the_text_and_never_show_half_a_character(ids, at):
+    detokenizer = Detokenizer(Bytes())
+    whole = bytes(ids).decode()
+    for part in cut(ids, at):
+        detokenizer.feed(part)
+        assert whole.startswith(detokenizer.text)
+    assert detokenizer.finish(ids, include_stop=False) == whole
+
+
+@given(any_bytes, cuts)
+def test_invalid_bytes_end_up_as_the_tokenizer_reads_them(ids, at):
+    detokenizer = Detokenizer(Bytes())
+    for part in cut(ids, at):
+        detokenizer.feed(part)
+    final = detokenizer.finish(ids, include_stop=False)
+    assert final.replace("\ufffd", "") == Bytes().decode(ids, True).replace("\ufffd", "")
+
+
+@given(st.lists(st.integers(0, 30), max_size=12), cuts)
+def test_spaces_between_words_survive_the_window(ids, at):
+    detokenizer = Detokenizer(Words())
+    for part in cut(ids, at):
+        detokenizer.feed(part)
+    assert detokenizer.finish(ids, include_stop=False) == Words().decode(ids, True)
+
+
+@given(encoded, st.lists(st.text(alphabet="ab é", min_size=1, max_size=4), min_size=1, max_size=3), cuts, st.booleans())
+def test_stop_strings_cut_text_and_ids(ids, stops, at, include):
+    """Fed in any pieces: the first stop string to be complete ends the text, and nothing after it is kept or shown."""
+    ids = ids + list("ab é ba".encode())
+    whole = bytes(ids).decode()
+    detokenizer = Detokenizer(Bytes(), stop=tuple(stops))
+    known, keep, shown = 0, None, ""
+    for part in cut(ids, at):
+        keep = detokenizer.find_stop(part, known)
+        if keep is not None:
+            break
+        shown = detokenizer.text[: detokenizer.settled()]
+        known = len(part)
+    ends = {stop: whole.index(stop) + len(stop) for stop in stops if stop in whole}
+    if not ends:
+        assert keep is None
+        assert detokenizer.finish(ids, include_stop=include) == whole
+        return
+    first = min(ends.values())
+    assert keep == len(whole[:first].encode())
+    assert ends[detokenizer.stop_string] == first
+    text = detokenizer.finish(ids[:keep], include_stop=include)
+    assert text == whole[: first - (0 if include else len(detokenizer.stop_string))]
+    assert text.startswith(shown)
+
+
+def test_what_may_be_the_beginning_of_a_stop_string_is_held_back():
+    detokenizer = Detokenizer(Bytes(), stop=("END", "NOW"))
+    assert detokenizer.find_stop(list(b"the E"), 0) is None
+    assert detokenizer.settled() == 4
+    assert detokenizer.find_stop(list(b"the EN"), 5) is None
+    assert detokenizer.settled() == 4
+    assert detokenizer.find_stop(list(b"the ENE"), 6) is None
+    assert detokenizer.settled() == 6
+    assert detokenizer.find_stop(list(b"the ENENDx"), 7) == 9
+    assert detokenizer.finish(list(b"the ENEND"), include_stop=False) == "the EN"
+
+
+def test_hidden_and_special_ids():
+    ids = [*b"ab", END]
+    assert Detokenizer(Bytes()).finish(ids, include_stop=False) == "ab"
+    shown = Detokenizer(Bytes(), skip_special_tokens=False)
+    assert shown.finish(ids, include_stop=False) == "ab<end>"
+    hidden = Detokenizer(Bytes(), skip_special_tokens=False)
+    hidden.hidden = frozenset({END})
+    assert hidden.finish(ids, include_stop=False) == "ab"
+
+
+def test_an_unfinished_character_at_the_end_is_not_lost():
+    ids = list("né".encode())[:-1]
+    detokenizer = Detokenizer(Bytes())
+    detokenizer.feed(ids)
+    assert detokenizer.text == "n" or detokenizer.text == ""
+    assert detokenizer.finish(ids, include_stop=False) == "n\ufffd"

@@ -1,0 +1,132 @@
+"""The package as a whole: what importing costs, what is public, and which way the imports point."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jaxspec
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
+
+# Room -> the rooms that it may import from, itself aside. A room is a package of jaxspec, or one of its files.
+BASE = {"jaxspec.config", "jaxspec.sampling_params", "jaxspec.outputs", "jaxspec.options", "jaxspec.parallel"}
+BELOW_DRAFTERS = BASE | {"jaxspec.models", "jaxspec.sampling", "jaxspec.cache", "pallas_kernels"}
+BELOW_ENGINE = BELOW_DRAFTERS | {"jaxspec.decode", "jaxspec.drafters", "jaxspec.verify"}
+BELOW_CLI = BELOW_ENGINE | {"jaxspec.engine", "jaxspec.llm", "jaxspec.detokenizer", "jaxspec.progress", "checkpoints"}
+ALLOWED: dict[str, set[str]] = {
+    "pallas_kernels": set(),
+    "checkpoints": {"jaxspec.models.config"},
+    "jaxspec": set(),  # __init__: public names are strings, loaded on first use
+    "jaxspec.options": set(),
+    "jaxspec.outputs": set(),
+    "jaxspec.parallel": set(),
+    "jaxspec.detokenizer": set(),
+    "jaxspec.progress": set(),
+    "jaxspec.config": {"jaxspec.options"},
+    "jaxspec.sampling_params": {"jaxspec.options"},
+    "jaxspec.cache": BASE | {"jaxspec.models.config", "pallas_kernels"},  # the config is data, not the decoder
+    "jaxspec.sampling": BASE | {"jaxspec.cache", "pallas_kernels"},
+    "jaxspec.models": BASE | {"jaxspec.cache", "pallas_kernels"},
+    "jaxspec.verify": BELOW_DRAFTERS | {"jaxspec.drafters.base"},  # a Proposal is what it verifies
+    "jaxspec.drafters": BELOW_DRAFTERS,
+    "jaxspec.decode": BELOW_DRAFTERS | {"jaxspec.drafters", "jaxspec.verify"},
+    "jaxspec.engine": BELOW_ENGINE,
+    "jaxspec.llm": BELOW_ENGINE | {"jaxspec.engine", "jaxspec.detokenizer", "jaxspec.progress", "checkpoints"},
+    "jaxspec.info": BELOW_CLI,
+    "jaxspec.demo": BELOW_CLI,
+    "jaxspec.cli": BELOW_CLI | {"jaxspec.info", "jaxspec.demo"},
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[0] if parts[0] != "jaxspec" else ".".join(parts[:2])
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Our own modules that a file imports anywhere in it, by full name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            assert node.module is not None
+            # `from jaxspec import info` names a module, `from jaxspec.llm import LLM` an object in one.
+            names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "jaxspec" else [node.module]
+        elif isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] in PACKAGES)
+
+
+@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_imports_point_one_way(module, path):
+    here = room(module)
+    allowed = ALLOWED[here] | {here}
+    for name in imported(path):
+        fits = any(name == a or name.startswith(a + ".") for a in allowed)
+        assert fits, f"{module} imports {name}; {here} may import from {', '.join(sorted(allowed))}"
+
+
+def test_kernels_stand_alone():
+    """pallas_kernels is of use without jaxspec: it imports jax, numpy and the standard library only."""
+    outside = set()
+    for module, path in modules():
+        if not module.startswith("pallas_kernels"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            outside |= {name.split(".")[0] for name in names}
+    assert outside - set(sys.stdlib_module_names) <= {"jax", "jaxlib", "jaxtyping", "numpy", "pallas_kernels"}
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("first", [*PACKAGES, "jaxspec.llm", "jaxspec.cli", "jaxspec.decode.round"])
+def test_any_module_may_be_imported_first(first):
+    run(f"import {first}; import checkpoints; from jaxspec import LLM")
+
+
+def test_import_is_light():
+    """jax and the engine are loaded when they are needed, so that `jaxspec --help` answers at once."""
+    heavy = "jax jaxlib flax numpy transformers matplotlib huggingface_hub jaxspec.engine jaxspec.llm checkpoints"
+    code = f"import sys, jaxspec, jaxspec.cli; print(sorted(set({heavy.split()!r}) & set(sys.modules)))"
+    assert run(code).strip() == "[]"
+
+
+def test_public_names():
+    assert set(jaxspec.__all__) >= {"LLM", "SamplingParams", "SpeculativeConfig", "generate", "__version__"}
+    assert set(jaxspec.__all__) >= {"RequestOutput", "CompletionOutput", "SpecDecodeMetrics"}
+    assert len(jaxspec.__all__) <= 10
+    for name in jaxspec.__all__:
+        assert getattr(jaxspec, name) is not None
+        assert name in dir(jaxspec)
+    with pytest.raises(AttributeError, match="no attribute 'LLm'; public names: LLM, generate"):
+        jaxspec.LLm  # noqa: B018
+    import checkpoints
+
+    assert set(checkpoints.__all__) >= {"resolve", "load_config", "load_params", "load_tokenizer", "load_stop_ids"}
+
+
+def test_init_files_only_reexport():
+    """Of jaxspec's rooms: nothing to look for in an __init__."""
+    for path in (ROOT / "jaxspec").glob("*/__init__.py"):
+        assert not path.read_text(encoding="utf-8").strip(), path

@@ -1,0 +1,254 @@
+"""Every rule emits the target's law: its acceptance probabilities exactly, and what `verify` draws by statistics.
+
+A rule joins by its line in RULES.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.drafters.base import Proposal
+from jaxspec.verify import coupled, rejection
+from jaxspec.verify.base import Verdict
+from tests import laws
+
+V, K = 3, 3
+START = 11  # num_tokens of all rows
+
+
+@jax.jit
+def standard_laws(p, q, tokens):
+    return jax.vmap(rejection.law)(p, q, tokens)
+
+
+def coupled_laws(p, q, tokens):
+    return map(np.stack, zip(*map(coupled.law, *map(jnp.asarray, (p, q, tokens))), strict=True))
+
+
+def draw_standard(p, q, num_proposed, seed):
+    """Drafts from q, chosen outside, and the verdict on them."""
+    uniform = np.random.default_rng(0).random((len(seed), K, 1))
+    tokens = jnp.asarray((uniform > np.cumsum(q, axis=-1)).sum(axis=-1), jnp.int32)
+    probs = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (len(seed), K, V))
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (len(seed), K + 1, V))
+    start = jnp.full(len(seed), START)
+    verify = jax.jit(lambda *x: rejection.verify(*x))  # traced afresh: a test may have planted a fault
+    return tokens, verify(logits, Proposal(tokens, probs, num_proposed), seed, start)
+
+
+def draw_coupled(p, q, num_proposed, seed):
+    """Draft and target share their noise."""
+
+    @jax.jit
+    def run(seed, num_proposed):
+        at = lambda i: coupled.shared_noise(seed, jnp.full(len(seed), START + i), V)
+        noise = jnp.stack([at(i) for i in range(K + 1)], axis=1)
+        log = lambda x: jnp.log(jnp.asarray(x, jnp.float32))
+        tokens = jnp.argmax(log(q) + noise[:, :-1], axis=-1).astype(jnp.int32)
+        return tokens, coupled.verify(log(p) + noise, Proposal(tokens, None, num_proposed))
+
+    return run(seed, num_proposed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """laws: (p [n,K+1,V], q [n,K,V], drafts [n,K]) -> (P(i accepted) [n,K+1], the extra token's law [n,K+1,V]);
+    draw: (p [K+1,V], q [K,V], num_proposed [B], seed [B,2]) -> (drafts [B,K], Verdict)."""
+
+    laws: Callable
+    draw: Callable
+
+
+RULES = {"standard": Rule(standard_laws, draw_standard), "coupled": Rule(coupled_laws, draw_coupled)}
+
+
+def random_laws(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Distributions [*shape, V], a third with a zero, a sixth one-hot."""
+    p = rng.dirichlet(np.ones(V), shape)
+    kind, where = rng.integers(6, size=shape), rng.integers(V, size=shape)
+    at = np.eye(V)[where]
+    p = np.where((kind < 2)[..., None], p * (1 - at), p)
+    p = np.where((kind == 2)[..., None], at, p)
+    return p / p.sum(axis=-1, keepdims=True)
+
+
+@functools.cache
+def tables(length: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """p(next | prefix) and q(next | prefix), [V]*i + [V] for prefixes of i < length + K tokens; q is p now and then."""
+    rng = np.random.default_rng(seed)
+    p = [random_laws(rng, *(V,) * i) for i in range(length + K)]
+    q = [np.where(rng.random((V,) * i + (1,)) < 0.15, p[i], random_laws(rng, *(V,) * i)) for i in range(length + K)]
+    return p, q
+
+
+def num_drafts(prefix: tuple[int, ...]) -> int:
+    """K_b of a round that starts after this prefix: all of 0..K occur, and it depends on what was emitted."""
+    return (3 + 2 * len(prefix) + sum(prefix)) % (K + 1)
+
+
+def path(table: list[np.ndarray], prefix: tuple[int, ...], drafts: np.ndarray, rows: int) -> list[np.ndarray]:
+    """The table's distributions after prefix, prefix + drafts[:1]...: `rows` of them."""
+    return [table[len(prefix) + i][prefix + tuple(drafts[:i])] for i in range(rows)]
+
+
+def emitted_law(round_laws: Callable, length: int) -> np.ndarray:
+    """The law of the first `length` tokens, [V]*length, by following every draft, accepted length and extra token
+    through as many rounds as it takes."""
+    p, q = tables(length)
+    law = np.zeros((V,) * length)
+    reached = {(): 1.0}  # prefix at which a round starts -> its probability
+    while reached:
+        prefix = min(reached, key=len)
+        mass, k = reached.pop(prefix), num_drafts(prefix)
+        drafts = np.array(list(itertools.product(range(V), repeat=k)), np.int32).reshape(V**k, k)
+        p_rows = np.array([path(p, prefix, x, k + 1) for x in drafts])
+        q_rows = np.array([path(q, prefix, x, k) for x in drafts]).reshape(V**k, k, V)
+        proposed = np.prod(np.take_along_axis(q_rows, drafts[..., None], axis=-1), axis=(1, 2))
+        possible = proposed > 0
+        drafts, p_rows, q_rows, proposed = (x[possible] for x in (drafts, p_rows, q_rows, proposed))
+        lengths, extras = round_laws(p_rows, q_rows, drafts)
+        weight = mass * proposed[:, None, None] * np.asarray(lengths)[..., None] * np.asarray(extras)
+        for n, i, token in zip(*np.nonzero(weight), strict=True):
+            sequence = (*prefix, *drafts[n, :i].tolist(), int(token))
+            if len(sequence) >= length:
+                law[sequence[:length]] += weight[n, i, token]
+            else:
+                reached[sequence] = reached.get(sequence, 0.0) + weight[n, i, token]
+    return law
+
+
+def distance(round_laws: Callable, length: int) -> float:
+    """Total variation between what the rule emits and the target's law."""
+    target = laws.joint(tables(length)[0][:length])
+    return float(np.abs(emitted_law(round_laws, length) - target).sum() / 2)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_emitted_tokens_have_the_targets_law(rule):
+    """Five tokens: K + 1 of a first round's bonus and at least one more round, up to five rounds."""
+    assert distance(RULES[rule].laws, 5) < 1e-6
+
+
+def always_accept(p, q, drafts, lengths, extras):
+    return np.eye(lengths.shape[1])[[-1] * len(lengths)], extras
+
+
+def recover_from_p(p, q, drafts, lengths, extras):
+    return lengths, p
+
+
+def bonus_from_q(p, q, drafts, lengths, extras):
+    return lengths, np.concatenate([extras[:, :-1], q[:, -1:] if q.shape[1] else extras[:, -1:]], axis=1)
+
+
+def accept_by_halves(p, q, drafts, lengths, extras):
+    """A little too strict everywhere: half of what was fully accepted is cut at the last draft."""
+    if lengths.shape[1] == 1:
+        return lengths, extras
+    moved = lengths[:, -1:] / 2
+    return np.concatenate([lengths[:, :-2], lengths[:, -2:-1] + moved, lengths[:, -1:] - moved], axis=1), extras
+
+
+@pytest.mark.parametrize("fault", [always_accept, recover_from_p, bonus_from_q, accept_by_halves])
+@pytest.mark.parametrize("rule", RULES)
+def test_planted_faults_do_not(rule, fault):
+    def faulty(p, q, drafts):
+        lengths, extras = map(np.asarray, RULES[rule].laws(p, q, drafts))
+        return fault(p, q, drafts, lengths, extras)
+
+    far = distance(faulty, 4)
+    print(rule, fault.__name__, far)
+    assert far > 0.01
+
+
+P = np.array([[0.5, 0.3, 0.2], [0.1, 0.0, 0.9], [0.6, 0.4, 0.0], [0.2, 0.3, 0.5]])
+Q = np.array([[0.2, 0.5, 0.3], [0.3, 0.3, 0.4], [0.5, 0.0, 0.5]])
+ROWS = 60_000
+
+
+NUM_PROPOSED = np.arange(ROWS, dtype=np.int32) % (K + 1)
+
+
+def draw(rule: str) -> tuple[np.ndarray, Verdict]:
+    seed = jnp.stack([jnp.zeros(ROWS, jnp.uint32), jnp.arange(ROWS, dtype=jnp.uint32)], axis=1)
+    return jax.device_get(RULES[rule].draw(P, Q, jnp.asarray(NUM_PROPOSED), seed))
+
+
+def compare(rule: str, drafts: np.ndarray, verdict: Verdict) -> list[float]:
+    """p-values, one for each K_b, of (drafts, number accepted, extra token) against the rule's own law."""
+    assert (verdict.num_accepted <= NUM_PROPOSED).all()
+    p_values = []
+    for k in range(K + 1):
+        rows = k == NUM_PROPOSED
+        seen = np.concatenate([drafts[rows, :k], verdict.next_token[rows, None]], axis=1)
+        shape = (V,) * (k + 1) + (k + 1,)
+        cells = np.ravel_multi_index((*seen.T, verdict.num_accepted[rows]), shape)
+        all_drafts = np.array(list(itertools.product(range(V), repeat=k)), np.int32).reshape(V**k, k)
+        chance = np.prod([Q[i, all_drafts[:, i]] for i in range(k)], axis=0) * np.ones(V**k)
+        possible = chance > 0
+        repeated = lambda x, n=possible.sum(): np.broadcast_to(x, (n, *x.shape))
+        lengths, extras = RULES[rule].laws(repeated(P[: k + 1]), repeated(Q[:k]), all_drafts[possible])
+        law = np.zeros((V**k, V, k + 1))
+        joint = chance[possible, None, None] * np.asarray(lengths)[..., None] * np.asarray(extras)
+        law[possible] = joint.transpose(0, 2, 1)
+        p_values.append(laws.chi_square(np.bincount(cells, minlength=law.size), law))
+    return p_values
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_verify_draws_from_its_law(rule):
+    p_values = compare(rule, *draw(rule))
+    print(rule, p_values)
+    assert min(p_values) > 1e-4
+
+
+FAULTS = {
+    "leading": lambda accepted, num_proposed: num_proposed,
+    "extra_distribution": lambda p, proposal, num_accepted: p[jnp.arange(len(p)), num_accepted],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_verify_does_not(name, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(rejection, name, FAULTS[name])
+        drawn = draw("standard")
+    p_values = compare("standard", *drawn)
+    print(name, p_values)
+    assert max(p_values[1:]) < 1e-9
+
+
+PAIRS = {
+    "random": ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]),
+    "equal": ([0.5, 0.3, 0.2], [0.5, 0.3, 0.2]),
+    "zeros": ([0.6, 0.4, 0.0, 0.0], [0.0, 0.3, 0.3, 0.4]),
+    "disjoint": ([0.6, 0.4, 0.0, 0.0], [0.0, 0.0, 0.3, 0.7]),
+    "one-hot draft": ([0.5, 0.3, 0.2], [0.0, 1.0, 0.0]),
+    "one-hot target": ([0.0, 1.0, 0.0], [0.2, 0.3, 0.5]),
+    "five": ([0.1, 0.2, 0.3, 0.15, 0.25], [0.3, 0.05, 0.25, 0.3, 0.1]),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_coupled_joint_is_that_of_the_noise(pair):
+    """Against numpy's own Gumbel noise; and its margins are q and p exactly."""
+    p, q = map(np.array, PAIRS[pair])
+    law = coupled.joint(p, q)
+    np.testing.assert_allclose(law.sum(axis=1), q, atol=1e-12)
+    np.testing.assert_allclose(law.sum(axis=0), p, atol=1e-12)
+    noise = np.random.default_rng(1).gumbel(size=(200_000, len(p)))
+    with np.errstate(divide="ignore"):
+        both = np.stack([np.argmax(np.log(q) + noise, axis=1), np.argmax(np.log(p) + noise, axis=1)], axis=1)
+    law = np.where(law < 1e-15, 0.0, law)
+    assert laws.chi_square(laws.histogram(both, len(p)), law) > 1e-4
+    agreement = np.trace(law)
+    total_variation = np.abs(p - q).sum() / 2
+    assert (1 - total_variation) / (1 + total_variation) - 1e-12 <= agreement <= 1 - total_variation + 1e-12
