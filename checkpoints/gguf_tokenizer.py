@@ -92,7 +92,7 @@ def byte_level(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
+            merges=[(a, b) for a, _, b in (merge.partition(" ") for merge in merges)],
             ignore_merges=cut is _LLAMA3,  # Llama 3 takes a word that is a token as it is
         )
     )

@@ -52,7 +52,7 @@ class LLM:
         source = checkpoints.resolve(model, revision=config.revision)
         target = load(source, compute_dtype(config.dtype, platform), mesh)
         self.tokenizer = checkpoints.load_tokenizer(
-            checkpoints.resolve(config.tokenizer) if config.tokenizer else source
+            checkpoints.resolve(config.tokenizer, weights=False) if config.tokenizer else source
         )
         self.stop_ids = checkpoints.load_stop_ids(source, self.tokenizer)
         draft = None

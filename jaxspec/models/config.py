@@ -201,7 +201,7 @@ class ModelConfig:
     def from_json(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Raises: ValueError for a field that this version does not know, or lacks."""
         rope = lambda r: None if r is None else Rope(r["theta"], tuple(r["factors"]))
-        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
         fields |= {key: rope(raw[key]) for key in ("rope", "local_rope") if key in raw}
         try:
             return cls(**fields)

@@ -164,9 +164,11 @@ def test_gemma_has_no_prefix_and_merges_in_the_vocabularys_order(tmp_path):
     meta["ggml.token_type"] = [*meta["ggml.token_type"], 4]
     tokenizer = load(tmp_path, meta, family="gemma3")
     order = [-float(i) for i in range(count)]
-    text = "the.quick,brown"
-    pieces = merge_by_score(text, meta["ggml.tokens"][:count], order)
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == ["<s>", *pieces]
+    rng = random.Random(2)
+    for _ in range(50):
+        text = "".join(rng.choice("abcdefghijklmnopqrstuvwxyz.,'") for _ in range(40))
+        pieces = merge_by_score(text, meta["ggml.tokens"][:count], order)
+        assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == ["<s>", *pieces]
     assert count in tokenizer.encode("a  b")
     assert tokenizer.decode(tokenizer.encode("a  b"), skip_special_tokens=True) == "a  b"
 

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from checkpoints import safetensors
+from jaxspec.parallel import mesh
+from jaxspec.parallel.mesh import MODEL_AXES
+from tests.checkpoints import files
 from tests.checkpoints.files import assert_same, fails, load, rewrite, shard
 from tests.golden.families import FAMILIES, FOLDER
 
 
 def test_every_weight_lands_where_the_decoder_reads_it():
     config, params = load(FOLDER / "qwen2")
-    files = {k: v.astype(np.float32) for k, v in load_file(FOLDER / "qwen2" / "model.safetensors").items()}
+    stored = {k: v.astype(np.float32) for k, v in load_file(FOLDER / "qwen2" / "model.safetensors").items()}
     d, layer = config.head_dim, "model.layers.1."
     for column, x in ((0, params["layers.1.qkv"]), (1, params["layers.1.qkv_bias"])):
         kind = ("weight", "bias")[column]
-        q, k, v = (files[f"{layer}self_attn.{p}_proj.{kind}"].T for p in "qkv")
+        q, k, v = (stored[f"{layer}self_attn.{p}_proj.{kind}"].T for p in "qkv")
         groups = np.split(np.asarray(x), config.num_kv_heads, axis=-1)
         for g, group in enumerate(groups):  # two query heads, then the key, then the value
             parts = [q[..., 2 * g * d : 2 * (g + 1) * d], k[..., g * d : (g + 1) * d], v[..., g * d : (g + 1) * d]]
             np.testing.assert_array_equal(group, np.concatenate(parts, axis=-1))
     gate_up = np.asarray(params["layers.1.gate_up"])
-    np.testing.assert_array_equal(gate_up[:, 0], files[f"{layer}mlp.gate_proj.weight"].T)
-    np.testing.assert_array_equal(gate_up[:, 1], files[f"{layer}mlp.up_proj.weight"].T)
-    np.testing.assert_array_equal(params["layers.1.out"], files[f"{layer}self_attn.o_proj.weight"].T)
-    np.testing.assert_array_equal(params["embed"], files["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(gate_up[:, 0], stored[f"{layer}mlp.gate_proj.weight"].T)
+    np.testing.assert_array_equal(gate_up[:, 1], stored[f"{layer}mlp.up_proj.weight"].T)
+    np.testing.assert_array_equal(params["layers.1.out"], stored[f"{layer}self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(params["embed"], stored["model.embed_tokens.weight"])
 
 
 def test_gemma_norms_are_one_plus_w_in_float32():
@@ -54,8 +59,14 @@ def test_shards_on_two_devices_hold_the_same_weights(family, tmp_path):
             assert all(s.data.size * 2 == parts[name].size for s in shards), name
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, 2, "2 of 4"])
 def test_every_byte_is_read_once(devices, monkeypatch):
+    """Also where a model is sharded over one axis of the mesh only, and pairs of devices hold the same part."""
+    if devices == "2 of 4":
+        grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), MODEL_AXES)
+        monkeypatch.setitem(mesh.LOGICAL_AXES, "heads", MODEL_AXES[:1])
+        monkeypatch.setitem(mesh.LOGICAL_AXES, "mlp", MODEL_AXES[:1])
+        monkeypatch.setattr(files, "make_mesh", lambda _: grid)
     read, sizes = safetensors.Shards.read, []
     monkeypatch.setattr(safetensors.Shards, "read", lambda *args: sizes.append((x := read(*args)).nbytes) or x)
     load(FOLDER / "llama2", devices=devices)

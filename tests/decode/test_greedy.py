@@ -6,8 +6,11 @@ two K on every family; one compiled program serves all numbers of rounds, prompt
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
+from jaxspec.models.decoder import bind
+from jaxspec.models.layers import Backend, Rows
 from tests.lively import (
     FAMILY,
     MAX_TOKENS,
@@ -19,6 +22,7 @@ from tests.lively import (
     plain,
     repeating,
     serve,
+    target,
     texts,
     total,
 )
@@ -48,6 +52,21 @@ def test_equals_plain(family, method, k):
         assert texts(requests) == expected, f"{rounds} rounds a launch"
         assert {r.finish_reason for r in requests} == {"length"}
         assert sum(r.metrics.num_drafts for r in requests) > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_is_one_pass_over_the_text(family):
+    """Plain decoding, which all else is compared with, emits what one pass over the finished text finds likeliest."""
+    model, prompt, sampling = target(family), PROMPTS[3], params((24, 24))
+    text = [*prompt, *plain(PROMPTS[2:4], tuple(sampling), family)[1]]
+    count = len(text)
+    pages = (jnp.zeros((4, 16, 2 * model.config.num_kv_heads, model.config.head_dim)),) * model.config.num_layers
+    at = jnp.arange(count, dtype=jnp.int32)
+    rows = Rows(at[None], at, jnp.arange(4, dtype=jnp.int32)[None], jnp.array([count], jnp.int32))
+    decoder, backend = bind(model.config, model.params), Backend("cpu")
+    hidden, _, _ = decoder(jnp.array([text], jnp.int32), pages, rows, backend)
+    likeliest = jnp.argmax(decoder.logits(hidden, backend), axis=-1)[0].tolist()
+    assert text[len(prompt) :] == likeliest[len(prompt) - 1 : -1]
 
 
 @pytest.mark.parametrize("method", ["noisy", "ngram"])

@@ -1,0 +1,101 @@
+"""Seeded requests through the engine: their own tokens, whatever drafts, however long a launch, whoever shares."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from jaxspec.sampling_params import SamplingParams
+from tests.lively import FAMILY, MAX_TOKENS, PROMPTS, engine, new_engine, params, plain, serve, texts, total
+
+K = 3
+STANDARD = {"rejection_sample_method": "standard"}
+FILTERS = ({"temperature": 0.0}, {"top_k": 8}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.4}, {"temperature": 0.7})
+FILTERED = tuple(SamplingParams(max_tokens=20, seed=-i, **f) for i, f in enumerate(FILTERS))
+
+
+def seeded(**options) -> tuple[SamplingParams, ...]:
+    return tuple(SamplingParams(max_tokens=n, seed=100 + i, **options) for i, n in enumerate(MAX_TOKENS))
+
+
+CASES = [
+    (method, k, sampling)
+    for method, k in (("noisy", 4), ("first_layer", 1), ("ngram", 3), ("ngram", 6))
+    for sampling in (seeded(temperature=0.2 if method == "ngram" else 0.8), FILTERED)
+]
+
+
+@pytest.mark.parametrize(("method", "k", "sampling"), [*CASES, ("wrong", 2, seeded())])
+def test_coupled_equals_plain(method, k, sampling):
+    expected = plain(PROMPTS, sampling, FAMILY[method])
+    for rounds in (1, 4, 32):
+        requests = serve(engine(method, k, FAMILY[method]), PROMPTS, sampling, rounds=rounds)
+        assert texts(requests) == expected, f"{rounds} rounds a launch"
+    assert sum(total(requests)) > 0 or method == "wrong"
+
+
+def test_a_model_drafting_for_itself_under_shared_noise_is_always_right():
+    """Draft and target draw from the same vector at each position, so equal models cannot differ."""
+    sampling = tuple(SamplingParams(max_tokens=20, seed=i, temperature=1.2) for i in range(5))
+    requests = serve(engine("itself", 4), PROMPTS, sampling)
+    assert texts(requests) == plain(PROMPTS, sampling)
+    assert total(requests) == [20] * 4
+
+
+def test_seeds_matter():
+    greedy = plain(PROMPTS, tuple(params()))
+    one, two = (plain(PROMPTS, seeded(temperature=t)) for t in (0.8, 1.3))
+    same = (PROMPTS[3],) * 3
+    a, b, c = texts(serve(engine(), same, [SamplingParams(max_tokens=20, seed=s) for s in (1, 2, 1)]))
+    assert a == c != b
+    assert one != greedy != two != one
+
+
+def test_coupled_alone_equals_coupled_in_company():
+    """One row's drafts are verified K + 1 at a time, so even the lone row's target products have several rows."""
+    sampling = seeded(temperature=0.8)
+    expected = plain(PROMPTS, sampling)
+    for i in (0, 3):
+        assert serve(engine("noisy", 4), [PROMPTS[i]], [sampling[i]])[0].output == expected[i]
+
+
+@functools.cache
+def standard(method: str):
+    return new_engine(method, K, spec=STANDARD)
+
+
+@pytest.mark.parametrize("method", ["noisy", "ngram"])
+def test_standard_rule_does_not_depend_on_company_or_rounds(method):
+    """Keys are counters, not a stream: the same seed gives the same tokens in any batch, row and launch length."""
+    sampling = seeded(temperature=0.9)
+    alone = texts(serve(standard(method), PROMPTS, sampling, rounds=32))
+    for rounds in (1, 5):
+        assert texts(serve(standard(method), PROMPTS, sampling, rounds=rounds)) == alone
+    assert texts(serve(standard(method), PROMPTS[::-1], sampling[::-1], rounds=2)) == alone[::-1]
+    for i in (1, 4):
+        strangers = [*params(9, seed=77, temperature=1.0), *params(30)]
+        mixed = serve(standard(method), [PROMPTS[2], PROMPTS[i], PROMPTS[0]], [strangers[0], sampling[i], strangers[1]])
+        assert mixed[1].output == alone[i]
+    assert alone != plain(PROMPTS, sampling), "the standard rule draws other tokens than the coupled one"
+
+
+def test_standard_rule_with_ids_that_the_draft_lacks():
+    """A draft without some of the target's ids keeps a finite q, and is accepted for the others."""
+    lacking = new_engine("fewer_ids", K, spec=STANDARD)
+    requests = serve(lacking, PROMPTS, seeded(temperature=0.9))
+    assert max(token for tokens in texts(requests) for token in tokens) >= 56
+    assert sum(total(requests)) > 0
+
+
+def test_every_kind_of_row_in_one_batch():
+    """Greedy, coupled and standard rows, with filters and with K of their own, do not disturb each other."""
+    greedy, coupled = params(20)[0], SamplingParams(max_tokens=20, seed=3, top_k=12)
+    off = SamplingParams(max_tokens=20, seed=3, top_k=12, num_speculative_tokens=0)
+    free = SamplingParams(max_tokens=20)
+    requests = serve(engine("noisy", 4), PROMPTS, [greedy, coupled, free, off, greedy])
+    expected = plain(PROMPTS, (greedy, coupled, greedy, off, greedy))
+    for i in (0, 1, 3, 4):
+        assert requests[i].output == expected[i]
+    assert len(requests[2].output) == 20
+    assert requests[3].metrics.num_drafts == 0
