@@ -38,10 +38,24 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 
+# The core's own tests, which a GPU has to pass too: its kernels, its rounding, its compiler.
+ALSO_ON_GPU = (
+    "decode/test_greedy.py",
+    "decode/test_round.py",
+    "decode/test_seeded.py",
+    "decode/test_statistics.py",
+    "engine/test_engine.py",
+    "engine/test_seeds.py",
+    "models/test_oracle.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu wait for a GPU backend: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu."""
-    if GPU and jax.default_backend() == "gpu":
-        return
+    on_gpu = GPU and jax.default_backend() == "gpu"
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if on_gpu and item.path.as_posix().endswith(ALSO_ON_GPU):
+            item.add_marker(pytest.mark.gpu)
+        if not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu"))

@@ -33,7 +33,9 @@ def write_tokenizer(folder: Path, *, vocab_size: int = 320, text: str = TEXT, ch
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
-    settings = names | {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": CHAT_TEMPLATE} if chat else {})
+    settings = (
+        names | {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": CHAT_TEMPLATE} if chat else {})
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

@@ -24,8 +24,10 @@ from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.sampling.distribution import SamplingRows
 from tests import tiny
 
-# Some of these programs run for seconds: undo what conftest.py asks for in favour of compile time.
-QUICK = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+PLATFORM = jax.default_backend()
+# Some of these programs run for seconds: on CPU, undo what conftest.py asks for in favour of compile time.
+CPU_OPTIONS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+QUICK = CPU_OPTIONS if PLATFORM == "cpu" else None
 PAGE_SIZE = 8
 PROMPT = (0, 2, 1)
 
@@ -71,8 +73,8 @@ def blend(a: Model, b: Model, share: float) -> Model:
 
 
 def paged(model: Model, num_pages: int) -> PagedModel:
-    layout = cache_layout(model.config, page_size=PAGE_SIZE, num_pages=num_pages, dtype=jnp.float32, platform="cpu")
-    return PagedModel(model.config, layout, model.config.max_model_len, Backend("cpu", make_mesh()))
+    layout = cache_layout(model.config, page_size=PAGE_SIZE, num_pages=num_pages, dtype=jnp.float32, platform=PLATFORM)
+    return PagedModel(model.config, layout, model.config.max_model_len, Backend(PLATFORM, make_mesh()))
 
 
 class Launches:

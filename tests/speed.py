@@ -25,12 +25,14 @@ PROMPTS = (
 
 def main() -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from tests.golden import make
 
     source = checkpoints.resolve("smollm2-135m-instruct")
     llm = LLM(source.name, speculative_config={"method": "ngram"})
     prompts = [llm.render_chat([{"role": "user", "content": p}])["prompt_token_ids"] for p in PROMPTS]
-    torch_model = AutoModelForCausalLM.from_pretrained(source.path.parent, gguf_file=source.path.name).float().eval()
+    torch_model = make.smollm2(source.path)
+    torch_model.generation_config.eos_token_id = None  # both go on to the last token
 
     def ours(drafts: int | None):
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, num_speculative_tokens=drafts)
@@ -43,9 +45,7 @@ def main() -> None:
     def theirs(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
-            out = torch_model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=TOKENS, max_new_tokens=TOKENS
-            )
+            out = torch_model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
         return out[0, len(prompt) :].tolist()
 
     ways = {"transformers float32": theirs, "jaxspec plain": ours(0), "jaxspec n-gram": ours(None)}

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 
 # Room -> the rooms that it may import from, itself aside. A room is a package of jaxspec, or one of its files.
-BASE = {"jaxspec.config", "jaxspec.sampling_params", "jaxspec.outputs", "jaxspec.options", "jaxspec.parallel"}
+PLAIN = {"jaxspec.config", "jaxspec.sampling_params", "jaxspec.outputs", "jaxspec.options", "jaxspec.shapes"}
+BASE = PLAIN | {"jaxspec.parallel"}
 BELOW_DRAFTERS = BASE | {"jaxspec.models", "jaxspec.sampling", "jaxspec.cache", "pallas_kernels"}
 BELOW_ENGINE = BELOW_DRAFTERS | {"jaxspec.decode", "jaxspec.drafters", "jaxspec.verify"}
 BELOW_CLI = BELOW_ENGINE | {"jaxspec.engine", "jaxspec.llm", "jaxspec.detokenizer", "jaxspec.progress", "checkpoints"}
@@ -25,8 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoints": {"jaxspec.models.config"},
     "jaxspec": set(),  # __init__: public names are strings, loaded on first use
     "jaxspec.options": set(),
+    "jaxspec.shapes": set(),
     "jaxspec.outputs": set(),
-    "jaxspec.parallel": set(),
+    "jaxspec.parallel": {"jaxspec.shapes"},
     "jaxspec.detokenizer": set(),
     "jaxspec.progress": set(),
     "jaxspec.config": {"jaxspec.options"},

@@ -1,11 +1,12 @@
 """Greedy speculative decoding gives exactly the tokens of plain decoding.
 
 Compiling every family with every K and both drafters would take minutes, so this is a cover: every K on one family,
-two K on every family; one compiled program serves all numbers of rounds, prompts and limits.
+a few K on every family; one compiled program serves all numbers of rounds, prompts and limits.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -29,8 +30,10 @@ from tests.lively import (
 from tests.tiny import FAMILIES
 
 ROUNDS = (1, 4, 32)
-CASES = [(family, method, k) for family in FAMILIES for method in ("first_layer", "ngram") for k in (2, 5)]
+CASES = [(family, "first_layer", k) for family in FAMILIES for k in (2, 5)]
+CASES += [(family, "ngram", k) for family, k in zip(FAMILIES, (2, 5, 3, 5, 2, 5), strict=True)]
 CASES += [("llama", method, k) for method in ("noisy", "ngram") for k in (1, 3, 4, 6)]
+CASES += [("llama", "ngram", 5)]
 CASES += [
     ("loops", "ngram", 3),
     ("loops", "ngram", 6),
@@ -63,7 +66,7 @@ def test_plain_is_one_pass_over_the_text(family):
     pages = (jnp.zeros((4, 16, 2 * model.config.num_kv_heads, model.config.head_dim)),) * model.config.num_layers
     at = jnp.arange(count, dtype=jnp.int32)
     rows = Rows(at[None], at, jnp.arange(4, dtype=jnp.int32)[None], jnp.array([count], jnp.int32))
-    decoder, backend = bind(model.config, model.params), Backend("cpu")
+    decoder, backend = bind(model.config, model.params), Backend(jax.default_backend())
     hidden, _, _ = decoder(jnp.array([text], jnp.int32), pages, rows, backend)
     likeliest = jnp.argmax(decoder.logits(hidden, backend), axis=-1)[0].tolist()
     assert text[len(prompt) :] == likeliest[len(prompt) - 1 : -1]

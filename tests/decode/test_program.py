@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import re
@@ -58,20 +57,9 @@ def config(engine: Engine, variant: str) -> DecodeConfig:
 @functools.cache
 def compiled(method: str, variant: str = "greedy", num_pages: int = 48) -> jax.stages.Compiled:
     engine = make(method, num_pages)
-    with no_compilation_cache():
+    with lively.no_compilation_cache():
         lowered = lower("launch", config(engine, variant), engine.params, engine.cache, *arguments(engine))
         return lowered.compile()
-
-
-@contextlib.contextmanager
-def no_compilation_cache():
-    """A program that was read back from disk has no memory analysis."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
 
 
 def cache_bytes(engine: Engine) -> int:

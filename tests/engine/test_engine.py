@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import pytest
@@ -33,12 +34,17 @@ MANY = tuple(repeating(3 + 2 * i, 3 + i % 4, i) for i in range(9))
 MANY_PARAMS = tuple(params(tuple(5 + (7 * i) % 17 for i in range(9))))
 
 
+@functools.cache
+def narrow(method: str, short: str) -> Engine:
+    options = {"rows": {"max_num_seqs": 2}, "pages": {"max_num_seqs": 8, "num_pages": 7}}[short]
+    return new_engine(method, K, **options)
+
+
 @pytest.mark.parametrize(("method", "rounds"), [("noisy", 1), ("noisy", 4), ("noisy", 32), ("ngram", 4)])
 @pytest.mark.parametrize("short", ["rows", "pages"])
 def test_requests_wait_for_rows_and_pages(method, rounds, short):
     """All complete, in the order they came, with the tokens that they have without waiting."""
-    options = {"rows": {"max_num_seqs": 2}, "pages": {"max_num_seqs": 8, "num_pages": 7}}[short]
-    small = new_engine(method, K, **options)
+    small = narrow(method, short)
     requests = [small.add(p, s) for p, s in zip(MANY, MANY_PARAMS, strict=True)]
     admitted, most = [], 0
     while small.busy:
@@ -48,7 +54,7 @@ def test_requests_wait_for_rows_and_pages(method, rounds, short):
         held = [page for r in small.scheduler.running for page in r.pages]
         assert len(held) == len(set(held)) == small.num_pages - small.scheduler.allocator.num_free
     assert admitted == [r.id for r in requests], "first come, first served"
-    assert 2 <= most <= options["max_num_seqs"]
+    assert 2 <= most <= small.config.max_num_seqs
     assert texts(requests) == plain(MANY, MANY_PARAMS)
     assert small.scheduler.allocator.num_free == small.num_pages
 

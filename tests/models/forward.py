@@ -25,7 +25,7 @@ def step(config: ModelConfig, params, pages, tokens, start, block_table):
     positions = jnp.broadcast_to(start + jnp.arange(t, dtype=jnp.int32), (b, t))
     slots = jnp.take_along_axis(block_table, positions // PAGE_SIZE, axis=1) * PAGE_SIZE + positions % PAGE_SIZE
     rows = Rows(positions, slots.reshape(-1), block_table, jnp.full((b,), start + t, jnp.int32))
-    decoder, backend = bind(config, params), Backend("cpu")
+    decoder, backend = bind(config, params), Backend(jax.default_backend())
     hidden, pages, _ = decoder(tokens, pages, rows, backend)
     return decoder.logits(hidden, backend), pages
 
@@ -35,7 +35,7 @@ def run(config: ModelConfig, params, tokens: np.ndarray, chunks: Sequence[int]) 
     assert sum(chunks) == tokens.shape[1]
     b, n = tokens.shape[0], -(-tokens.shape[1] // PAGE_SIZE)
     dtype = params["embed"].dtype
-    layout = cache_layout(config, page_size=PAGE_SIZE, num_pages=b * n, dtype=dtype, platform="cpu")
+    layout = cache_layout(config, page_size=PAGE_SIZE, num_pages=b * n, dtype=dtype, platform=jax.default_backend())
     pages = allocate(layout, make_mesh())
     block_table = jnp.asarray(np.random.default_rng(0).permutation(b * n).reshape(b, n), jnp.int32)
     parts, start = [], 0

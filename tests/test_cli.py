@@ -1,0 +1,185 @@
+"""The command line, in this process where that will do and as a program of its own where exit status and streams
+matter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import checkpoints
+from jaxspec import cli
+from tests.folders import EOS, write_model
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("models") / "target"))
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line that a command which cannot work prints."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    line = err.strip().splitlines()[-1]
+    assert line.startswith("jaxspec: ")
+    assert "Traceback" not in err
+    return line
+
+
+def run(capsys, *arguments: str) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0, err
+    return out, err
+
+
+SHORT = ("--max-tokens", "8", "--temperature", "0")
+
+
+def test_generate_json(capsys, folder):
+    out, err = run(capsys, "generate", "The quick", "brown [fox]", "--model", folder, *SHORT, "--json")
+    document = json.loads(out)
+    assert document.keys() == {"outputs", "timing"}
+    assert document["timing"].keys() >= {"load_seconds", "compile_seconds", "decode_seconds", "tokens_per_second"}
+    assert len(document["outputs"]) == 2
+    for output in document["outputs"]:
+        assert output.keys() >= {"prompt_token_ids", "outputs", "metrics"}
+        (completion,) = output["outputs"]
+        assert completion.keys() >= {"text", "token_ids", "finish_reason"}
+        assert output["metrics"].keys() >= {"num_drafts", "num_draft_tokens", "num_accepted_tokens"}
+        assert output["metrics"].keys() >= {"num_accepted_tokens_per_pos", "mean_acceptance_length"}
+        assert len(output["metrics"]["num_accepted_tokens_per_pos"]) == 4
+    assert "tokens/s" in err
+
+
+def test_methods_and_streaming_agree(capsys, folder):
+    """Greedy text is the same whatever drafts, streamed or not."""
+    common = ("generate", "The quick brown fox. The quick brown fox", "--model", folder, *SHORT)
+    streamed = run(capsys, *common)[0]
+    assert streamed.strip()
+    for options in (["--no-stream"], ["--no-stream", "--draft", folder, "-k", "2"]):
+        assert run(capsys, *common, *options)[0] == streamed
+    plain = json.loads(run(capsys, *common, "--method", "none", "--json")[0])
+    assert plain["outputs"][0]["outputs"][0]["text"] == streamed.removesuffix("\n")
+    assert plain["outputs"][0]["metrics"]["num_drafts"] == 0
+
+
+def test_several_prompts_are_numbered(capsys, folder):
+    out, _ = run(capsys, "generate", "one", "two", "--model", folder, *SHORT)
+    assert out.startswith("[0] ")
+    assert "\n[1] " in out
+
+
+def test_chat_and_seed(capsys, folder):
+    common = ("generate", "hello", "--model", folder, "--max-tokens", "8", "--chat", "--json")
+    sampled = [json.loads(run(capsys, *common, "--seed", s)[0])["outputs"][0] for s in ("1", "1", "2")]
+    assert sampled[0]["prompt"] == "<s><user>hello<bot>"
+    first, again, other = (s["outputs"][0]["token_ids"] for s in sampled)
+    assert first == again != other
+    assert json.loads(run(capsys, *common, "--seed", "1", "--top-k", "1")[0])["outputs"]
+
+
+def test_info(capsys, folder):
+    document = json.loads(run(capsys, "info", folder, "--draft", folder, "--json")[0])
+    model = document["model"]
+    assert (model["architecture"], model["dtype"], model["format"]) == ("llama", "float32", "hf")
+    assert model["parameters"] == 2 * 320 * 32 + 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
+    assert model["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
+    assert (model["context_length"], model["tokenizer_size"], model["stop_ids"]) == (512, 320, [EOS])
+    assert document["draft_fits"] is True
+    assert document["tokens_that_fit"] == document["pages"] * document["page_size"]
+    out, _ = run(capsys, "info", folder)
+    for word in ("llama", "float32", "512 tokens", "256 bytes per token", "2 </s>", "pages that fit"):
+        assert word in out
+
+
+def test_info_of_a_draft_that_does_not_fit(capsys, folder, tmp_path):
+    draft = write_model(tmp_path / "foreign", text="entirely different words " * 5)
+    document = json.loads(run(capsys, "info", folder, "--draft", str(draft), "--json")[0])
+    assert document["draft_fits"] is False
+    assert "'foreign' has another tokenizer than the target 'target'" in document["draft_problem"]
+    assert "another tokenizer" in run(capsys, "info", folder, "--draft", str(draft))[0]
+
+
+def test_convert(capsys, folder, tmp_path):
+    """The converted folder says the same."""
+    out, _ = run(capsys, "convert", folder, str(tmp_path / "orbax"))
+    assert out.strip() == str(tmp_path / "orbax")
+    common = ("generate", "The quick", *SHORT, "--no-stream", "--model")
+    assert run(capsys, *common, out.strip())[0] == run(capsys, *common, folder)[0]
+    assert "exists and is not empty" in refused(capsys, "convert", folder, str(tmp_path / "orbax"))
+    assert "--dtype='int3' is unknown" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--dtype", "int3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "0"], "max_tokens=0 is below 1"),
+        (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or a positive number"),
+        (["--top-p", "2"], "top_p=2.0 must lie in (0, 1]"),
+        (["-k", "0"], "num_speculative_tokens=0 is below 1"),
+        (["--method", "none", "-k", "3"], "--method none decodes plainly: leave --draft and -k out"),
+        (["--method", "draft_model"], "method='draft_model' needs model="),
+        (["--method", "ngram", "--draft", "x"], "method='ngram' uses no draft model"),
+        (["--model", "./[bold]no such[/bold].gguf"], "./[bold]no such[/bold].gguf does not exist"),
+        (["--model", "unheard-of"], "no model 'unheard-of': give a folder, a .gguf file, a hub id"),
+        (["--model", "no-such/model-anywhere"], "cannot fetch no-such/model-anywhere from the hub"),
+    ],
+)
+def test_errors_are_one_line(capsys, arguments, message):
+    assert message in refused(capsys, "generate", "hello", *arguments)
+
+
+def test_bad_prompts_are_one_line(capsys, folder):
+    line = refused(capsys, "generate", "short", "long " * 600, "--model", folder)
+    assert "prompt 1: the prompt has" in line
+    assert "max_model_len=512 leaves no room" in line
+
+
+def test_the_traceback_can_be_kept(monkeypatch):
+    monkeypatch.setenv("JAXSPEC_DEBUG", "1")
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        cli.main(["generate", "hello", "--max-tokens", "0"])
+
+
+def test_the_program_itself(folder):
+    """Exit status and streams as a shell sees them."""
+    program = [sys.executable, "-m", "jaxspec.cli"]
+    ran = subprocess.run([*program, "info", folder, "--json"], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["model"]["architecture"] == "llama"
+    failed = subprocess.run([*program, "generate", "x", "--top-k", "-5"], capture_output=True, text=True, cwd=ROOT)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr == "jaxspec: top_k=-5 must be positive, or 0 to turn it off\n"
+
+
+def test_an_unknown_option_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", "x", "--max-token", "3"])
+    assert stop.value.code == 2
+    assert "--max-tokens" in capsys.readouterr().err
+
+
+def test_later_commands_are_not_there(capsys):
+    out, _ = run(capsys, "--help")
+    assert all(name in out for name in ("demo", "generate", "convert", "info"))
+    assert "bench" not in out
+    assert "train" not in out
+
+
+def test_defaults_agree():
+    """The command line does not import what it would take these from."""
+    from jaxspec import demo
+
+    assert cli.EMBEDDED == demo.MODEL == checkpoints.sources.DEFAULT_MODEL
+    assert cli.demo.__defaults__[0] == demo.MAX_TOKENS
