@@ -148,7 +148,7 @@ def total(requests: Sequence[Request]) -> list[int]:
 
 @contextlib.contextmanager
 def no_compilation_cache():
-    """Programs read back from disk need not know their memory; those for a chip that is absent cannot be read at all."""
+    """Programs read from disk need not know their memory; those for a chip that is absent cannot be read at all."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # jax remembers whether it has one

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
-SPLIT_KEYS, MAX_SPLITS = 512, 16
+SPLIT_KEYS, MAX_SPLITS = 128, 16
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
