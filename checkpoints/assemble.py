@@ -1,8 +1,8 @@
 """Named tensors in a file's layout -> parameters on their devices, in the decoder's layout.
 
 Files store a product's weights output-first, [O, I]; the decoder wants them input-first. Each device's part is read
-in the file's order, merged there by copying whole rows (q, k, v by key-value head; gate and up), sent to the device as
-it is stored, and only there transposed and converted. Transposing bfloat16 in numpy is a slow strided copy (over a
+in the file's order, merged there by copying whole rows (`ModelConfig.merged`), sent to the device as it is stored, and
+only there transposed and converted. Transposing bfloat16 in numpy is a slow strided copy (over a
 minute for 8B parameters); the device does it two to five times faster even where it is a CPU.
 """
 
@@ -24,7 +24,6 @@ from jaxspec.models.config import ModelConfig
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index], np.ndarray]
-MERGED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
 class TensorFile(Protocol):
@@ -48,11 +47,9 @@ def output_first(parameter: str, shape: tuple[int, ...]) -> bool:
 
 def stored_shape(config: ModelConfig, parameter: str, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that a file's tensor must have to be `part` of `parameter`, which has `shape`."""
-    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-    if part in heads:
-        return (heads[part] * config.head_dim, *shape[:-1])
-    if part:  # gate or up: [E, 2, F] holds two [F, E]
-        return (shape[2], shape[0])
+    if part:
+        columns = config.merged[leaf_of(parameter)]
+        return (shape[-1] * columns[part] // sum(columns.values()), *shape[:-1])
     return (*shape[1:], shape[0]) if output_first(parameter, shape) else shape
 
 
@@ -138,21 +135,18 @@ def turn(turned: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.A
 
 
 def merge(config: ModelConfig, leaf: str, index: Index, read: Read) -> np.ndarray:
-    """The slice `index` of a parameter in the file's order: [(H+2G)D, I] by kv head, [2, F, I], or one tensor."""
-    if leaf == "gate_up":
-        return np.stack([read(part, index[1:]) for part in MERGED[leaf][index[0]]])
-    if leaf not in MERGED:
+    """The slice `index` of a parameter in the file's order; of a merged one, its parts in groups of rows."""
+    if leaf not in config.merged:
         return read("", index)
-    d, per = config.head_dim, config.heads_per_group
-    rows, rest = index[0], index[1:]
-    group = (per + 2) * d
+    sizes, rows, rest = config.merged[leaf], index[0], index[1:]
+    group = sum(sizes.values())
     if rows.start % group or rows.stop % group:
-        raise ValueError(f"the mesh cuts through a key-value head: its size must divide {config.num_kv_heads}")
+        raise ValueError(f"the mesh cuts through a group of {leaf}: its size must divide the number of groups")
     first, last = rows.start // group, rows.stop // group
 
-    def heads(part: str, count: int) -> np.ndarray:
-        x = read(part, (slice(first * count * d, last * count * d), *rest))
-        return x.reshape(last - first, count * d, *x.shape[1:])
+    def groups(part: str, size: int) -> np.ndarray:
+        x = read(part, (slice(first * size, last * size), *rest))
+        return x.reshape(last - first, size, *x.shape[1:])
 
-    x = np.concatenate([heads("q", per), heads("k", 1), heads("v", 1)], axis=1)
+    x = np.concatenate([groups(part, size) for part, size in sizes.items()], axis=1)
     return x.reshape(-1, *x.shape[2:])

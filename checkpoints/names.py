@@ -109,7 +109,7 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     layer |= {
         "qkv": (c.width, c.qkv_width),
         "out": (c.num_heads * c.head_dim, c.width),
-        "gate_up": (c.width, 2, c.mlp_width),
+        "gate_up": (c.width, 2 * c.mlp_width),
         "down": (c.mlp_width, c.width),
     }
     shapes: dict[str, tuple[int, ...]] = {"embed": (c.vocab_size, c.width), "norm": (c.width,)}

@@ -74,7 +74,9 @@ class Engine:
         models = {"target": target} | ({"draft": draft} if draft else {})
         for model in models.values():
             heads = {"num_heads": model.config.num_heads, "num_key_value_heads": model.config.num_kv_heads}
-            check_divides(heads | {"intermediate_size": model.config.mlp_width}, mesh.size)
+            block = model.config.merged["gate_up"]["gate"]
+            mlp = {f"intermediate_size / {block}": model.config.mlp_width // block}
+            check_divides(heads | mlp, mesh.size)
         layouts = self.layouts(models, platform)
         paged = {
             name: PagedModel(model.config, layouts[name], self.context(name, model.config), backend)

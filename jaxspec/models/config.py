@@ -70,6 +70,20 @@ class ModelConfig:
     def qkv_width(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    @property
+    def merged(self) -> dict[str, dict[str, int]]:
+        """Merged product -> part -> columns of that part in each group of columns.
+
+        Columns are grouped, not laid side by side, so that any tensor parallelism that divides the number of groups
+        cuts each shard's own columns of every part: qkv by key-value head, gate_up by blocks. A block is as wide as a
+        TPU's lanes, 128, or as narrow as it takes to give each of up to eight shards as many.
+        """
+        qkv = {"q": self.heads_per_group * self.head_dim, "k": self.head_dim, "v": self.head_dim}
+        shards = min(self.num_kv_heads, 8)
+        widths = [2**i for i in range(7, -1, -1) if self.mlp_width % (2**i * shards) == 0]
+        block = widths[0] if widths else math.gcd(self.mlp_width, 128)
+        return {"qkv": qkv, "qkv_bias": qkv, "gate_up": {"gate": block, "up": block}}
+
     @staticmethod
     def check_supported(raw: Mapping[str, Any]) -> None:
         """Looks at a raw config.json only.

@@ -51,7 +51,7 @@ class Layer(nnx.Module):
         if c.sandwich_norm:
             self.post_attention_norm, self.post_mlp_norm = norm(c.width), norm(c.width)
         self.mlp_norm = norm(c.width)
-        self.gate_up = weight(c.width, 2, c.mlp_width)
+        self.gate_up = weight(c.width, 2 * c.mlp_width)
         self.down = weight(c.mlp_width, c.width)
 
     def __call__(self, x, pages, rows: Rows, ropes, backend: Backend):
@@ -87,7 +87,9 @@ class Layer(nnx.Module):
 
     def mlp(self, x):
         both = linear(self.gate_up[...], x)
-        return linear(self.down[...], activate(self.config.activation, both[..., 0, :]) * both[..., 1, :])
+        both = both.reshape(*x.shape[:-1], -1, 2, self.config.merged["gate_up"]["gate"])
+        hidden = activate(self.config.activation, both[..., 0, :]) * both[..., 1, :]
+        return linear(self.down[...], hidden.reshape(*x.shape[:-1], -1))
 
 
 class Decoder(nnx.Module):

@@ -17,10 +17,10 @@ MODEL_AXES = ("tp_draft", "tp_rest")
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "embed": ("vocab", None),
     "head": (None, "vocab"),
-    "qkv": (None, "heads"),  # columns grouped by kv head: q..., k, v, so that any degree that divides G cuts cleanly
+    "qkv": (None, "heads"),  # columns grouped by kv head: q..., k, v (ModelConfig.merged)
     "qkv_bias": ("heads",),
     "out": ("heads", None),
-    "gate_up": (None, None, "mlp"),
+    "gate_up": (None, "mlp"),  # columns grouped likewise, by blocks: gate, up
     "down": ("mlp", None),
 }
 # Logical axis -> mesh axes. Axes not named here are replicated.

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from checkpoints import progress
-from checkpoints.assemble import MERGED
 from checkpoints.names import GGUF, HF, HF_SANDWICH, param_shapes
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
@@ -22,7 +21,7 @@ def test_shapes_and_names_of_every_parameter(config):
     for table in (HF_SANDWICH if config.sandwich_norm else HF, GGUF):
         names = [table.sources(parameter) for parameter in decoder]
         for parameter, parts in zip(decoder, names, strict=True):
-            assert tuple(parts) == MERGED.get(parameter.rsplit(".", 1)[-1], ("",)), parameter
+            assert tuple(parts) == tuple(config.merged.get(parameter.rsplit(".", 1)[-1], ("",))), parameter
         flat = [name for parts in names for name in parts.values()]
         assert len(flat) == len(set(flat))
 
