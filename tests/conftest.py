@@ -37,7 +37,6 @@ install_import_hook(CHECKED, f"{checked.__name__}.function")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-
 # The core's own tests, which a GPU has to pass too: its kernels, its rounding, its compiler.
 ALSO_ON_GPU = (
     "decode/test_greedy.py",

@@ -6,7 +6,6 @@ nowhere. So here attention and the MLPs are made to outweigh the embedding.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request
@@ -144,16 +142,3 @@ def plain(prompts: tuple, sampling: tuple, family: str = "llama", stop_ids: tupl
 def total(requests: Sequence[Request]) -> list[int]:
     """Accepted drafts by position in the round, summed over requests."""
     return [sum(column) for column in zip(*(r.metrics.num_accepted_tokens_per_pos for r in requests), strict=True)]
-
-
-@contextlib.contextmanager
-def no_compilation_cache():
-    """Programs read from disk need not know their memory; those for a chip that is absent cannot be read at all."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax remembers whether it has one
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()

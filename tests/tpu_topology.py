@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tests.uncached import no_compilation_cache
+
 # Several test processes may load libtpu, and none of them should look for a TPU host's metadata server.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -38,6 +40,6 @@ def tpu_compile(name: str, function, *shapes, donate_argnums=(), **jit_options) 
     """Compiles `function` for the topology `name`. `shapes` are ShapeDtypeStructs (or trees of them); those without a
     sharding are replicated. Kernels inside need the mesh around their lowering, which is why this function exists."""
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or tpu_sharding(name))
-    with jax.sharding.use_abstract_mesh(tpu_mesh(name).abstract_mesh):
+    with jax.sharding.use_abstract_mesh(tpu_mesh(name).abstract_mesh), no_compilation_cache():
         jitted = jax.jit(function, donate_argnums=donate_argnums, **jit_options)
         return jitted.lower(*jax.tree.map(place, shapes)).compile()

@@ -89,7 +89,7 @@ def _kernel(
 
     def attend(block, _):
         @pl.when(block + 1 < num_blocks)
-        def _():
+        def fetch_next():
             each_page(block + 1, lambda copy: copy.start())
 
         each_page(block, lambda copy: copy.wait())
@@ -125,7 +125,7 @@ def _kernel(
     acc[...] = jnp.zeros_like(acc)
 
     @pl.when(num_blocks > 0)
-    def _():
+    def fetch_first():
         each_page(0, lambda copy: copy.start())
 
     lax.fori_loop(0, num_blocks, attend, None)

@@ -22,6 +22,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
 from tests import lively, tiny
+from tests.uncached import no_compilation_cache
 
 K = 3
 VARIANTS = {
@@ -57,7 +58,7 @@ def config(engine: Engine, variant: str) -> DecodeConfig:
 @functools.cache
 def compiled(method: str, variant: str = "greedy", num_pages: int = 48) -> jax.stages.Compiled:
     engine = make(method, num_pages)
-    with lively.no_compilation_cache():
+    with no_compilation_cache():
         lowered = lower("launch", config(engine, variant), engine.params, engine.cache, *arguments(engine))
         return lowered.compile()
 

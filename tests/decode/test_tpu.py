@@ -26,8 +26,8 @@ from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, sharding
 from jaxspec.sampling.distribution import SamplingRows
-from tests.lively import no_compilation_cache
 from tests.tpu_topology import tpu_mesh
+from tests.uncached import no_compilation_cache
 
 K, B, PAGE = 4, 8, 32
 CONTEXT = 1024
