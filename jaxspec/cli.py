@@ -43,6 +43,7 @@ class Method(enum.StrEnum):
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point. What the user can mend is told in one line, with exit status 2; JAXSPEC_DEBUG=1 keeps the
     traceback."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # only its tokenizers are used: torch is not missed
     try:
         app(arguments)
     except (ValueError, NotImplementedError, OSError) as error:  # OSError: missing files, no connection

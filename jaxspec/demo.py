@@ -218,9 +218,9 @@ def show(document: dict[str, Any]) -> None:
     for title, row, length in zip(document["titles"], speeds, lengths, strict=True):
         each.add_row(title, *(f"{speed:.1f}" for speed in row), f"{length:.2f}")
     console.print(each)
-    compiled = ", ".join(f"{name} {m['compile_seconds']:.1f} s" for name, m in methods.items())
+    compiled = ", ".join(f"{m['compile_seconds']:.1f} s ({name})" for name, m in methods.items())
     loaded = f"loading {document['load_seconds']:.1f} s"
-    console.print(f"Not counted above: {loaded}; compiling {compiled} (shared parts: plain).", highlight=False)
+    console.print(f"Not counted above: {loaded}, compiling {compiled}.", highlight=False)
     for d in methods["ngram"]["differences"]:
         where = f"{document['titles'][d['prompt']]!r}, output token {d['position']}"
         console.print(Text(f"ngram differs from plain: {where} (a tie that rounding decides differently, or a bug)"))
