@@ -178,6 +178,7 @@ class Launches:
         results = [self.run(np.arange(self.rows_each) + i * self.rows_each) for i in range(launches)]
         by_setting = lambda x: x.reshape(len(self.settings), self.rows_each, *x.shape[1:])
         tokens = np.concatenate([by_setting(r.new_tokens[:, : self.length]) for r in results], axis=1)
-        accepted = sum(by_setting(r.num_accepted_per_pos).sum(axis=1) for r in results)
-        rounds = sum(by_setting(r.num_drafts).sum(axis=1) for r in results)
+        position = np.arange(self.num_drafts)
+        accepted = sum((by_setting(r.accepted)[..., None] > position).sum(axis=(1, 2)) for r in results)
+        rounds = sum((by_setting(r.proposed) > 0).sum(axis=(1, 2)) for r in results)
         return tokens[:, :samples], accepted / np.maximum(rounds, 1)[:, None]

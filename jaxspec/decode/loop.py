@@ -21,35 +21,34 @@ def launch(
 ) -> tuple[PagedKVCache, LaunchResult]:
     """Runs rounds until num_rounds i32[] (at most MAX_ROUNDS) are done, no row can run any more, or, where
     stop_on_finish bool[] asks for it, a row has finished."""
-    first = start_state(config, batch)
 
     def going(carry):
-        done, _, state = carry
+        _, state = carry
         early = stop_on_finish & jnp.any(state.finish != RUNNING)
-        return (done < jnp.minimum(num_rounds, MAX_ROUNDS)) & jnp.any(runnable(config, batch, state)) & ~early
+        return (state.round < jnp.minimum(num_rounds, MAX_ROUNDS)) & jnp.any(runnable(config, batch, state)) & ~early
 
     def body(carry):
-        done, cache, state = carry
-        return done + 1, *round(config, params, cache, batch, state)
+        return round(config, params, carry[0], batch, carry[1])
 
-    done, cache, state = lax.while_loop(going, body, (jnp.int32(0), cache, first))
-    return cache, result(config, batch, state, done)
+    cache, state = lax.while_loop(going, body, (cache, start_state(batch)))
+    return cache, result(config, batch, state)
 
 
-def start_state(config: DecodeConfig, batch: LaunchInput) -> DecodeState:
-    zeros = jnp.zeros_like(batch.num_tokens)
+def start_state(batch: LaunchInput) -> DecodeState:
+    per_round = jnp.zeros((batch.num_tokens.shape[0], MAX_ROUNDS), jnp.int32)
     return DecodeState(
         tokens=batch.tokens,
         num_tokens=batch.num_tokens,
         draft_len=batch.draft_len,
-        finish=zeros,
-        num_drafts=zeros,
-        num_draft_tokens=zeros,
-        num_accepted_per_pos=jnp.zeros((zeros.shape[0], config.num_speculative_tokens), jnp.int32),
+        finish=jnp.zeros_like(batch.num_tokens),
+        round=jnp.int32(0),
+        proposed=per_round,
+        accepted=per_round,
+        emitted=per_round,
     )
 
 
-def result(config: DecodeConfig, batch: LaunchInput, state: DecodeState, num_rounds: jax.Array) -> LaunchResult:
+def result(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> LaunchResult:
     """The new tokens are read off the history buffer once, at the end."""
     offset = jnp.arange(MAX_ROUNDS * (config.num_speculative_tokens + 1), dtype=jnp.int32)[None, :]
     at = jnp.minimum(batch.num_tokens[:, None] + offset, state.tokens.shape[1] - 1)
@@ -58,8 +57,8 @@ def result(config: DecodeConfig, batch: LaunchInput, state: DecodeState, num_rou
         num_new=state.num_tokens - batch.num_tokens,
         finish=state.finish,
         draft_len=state.draft_len,
-        num_drafts=state.num_drafts,
-        num_draft_tokens=state.num_draft_tokens,
-        num_accepted_per_pos=state.num_accepted_per_pos,
-        num_rounds=num_rounds,
+        proposed=state.proposed,
+        accepted=state.accepted,
+        emitted=state.emitted,
+        num_rounds=state.round,
     )

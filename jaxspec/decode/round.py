@@ -158,17 +158,17 @@ def commit(
     tokens = state.tokens.at[jnp.arange(count.shape[0])[:, None], target_at].set(emitted, mode="drop")
     num_tokens = state.num_tokens + count
     finish = jnp.where(stopped, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, RUNNING))
-    proposed = jnp.where(live, proposal.num_proposed, 0)
-    accepted = offset[:, :num_drafts] < jnp.minimum(verdict.num_accepted, count)[:, None]
     drafted = jnp.minimum(num_tokens - 1, state.num_tokens + jnp.maximum(wanted, 1) - 1)
     # The first draft pass covers a lag of one token; a draft further behind keeps its length until it is caught up.
     in_step = live & (num_drafts > 0) & (state.draft_len >= state.num_tokens - 2)
+    note = lambda counts, now: counts.at[:, state.round].set(jnp.where(live, now, 0))
     return DecodeState(
         tokens=tokens,
         num_tokens=num_tokens,
         draft_len=jnp.where(in_step, jnp.minimum(drafted, config.position_limit), state.draft_len),
         finish=jnp.where(live, finish, state.finish),
-        num_drafts=state.num_drafts + (proposed > 0),
-        num_draft_tokens=state.num_draft_tokens + proposed,
-        num_accepted_per_pos=state.num_accepted_per_pos + accepted,
+        round=state.round + 1,
+        proposed=note(state.proposed, proposal.num_proposed),
+        accepted=note(state.accepted, jnp.minimum(verdict.num_accepted, count)),
+        emitted=note(state.emitted, count),
     )

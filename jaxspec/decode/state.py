@@ -66,16 +66,18 @@ class DecodeState:
     are computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
 
     tokens i32[B,L]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B];
-    num_drafts i32[B]: rounds that proposed something; num_draft_tokens i32[B]; num_accepted_per_pos i32[B,K].
+    round i32[]: rounds done in this launch; proposed, accepted, emitted i32[B, MAX_ROUNDS]: in each of them, drafts
+    proposed, drafts committed, tokens committed.
     """
 
     tokens: jax.Array
     num_tokens: jax.Array
     draft_len: jax.Array
     finish: jax.Array
-    num_drafts: jax.Array
-    num_draft_tokens: jax.Array
-    num_accepted_per_pos: jax.Array
+    round: jax.Array
+    proposed: jax.Array
+    accepted: jax.Array
+    emitted: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -96,14 +98,17 @@ class LaunchInput:
 @dataclasses.dataclass
 class LaunchResult:
     """What one launch brings back, in one transfer. new_tokens i32[B, MAX_ROUNDS*(K+1)], of which num_new i32[B] are
-    real; finish, draft_len, num_drafts, num_draft_tokens, num_accepted_per_pos as in DecodeState, counted over this
-    launch; num_rounds i32[]."""
+    real; finish, draft_len, proposed, accepted, emitted as in DecodeState; num_rounds i32[]."""
 
     new_tokens: jax.Array
     num_new: jax.Array
     finish: jax.Array
     draft_len: jax.Array
-    num_drafts: jax.Array
-    num_draft_tokens: jax.Array
-    num_accepted_per_pos: jax.Array
+    proposed: jax.Array
+    accepted: jax.Array
+    emitted: jax.Array
     num_rounds: jax.Array
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return self.new_tokens.shape[1] // MAX_ROUNDS - 1

@@ -236,12 +236,7 @@ class Engine:
             count -= len(request.output) - keep
             del request.output[keep:]
             request.finish_reason = "stop"
-        seen = SpecDecodeMetrics(
-            num_drafts=int(result.num_drafts[row]),
-            num_draft_tokens=int(result.num_draft_tokens[row]),
-            num_accepted_tokens_per_pos=result.num_accepted_per_pos[row].tolist(),
-            num_emitted_tokens=count,
-        )
+        seen = counters(result, row, count)
         request.metrics += seen
         self.metrics += seen
         self.timing.num_tokens += count
@@ -274,6 +269,21 @@ class stopwatch:
         self.timing.compile_seconds += compiling
         spent = time.perf_counter() - self.started - compiling
         setattr(self.timing, self.field, getattr(self.timing, self.field) + spent)
+
+
+def counters(result: LaunchResult, row: int, kept: int) -> SpecDecodeMetrics:
+    """What one row's rounds did, as far as its first `kept` tokens: what a stop string cut off counts for nothing."""
+    emitted = result.emitted[row]
+    start = np.cumsum(emitted) - emitted  # tokens before each round
+    proposed = np.where(start < kept, result.proposed[row], 0)
+    accepted = np.minimum(result.accepted[row], np.maximum(kept - start, 0))
+    position = np.arange(result.num_speculative_tokens)
+    return SpecDecodeMetrics(
+        num_drafts=int(np.sum(proposed > 0)),
+        num_draft_tokens=int(np.sum(proposed)),
+        num_accepted_tokens_per_pos=np.sum(accepted[:, None] > position, axis=0).tolist(),
+        num_emitted_tokens=kept,
+    )
 
 
 def make_drafter(speculative: SpeculativeConfig | None, draft: PagedModel | None) -> Drafter | None:

@@ -129,6 +129,20 @@ def test_stop_strings_end_a_request_where_the_host_says():
     assert request.metrics.num_emitted_tokens == 7
 
 
+def test_what_a_stop_string_cuts_off_counts_for_nothing():
+    """Seven tokens kept of a launch of six rounds, each of which proposed four drafts and had all accepted."""
+    own = engine("itself", 4)
+    prompts, sampling = PROMPTS[2:4], params((30, 30))
+    request = own.add(prompts[0], sampling[0], find_stop=lambda output, known: 7)
+    other = own.add(prompts[1], sampling[1])
+    while own.busy:
+        own.step(6)
+    m = request.metrics
+    assert (m.num_drafts, m.num_draft_tokens, m.num_emitted_tokens) == (2, 8, 7)
+    assert m.num_accepted_tokens_per_pos == [2, 2, 1, 1]
+    assert other.metrics.num_accepted_tokens_per_pos == [6] * 4
+
+
 def test_metrics_add_up():
     """The engine's counters are the sums of the requests'; every token is a round's own or an accepted one."""
     own = new_engine("noisy", K)
