@@ -7,7 +7,8 @@ import jax
 
 # op -> platform -> the form that `implementation=None` means.
 # On TPU the two integer ops are a few vector operations that XLA fuses with their neighbours; a kernel of their own
-# only adds a launch. On GPU the reference stays the default, attention excepted, until a measurement says otherwise.
+# only adds a launch. On GPU it is the same (H200: merge and slots 4 us fused, 6 to 7 as kernels; kv_write 5 us for up
+# to 80 tokens, 4 to 15 as a kernel).
 DEFAULTS = {
     "merge_tokens": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "slot_mapping": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
