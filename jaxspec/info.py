@@ -9,7 +9,7 @@ import jax
 
 import checkpoints
 from jaxspec.cache import budget
-from jaxspec.cache.pages import cache_layout
+from jaxspec.cache.pages import cache_layout, default_page_size
 from jaxspec.config import EngineConfig
 from jaxspec.llm import PLATFORMS, check_same_tokenizer, compute_dtype
 from jaxspec.models.config import ModelConfig
@@ -35,7 +35,7 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
             document["draft_fits"] = True
         except ValueError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
-    page_size = 32 if platform == "tpu" else 16
+    page_size = default_page_size(platform)
     models = [m for m in (target, document["draft"]) if m]
     weights = sum(m["weight_bytes"] for m in models) if platform != "cpu" else 0  # CPU's pool has a fixed size
     free = budget.free_memory(jax.devices()[0], EngineConfig().memory_utilization, weights)

@@ -63,6 +63,11 @@ def padded_head_dim(head_dim: int, platform: str) -> int:
     return head_dim
 
 
+def default_page_size(platform: str) -> int:
+    """Tokens a page holds where nobody says otherwise."""
+    return 32 if platform == "tpu" else 16
+
+
 def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
     return CacheLayout(
         num_layers=config.num_layers,

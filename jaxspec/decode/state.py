@@ -30,7 +30,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Static description of the device program. drafter None, or a variant without K: plain decoding (K = 0)."""
+    """Static description of the device program. drafter None: plain decoding (K = 0)."""
 
     target: PagedModel
     drafter: Drafter | None
@@ -65,7 +65,7 @@ class DecodeState:
     """The loop's carry. Row b has num_tokens[b] committed tokens, of which the last is pending: its keys and values
     are computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
 
-    tokens i32[B,L]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B];
+    tokens i32[B,M]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B];
     round i32[]: rounds done in this launch; proposed, accepted, emitted i32[B, MAX_ROUNDS]: in each of them, drafts
     proposed, drafts committed, tokens committed.
     """

@@ -25,7 +25,7 @@ class Proposal:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class History:
-    """What has been committed. tokens i32[B,L] (prompt and output), num_tokens i32[B]; draft_len i32[B]: positions
+    """What has been committed. tokens i32[B,M] (prompt and output), num_tokens i32[B]; draft_len i32[B]: positions
     the draft cache holds; block_table i32[B,N]; num_wanted i32[B]: at most this many drafts; live bool[B]."""
 
     tokens: jax.Array

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxspec.cache import budget
 from jaxspec.cache.allocator import PageAllocator
-from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout
+from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout, default_page_size
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
@@ -69,7 +69,7 @@ class Engine:
                 f"max_model_len={self.max_model_len} exceeds the model's own {target.config.max_model_len}"
             )
         self.vocab_size = target.config.vocab_size
-        self.page_size = config.page_size or (32 if platform == "tpu" else 16)
+        self.page_size = config.page_size or default_page_size(platform)
         backend = Backend(platform, mesh, config.kernels)
         models = {"target": target} | ({"draft": draft} if draft else {})
         for model in models.values():

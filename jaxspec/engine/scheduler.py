@@ -12,12 +12,8 @@ class Scheduler:
     """A request is admitted with all the pages it can ever need, so it never waits for pages once it runs."""
 
     def __init__(self, allocator: PageAllocator, page_size: int, max_num_seqs: int, num_drafts: int = 0) -> None:
-        self.allocator, self.page_size, self.max_num_seqs, self.num_drafts = (
-            allocator,
-            page_size,
-            max_num_seqs,
-            num_drafts,
-        )
+        self.allocator, self.page_size = allocator, page_size
+        self.max_num_seqs, self.num_drafts = max_num_seqs, num_drafts
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 

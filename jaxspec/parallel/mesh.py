@@ -42,10 +42,6 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[Any] | None = Non
     return Mesh(grid, MODEL_AXES, axis_types=(AxisType.Auto,) * 2)
 
 
-def degree(mesh: Mesh) -> int:
-    return mesh.size
-
-
 def sharding(mesh: Mesh, spec: P = P()) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
