@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxspec.options import options, refuse_unsupported
 
-METHODS = ("draft_model", "ngram")
-REJECTION_METHODS = ("standard", "coupled")
-LATER_REJECTION_METHODS = ("block", "typical", "synthetic")
+METHODS = ("draft_model", "ngram", "ngram+draft_model")
+REJECTION_METHODS = ("standard", "coupled", "synthetic")
+LATER_REJECTION_METHODS = ("block", "typical")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -18,15 +18,22 @@ class SpeculativeConfig:
     """How tokens are proposed and accepted.
 
     Args:
-      method: "draft_model" (where `model` is given) or "ngram" (prompt lookup).
+      method: "draft_model" (where `model` is given), "ngram" (prompt lookup) or "ngram+draft_model" (prompt lookup
+        where it finds something, the draft model elsewhere).
       model, revision: the draft: a hub id, a local folder or a .gguf file.
       num_speculative_tokens: K, drafts a round, at least 1.
       max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
       dtype: the draft's; default the target's.
       draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
       rejection_sample_method: "standard" or "coupled" for every sampling request. None: coupled for requests with an
-        explicit seed (their tokens then equal plain decoding's), standard for the others.
-      prompt_lookup_min, prompt_lookup_max: lengths of the n-gram that "ngram" looks up.
+        explicit seed (their tokens then equal plain decoding's), standard for the others. "synthetic", for benchmarks:
+        drafts are accepted at given rates whatever they are, and the text means nothing.
+      synthetic_acceptance_length: mean tokens a round under "synthetic", 1 to K + 1; or synthetic_acceptance_rates: for
+        each of the K positions the probability that it and all before it are accepted.
+      adaptive: choose the drafts of each launch among 0, K/2 and K by what they cost and how many of them are accepted,
+        so that speculation is not slower than plain decoding. False: always K.
+      disable_by_batch_size: no speculation while at least this many requests are running.
+      prompt_lookup_min, prompt_lookup_max: lengths of the n-gram that is looked up.
 
     Raises: ValueError for a value out of its range, NotImplementedError for what is not supported yet.
     """
@@ -45,6 +52,7 @@ class SpeculativeConfig:
     posterior_alpha: float = 0.3
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
+    adaptive: bool = True
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     disable_by_batch_size: int | None = None
@@ -53,8 +61,8 @@ class SpeculativeConfig:
         if self.method is None:
             object.__setattr__(self, "method", "draft_model" if self.model else "ngram")
         one_of("method", self.method, METHODS)
-        if self.method == "draft_model" and not self.model:
-            raise ValueError("method='draft_model' needs model=: the draft's hub id, folder or .gguf file")
+        if "draft_model" in self.method and not self.model:
+            raise ValueError(f"method={self.method!r} needs model=: the draft's hub id, folder or .gguf file")
         if self.method == "ngram" and self.model:
             raise ValueError(f"method='ngram' uses no draft model, but model={self.model!r} is given: drop one of them")
         at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
@@ -75,19 +83,42 @@ class SpeculativeConfig:
             at_least("max_model_len", self.max_model_len, 1)
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
-        later = "leave it out"
+        if self.disable_by_batch_size is not None:
+            at_least("disable_by_batch_size", self.disable_by_batch_size, 1)
+        object.__setattr__(self, "synthetic_acceptance_rates", self.synthetic_rates())
         refuse_unsupported(
             self,
             {
                 "draft_tensor_parallel_size": "the draft is sharded like the target",
-                "quantization": later,
+                "quantization": "leave it out",
                 "posterior_threshold": "it belongs to typical acceptance",
                 "posterior_alpha": "it belongs to typical acceptance",
-                "synthetic_acceptance_length": later,
-                "synthetic_acceptance_rates": later,
-                "disable_by_batch_size": "set num_speculative_tokens=0 in a request's SamplingParams instead",
             },
         )
+
+    def synthetic_rates(self) -> tuple[float, ...] | None:
+        """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""
+        rates, length, k = self.synthetic_acceptance_rates, self.synthetic_acceptance_length, self.num_speculative_tokens
+        if self.rejection_sample_method != "synthetic":
+            if rates is not None or length is not None:
+                raise ValueError("synthetic acceptance needs rejection_sample_method='synthetic'")
+            return None
+        if (rates is None) == (length is None):
+            raise ValueError(
+                "rejection_sample_method='synthetic' needs one of synthetic_acceptance_length and "
+                "synthetic_acceptance_rates"
+            )
+        if rates is None:
+            if not 1.0 <= length <= k + 1:
+                raise ValueError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
+            return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
+        rates = tuple(float(r) for r in rates)
+        if len(rates) != k or any(not 0.0 <= r <= 1.0 for r in rates) or list(rates) != sorted(rates, reverse=True):
+            raise ValueError(
+                f"synthetic_acceptance_rates={rates} must be {k} probabilities that do not increase: the chances that "
+                "the first 1, 2, ... drafts are accepted"
+            )
+        return rates
 
     @classmethod
     def of(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
@@ -106,6 +137,7 @@ class EngineConfig:
       max_num_seqs: requests decoded together.
       page_size: tokens a cache page holds. Default 16, on TPU 32.
       num_pages: pages in the pool. Default: what memory_utilization of the free device memory holds.
+      enable_prefix_caching: keep the pages of ended requests and share them with requests that begin alike.
       rounds_per_launch: rounds that one launch of the device program runs, 1 to 32.
       prefill_chunk: longest piece of a prompt in one pass, in tokens.
       kernels: "reference" (plain jnp), "pallas", or None for the measured fastest of the platform.
@@ -121,10 +153,13 @@ class EngineConfig:
     page_size: int | None = None
     num_pages: int | None = None
     memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
     rounds_per_launch: int = 16
     prefill_chunk: int = 256
     kernels: str | None = None
     compilation_cache: bool = True
+    enable_lora: bool = False
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
@@ -141,6 +176,13 @@ class EngineConfig:
             raise ValueError(f"prefill_chunk={self.prefill_chunk} must be a power of two, at least 16")
         if self.kernels is not None:
             one_of("kernels", self.kernels, ("reference", "pallas"))
+        refuse_unsupported(
+            self,
+            {
+                "enable_lora": "merge the adapter into the weights and load the result",
+                "pipeline_parallel_size": "shard the model with tensor_parallel_size",
+            },
+        )
 
 
 def at_least(name: str, value: int, least: int) -> None:

@@ -53,34 +53,78 @@ class SpecDecodeMetrics:
 
 
 @dataclasses.dataclass
+class Logprob:
+    """Of one token: natural logarithm of its probability under the target's raw logits (before temperature, penalties
+    and filters), its rank among all ids (1 is the likeliest), its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass
 class CompletionOutput:
-    """One sample. finish_reason: "stop", "length" or "abort"; stop_reason: the stop string or id that ended it."""
+    """One sample.
+
+    finish_reason: "stop", "length", "abort" or "error"; stop_reason: the stop string or id that ended it; error: why it
+    failed. logprobs: for each token id, the chosen one's and the likeliest ones' Logprob by id, where asked for;
+    cumulative_logprob: the sum of the chosen ones'.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+@dataclasses.dataclass
+class RequestTiming:
+    """Seconds, from the request's arrival; None: it did not get that far.
+
+    queue_seconds: until it was given a row; prefill_seconds: from then until its prompt was in the caches;
+    decode_seconds: from then until its end; time_to_first_token: from arrival; time_per_output_token: from the first
+    token to the end, per further token.
+    """
+
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    time_to_first_token: float | None = None
+    time_per_output_token: float | None = None
 
 
 @dataclasses.dataclass
 class RequestOutput:
-    """A request's result, in the order of the prompts. prompt is None where token ids were given."""
+    """A request's result, in the order of the prompts. prompt is None where token ids were given.
+
+    outputs: n samples. prompt_logprobs: as a completion's logprobs, None for the first token, where asked for.
+    metrics: over all samples; timing: until the last of them.
+    """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: SpecDecodeMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    timing: RequestTiming = dataclasses.field(default_factory=RequestTiming)
 
 
 @dataclasses.dataclass
 class StreamOutput:
-    """A piece of a stream: the new text and token ids since the last piece. The last one has a finish_reason."""
+    """A piece of a stream: the new text and token ids since the last piece of the same sample. The last one has a
+    finish_reason. prompt_index: which of the prompts; sample: which of its n samples."""
 
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    prompt_index: int = 0
+    sample: int = 0
+    error: str | None = None
 
 
 @dataclasses.dataclass

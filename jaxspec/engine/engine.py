@@ -293,5 +293,5 @@ def make_drafter(speculative: SpeculativeConfig | None, draft: PagedModel | None
     if speculative.method == "ngram":
         return NGram(k, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if draft is None:
-        raise ValueError("method='draft_model' needs the draft's parameters")
+        raise ValueError(f"method={speculative.method!r} needs the draft's parameters")
     return DraftModel(k, draft)

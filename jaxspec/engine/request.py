@@ -3,19 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.outputs import RequestTiming, SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
 
 # Looks at the output ids from this index on; returns how many output ids to keep, or None to go on.
 FindStop = Callable[[list[int], int], int | None]
 
 
+class TokenLogprobs(NamedTuple):
+    """Of one token: its log-probability and rank, and the likeliest ids with theirs, best first."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 @dataclasses.dataclass
+class Times:
+    """Moments of a request's life, in seconds of time.perf_counter; None: not yet."""
+
+    arrived: float = dataclasses.field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    prefilled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    def timing(self, num_output: int) -> RequestTiming:
+        between = lambda a, b: None if a is None or b is None else b - a
+        rest = between(self.first_token, self.finished)
+        return RequestTiming(
+            queue_seconds=between(self.arrived, self.admitted),
+            prefill_seconds=between(self.admitted, self.prefilled),
+            decode_seconds=between(self.prefilled, self.finished),
+            time_to_first_token=between(self.arrived, self.first_token),
+            time_per_output_token=None if rest is None or num_output < 2 else rest / (num_output - 1),
+        )
+
+
+@dataclasses.dataclass(eq=False)
 class Request:
-    """prompt: token ids; seed: 64 bits, fixed for the request's life; coupled: which acceptance rule its sampling
-    uses; stop_ids: ids that end it; max_len: prompt + output at most."""
+    """One sample of one prompt.
+
+    prompt: token ids; seed: 64 bits, fixed for the request's life; coupled: which acceptance rule its sampling
+    uses; stop_ids: ids that end it; max_len: prompt + output at most; bad_words: id sequences that never occur in the
+    output; index: which of the n samples; samples: all of them, this one included.
+
+    pages hold positions [0, len(pages) * page_size); the target's cache is valid for [0, target_len), the draft's for
+    [0, draft_len). logprobs: one entry an output token; prompt_logprobs: one for each prompt token but the first.
+    """
 
     id: int
     prompt: list[int]
@@ -25,13 +65,24 @@ class Request:
     stop_ids: tuple[int, ...]
     max_len: int
     num_speculative_tokens: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    index: int = 0
     find_stop: FindStop | None = None
 
     output: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
+    target_len: int = 0
     draft_len: int = 0
     finish_reason: str | None = None
+    error: str | None = None
     metrics: SpecDecodeMetrics = dataclasses.field(default_factory=SpecDecodeMetrics)
+    times: Times = dataclasses.field(default_factory=Times)
+    samples: list[Request] = dataclasses.field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.samples = self.samples or [self]
 
     @property
     def tokens(self) -> list[int]:
