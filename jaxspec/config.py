@@ -61,7 +61,7 @@ class SpeculativeConfig:
         if self.method is None:
             object.__setattr__(self, "method", "draft_model" if self.model else "ngram")
         one_of("method", self.method, METHODS)
-        if "draft_model" in self.method and not self.model:
+        if "draft_model" in str(self.method) and not self.model:
             raise ValueError(f"method={self.method!r} needs model=: the draft's hub id, folder or .gguf file")
         if self.method == "ngram" and self.model:
             raise ValueError(f"method='ngram' uses no draft model, but model={self.model!r} is given: drop one of them")
@@ -98,7 +98,8 @@ class SpeculativeConfig:
 
     def synthetic_rates(self) -> tuple[float, ...] | None:
         """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""
-        rates, length, k = self.synthetic_acceptance_rates, self.synthetic_acceptance_length, self.num_speculative_tokens
+        k = self.num_speculative_tokens
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if self.rejection_sample_method != "synthetic":
             if rates is not None or length is not None:
                 raise ValueError("synthetic acceptance needs rejection_sample_method='synthetic'")
@@ -108,11 +109,11 @@ class SpeculativeConfig:
                 "rejection_sample_method='synthetic' needs one of synthetic_acceptance_length and "
                 "synthetic_acceptance_rates"
             )
-        if rates is None:
+        if rates is None and length is not None:
             if not 1.0 <= length <= k + 1:
                 raise ValueError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
             return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
-        rates = tuple(float(r) for r in rates)
+        rates = tuple(float(r) for r in rates or ())
         if len(rates) != k or any(not 0.0 <= r <= 1.0 for r in rates) or list(rates) != sorted(rates, reverse=True):
             raise ValueError(
                 f"synthetic_acceptance_rates={rates} must be {k} probabilities that do not increase: the chances that "

@@ -131,7 +131,8 @@ class Launches:
             block_table=self.block_table,
         )
         chunk = self.place(chunk)
-        return lower("prefill", self.config, self.params, self.cache, chunk).compile()(self.params, self.cache, chunk)
+        program = lower("prefill", self.config, self.params, self.cache, chunk).compile()
+        return program(self.params, self.cache, chunk)[0]
 
     def batch(self, seeds: np.ndarray, settings: Sequence[Setting]) -> LaunchInput:
         """Rows by setting: rows_each of the first, then of the second...; every setting sees the same seeds."""
@@ -163,7 +164,7 @@ class Launches:
         )
 
     def arguments(self, seeds: np.ndarray, settings: Sequence[Setting]) -> tuple:
-        return self.place((self.batch(seeds, settings), np.int32(32), np.bool_(False)))
+        return self.place((self.batch(seeds, settings), np.int32(32), np.bool_(False), np.float32(0)))
 
     def run(self, seeds: np.ndarray, settings: Sequence[Setting] | None = None) -> LaunchResult:
         """One launch over rows_each seeds; other settings than those compiled for may ask for nothing new."""

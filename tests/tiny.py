@@ -71,6 +71,8 @@ def engine(
 ) -> Engine:
     mesh = make_mesh(tensor_parallel_size)
     platform = jax.default_backend()
+    if isinstance(speculative, dict):
+        speculative = {"adaptive": False, **speculative}  # the number of drafts is the test's choice
     return Engine(
         target,
         EngineConfig(tensor_parallel_size=tensor_parallel_size, **options),

@@ -79,6 +79,13 @@ def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: 
     )
 
 
+def copy_pages(
+    config: Any, params: Any, cache: PagedKVCache, source: jax.Array, target: jax.Array
+) -> tuple[PagedKVCache, None]:
+    """Pages source i32[n] of both models copied to pages target i32[n]; a target of num_pages is dropped."""
+    return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
+
+
 def allocate(layout: CacheLayout, mesh: Mesh) -> tuple[jax.Array, ...]:
     """Zeroed pages, born on their sharding."""
     zeros = jax.jit(

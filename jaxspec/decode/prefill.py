@@ -1,32 +1,71 @@
-"""Prompt chunks into both caches. Never samples: the last prompt token stays pending for the first round."""
+"""Tokens into the caches, chunk by chunk. Never samples: the last prompt token stays pending for the first round."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode.round import Params
 from jaxspec.decode.state import DecodeConfig
+from jaxspec.sampling.logprobs import Logprobs, logprobs
+
+SLICE = 16  # tokens of a row whose logits are computed at a time
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Chunk:
     """tokens i32[B,T], of which length i32[B] are real (0: the row takes no part), at positions start i32[B]...;
-    block_table i32[B,N]."""
+    block_table i32[B,N]; next_tokens i32[B,T]: what follows each, where their log-probabilities are wanted."""
 
     tokens: jax.Array
     start: jax.Array
     length: jax.Array
     block_table: jax.Array
+    next_tokens: jax.Array | None = None
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self.tokens, self.start, self.length, self.block_table
 
 
-def prefill(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> PagedKVCache:
-    """Writes the chunk's keys and values, the target's and the draft's."""
-    arrays = (chunk.tokens, chunk.start, chunk.length, chunk.block_table)
+def prefill(
+    config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk
+) -> tuple[PagedKVCache, Logprobs | None]:
+    """Writes the chunk's keys and values, the target's and the draft's -> (caches, log-probabilities [B,T] of
+    chunk.next_tokens, where there are any)."""
     with jax.named_scope("prefill"):
-        target = config.target.prefill(params["target"], cache.target, *arrays)
-        draft = config.drafter.prefill(params.get("draft"), cache.draft, *arrays) if config.drafter else cache.draft
-    return PagedKVCache(target, draft)
+        decoder, hidden, target = config.target.prefill(params["target"], cache.target, *chunk.arrays)
+        scores = None
+        if chunk.next_tokens is not None:
+            n = config.variant.logprobs or 0
+            scores = by_slices(
+                lambda h, t: logprobs(decoder.logits(h, config.target.backend), t, n), hidden, chunk.next_tokens
+            )
+    return PagedKVCache(target, draft_pages(config, params, cache, chunk)), scores
+
+
+def catch_up(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[PagedKVCache, None]:
+    """Writes the draft's keys and values only, of rows that went on without it."""
+    with jax.named_scope("catch_up"):
+        return PagedKVCache(cache.target, draft_pages(config, params, cache, chunk)), None
+
+
+def draft_pages(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> Any:
+    if config.drafter is None:
+        return cache.draft
+    return config.drafter.prefill(params.get("draft"), cache.draft, *chunk.arrays)
+
+
+def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:
+    """function over slices of the second axis, one after the other: logits of a whole chunk would fill the memory."""
+    rows, length = tokens.shape
+    size = min(SLICE, length)  # both are powers of two
+    cut = lambda x: jnp.moveaxis(x.reshape(rows, length // size, size, *x.shape[2:]), 1, 0)
+    done = lax.map(lambda pair: function(*pair), (cut(hidden), cut(tokens)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:]), done)

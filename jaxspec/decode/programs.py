@@ -11,11 +11,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxspec.cache.pages import copy_pages
 from jaxspec.decode.loop import launch
-from jaxspec.decode.prefill import prefill
+from jaxspec.decode.prefill import catch_up, prefill
 from jaxspec.parallel.mesh import sharding
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"launch": launch, "prefill": prefill}
+# Name -> function(config, params, cache, *arrays) -> (cache, the rest).
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "launch": launch,
+    "prefill": prefill,
+    "catch_up": catch_up,
+    "copy_pages": copy_pages,
+}
 
 
 @dataclasses.dataclass
@@ -30,8 +37,8 @@ class Programs:
     def run(self, name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> Any:
         """Calls the program `name`; arrays are numpy or device pytrees, laid out replicated."""
         arrays = jax.device_put(arrays, sharding(self.mesh))
-        shapes = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(arrays))
-        key = (name, config, shapes)
+        leaves, structure = jax.tree.flatten(arrays)
+        key = (name, config, structure, tuple((x.shape, x.dtype.name) for x in leaves))
         if key not in self.compiled:
             started = time.perf_counter()
             self.compiled[key] = lower(name, config, params, cache, *arrays).compile()
@@ -47,6 +54,5 @@ def lower(name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> jax.
     """
     placed = jax.tree.map(lambda x: x.sharding, cache)
     replicated = jax.tree.leaves(arrays)[0].sharding
-    outputs = (placed, replicated) if name == "launch" else placed
     program = functools.partial(FUNCTIONS[name], config)
-    return jax.jit(program, donate_argnums=(1,), out_shardings=outputs).lower(params, cache, *arrays)
+    return jax.jit(program, donate_argnums=(1,), out_shardings=(placed, replicated)).lower(params, cache, *arrays)

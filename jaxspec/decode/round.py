@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.decode.state import LENGTH, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
+from jaxspec.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
+from jaxspec.sampling.logprobs import logprobs as logprobs_of
+from jaxspec.sampling.logprobs import record
+from jaxspec.sampling.processors import Adjust, Tables, adjuster, count
 from jaxspec.shapes import Array, Bool, Float, Int
-from jaxspec.verify import coupled, rejection
+from jaxspec.verify import coupled, rejection, synthetic
 from jaxspec.verify.base import Verdict
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}
@@ -34,19 +39,28 @@ def runnable(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> Bo
 
 
 def round(
-    config: DecodeConfig, params: Params, cache: PagedKVCache, batch: LaunchInput, state: DecodeState
+    config: DecodeConfig,
+    params: Params,
+    cache: PagedKVCache,
+    batch: LaunchInput,
+    tables: Tables | None,
+    state: DecodeState,
 ) -> tuple[PagedKVCache, DecodeState]:
-    """The caches and the state after every runnable row has gained 1..K_b+1 tokens."""
+    """The caches and the state after every runnable row has gained 1..K_b+1 tokens. tables: of batch.processors."""
     live = runnable(config, batch, state)
     wanted = num_wanted(config, batch, state)
+    adjust = None
+    if batch.processors is not None and tables is not None:
+        history = state.tokens, state.num_tokens, batch.limits.stop_ids
+        adjust = adjuster(batch.processors, tables, state.output_counts, *history)
     with jax.named_scope("propose"):
-        proposal, draft_pages = propose(config, params, cache.draft, batch, state, wanted, live)
+        proposal, draft_pages = propose(config, params, cache.draft, batch, state, wanted, live, adjust)
     with jax.named_scope("target"):
         logits, target_pages = score(config, params["target"], cache.target, batch, state, proposal, live)
     with jax.named_scope("verify"):
-        verdict = verify(config, logits, proposal, batch, state)
+        verdict = verify(config, logits, proposal, batch, state, adjust)
     with jax.named_scope("commit"):
-        state = commit(config, batch, state, proposal, verdict, wanted, live)
+        state = commit(config, batch, state, proposal, verdict, wanted, live, logits)
     return PagedKVCache(target_pages, draft_pages), state
 
 
@@ -58,6 +72,7 @@ def propose(
     state: DecodeState,
     wanted: Int[Array, " B"],
     live: Bool[Array, " B"],
+    adjust: Adjust | None = None,
 ) -> tuple[Proposal, Any]:
     """-> (Proposal, draft pages)."""
     if config.drafter is None:
@@ -65,8 +80,12 @@ def propose(
         return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), pages
     rows, vocab_size = batch.sampling, config.target.config.vocab_size
 
-    def choose(logits: Float[Array, "B _"], i: int) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-        logits = fit_vocabulary(logits, vocab_size)
+    def choose(
+        logits: Float[Array, "B _"], drafts: Sequence[Int[Array, " B"]]
+    ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
+        logits, i = fit_vocabulary(logits, vocab_size), len(drafts)
+        if adjust is not None:
+            logits = adjust(logits, drafts)
         if config.greedy_draft or not (config.variant.standard or config.variant.coupled):
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
         z = process(logits[:, None], rows, filters=config.variant.filters)[:, 0]
@@ -113,6 +132,24 @@ def verify(
     proposal: Proposal,
     batch: LaunchInput,
     state: DecodeState,
+    adjust: Adjust | None = None,
+) -> Verdict:
+    """The verdict on a proposal; a row whose next token has no allowed id is blocked."""
+    if config.synthetic is not None:
+        return synthetic.verify(logits, proposal, config.synthetic, batch.sampling.seed, state.num_tokens)
+    if adjust is None:
+        return judge(config, logits, proposal, batch, state)
+    drafts = list(proposal.tokens.T)
+    logits = jnp.stack([adjust(logits[:, i], drafts[:i]) for i in range(logits.shape[1])], axis=1)
+    possible = jnp.any(logits > -jnp.inf, axis=-1)
+    reachable = jnp.sum(jnp.cumprod(possible, axis=1), axis=1, dtype=jnp.int32)
+    proposal = dataclasses.replace(proposal, num_proposed=jnp.minimum(proposal.num_proposed, reachable))
+    verdict = judge(config, logits, proposal, batch, state)
+    return dataclasses.replace(verdict, blocked=~rng.take_row(possible, verdict.num_accepted))
+
+
+def judge(
+    config: DecodeConfig, logits: Float[Array, "B T V"], proposal: Proposal, batch: LaunchInput, state: DecodeState
 ) -> Verdict:
     """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection."""
     rows, variant = batch.sampling, config.variant
@@ -139,6 +176,7 @@ def commit(
     verdict: Verdict,
     wanted: Int[Array, " B"],
     live: Bool[Array, " B"],
+    logits: Float[Array, "B T V"] | None = None,
 ) -> DecodeState:
     """Appends the accepted drafts and the extra token, cut at the first stop id and at the row's length limit.
 
@@ -148,20 +186,31 @@ def commit(
     offset = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
     drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
-    room = jnp.minimum(verdict.num_accepted + 1, limits.max_len - state.num_tokens)
+    extra = 1 if verdict.blocked is None else (~verdict.blocked).astype(jnp.int32)
+    room = jnp.minimum(verdict.num_accepted + extra, limits.max_len - state.num_tokens)
     is_stop = jnp.any(emitted[:, :, None] == limits.stop_ids[:, None, :], axis=-1) & (offset < room[:, None])
     stopped = jnp.any(is_stop, axis=1)
-    count = jnp.where(live, jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, room), 0).astype(jnp.int32)
+    num_kept = jnp.where(live, jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, room), 0).astype(jnp.int32)
 
-    keep = offset < count[:, None]
+    keep = offset < num_kept[:, None]
     target_at = jnp.where(keep, state.num_tokens[:, None] + offset, state.tokens.shape[1])
-    tokens = state.tokens.at[jnp.arange(count.shape[0])[:, None], target_at].set(emitted, mode="drop")
-    num_tokens = state.num_tokens + count
+    tokens = state.tokens.at[jnp.arange(keep.shape[0])[:, None], target_at].set(emitted, mode="drop")
+    num_tokens = state.num_tokens + num_kept
     finish = jnp.where(stopped, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, RUNNING))
+    if verdict.blocked is not None:
+        finish = jnp.where(verdict.blocked & (finish == RUNNING), ERROR, finish)
     drafted = jnp.minimum(num_tokens - 1, state.num_tokens + jnp.maximum(wanted, 1) - 1)
     # The first draft pass covers a lag of one token; a draft further behind keeps its length until it is caught up.
     in_step = live & (num_drafts > 0) & (state.draft_len >= state.num_tokens - 2)
     note = lambda counts, now: counts.at[:, state.round].set(jnp.where(live, now, 0))
+    counts, logprobs = state.output_counts, state.logprobs
+    if counts is not None:
+        counts = count(counts, jnp.where(keep, emitted, -1))
+    if logprobs is not None:
+        assert logits is not None
+        new_at = (state.num_tokens - batch.num_tokens)[:, None] + offset
+        new_at = jnp.where(keep, new_at, logprobs.chosen.shape[1])
+        logprobs = record(logprobs, new_at, logprobs_of(logits, emitted, config.variant.logprobs or 0))
     return DecodeState(
         tokens=tokens,
         num_tokens=num_tokens,
@@ -169,6 +218,8 @@ def commit(
         finish=jnp.where(live, finish, state.finish),
         round=state.round + 1,
         proposed=note(state.proposed, proposal.num_proposed),
-        accepted=note(state.accepted, jnp.minimum(verdict.num_accepted, count)),
-        emitted=note(state.emitted, count),
+        accepted=note(state.accepted, jnp.minimum(verdict.num_accepted, num_kept)),
+        emitted=note(state.emitted, num_kept),
+        output_counts=counts,
+        logprobs=logprobs,
     )

@@ -9,9 +9,11 @@ import jax
 from jaxspec.drafters.base import Drafter
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.distribution import SamplingRows
+from jaxspec.sampling.logprobs import Logprobs
+from jaxspec.sampling.processors import Processors
 
-RUNNING, STOP, LENGTH = 0, 1, 2  # values of DecodeState.finish
-FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length"}
+RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3  # values of DecodeState.finish; ERROR: no id was allowed
+FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", ERROR: "error"}
 MAX_ROUNDS = 32  # static: sizes the result; the number of rounds itself is dynamic
 
 
@@ -20,12 +22,14 @@ class Variant:
     """Which code paths a batch needs. Few, named and static: a batch that asks for none of a feature pays nothing.
 
     standard: some row samples under the standard rejection rule; coupled: some row under the coupled rule;
-    filters: some row uses top-k, top-p or min-p. All False is greedy.
+    filters: some row uses top-k, top-p or min-p. All False is greedy. logprobs: some row wants log-probabilities, with
+    this many likeliest ids; None: no row does. (Penalties and masks are asked for by LaunchInput.processors.)
     """
 
     standard: bool = False
     coupled: bool = False
     filters: bool = False
+    logprobs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,7 @@ class DecodeConfig:
     drafter: Drafter | None
     variant: Variant = Variant()
     greedy_draft: bool = False  # draft_sample_method="greedy": propose the draft's argmax, q is one-hot
+    synthetic: tuple[float, ...] | None = None  # rates of synthetic acceptance, for benchmarks
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -67,7 +72,8 @@ class DecodeState:
 
     tokens i32[B,M]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B];
     round i32[]: rounds done in this launch; proposed, accepted, emitted i32[B, MAX_ROUNDS]: in each of them, drafts
-    proposed, drafts committed, tokens committed.
+    proposed, drafts committed, tokens committed. output_counts i32[B,V]: how often each id stands in the output, where
+    some row is penalised; logprobs: of the launch's new tokens, where some row wants them.
     """
 
     tokens: jax.Array
@@ -78,12 +84,15 @@ class DecodeState:
     proposed: jax.Array
     accepted: jax.Array
     emitted: jax.Array
+    output_counts: jax.Array | None
+    logprobs: Logprobs | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LaunchInput:
-    """A batch as the host describes it. live bool[B]; block_table i32[B,N], unassigned entries hold num_pages."""
+    """A batch as the host describes it. live bool[B]; block_table i32[B,N], unassigned entries hold num_pages;
+    processors: None where no row asks for any."""
 
     tokens: jax.Array
     num_tokens: jax.Array
@@ -92,13 +101,15 @@ class LaunchInput:
     block_table: jax.Array
     sampling: SamplingRows
     limits: RowLimits
+    processors: Processors | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LaunchResult:
     """What one launch brings back, in one transfer. new_tokens i32[B, MAX_ROUNDS*(K+1)], of which num_new i32[B] are
-    real; finish, draft_len, proposed, accepted, emitted as in DecodeState; num_rounds i32[]."""
+    real; finish, draft_len, proposed, accepted, emitted as in DecodeState; num_rounds i32[]; logprobs of new_tokens,
+    where asked for."""
 
     new_tokens: jax.Array
     num_new: jax.Array
@@ -108,6 +119,7 @@ class LaunchResult:
     accepted: jax.Array
     emitted: jax.Array
     num_rounds: jax.Array
+    logprobs: Logprobs | None = None
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -36,9 +36,9 @@ class History:
     live: jax.Array
 
 
-# choose(logits, i) -> (token, its distribution or None): samples the i-th draft token as each row asks. The draft's
-# vocabulary may be padded differently from the target's V.
-Choose = Callable[[Float[Array, "B _"], int], tuple[Int[Array, " B"], Any]]
+# choose(logits, drafts) -> (token, its distribution or None): samples the next draft token, after these i32[B] of the
+# same round, as each row asks. The draft's vocabulary may be padded differently from the target's V.
+Choose = Callable[[Float[Array, "B _"], Sequence[Int[Array, " B"]]], tuple[Int[Array, " B"], Any]]
 
 
 class Drafter(Protocol):

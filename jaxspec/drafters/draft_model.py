@@ -30,11 +30,12 @@ class DraftModel:
         last, missing = self.first_pass_tokens(history)
         tokens, positions, masked = last
         masked |= ~history.live[:, None]
-        proposed, probs = [], []
+        proposed: list[Any] = []
+        probs: list[Any] = []
         for i in range(self.num_speculative_tokens):
             decoder, hidden, pages = self.model.forward(params, pages, tokens, positions, masked, history.block_table)
             newest = take_row(hidden, missing) if i == 0 else hidden[:, 0]
-            token, p = choose(decoder.logits(newest, self.model.backend), i)
+            token, p = choose(decoder.logits(newest, self.model.backend), proposed)
             proposed.append(token)
             probs.append(p)
             tokens, positions = token[:, None], (history.num_tokens + i)[:, None]
@@ -71,4 +72,4 @@ class DraftModel:
         length: Int[Array, " B"],
         block_table: Int[Array, "B N"],
     ):
-        return self.model.prefill(params, pages, tokens, start, length, block_table)
+        return self.model.prefill(params, pages, tokens, start, length, block_table)[2]

@@ -11,6 +11,7 @@ from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.state import LaunchInput, RowLimits, Variant
 from jaxspec.engine.request import Request
 from jaxspec.sampling.distribution import SamplingRows
+from jaxspec.sampling.processors import MaskRows, PenaltyRows, Processors
 from jaxspec.sampling.rng import seed_words
 
 
@@ -28,9 +29,9 @@ def padded(lists: Sequence[Sequence[int]], rows: int, width: int, fill: int, dty
 
 
 def launch_input(
-    requests: Sequence[Request], *, rows: int, num_pages: int, page_size: int, row_pages: int
+    requests: Sequence[Request], k: int, *, rows: int, num_pages: int, page_size: int, row_pages: int
 ) -> LaunchInput:
-    """rows = B, row_pages = N; rows beyond the requests are not live."""
+    """k: drafts a round of the program; rows = B, row_pages = N; rows beyond the requests are not live."""
     params = [r.params for r in requests]
 
     def column(values: Sequence, dtype: type, fill: float = 0) -> Any:
@@ -51,13 +52,66 @@ def launch_input(
             coupled=column([r.coupled for r in requests], np.bool_, False),
         ),
         limits=RowLimits(
-            num_speculative_tokens=column([r.num_speculative_tokens for r in requests], np.int32),
+            num_speculative_tokens=column([min(r.num_speculative_tokens, k) for r in requests], np.int32),
             max_len=column([r.max_len for r in requests], np.int32, 1),
             stop_ids=padded(
                 [r.stop_ids for r in requests], rows, power_of_two(max(len(r.stop_ids) for r in requests), 4), -1
             ),
         ),
+        processors=processors(requests, rows),
     )
+
+
+def processors(requests: Sequence[Request], rows: int) -> Processors | None:
+    """What penalties and masks these requests ask for; None where none does."""
+    params = [r.params for r in requests]
+    masked = any(r.bad_words or r.params.masked for r in requests)
+    penalised = any(p.penalised for p in params)
+    if not (masked or penalised):
+        return None
+
+    def column(values: Sequence, dtype: type, fill: float = 0) -> Any:
+        return np.array([*values, *[fill] * (rows - len(values))], dtype)
+
+    def ragged(lists: Sequence[Sequence], fill: Any = -1, dtype: Any = np.int32) -> Any:
+        return padded(lists, rows, power_of_two(max(map(len, lists)), 4), fill, dtype)
+
+    return Processors(
+        prompt_len=column([len(r.prompt) for r in requests], np.int32),
+        masks=MaskRows(
+            min_len=column([len(r.prompt) + r.params.min_tokens for r in requests], np.int32),
+            restricted=column([p.allowed_token_ids is not None for p in params], np.bool_, False),
+            allowed_ids=ragged([p.allowed_token_ids or () for p in params]),
+            bias_ids=ragged([[i for i, _ in p.logit_bias] for p in params]),
+            bias=ragged([[value for _, value in p.logit_bias] for p in params], 0.0, np.float32),
+            bad_words=aligned_right([r.bad_words for r in requests], rows),
+        )
+        if masked
+        else None,
+        penalties=PenaltyRows(
+            repetition=column([p.repetition_penalty for p in params], np.float32, 1.0),
+            presence=column([p.presence_penalty for p in params], np.float32),
+            frequency=column([p.frequency_penalty for p in params], np.float32),
+        )
+        if penalised
+        else None,
+    )
+
+
+def aligned_right(words: Sequence[Sequence[Sequence[int]]], rows: int) -> Any:
+    """Id sequences of each row as [rows, W, length], W and length powers of two, -1 in front of the shorter ones."""
+    length = power_of_two(max((len(word) for row in words for word in row), default=1))
+    array = np.full((rows, power_of_two(max(map(len, words)), 4), length), -1, np.int32)
+    for row, listed in enumerate(words):
+        for i, word in enumerate(listed):
+            array[row, i, length - len(word) :] = word
+    return array
+
+
+def most_logprobs(asked: Sequence[int | None]) -> int | None:
+    """How many likeliest ids a program has to find: a power of two, so that few programs serve all."""
+    wanted = [n for n in asked if n is not None]
+    return (power_of_two(max(wanted)) if max(wanted) else 0) if wanted else None
 
 
 def variant(requests: Sequence[Request]) -> Variant:
@@ -67,17 +121,31 @@ def variant(requests: Sequence[Request]) -> Variant:
         standard=any(not r.coupled for r in sampled),
         coupled=any(r.coupled for r in sampled),
         filters=any(r.params.filtered for r in sampled),
+        logprobs=most_logprobs([r.params.logprobs for r in requests]),
     )
 
 
-def chunk_input(requests: Sequence[Request], start: int, *, num_pages: int, row_pages: int, longest: int) -> Chunk:
-    """Tokens [start, start + T) of each prompt, the last (pending) prompt token left out; T a power of two."""
-    lengths = [min(max(r.num_tokens - 1 - start, 0), longest) for r in requests]
+def prefill_variant(requests: Sequence[Request]) -> Variant:
+    """Nothing is sampled; only log-probabilities of the prompt may be asked for."""
+    return Variant(logprobs=most_logprobs([r.params.prompt_logprobs for r in requests if r.wants_prompt_logprobs]))
+
+
+def chunk_input(
+    requests: Sequence[Request], starts: Sequence[int], *, num_pages: int, row_pages: int, longest: int
+) -> tuple[Chunk, list[int]]:
+    """The next at most `longest` tokens of each request from its start on, the last (pending) token left out; T is a
+    power of two -> (chunk, the number of tokens of each)."""
+    lengths = [min(r.num_tokens - 1 - start, longest) for r, start in zip(requests, starts, strict=True)]
     rows, width = power_of_two(len(requests)), min(power_of_two(max(lengths), 16), longest)
-    pieces = [r.tokens[start : start + n] for r, n in zip(requests, lengths, strict=True)]
-    return Chunk(
-        tokens=padded(pieces, rows, width, 0),
-        start=padded([[start]] * rows, rows, 1, 0)[:, 0],
+    spans = list(zip(requests, starts, lengths, strict=True))
+    following = any(r.wants_prompt_logprobs for r in requests)
+    chunk = Chunk(
+        tokens=padded([r.tokens[start : start + n] for r, start, n in spans], rows, width, 0),
+        start=padded([starts], 1, rows, 0)[0],
         length=padded([lengths], 1, rows, 0)[0],
         block_table=padded([r.pages for r in requests], rows, row_pages, num_pages),
+        next_tokens=padded([r.tokens[start + 1 : start + 1 + n] for r, start, n in spans], rows, width, 0)
+        if following
+        else None,
     )
+    return chunk, lengths

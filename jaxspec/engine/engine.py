@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from jaxspec.cache import budget
 from jaxspec.cache.allocator import PageAllocator
-from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout, default_page_size
+from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
-from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.ngram import NGram
-from jaxspec.engine import batch
-from jaxspec.engine.request import FindStop, Request
+from jaxspec.engine import batch, setup
+from jaxspec.engine.account import counters, stopwatch
+from jaxspec.engine.adaptive import Controller
+from jaxspec.engine.request import FindStop, Request, TokenLogprobs
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params
-from jaxspec.models.layers import Backend
-from jaxspec.models.paged import PagedModel
+from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
-from jaxspec.parallel.mesh import check_divides
 from jaxspec.sampling_params import SamplingParams
 
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A configuration with its loaded parameters."""
-
-    config: ModelConfig
-    params: Params
+NO_ID_ALLOWED = (
+    "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
+)
 
 
-def fetch(result: LaunchResult) -> LaunchResult:
+def fetch(result: Any) -> Any:
     """The one transfer from device to host of a launch."""
     return jax.device_get(result)
 
@@ -63,95 +55,90 @@ class Engine:
         platform: str = "cpu",
     ) -> None:
         self.config, self.speculative, self.mesh = config, speculative, mesh
-        self.max_model_len = config.max_model_len or target.config.max_model_len
-        if self.max_model_len > target.config.max_model_len:
-            raise ValueError(
-                f"max_model_len={self.max_model_len} exceeds the model's own {target.config.max_model_len}"
-            )
-        self.vocab_size = target.config.vocab_size
-        self.page_size = config.page_size or default_page_size(platform)
-        backend = Backend(platform, mesh, config.kernels)
         models = {"target": target} | ({"draft": draft} if draft else {})
-        for model in models.values():
-            heads = {"num_heads": model.config.num_heads, "num_key_value_heads": model.config.num_kv_heads}
-            block = model.config.merged["gate_up"]["gate"]
-            mlp = {f"intermediate_size / {block}": model.config.mlp_width // block}
-            check_divides(heads | mlp, mesh.size)
-        layouts = self.layouts(models, platform)
-        paged = {
-            name: PagedModel(model.config, layouts[name], self.context(name, model.config), backend)
-            for name, model in models.items()
-        }
+        paged = setup.paged_models(models, config, speculative, mesh, platform)
+        self.max_model_len, self.vocab_size = paged["target"].max_model_len, target.config.vocab_size
         self.params = {name: model.params for name, model in models.items()}
-        self.cache = PagedKVCache(*(allocate(layout, mesh) for layout in layouts.values()))
-        self.num_pages = layouts["target"].num_pages
+        self.layouts = [model.layout for model in paged.values()]
+        self.page_size, self.num_pages = self.layouts[0].page_size, self.layouts[0].num_pages
+        self.cache = self.empty_cache()
+        self.has_draft_cache = draft is not None
         self.gather = platform == "cpu" or config.kernels == "reference"
+        self.drafters = setup.drafters(speculative, paged.get("draft"))
         self.decoding = DecodeConfig(
             target=paged["target"],
-            drafter=make_drafter(speculative, paged.get("draft")),
+            drafter=self.drafters[max(self.drafters)],
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
+            synthetic=speculative.synthetic_acceptance_rates if speculative else None,
         )
         self.programs = Programs(mesh)
         self.scheduler = Scheduler(
-            PageAllocator(self.num_pages), self.page_size, config.max_num_seqs, self.decoding.num_speculative_tokens
+            PageAllocator(self.num_pages),
+            self.page_size,
+            config.max_num_seqs,
+            self.num_drafts,
+            reuse=config.enable_prefix_caching,
+        )
+        self.controller = Controller(
+            tuple(self.drafters),
+            adaptive=speculative is not None and speculative.adaptive,
+            draft_cost=setup.draft_cost(models),
         )
         self.metrics, self.timing = SpecDecodeMetrics(), Timing()
         self.ids = itertools.count()
         self.shape = (1, 1)  # (B, N) of launches since the engine was last idle
 
-    def context(self, name: str, model: ModelConfig) -> int:
-        """Longest context of the target or the draft."""
-        own = self.speculative.max_model_len if name == "draft" and self.speculative else None
-        return min(self.max_model_len, own or model.max_model_len, model.max_model_len)
+    @property
+    def num_drafts(self) -> int:
+        """K, the most drafts of a round."""
+        return max(self.drafters)
 
-    def layouts(self, models: dict[str, Model], platform: str) -> dict[str, Any]:
-        """Cache layouts with as many pages for each model as memory allows."""
-        config = self.config
+    def empty_cache(self) -> PagedKVCache:
+        return PagedKVCache(*(allocate(layout, self.mesh) for layout in self.layouts))
 
-        def layout(model: Model, pages: int) -> Any:
-            dtype = model.params["embed"].dtype
-            return cache_layout(model.config, page_size=self.page_size, num_pages=pages, dtype=dtype, platform=platform)
+    # Requests come.
 
-        pages = config.num_pages
-        if pages is None:
-            page_bytes = [layout(model, 1).page_bytes // self.mesh.size for model in models.values()]
-            memory = budget.free_memory(
-                self.mesh.devices.flat[0], config.memory_utilization, self.temporary_bytes(models)
-            )
-            most = config.max_num_seqs * -(-(self.max_model_len + 64) // self.page_size)
-            pages = min(budget.num_pages(memory, *page_bytes), most)
-        return {name: layout(model, pages) for name, model in models.items()}
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        stop_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+        find_stop: FindStop | None = None,
+    ) -> Request:
+        """Queues the n samples of a request and returns the first, whose `samples` are all of them.
 
-    def temporary_bytes(self, models: dict[str, Model]) -> int:
-        """An upper estimate of what the largest programs need beside weights and pages: a few copies of a round's
-        logits in float32, and the activations of a prefill chunk."""
-        drafts = self.speculative.num_speculative_tokens if self.speculative else 0
-        logits = 6 * self.config.max_num_seqs * (drafts + 1) * self.vocab_size * 4
-        widest = max(4 * m.config.mlp_width + 8 * m.config.width + 2 * m.config.qkv_width for m in models.values())
-        return logits + self.config.max_num_seqs * self.config.prefill_chunk * widest * 4
-
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, stop_ids=(), find_stop: FindStop | None = None):
-        """Queues a request and returns it. stop_ids: the model's own end ids. See `check` for what is refused."""
-        self.check(prompt, params)
-        wanted = self.decoding.num_speculative_tokens
+        stop_ids: the model's own end ids; bad_words: params.bad_words as ids. See `check` for what is refused.
+        """
+        self.check(prompt, params, bad_words)
+        wanted = self.num_drafts
         if params.num_speculative_tokens is not None:
             wanted = min(wanted, params.num_speculative_tokens)
         rule = self.speculative.rejection_sample_method if self.speculative else None
-        request = Request(
-            id=next(self.ids),
-            prompt=list(prompt),
-            params=params,
-            seed=int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) if params.seed is None else params.seed,
-            coupled=params.seed is not None if rule is None else rule == "coupled",
-            stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else stop_ids)])),
-            max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
-            num_speculative_tokens=wanted,
-            find_stop=find_stop,
-        )
-        self.scheduler.add(request)
-        return request
+        seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) if params.seed is None else params.seed
+        samples = [
+            Request(
+                id=next(self.ids),
+                prompt=list(prompt),
+                params=params,
+                seed=sample_seed(seed, index),
+                coupled=params.seed is not None if rule is None else rule == "coupled",
+                stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else stop_ids)])),
+                max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
+                num_speculative_tokens=wanted,
+                bad_words=tuple(tuple(word) for word in bad_words),
+                index=index,
+                find_stop=find_stop,
+            )
+            for index in range(params.n)
+        ]
+        for sample in samples:
+            sample.samples = samples
+            self.scheduler.add(sample)
+        return samples[0]
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -> None:
         """Raises ValueError for a prompt or a request that cannot be served."""
         if not len(prompt):
             raise ValueError("the prompt is empty: give at least one token")
@@ -160,31 +147,147 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, max_model_len={self.max_model_len} leaves no room for output: "
                 "shorten it or raise max_model_len"
             )
-        for kind, ids in (("token id", prompt), ("stop token id", params.stop_token_ids)):
-            if bad := next((i for i in ids if not 0 <= i < self.vocab_size), None):
+        kinds: dict[str, Sequence[int]] = {
+            "token id": prompt,
+            "stop token id": params.stop_token_ids,
+            "allowed token id": params.allowed_token_ids or (),
+            "logit_bias id": [i for i, _ in params.logit_bias],
+            "bad word's token id": [i for word in bad_words for i in word],
+        }
+        for kind, ids in kinds.items():
+            if (bad := next((i for i in ids if not 0 <= i < self.vocab_size), None)) is not None:
                 raise ValueError(f"{kind} {bad} is outside the vocabulary 0..{self.vocab_size - 1}")
-        wanted, most = params.num_speculative_tokens, self.decoding.num_speculative_tokens
+        wanted, most = params.num_speculative_tokens, self.num_drafts
         if wanted is not None and wanted > most and most:
             raise ValueError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")
+        self.scheduler.check(min(len(prompt) + params.max_tokens, self.max_model_len))
 
     @property
     def busy(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    # A step.
+
     def step(self, num_rounds: int | None = None) -> list[Request]:
-        """Admits, prefills, launches once; returns the requests that ran, those that ended with a finish_reason."""
+        """Admits, prefills one chunk, launches once; returns the requests that took part, those that ended with a
+        finish_reason. A pass that fails ends its requests with finish_reason "error" and raises nothing."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache)):
+            self.lose_caches()  # a step was interrupted while the device had them
         if not self.scheduler.running:
             self.shape = (1, 1)
-        if admitted := self.scheduler.admit():
-            self.prefill(admitted)
-        running = list(self.scheduler.running)
-        if not running:
-            return []
-        with self.timed("decode_seconds"):
-            result = fetch(self.launch(running, num_rounds or self.config.rounds_per_launch))
-        for row, request in enumerate(running):
-            self.absorb(request, row, result)
-        return running
+        self.admit()
+        took_part = [r for r in self.scheduler.running if not r.prefilled]
+        self.prefill(took_part)
+        while self.scheduler.running and not (decoding := [r for r in self.scheduler.running if r.prefilled]):
+            self.prefill(self.scheduler.running)  # nobody waits for a launch
+        num_rounds = num_rounds or self.config.rounds_per_launch
+        if len(decoding) < len(self.scheduler.running):  # those in prefill want their next chunk soon
+            num_rounds = -(-num_rounds // 4)
+        if decoding:
+            preempted = self.scheduler.grow(num_rounds)
+            decoding = [r for r in decoding if r not in preempted]
+            self.decode(decoding, num_rounds)
+        return list(dict.fromkeys([*took_part, *decoding]))
+
+    def admit(self) -> None:
+        """Lets waiting requests in, and copies what samples of one prompt share in part."""
+        admitted, copies = self.scheduler.admit()
+        if copies:
+            padding = [(0, self.num_pages)] * (batch.power_of_two(len(copies), 2) - len(copies))
+            source, target = np.array(copies + padding, np.int32).T
+            with self.blame(admitted):
+                self.run("copy_pages", None, source, target)
+
+    def prefill(self, requests: Sequence[Request]) -> None:
+        """Fills both caches with the next chunk of each request. While others are decoding, all share one chunk's
+        tokens, so that those do not wait long."""
+        if not requests:
+            return
+        requests, longest = list(requests), self.config.prefill_chunk
+        if len(requests) < len(self.scheduler.running):
+            longest = max(16, longest // batch.power_of_two(len(requests)))
+        chunk, lengths = batch.chunk_input(
+            requests,
+            [r.target_len for r in requests],
+            num_pages=self.num_pages,
+            row_pages=self.grown_shape(self.scheduler.running)[1],
+            longest=longest,
+        )
+        config = dataclasses.replace(self.decoding, variant=batch.prefill_variant(requests))
+        with self.blame(requests), self.timed("prefill_seconds"), TraceAnnotation("prefill"):
+            scores = self.run("prefill", config, chunk)
+            scores = scores and fetch(scores)
+            jax.block_until_ready(self.cache)
+        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+            if not request.finish_reason:
+                self.absorb_chunk(request, row, length, scores)
+
+    def absorb_chunk(self, request: Request, row: int, length: int, scores: Any) -> None:
+        if request.wants_prompt_logprobs:
+            n = request.params.prompt_logprobs or 0
+            request.prompt_logprobs[request.target_len :] = token_logprobs(scores, row, length, n)
+        request.target_len += length
+        self.note_draft_len(request, request.target_len)
+        self.scheduler.register(request)
+        if request.prefilled:
+            request.times.prefilled = request.times.prefilled or time.perf_counter()
+
+    def note_draft_len(self, request: Request, length: int) -> None:
+        """Without a draft cache there is nothing that could lag behind; with one, its context may be shorter."""
+        request.draft_len = min(length, self.decoding.position_limit) if self.has_draft_cache else request.target_len
+
+    def decode(self, requests: list[Request], num_rounds: int) -> None:
+        """One launch over these requests, whose prompts are in the caches."""
+        kind = (batch.power_of_two(len(requests)), batch.variant(requests))
+        rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
+        limit = self.speculative.disable_by_batch_size if self.speculative else None
+        if limit is not None and len(self.scheduler.running) >= limit:
+            rows = []
+        # Tokens of the standard rule with a seed of its own depend on the number of drafts.
+        pinned = any(r.params.seed is not None and not r.coupled and not r.params.greedy for r in requests)
+        choice = self.controller.choose(kind, rows, pinned=pinned)
+        num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
+        with self.blame(requests):
+            if choice.k:
+                self.catch_up(requests)
+            with self.timed("decode_seconds") as watch, TraceAnnotation("launch"):
+                result = fetch(self.launch(requests, choice.k, num_rounds, choice.worth))
+            self.controller.observe(kind, choice.k, watch.seconds, int(result.num_rounds))
+            for row, request in enumerate(requests):
+                self.absorb(request, row, result)
+
+    def catch_up(self, requests: list[Request]) -> None:
+        """The draft reads what was decoded without it. A lag of one token is left to the loop's first draft pass."""
+        limit = self.decoding.position_limit
+        behind = lambda r: r.num_speculative_tokens and r.draft_len < r.num_tokens - 2 and r.num_tokens < limit
+        while self.has_draft_cache and (rows := [r for r in requests if behind(r)]):
+            chunk, lengths = batch.chunk_input(
+                rows,
+                [r.draft_len for r in rows],
+                num_pages=self.num_pages,
+                row_pages=self.grown_shape(requests)[1],
+                longest=self.config.prefill_chunk,
+            )
+            with self.timed("prefill_seconds"), TraceAnnotation("catch_up"):
+                self.run("catch_up", self.decoding, chunk)
+                jax.block_until_ready(self.cache)
+            for request, length in zip(rows, lengths, strict=True):
+                request.draft_len += length
+
+    def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> LaunchResult:
+        """One launch of the device program over these requests."""
+        rows, row_pages = self.grown_shape(requests)
+        inputs = batch.launch_input(
+            requests, k, rows=rows, num_pages=self.num_pages, page_size=self.page_size, row_pages=row_pages
+        )
+        config = dataclasses.replace(self.decoding, variant=batch.variant(requests), drafter=self.drafters[k])
+        stop_early = bool(self.scheduler.waiting)
+        return self.run("launch", config, inputs, np.int32(num_rounds), np.bool_(stop_early), np.float32(worth))
+
+    def run(self, name: str, config: Any, *arrays: Any) -> Any:
+        """A program on the caches, which it is given and gives back."""
+        self.cache, result = self.programs.run(name, config, self.params, self.cache, *arrays)
+        return result
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
         """(B, N) of the next launch. Both only grow while requests are running: a smaller shape, for the few rows that
@@ -194,104 +297,90 @@ class Engine:
         if self.gather:
             pages = batch.power_of_two(max(len(r.pages) for r in requests))
         else:
-            pages = -(-(self.max_model_len + self.decoding.num_speculative_tokens) // self.page_size)
+            pages = -(-(self.max_model_len + self.num_drafts) // self.page_size)
         self.shape = max(rows, self.shape[0]), max(pages, self.shape[1])
         return self.shape
-
-    def prefill(self, requests: list[Request]) -> None:
-        """Fills both caches with all but the last token of each request."""
-        longest = max(r.num_tokens for r in requests) - 1
-        sizes = {"num_pages": self.num_pages, "row_pages": self.grown_shape(self.scheduler.running)[1]}
-        with self.timed("prefill_seconds"):
-            for start in range(0, longest, self.config.prefill_chunk):
-                chunk = batch.chunk_input(requests, start, longest=self.config.prefill_chunk, **sizes)
-                self.cache = self.programs.run("prefill", self.decoding, self.params, self.cache, chunk)
-            jax.block_until_ready(self.cache)
-        for request in requests:
-            request.draft_len = request.num_tokens - 1
-
-    def launch(self, requests: list[Request], num_rounds: int) -> LaunchResult:
-        """One launch of the device program over these requests."""
-        rows, row_pages = self.grown_shape(requests)
-        inputs = batch.launch_input(
-            requests, rows=rows, num_pages=self.num_pages, page_size=self.page_size, row_pages=row_pages
-        )
-        config = dataclasses.replace(self.decoding, variant=batch.variant(requests))
-        if not any(r.num_speculative_tokens for r in requests):
-            config = dataclasses.replace(config, drafter=None)
-        stop_early = bool(self.scheduler.waiting)
-        self.cache, result = self.programs.run(
-            "launch", config, self.params, self.cache, inputs, np.int32(num_rounds), np.bool_(stop_early)
-        )
-        return result
 
     def absorb(self, request: Request, row: int, result: LaunchResult) -> None:
         """Takes one row's result in: tokens, lengths, counters, the reason to end."""
         count = int(result.num_new[row])
         known = len(request.output)
         request.output += result.new_tokens[row, :count].tolist()
-        request.draft_len = int(result.draft_len[row])
         request.finish_reason = FINISH_REASONS[int(result.finish[row])]
+        if request.finish_reason == "error":
+            request.error = NO_ID_ALLOWED
         if request.find_stop and (keep := request.find_stop(request.output, known)) is not None:
             count -= len(request.output) - keep
             del request.output[keep:]
-            request.finish_reason = "stop"
+            request.finish_reason, request.error = "stop", None
+        request.target_len = request.num_tokens - 1
+        self.note_draft_len(request, min(int(result.draft_len[row]), request.target_len))
+        if request.params.logprobs is not None:
+            request.logprobs += token_logprobs(result.logprobs, row, count, request.params.logprobs)
+        self.keep_count(request, row, count, result)
+        self.scheduler.register(request)
+        if request.finish_reason:
+            self.scheduler.remove(request)
+
+    def keep_count(self, request: Request, row: int, count: int, result: LaunchResult) -> None:
+        now = time.perf_counter()
+        if request.output:
+            request.times.first_token = request.times.first_token or now
+        if request.finish_reason:
+            request.times.finished = now
         seen = counters(result, row, count)
         request.metrics += seen
         self.metrics += seen
         self.timing.num_tokens += count
-        if request.finish_reason:
-            self.scheduler.remove(request)
+        if k := min(result.num_speculative_tokens, request.num_speculative_tokens):
+            accepted = np.asarray(result.accepted[row])[result.emitted[row] > 0]
+            for acceptance in (request.acceptance, self.controller.overall):
+                acceptance.observe(accepted, k)
+
+    # Requests go, sometimes early.
 
     def abort(self, request: Request) -> None:
-        """Ends a request and frees its pages. Does nothing to one that has ended."""
+        """Ends a request (one sample) and frees its pages. Does nothing to one that has ended."""
         if request.finish_reason is None:
-            request.finish_reason = "abort"
-            self.scheduler.remove(request)
+            self.end(request, "abort")
 
-    def timed(self, field: str) -> Any:
+    def end(self, request: Request, reason: str, error: str | None = None) -> None:
+        request.finish_reason, request.error = reason, error
+        request.times.finished = time.perf_counter()
+        self.scheduler.remove(request)
+
+    @contextlib.contextmanager
+    def blame(self, requests: Sequence[Request]) -> Iterator[None]:
+        """What goes wrong inside ends these requests with an error that says why; the others go on."""
+        try:
+            yield
+        except Exception as error:
+            said = " ".join(str(error).split())
+            for request in requests:
+                if request.finish_reason is None:
+                    self.end(request, "error", f"{type(error).__name__}: {said}")
+            self.lose_caches()
+
+    def lose_caches(self) -> None:
+        """Begins again with empty pages: those that are running are computed again from their tokens."""
+        for request in reversed(list(self.scheduler.running)):
+            self.scheduler.preempt(request)
+        self.scheduler.allocator.forget()
+        for leaf in jax.tree.leaves(self.cache):
+            if not leaf.is_deleted():
+                leaf.delete()  # before new pages take the same space
+        self.cache = self.empty_cache()
+
+    def timed(self, field: str) -> stopwatch:
         return stopwatch(self.timing, field, self.programs)
 
 
-@dataclasses.dataclass
-class stopwatch:
-    """Adds the seconds spent inside to a field of timing, compiling apart."""
-
-    timing: Timing
-    field: str
-    programs: Programs
-
-    def __enter__(self) -> None:
-        self.started, self.compiled = time.perf_counter(), self.programs.compile_seconds
-
-    def __exit__(self, *_: Any) -> None:
-        compiling = self.programs.compile_seconds - self.compiled
-        self.timing.compile_seconds += compiling
-        spent = time.perf_counter() - self.started - compiling
-        setattr(self.timing, self.field, getattr(self.timing, self.field) + spent)
+def sample_seed(seed: int, index: int) -> int:
+    """Of the index-th sample; the first one's is the request's own."""
+    return int(np.random.SeedSequence([seed % (1 << 64), index]).generate_state(1, np.uint64)[0]) if index else seed
 
 
-def counters(result: LaunchResult, row: int, kept: int) -> SpecDecodeMetrics:
-    """What one row's rounds did, as far as its first `kept` tokens: what a stop string cut off counts for nothing."""
-    emitted = result.emitted[row]
-    start = np.cumsum(emitted) - emitted  # tokens before each round
-    proposed = np.where(start < kept, result.proposed[row], 0)
-    accepted = np.minimum(result.accepted[row], np.maximum(kept - start, 0))
-    position = np.arange(result.num_speculative_tokens)
-    return SpecDecodeMetrics(
-        num_drafts=int(np.sum(proposed > 0)),
-        num_draft_tokens=int(np.sum(proposed)),
-        num_accepted_tokens_per_pos=np.sum(accepted[:, None] > position, axis=0).tolist(),
-        num_emitted_tokens=kept,
-    )
-
-
-def make_drafter(speculative: SpeculativeConfig | None, draft: PagedModel | None) -> Drafter | None:
-    if speculative is None:
-        return None
-    k = speculative.num_speculative_tokens
-    if speculative.method == "ngram":
-        return NGram(k, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
-    if draft is None:
-        raise ValueError(f"method={speculative.method!r} needs the draft's parameters")
-    return DraftModel(k, draft)
+def token_logprobs(scores: Any, row: int, count: int, n: int) -> list[TokenLogprobs]:
+    """The first `count` of a row, with their n likeliest ids."""
+    arrays = (scores.chosen, scores.rank, scores.top_ids[..., :n], scores.top[..., :n])
+    return [TokenLogprobs(*values) for values in zip(*(x[row, :count].tolist() for x in arrays), strict=True)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxspec.engine.adaptive import Acceptance
 from jaxspec.outputs import RequestTiming, SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
 
@@ -80,9 +81,23 @@ class Request:
     metrics: SpecDecodeMetrics = dataclasses.field(default_factory=SpecDecodeMetrics)
     times: Times = dataclasses.field(default_factory=Times)
     samples: list[Request] = dataclasses.field(default_factory=list, repr=False)
+    digests: list[bytes] = dataclasses.field(default_factory=list, repr=False)  # of its full pages, as computed so far
+    num_registered: int = 0  # pages that others can find already
+    acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
 
     def __post_init__(self) -> None:
         self.samples = self.samples or [self]
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether only the pending token is left to compute."""
+        return self.target_len >= self.num_tokens - 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They come from computing the prompt, once for all samples."""
+        asked = self.index == 0 and self.params.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def tokens(self) -> list[int]:

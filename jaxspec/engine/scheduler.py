@@ -1,52 +1,167 @@
-"""Which requests run: first come, first served, as rows and pages allow."""
+"""Which requests run, and which pages they hold: first come, first served, the youngest gives way."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
 
-from jaxspec.cache.allocator import PageAllocator
+from jaxspec.cache.allocator import PageAllocator, digest
 from jaxspec.engine.request import Request
 
 
 class Scheduler:
-    """A request is admitted with all the pages it can ever need, so it never waits for pages once it runs."""
+    """Rows and pages for requests. A request gets pages for its prompt when it is admitted and more as it grows; where
+    there are none left, the youngest running request is put back to wait and computed again later."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int, max_num_seqs: int, num_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        max_num_seqs: int,
+        num_drafts: int = 0,
+        *,
+        reuse: bool = True,
+    ) -> None:
         self.allocator, self.page_size = allocator, page_size
-        self.max_num_seqs, self.num_drafts = max_num_seqs, num_drafts
+        self.max_num_seqs, self.num_drafts, self.reuse = max_num_seqs, num_drafts, reuse
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # oldest first
+        self.num_preemptions = 0
 
-    def pages_needed(self, request: Request) -> int:
-        """For prompt, output and the drafts of a last round; alike for rows that draft less, so that shapes are too."""
-        return -(-(request.max_len + self.num_drafts) // self.page_size)
+    def pages_for(self, num_positions: int) -> int:
+        return -(-num_positions // self.page_size)
+
+    def positions(self, request: Request, num_rounds: int) -> int:
+        """Positions that num_rounds more rounds may write, the drafts of a last one included."""
+        most = request.num_tokens + num_rounds * (self.num_drafts + 1) - 1
+        return min(most, request.max_len + self.num_drafts)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises ValueError where the pool could never hold it."""
-        need = self.pages_needed(request)
-        if need > self.allocator.num_pages:
-            raise ValueError(
-                f"a request of {request.max_len} tokens needs {need} pages of {self.page_size}, the pool has "
-                f"{self.allocator.num_pages}: lower max_tokens or raise num_pages"
-            )
+        """Queues a request. See `check` for what is refused."""
+        self.check(request.max_len)
         self.waiting.append(request)
 
-    def admit(self) -> list[Request]:
-        """Moves waiting requests to running while there are rows and pages; returns the newcomers."""
-        admitted = []
-        while self.waiting and len(self.running) < self.max_num_seqs:
-            if self.pages_needed(self.waiting[0]) > self.allocator.num_free:
+    def check(self, max_len: int) -> None:
+        """Raises ValueError where the pool could never hold a request that may grow to max_len tokens."""
+        need = self.pages_for(max_len + self.num_drafts)
+        if need > self.allocator.num_pages:
+            raise ValueError(
+                f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has "
+                f"{self.allocator.num_pages}: lower max_tokens or raise num_pages"
+            )
+
+    def admit(self) -> tuple[list[Request], list[tuple[int, int]]]:
+        """Moves waiting requests to running while there are rows, and pages for what they hold and one more round
+        -> (the newcomers, (source, target) of pages to be copied)."""
+        admitted: list[Request] = []
+        copies: list[tuple[int, int]] = []
+        for request in list(self.waiting):
+            if len(self.running) >= self.max_num_seqs:
                 break
-            request = self.waiting.popleft()
-            request.pages = self.allocator.allocate(self.pages_needed(request))
+            sibling = self.sibling(request)
+            if sibling is not None and not sibling.prefilled:
+                continue  # it will share what is being computed
+            known = self.known_pages(request) if sibling is None else self.common_pages(request, sibling)
+            self.allocator.share(known)
+            need = self.pages_for(self.positions(request, 1)) - len(known)
+            spare = len(self.running)  # a page each for those that run already, or they would soon push this one out
+            if need + spare > self.allocator.num_free:
+                self.allocator.release(known)
+                break
+            self.waiting.remove(request)
+            request.pages = known + self.allocator.allocate(need)
+            request.target_len = request.draft_len = len(known) * self.page_size
+            request.num_registered = len(known) if sibling is None else 0
+            if sibling is not None:
+                copies += self.share_prompt(request, sibling, len(known))
+            now = time.perf_counter()
+            request.times.admitted = request.times.admitted or now
+            if request.prefilled:
+                request.times.prefilled = request.times.prefilled or now
             self.running.append(request)
             admitted.append(request)
-        return admitted
+        return admitted, copies
+
+    def sibling(self, request: Request) -> Request | None:
+        """Another sample of the same prompt that runs, one that has its prompt in the caches if there is any."""
+        if request.output or request.wants_prompt_logprobs:
+            return None
+        running = [s for s in request.samples if s is not request and s.pages]
+        return next((s for s in running if s.prefilled), running[0] if running else None)
+
+    def common_pages(self, request: Request, sibling: Request) -> list[int]:
+        return sibling.pages[: (len(request.prompt) - 1) // self.page_size]
+
+    def share_prompt(self, request: Request, sibling: Request, num_shared: int) -> list[tuple[int, int]]:
+        """The request begins where its sibling's prompt ends; the page that ends it only in part is copied."""
+        request.target_len = len(request.prompt) - 1
+        request.draft_len = min(sibling.draft_len, request.target_len)
+        partial = request.target_len % self.page_size
+        return [(sibling.pages[num_shared], request.pages[num_shared])] if partial else []
+
+    def known_pages(self, request: Request) -> list[int]:
+        """Pages in the pool that hold the request's first tokens already. The pending token is always left over."""
+        if not self.reuse or request.wants_prompt_logprobs:
+            return []
+        full = (request.num_tokens - 1) // self.page_size
+        return self.allocator.lookup(self.digests(request, full))
+
+    def digests(self, request: Request, count: int) -> Iterator[bytes]:
+        """Of the request's first `count` full pages, each computed once."""
+        tokens = request.tokens
+        for i in range(count):
+            if i == len(request.digests):
+                page = tokens[i * self.page_size : (i + 1) * self.page_size]
+                request.digests.append(digest(request.digests[-1] if i else b"", page))
+            yield request.digests[i]
+
+    def register(self, request: Request) -> None:
+        """Makes the request's full pages known, as far as both models' caches are valid."""
+        full = min(request.target_len, request.draft_len) // self.page_size
+        if not self.reuse or full <= request.num_registered:
+            return
+        for i, name in enumerate(self.digests(request, full)):
+            if i >= request.num_registered:
+                self.allocator.register(request.pages[i], name)
+        request.num_registered = full
+
+    def grow(self, num_rounds: int) -> list[Request]:
+        """Pages for the next rounds of all running requests: for one round at least, preempting the youngest where
+        there are too few, then, oldest first, for as many of num_rounds as there are. Returns who was preempted."""
+        preempted = []
+        for request in list(self.running):
+            while request in self.running and not self.extend(request, self.positions(request, 1)):
+                preempted.append(self.preempt(self.running[-1]))
+        for request in self.running:
+            if not self.extend(request, self.positions(request, num_rounds)):
+                self.extend(request, len(request.pages) * self.page_size + self.allocator.num_free * self.page_size)
+        return preempted
+
+    def extend(self, request: Request, num_positions: int) -> bool:
+        """Lets the request hold num_positions, if there are pages for all of them."""
+        need = max(self.pages_for(num_positions) - len(request.pages), 0)
+        if need > self.allocator.num_free:
+            return False
+        request.pages += self.allocator.allocate(need)
+        return True
+
+    def preempt(self, request: Request) -> Request:
+        """Back to the head of the queue, without pages; what it has said stays."""
+        self.running.remove(request)
+        self.drop_pages(request)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+        return request
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it is, and frees its pages."""
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
+        self.drop_pages(request)
+
+    def drop_pages(self, request: Request) -> None:
         self.allocator.release(request.pages)
         request.pages = []
+        request.target_len = request.draft_len = request.num_registered = 0

@@ -53,8 +53,10 @@ class PagedModel:
         hidden, pages, _ = decoder(tokens, pages, Rows(positions, slots, block_table, kv_len), self.backend)
         return decoder, hidden, pages
 
-    def prefill(self, params, pages, tokens, start, length, block_table) -> tuple[jax.Array, ...]:
-        """A prompt chunk: tokens i32[B,T] at positions start[b]..., of which length[b] are real. Never samples."""
+    def prefill(
+        self, params, pages, tokens, start, length, block_table
+    ) -> tuple[Decoder, jax.Array, tuple[jax.Array, ...]]:
+        """A prompt chunk: tokens i32[B,T] at positions start[b]..., of which length[b] are real. As `forward`."""
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = start[:, None] + offset
-        return self.forward(params, pages, tokens, positions, offset >= length[:, None], block_table)[2]
+        return self.forward(params, pages, tokens, positions, offset >= length[:, None], block_table)

@@ -46,9 +46,11 @@ def make(method: str = "draft_model", num_pages: int = 48) -> Engine:
 def arguments(engine: Engine):
     request = engine.add(lively.PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=20))
     engine.scheduler.admit()
-    inputs = batch.launch_input([request], rows=2, num_pages=engine.num_pages, page_size=16, row_pages=4)
+    inputs = batch.launch_input(
+        [request], engine.num_drafts, rows=2, num_pages=engine.num_pages, page_size=16, row_pages=4
+    )
     engine.abort(request)
-    return jax.device_put((inputs, np.int32(4), np.bool_(False)), sharding(engine.mesh))
+    return jax.device_put((inputs, np.int32(4), np.bool_(False), np.float32(0)), sharding(engine.mesh))
 
 
 def config(engine: Engine, variant: str) -> DecodeConfig:
@@ -230,7 +232,7 @@ def test_what_needs_no_other_program():
     ]
     for other in cases:
         for rounds in (1, 7, 32):
-            serve([(1, 2, 3, 4, 5, 6, 7), (9,)], [first, other], rounds=rounds)
+            serve([(1, 2, 3, 4, 5, 6, 7), (9, 8)], [first, other], rounds=rounds)
     assert engine.programs.num_compiled == known
     serve([(1, 2)] * 3, [first] * 3)  # a wider batch is another shape
     assert engine.programs.num_compiled == known + 2

@@ -20,14 +20,17 @@ def start(engine: Engine, prompts, sampling) -> list[Request]:
     """Admits and prefills, launches nothing."""
     requests = [engine.add(p, s) for p, s in zip(prompts, sampling, strict=True)]
     engine.shape = SHAPE
-    engine.prefill(engine.scheduler.admit())
+    engine.admit()
+    while rows := [r for r in requests if not r.prefilled]:
+        engine.prefill(rows)
+    engine.scheduler.grow(MAX_ROUNDS)
     return requests
 
 
 def launch(engine: Engine, requests: list[Request], rounds: int = MAX_ROUNDS):
     """One launch, its result taken in; (result, tokens that each row gained)."""
     known = [r.num_tokens for r in requests]
-    result = fetch(engine.launch(requests, rounds))
+    result = fetch(engine.launch(requests, engine.num_drafts, rounds))
     for row, request in enumerate(requests):
         engine.absorb(request, row, result)
     return result, [r.num_tokens - n for r, n in zip(requests, known, strict=True)]

@@ -104,7 +104,7 @@ class Program:
             sampling=sampling,
             limits=RowLimits(column(i32), column(i32), self.array(i32, B, 4)),
         )
-        return self.compile("launch", batch, self.array(i32), self.array(jnp.bool_))
+        return self.compile("launch", batch, self.array(i32), self.array(jnp.bool_), self.array(f32))
 
     def prefill(self, length: int = 256) -> jax.stages.Compiled:
         i32, row_pages = jnp.int32, -(-(CONTEXT + K) // PAGE)

@@ -1,0 +1,120 @@
+"""How many drafts a round has: chosen for each launch from measured costs and recent acceptance.
+
+Speculation pays while a round's tokens outweigh its time: with E(k) the expected tokens a row makes in a round of k
+drafts and c(k) the measured seconds of such a round, the best k has the largest sum of E(k) over rows / c(k). k = 0 is
+plain decoding. Rates are per position and count rounds that proposed nothing, so they hold for any drafter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+MEMORY = 0.95  # a row's acceptance forgets at this rate a round
+LONG_MEMORY = 0.995  # that of all rows, from which a new row starts
+PRIOR_ROUNDS = 2.0  # what all rows did counts as so many rounds of a new row
+FIRST_GUESS = 0.7  # chance of each further draft, before anything was seen
+MARGIN = 1.02  # another k must promise this much more
+PROBE_ROUNDS = 4  # rounds of a launch that looks whether speculation pays again
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # plain rounds between two such looks; doubles with each that fails
+
+
+class Acceptance:
+    """How often at least 1, 2, ... drafts of a round were accepted, newer rounds counting more."""
+
+    def __init__(self, memory: float = MEMORY) -> None:
+        self.memory = memory
+        self.rounds = np.zeros(0)  # observed, by position
+        self.hits = np.zeros(0)
+
+    def observe(self, accepted: np.ndarray, k: int) -> None:
+        """accepted i32[R]: drafts kept in each of R rounds of up to k."""
+        if k > len(self.rounds):
+            more = (0, k - len(self.rounds))
+            self.rounds, self.hits = np.pad(self.rounds, more), np.pad(self.hits, more)
+        fade = self.memory ** len(accepted)
+        self.rounds[:k] = fade * self.rounds[:k] + len(accepted)
+        self.hits[:k] = fade * self.hits[:k] + np.sum(accepted[:, None] > np.arange(k), axis=0)
+
+    def rates(self, k: int, prior: np.ndarray) -> np.ndarray:
+        """P(at least i drafts accepted) for i = 1..k; prior f[k]."""
+        missing = (0, max(k - len(self.rounds), 0))
+        rounds, hits = np.pad(self.rounds, missing)[:k], np.pad(self.hits, missing)[:k]
+        return np.minimum.accumulate((hits + PRIOR_ROUNDS * prior) / (rounds + PRIOR_ROUNDS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Drafts a round; the most rounds of this launch, None for no limit; the tokens a row's round must be worth."""
+
+    k: int
+    num_rounds: int | None = None
+    worth: float = 0.0
+
+
+class Controller:
+    """choices: the k that programs are compiled for, 0 among them; draft_cost: of a draft step, in target passes, a
+    guess from above that only decides whether measuring plain decoding could be worth its compiling."""
+
+    def __init__(self, choices: Sequence[int], *, adaptive: bool = True, draft_cost: float = 0.0) -> None:
+        self.choices, self.adaptive, self.draft_cost = tuple(sorted(choices)), adaptive, draft_cost
+        self.costs: dict[tuple[Hashable, int], float] = {}  # (kind of launch, k) -> seconds a round
+        self.overall = Acceptance(LONG_MEMORY)
+        self.rounds_off, self.pause, self.probing = 0, FIRST_PAUSE, False
+
+    def choose(self, kind: Hashable, rows: Sequence[tuple[int, Acceptance]], *, pinned: bool = False) -> Choice:
+        """For rows of (most drafts it may have, its acceptance) in launches of this kind. pinned: no choice is to be
+        made, because some row's tokens depend on k."""
+        wanted = max((most for most, _ in rows), default=0)
+        full = next(k for k in self.choices if k >= wanted)
+        if not full or pinned or not self.adaptive:
+            return Choice(full)
+        expected = {k: self.expected(k, rows) for k in self.choices if k <= full}
+        if (kind, full) not in self.costs:
+            return Choice(full, PROBE_ROUNDS)
+        if (kind, 0) not in self.costs:
+            plain_may_win = expected[full] / len(rows) < 2.0 + full * self.draft_cost
+            return Choice(0, PROBE_ROUNDS) if plain_may_win else Choice(full)
+        value = {k: tokens / self.cost(kind, k, full) for k, tokens in expected.items()}
+        best = max(value, key=lambda k: (value[k], -k))
+        if best and value[best] < MARGIN * value[0]:
+            best = 0
+        speculative = max((k for k in value if k), key=lambda k: value[k])
+        worth = self.cost(kind, speculative, full) / self.costs[kind, 0]
+        if best:
+            self.rounds_off, self.pause, self.probing = 0, FIRST_PAUSE, False
+            return Choice(best, worth=worth)
+        if self.probing:  # the last look found nothing
+            self.probing, self.rounds_off, self.pause = False, 0, min(2 * self.pause, LONGEST_PAUSE)
+        pause = FIRST_PAUSE if any(not a.rounds.any() for _, a in rows) else self.pause  # newcomers get a chance
+        if self.rounds_off < pause:
+            return Choice(0, num_rounds=pause - self.rounds_off)
+        self.probing = True
+        return Choice(speculative, PROBE_ROUNDS, worth)
+
+    def expected(self, k: int, rows: Sequence[tuple[int, Acceptance]]) -> float:
+        """Tokens of all rows in a round of k drafts."""
+        if not k:
+            return float(len(rows))
+        most = self.choices[-1]
+        guess = FIRST_GUESS ** np.arange(1, most + 1)
+        prior = self.overall.rates(most, guess)
+        return sum(1.0 + float(np.sum(acceptance.rates(most, prior)[: min(k, own)])) for own, acceptance in rows)
+
+    def cost(self, kind: Hashable, k: int, full: int) -> float:
+        """Seconds of a round; between two measured ones, for a k not yet tried."""
+        if (kind, k) in self.costs:
+            return self.costs[kind, k]
+        low, high = self.costs[kind, 0], self.costs[kind, full]
+        return low + (high - low) * k / full
+
+    def observe(self, kind: Hashable, k: int, seconds: float, num_rounds: int) -> None:
+        """A launch took so long. A first one may have been slow for reasons of its own, so faster counts more."""
+        if not num_rounds:
+            return
+        new, old = seconds / num_rounds, self.costs.get((kind, k))
+        self.costs[kind, k] = new if old is None else old + (new - old) * (0.5 if new < old else 0.2)
+        if not k:
+            self.rounds_off += num_rounds

@@ -1,0 +1,146 @@
+"""What changes logits before temperature: allowed ids, bad words, a minimum length, bias, penalties, in vLLM's order.
+
+All of it may depend on history. At offset i of a round history is what is committed plus the round's earlier drafts
+x_1..x_i, never the token that is being chosen, and it is the same for the draft's q and the target's p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.sampling.rng import take_row
+from jaxspec.shapes import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class MaskRows:
+    """min_len i32[B]: total length below which no stop id is chosen; restricted bool[B]: only allowed_ids i32[B,_] may
+    be chosen; bias_ids i32[B,_] with bias f32[B,_]; bad_words i32[B,W,_]: id sequences, aligned to the right.
+
+    Ids are padded with -1.
+    """
+
+    min_len: jax.Array
+    restricted: jax.Array
+    allowed_ids: jax.Array
+    bias_ids: jax.Array
+    bias: jax.Array
+    bad_words: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class PenaltyRows:
+    """repetition f32[B] (1: off), presence f32[B] and frequency f32[B] (0: off)."""
+
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Processors:
+    """prompt_len i32[B]. masks, penalties: None where no row asks for any, and then they cost nothing."""
+
+    prompt_len: jax.Array
+    masks: MaskRows | None
+    penalties: PenaltyRows | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tables:
+    """What is dense, made once a launch: bias f32[B,V] (-inf where not allowed), in_prompt bool[B,V]."""
+
+    bias: jax.Array | None
+    in_prompt: jax.Array | None
+
+
+# adjust(logits [B,V], drafts x_1..x_i i32[B] each) -> logits [B,V], -inf where forbidden.
+Adjust = Callable[[Float[Array, "B V"], Sequence[Int[Array, " B"]]], Float[Array, "B V"]]
+
+
+def tables(processors: Processors, tokens: Int[Array, "B M"], vocab_size: int) -> Tables:
+    bias = in_prompt = None
+    if (masks := processors.masks) is not None:
+        forbidden = jnp.where(masks.restricted, -jnp.inf, 0.0)[:, None]
+        bias = jnp.broadcast_to(forbidden, (tokens.shape[0], vocab_size))
+        bias = put(bias, masks.allowed_ids).set(0.0, mode="drop")
+        bias = put(bias, masks.bias_ids).add(masks.bias, mode="drop")
+    if processors.penalties is not None:
+        position = jnp.arange(tokens.shape[1])[None, :]
+        prompt = jnp.where(position < processors.prompt_len[:, None], tokens, -1)
+        in_prompt = put(jnp.zeros((tokens.shape[0], vocab_size), bool), prompt).set(True, mode="drop")
+    return Tables(bias, in_prompt)
+
+
+def output_counts(
+    processors: Processors | None, tokens: Int[Array, "B M"], num_tokens: Int[Array, " B"], vocab_size: int
+) -> Int[Array, "B V"] | None:
+    """How often each id stands in the output. None where no row is penalised."""
+    if processors is None or processors.penalties is None:
+        return None
+    position = jnp.arange(tokens.shape[1])[None, :]
+    is_output = (position >= processors.prompt_len[:, None]) & (position < num_tokens[:, None])
+    return count(jnp.zeros((tokens.shape[0], vocab_size), jnp.int32), jnp.where(is_output, tokens, -1))
+
+
+def count(counts: Int[Array, "B V"], ids: Int[Array, "B _"]) -> Int[Array, "B V"]:
+    """counts with these ids added; -1 is none."""
+    return put(counts, ids).add(1, mode="drop")
+
+
+def put(x: Array, ids: Int[Array, "B _"]):
+    """x[b, ids[b]] for an update that drops what is padded: -1 would wrap, V is dropped."""
+    return x.at[jnp.arange(x.shape[0])[:, None], jnp.where(ids < 0, x.shape[1], ids)]
+
+
+def adjuster(
+    processors: Processors,
+    tables: Any,
+    counts: Any,
+    tokens: Int[Array, "B M"],
+    num_tokens: Int[Array, " B"],
+    stop_ids: Int[Array, "B _"],
+) -> Adjust:
+    """The changes to a round's logits; counts (`output_counts`), tokens and num_tokens at the round's start."""
+
+    def adjust(logits, drafts):
+        if (masks := processors.masks) is not None:
+            too_short = (num_tokens + len(drafts) < masks.min_len)[:, None]
+            completes = completes_bad_word(masks.bad_words, processors.prompt_len, tokens, num_tokens, drafts)
+            forbidden = [jnp.where(too_short, stop_ids, -1), jnp.where(completes, masks.bad_words[:, :, -1], -1)]
+            logits = put(logits, jnp.concatenate(forbidden, axis=1)).set(-jnp.inf, mode="drop") + tables.bias
+        if (rows := processors.penalties) is not None:
+            now = count(counts, jnp.stack(drafts, axis=1)) if drafts else counts
+            repetition = jnp.where(tables.in_prompt | (now > 0), rows.repetition[:, None], 1.0)
+            logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+            logits = logits - now * rows.frequency[:, None] - (now > 0) * rows.presence[:, None]
+        return logits
+
+    return adjust
+
+
+def completes_bad_word(
+    bad_words: Int[Array, "B W _"],
+    prompt_len: Int[Array, " B"],
+    tokens: Int[Array, "B M"],
+    num_tokens: Int[Array, " B"],
+    drafts: Sequence[Int[Array, " B"]],
+) -> Bool[Array, "B W"]:
+    """Whether the output so far ends with all but the last id of a bad word. The prompt takes no part."""
+    matches = bad_words[:, :, -1] >= 0
+    for back in range(1, bad_words.shape[2]):
+        at = num_tokens + len(drafts) - back
+        before = drafts[-back] if back <= len(drafts) else take_row(tokens, jnp.maximum(at, 0))
+        wanted = bad_words[:, :, -1 - back]
+        same = (wanted == before[:, None]) & (at >= prompt_len)[:, None]
+        matches &= (wanted < 0) | same
+    return matches

@@ -1,0 +1,28 @@
+"""Acceptance at given rates, whatever the drafts are: for benchmarks. The text that comes out means nothing."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxspec.drafters.base import Proposal
+from jaxspec.sampling import rng
+from jaxspec.shapes import Array, Float, Int, UInt
+from jaxspec.verify.base import Verdict, leading
+
+
+def verify(
+    logits: Float[Array, "B T V"],
+    proposal: Proposal,
+    rates: tuple[float, ...],
+    seed: UInt[Array, "B 2"],
+    num_tokens: Int[Array, " B"],
+) -> Verdict:
+    """rates: for i = 1..K, P(at least i drafts are accepted); the draw of each is conditional on those before it."""
+    num_drafts = proposal.tokens.shape[1]
+    accepted = jnp.zeros(proposal.tokens.shape, bool)
+    for i, (before, rate) in enumerate(zip((1.0, *rates), rates[:num_drafts], strict=False)):
+        u = rng.uniform(rng.keys(seed, num_tokens, "accept", i))
+        accepted = accepted.at[:, i].set(u < (rate / before if before else 0.0))
+    num_accepted = leading(accepted, proposal.num_proposed)
+    extra = jnp.argmax(rng.take_row(logits, num_accepted), axis=-1)
+    return Verdict(num_accepted, extra.astype(jnp.int32))
