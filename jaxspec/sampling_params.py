@@ -105,13 +105,10 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
-    def masked(self) -> bool:
-        """Whether ids are forbidden or biased; bad_words, which are strings, apart."""
-        return self.min_tokens > 0 or bool(self.logit_bias) or self.allowed_token_ids is not None
-
-    @property
-    def penalised(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+    def processed(self) -> bool:
+        """Whether ids are penalised, biased or forbidden; bad_words, which are strings, apart."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return penalties or self.min_tokens > 0 or bool(self.logit_bias) or self.allowed_token_ids is not None
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:

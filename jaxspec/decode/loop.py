@@ -54,6 +54,9 @@ def losing(batch: LaunchInput, state: DecodeState, worth: jax.Array) -> jax.Arra
 
 def start_state(config: DecodeConfig, batch: LaunchInput) -> DecodeState:
     num_rows, vocab_size, n = batch.num_tokens.shape[0], config.target.config.vocab_size, config.variant.logprobs
+    counts = None
+    if batch.processors is not None:
+        counts = processors.output_counts(batch.processors, batch.tokens, batch.num_tokens, vocab_size)
     per_round = jnp.zeros((num_rows, MAX_ROUNDS), jnp.int32)
     return DecodeState(
         tokens=batch.tokens,
@@ -64,7 +67,7 @@ def start_state(config: DecodeConfig, batch: LaunchInput) -> DecodeState:
         proposed=per_round,
         accepted=per_round,
         emitted=per_round,
-        output_counts=processors.output_counts(batch.processors, batch.tokens, batch.num_tokens, vocab_size),
+        output_counts=counts,
         logprobs=None if n is None else logprobs.empty(num_rows, most_new(config), n),
     )
 

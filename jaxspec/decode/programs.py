@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ from jax.sharding import Mesh
 from jaxspec.cache.pages import copy_pages
 from jaxspec.decode.loop import launch
 from jaxspec.decode.prefill import catch_up, prefill
+from jaxspec.decode.state import Variant
 from jaxspec.parallel.mesh import sharding
+
+WORTH_COMPILING = 16  # launches
 
 # Name -> function(config, params, cache, *arrays) -> (cache, the rest).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -45,6 +49,26 @@ class Programs:
             self.compile_seconds += time.perf_counter() - started
             self.num_compiled += 1
         return self.compiled[key](params, cache, *arrays)
+
+
+@dataclasses.dataclass
+class Variants:
+    """Which variants of a program there are. A batch that needs less than what was compiled already uses that for a
+    while: its own program is compiled only where it is wanted again and again."""
+
+    compiled: dict[Hashable, set[Variant]] = dataclasses.field(default_factory=dict)
+    wanted: Counter[tuple[Hashable, Variant]] = dataclasses.field(default_factory=Counter)
+
+    def choose(self, program: Hashable, exact: Variant) -> Variant:
+        """The variant to run; the caller compiles it if it is new."""
+        there = self.compiled.setdefault(program, set())
+        self.wanted[program, exact] += 1
+        if exact not in there and self.wanted[program, exact] <= WORTH_COMPILING:
+            for wider in there:
+                if wider.covers(exact):
+                    return wider
+        there.add(exact)
+        return exact
 
 
 def lower(name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> jax.stages.Lowered:

@@ -50,7 +50,7 @@ def round(
     live = runnable(config, batch, state)
     wanted = num_wanted(config, batch, state)
     adjust = None
-    if batch.processors is not None and tables is not None:
+    if batch.processors is not None and tables is not None and state.output_counts is not None:
         history = state.tokens, state.num_tokens, batch.limits.stop_ids
         adjust = adjuster(batch.processors, tables, state.output_counts, *history)
     with jax.named_scope("propose"):

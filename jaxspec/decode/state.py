@@ -23,13 +23,19 @@ class Variant:
 
     standard: some row samples under the standard rejection rule; coupled: some row under the coupled rule;
     filters: some row uses top-k, top-p or min-p. All False is greedy. logprobs: some row wants log-probabilities, with
-    this many likeliest ids; None: no row does. (Penalties and masks are asked for by LaunchInput.processors.)
+    this many likeliest ids; None: no row does. processors: some row has penalties, bias or forbidden ids.
     """
 
     standard: bool = False
     coupled: bool = False
     filters: bool = False
     logprobs: int | None = None
+    processors: bool = False
+
+    def covers(self, other: Variant) -> bool:
+        """Whether a program for this one serves the other too."""
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return all(b is None or (a is not None and a >= b) for a, b in zip(mine, theirs, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,11 @@ from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.state import LaunchInput, RowLimits, Variant
 from jaxspec.engine.request import Request
 from jaxspec.sampling.distribution import SamplingRows
-from jaxspec.sampling.processors import MaskRows, PenaltyRows, Processors
+from jaxspec.sampling.processors import Processors
 from jaxspec.sampling.rng import seed_words
+from jaxspec.sampling_params import MAX_LOGPROBS
+
+FEW_LOGPROBS = 5
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -29,9 +32,10 @@ def padded(lists: Sequence[Sequence[int]], rows: int, width: int, fill: int, dty
 
 
 def launch_input(
-    requests: Sequence[Request], k: int, *, rows: int, num_pages: int, page_size: int, row_pages: int
+    requests: Sequence[Request], k: int, used: Variant, *, rows: int, num_pages: int, page_size: int, row_pages: int
 ) -> LaunchInput:
-    """k: drafts a round of the program; rows = B, row_pages = N; rows beyond the requests are not live."""
+    """k: drafts a round of the program, used: its variant; rows = B, row_pages = N; rows beyond the requests are not
+    live."""
     params = [r.params for r in requests]
 
     def column(values: Sequence, dtype: type, fill: float = 0) -> Any:
@@ -58,50 +62,38 @@ def launch_input(
                 [r.stop_ids for r in requests], rows, power_of_two(max(len(r.stop_ids) for r in requests), 4), -1
             ),
         ),
-        processors=processors(requests, rows),
+        processors=processors(requests, rows) if used.processors else None,
     )
 
 
-def processors(requests: Sequence[Request], rows: int) -> Processors | None:
-    """What penalties and masks these requests ask for; None where none does."""
+def processors(requests: Sequence[Request], rows: int) -> Processors:
+    """What penalises, biases or forbids ids. Widths are powers of two, so that few programs serve all."""
     params = [r.params for r in requests]
-    masked = any(r.bad_words or r.params.masked for r in requests)
-    penalised = any(p.penalised for p in params)
-    if not (masked or penalised):
-        return None
 
     def column(values: Sequence, dtype: type, fill: float = 0) -> Any:
         return np.array([*values, *[fill] * (rows - len(values))], dtype)
 
     def ragged(lists: Sequence[Sequence], fill: Any = -1, dtype: Any = np.int32) -> Any:
-        return padded(lists, rows, power_of_two(max(map(len, lists)), 4), fill, dtype)
+        return padded(lists, rows, power_of_two(max(map(len, lists)), 16), fill, dtype)
 
     return Processors(
         prompt_len=column([len(r.prompt) for r in requests], np.int32),
-        masks=MaskRows(
-            min_len=column([len(r.prompt) + r.params.min_tokens for r in requests], np.int32),
-            restricted=column([p.allowed_token_ids is not None for p in params], np.bool_, False),
-            allowed_ids=ragged([p.allowed_token_ids or () for p in params]),
-            bias_ids=ragged([[i for i, _ in p.logit_bias] for p in params]),
-            bias=ragged([[value for _, value in p.logit_bias] for p in params], 0.0, np.float32),
-            bad_words=aligned_right([r.bad_words for r in requests], rows),
-        )
-        if masked
-        else None,
-        penalties=PenaltyRows(
-            repetition=column([p.repetition_penalty for p in params], np.float32, 1.0),
-            presence=column([p.presence_penalty for p in params], np.float32),
-            frequency=column([p.frequency_penalty for p in params], np.float32),
-        )
-        if penalised
-        else None,
+        min_len=column([len(r.prompt) + r.params.min_tokens for r in requests], np.int32),
+        restricted=column([p.allowed_token_ids is not None for p in params], np.bool_, False),
+        allowed_ids=ragged([p.allowed_token_ids or () for p in params]),
+        bias_ids=ragged([[i for i, _ in p.logit_bias] for p in params]),
+        bias=ragged([[value for _, value in p.logit_bias] for p in params], 0.0, np.float32),
+        bad_words=aligned_right([r.bad_words for r in requests], rows),
+        repetition=column([p.repetition_penalty for p in params], np.float32, 1.0),
+        presence=column([p.presence_penalty for p in params], np.float32),
+        frequency=column([p.frequency_penalty for p in params], np.float32),
     )
 
 
 def aligned_right(words: Sequence[Sequence[Sequence[int]]], rows: int) -> Any:
     """Id sequences of each row as [rows, W, length], W and length powers of two, -1 in front of the shorter ones."""
-    length = power_of_two(max((len(word) for row in words for word in row), default=1))
-    array = np.full((rows, power_of_two(max(map(len, words)), 4), length), -1, np.int32)
+    length = power_of_two(max((len(word) for row in words for word in row), default=1), 4)
+    array = np.full((rows, power_of_two(max(map(len, words)), 8), length), -1, np.int32)
     for row, listed in enumerate(words):
         for i, word in enumerate(listed):
             array[row, i, length - len(word) :] = word
@@ -109,9 +101,9 @@ def aligned_right(words: Sequence[Sequence[Sequence[int]]], rows: int) -> Any:
 
 
 def most_logprobs(asked: Sequence[int | None]) -> int | None:
-    """How many likeliest ids a program has to find: a power of two, so that few programs serve all."""
+    """How many likeliest ids a program has to find: one of two numbers, so that few programs serve all."""
     wanted = [n for n in asked if n is not None]
-    return (power_of_two(max(wanted)) if max(wanted) else 0) if wanted else None
+    return next(n for n in (FEW_LOGPROBS, MAX_LOGPROBS) if n >= max(wanted)) if wanted else None
 
 
 def variant(requests: Sequence[Request]) -> Variant:
@@ -122,6 +114,7 @@ def variant(requests: Sequence[Request]) -> Variant:
         coupled=any(r.coupled for r in sampled),
         filters=any(r.params.filtered for r in sampled),
         logprobs=most_logprobs([r.params.logprobs for r in requests]),
+        processors=any(r.bad_words or r.params.processed for r in requests),
     )
 
 

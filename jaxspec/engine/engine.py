@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.decode.programs import Programs
+from jaxspec.decode.programs import Programs, Variants
 from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
 from jaxspec.engine import batch, setup
 from jaxspec.engine.account import counters, stopwatch
@@ -71,7 +71,7 @@ class Engine:
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
             synthetic=speculative.synthetic_acceptance_rates if speculative else None,
         )
-        self.programs = Programs(mesh)
+        self.programs, self.variants = Programs(mesh), Variants()
         self.scheduler = Scheduler(
             PageAllocator(self.num_pages),
             self.page_size,
@@ -178,8 +178,10 @@ class Engine:
         self.admit()
         took_part = [r for r in self.scheduler.running if not r.prefilled]
         self.prefill(took_part)
-        while self.scheduler.running and not (decoding := [r for r in self.scheduler.running if r.prefilled]):
-            self.prefill(self.scheduler.running)  # nobody waits for a launch
+        ready = lambda: [r for r in self.scheduler.running if r.prefilled]
+        while self.scheduler.running and not ready():  # nobody waits for a launch
+            self.prefill(self.scheduler.running)
+        decoding = ready()
         num_rounds = num_rounds or self.config.rounds_per_launch
         if len(decoding) < len(self.scheduler.running):  # those in prefill want their next chunk soon
             num_rounds = -(-num_rounds // 4)
@@ -187,7 +189,7 @@ class Engine:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted]
             self.decode(decoding, num_rounds)
-        return list(dict.fromkeys([*took_part, *decoding]))
+        return sorted({*took_part, *decoding}, key=lambda r: r.id)
 
     def admit(self) -> None:
         """Lets waiting requests in, and copies what samples of one prompt share in part."""
@@ -238,7 +240,7 @@ class Engine:
 
     def decode(self, requests: list[Request], num_rounds: int) -> None:
         """One launch over these requests, whose prompts are in the caches."""
-        kind = (batch.power_of_two(len(requests)), batch.variant(requests))
+        kind = self.grown_shape(requests)[0]
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
         limit = self.speculative.disable_by_batch_size if self.speculative else None
         if limit is not None and len(self.scheduler.running) >= limit:
@@ -277,10 +279,10 @@ class Engine:
     def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> LaunchResult:
         """One launch of the device program over these requests."""
         rows, row_pages = self.grown_shape(requests)
-        inputs = batch.launch_input(
-            requests, k, rows=rows, num_pages=self.num_pages, page_size=self.page_size, row_pages=row_pages
-        )
-        config = dataclasses.replace(self.decoding, variant=batch.variant(requests), drafter=self.drafters[k])
+        variant = self.variants.choose((k, rows, row_pages), batch.variant(requests))
+        sizes = {"rows": rows, "num_pages": self.num_pages, "page_size": self.page_size, "row_pages": row_pages}
+        inputs = batch.launch_input(requests, k, variant, **sizes)
+        config = dataclasses.replace(self.decoding, variant=variant, drafter=self.drafters[k])
         stop_early = bool(self.scheduler.waiting)
         return self.run("launch", config, inputs, np.int32(num_rounds), np.bool_(stop_early), np.float32(worth))
 
@@ -295,7 +297,8 @@ class Engine:
         is; where attention is a kernel it has one value."""
         rows = batch.power_of_two(len(requests))
         if self.gather:
-            pages = batch.power_of_two(max(len(r.pages) for r in requests))
+            longest = max(r.max_len for r in requests)  # not what they hold now: that would be another program often
+            pages = batch.power_of_two(self.scheduler.pages_for(longest + self.num_drafts))
         else:
             pages = -(-(self.max_model_len + self.num_drafts) // self.page_size)
         self.shape = max(rows, self.shape[0]), max(pages, self.shape[1])

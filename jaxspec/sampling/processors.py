@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +18,21 @@ from jaxspec.shapes import Array, Bool, Float, Int
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class MaskRows:
-    """min_len i32[B]: total length below which no stop id is chosen; restricted bool[B]: only allowed_ids i32[B,_] may
-    be chosen; bias_ids i32[B,_] with bias f32[B,_]; bad_words i32[B,W,_]: id sequences, aligned to the right.
+class Processors:
+    """Each row's wishes; ids are padded with -1.
 
-    Ids are padded with -1.
+    prompt_len i32[B]; min_len i32[B]: total length below which no stop id is chosen; restricted bool[B]: only
+    allowed_ids i32[B,_] may be chosen; bias_ids i32[B,_] with bias f32[B,_]; bad_words i32[B,W,_]: id sequences,
+    aligned to the right; repetition f32[B] (1: off), presence f32[B] and frequency f32[B] (0: off).
     """
 
+    prompt_len: jax.Array
     min_len: jax.Array
     restricted: jax.Array
     allowed_ids: jax.Array
     bias_ids: jax.Array
     bias: jax.Array
     bad_words: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class PenaltyRows:
-    """repetition f32[B] (1: off), presence f32[B] and frequency f32[B] (0: off)."""
-
     repetition: jax.Array
     presence: jax.Array
     frequency: jax.Array
@@ -46,21 +40,11 @@ class PenaltyRows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Processors:
-    """prompt_len i32[B]. masks, penalties: None where no row asks for any, and then they cost nothing."""
-
-    prompt_len: jax.Array
-    masks: MaskRows | None
-    penalties: PenaltyRows | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
 class Tables:
     """What is dense, made once a launch: bias f32[B,V] (-inf where not allowed), in_prompt bool[B,V]."""
 
-    bias: jax.Array | None
-    in_prompt: jax.Array | None
+    bias: jax.Array
+    in_prompt: jax.Array
 
 
 # adjust(logits [B,V], drafts x_1..x_i i32[B] each) -> logits [B,V], -inf where forbidden.
@@ -68,25 +52,20 @@ Adjust = Callable[[Float[Array, "B V"], Sequence[Int[Array, " B"]]], Float[Array
 
 
 def tables(processors: Processors, tokens: Int[Array, "B M"], vocab_size: int) -> Tables:
-    bias = in_prompt = None
-    if (masks := processors.masks) is not None:
-        forbidden = jnp.where(masks.restricted, -jnp.inf, 0.0)[:, None]
-        bias = jnp.broadcast_to(forbidden, (tokens.shape[0], vocab_size))
-        bias = put(bias, masks.allowed_ids).set(0.0, mode="drop")
-        bias = put(bias, masks.bias_ids).add(masks.bias, mode="drop")
-    if processors.penalties is not None:
-        position = jnp.arange(tokens.shape[1])[None, :]
-        prompt = jnp.where(position < processors.prompt_len[:, None], tokens, -1)
-        in_prompt = put(jnp.zeros((tokens.shape[0], vocab_size), bool), prompt).set(True, mode="drop")
+    forbidden = jnp.where(processors.restricted, -jnp.inf, 0.0)[:, None]
+    bias = jnp.broadcast_to(forbidden, (tokens.shape[0], vocab_size))
+    bias = put(bias, processors.allowed_ids).set(0.0, mode="drop")
+    bias = put(bias, processors.bias_ids).add(processors.bias, mode="drop")
+    position = jnp.arange(tokens.shape[1])[None, :]
+    prompt = jnp.where(position < processors.prompt_len[:, None], tokens, -1)
+    in_prompt = put(jnp.zeros((tokens.shape[0], vocab_size), bool), prompt).set(True, mode="drop")
     return Tables(bias, in_prompt)
 
 
 def output_counts(
-    processors: Processors | None, tokens: Int[Array, "B M"], num_tokens: Int[Array, " B"], vocab_size: int
-) -> Int[Array, "B V"] | None:
-    """How often each id stands in the output. None where no row is penalised."""
-    if processors is None or processors.penalties is None:
-        return None
+    processors: Processors, tokens: Int[Array, "B M"], num_tokens: Int[Array, " B"], vocab_size: int
+) -> Int[Array, "B {vocab_size}"]:
+    """How often each id stands in the output."""
     position = jnp.arange(tokens.shape[1])[None, :]
     is_output = (position >= processors.prompt_len[:, None]) & (position < num_tokens[:, None])
     return count(jnp.zeros((tokens.shape[0], vocab_size), jnp.int32), jnp.where(is_output, tokens, -1))
@@ -103,9 +82,9 @@ def put(x: Array, ids: Int[Array, "B _"]):
 
 
 def adjuster(
-    processors: Processors,
-    tables: Any,
-    counts: Any,
+    rows: Processors,
+    tables: Tables,
+    counts: Int[Array, "B V"],
     tokens: Int[Array, "B M"],
     num_tokens: Int[Array, " B"],
     stop_ids: Int[Array, "B _"],
@@ -113,17 +92,14 @@ def adjuster(
     """The changes to a round's logits; counts (`output_counts`), tokens and num_tokens at the round's start."""
 
     def adjust(logits, drafts):
-        if (masks := processors.masks) is not None:
-            too_short = (num_tokens + len(drafts) < masks.min_len)[:, None]
-            completes = completes_bad_word(masks.bad_words, processors.prompt_len, tokens, num_tokens, drafts)
-            forbidden = [jnp.where(too_short, stop_ids, -1), jnp.where(completes, masks.bad_words[:, :, -1], -1)]
-            logits = put(logits, jnp.concatenate(forbidden, axis=1)).set(-jnp.inf, mode="drop") + tables.bias
-        if (rows := processors.penalties) is not None:
-            now = count(counts, jnp.stack(drafts, axis=1)) if drafts else counts
-            repetition = jnp.where(tables.in_prompt | (now > 0), rows.repetition[:, None], 1.0)
-            logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
-            logits = logits - now * rows.frequency[:, None] - (now > 0) * rows.presence[:, None]
-        return logits
+        too_short = (num_tokens + len(drafts) < rows.min_len)[:, None]
+        completes = completes_bad_word(rows.bad_words, rows.prompt_len, tokens, num_tokens, drafts)
+        forbidden = [jnp.where(too_short, stop_ids, -1), jnp.where(completes, rows.bad_words[:, :, -1], -1)]
+        logits = put(logits, jnp.concatenate(forbidden, axis=1)).set(-jnp.inf, mode="drop") + tables.bias
+        now = count(counts, jnp.stack(drafts, axis=1)) if drafts else counts
+        repetition = jnp.where(tables.in_prompt | (now > 0), rows.repetition[:, None], 1.0)
+        logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        return logits - now * rows.frequency[:, None] - (now > 0) * rows.presence[:, None]
 
     return adjust
 
