@@ -22,7 +22,7 @@ class Processors:
     """Each row's wishes; ids are padded with -1.
 
     prompt_len i32[B]; min_len i32[B]: total length below which no stop id is chosen; restricted bool[B]: only
-    allowed_ids i32[B,_] may be chosen; bias_ids i32[B,_] with bias f32[B,_]; bad_words i32[B,W,_]: id sequences,
+    allowed_ids i32[B,_] may be chosen; bias_ids i32[B,_] with bias f32[B,_]; bad_words i32[B,words,_]: id sequences,
     aligned to the right; repetition f32[B] (1: off), presence f32[B] and frequency f32[B] (0: off).
     """
 
@@ -105,12 +105,12 @@ def adjuster(
 
 
 def completes_bad_word(
-    bad_words: Int[Array, "B W _"],
+    bad_words: Int[Array, "B words _"],
     prompt_len: Int[Array, " B"],
     tokens: Int[Array, "B M"],
     num_tokens: Int[Array, " B"],
     drafts: Sequence[Int[Array, " B"]],
-) -> Bool[Array, "B W"]:
+) -> Bool[Array, "B words"]:
     """Whether the output so far ends with all but the last id of a bad word. The prompt takes no part."""
     matches = bad_words[:, :, -1] >= 0
     for back in range(1, bad_words.shape[2]):

@@ -47,7 +47,13 @@ def arguments(engine: Engine):
     request = engine.add(lively.PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=20))
     engine.scheduler.admit()
     inputs = batch.launch_input(
-        [request], engine.num_drafts, rows=2, num_pages=engine.num_pages, page_size=16, row_pages=4
+        [request],
+        engine.num_drafts,
+        batch.variant([request]),
+        rows=2,
+        num_pages=engine.num_pages,
+        page_size=16,
+        row_pages=4,
     )
     engine.abort(request)
     return jax.device_put((inputs, np.int32(4), np.bool_(False), np.float32(0)), sharding(engine.mesh))
