@@ -17,8 +17,8 @@ LONG_MEMORY = 0.995  # that of all rows, from which a new row starts
 PRIOR_ROUNDS = 2.0  # what all rows did counts as so many rounds of a new row
 FIRST_GUESS = 0.7  # chance of each further draft, before anything was seen
 MARGIN = 1.02  # another k must promise this much more
-PROBE_ROUNDS = 4  # rounds of a launch that looks whether speculation pays again
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # plain rounds between two such looks; doubles with each that fails
+PROBE_ROUNDS = 4  # rounds of a launch that looks whether another choice has become better
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # rounds between two such looks; doubles with each that changes nothing
 
 
 class Acceptance:
@@ -61,8 +61,10 @@ class Controller:
     def __init__(self, choices: Sequence[int], *, adaptive: bool = True, draft_cost: float = 0.0) -> None:
         self.choices, self.adaptive, self.draft_cost = tuple(sorted(choices)), adaptive, draft_cost
         self.costs: dict[tuple[Hashable, int], float] = {}  # (kind of launch, k) -> seconds a round
+        self.warm: set[tuple[Hashable, int]] = set()  # those that have run at least once
         self.overall = Acceptance(LONG_MEMORY)
-        self.rounds_off, self.pause, self.probing = 0, FIRST_PAUSE, False
+        self.best: int | None = None
+        self.rounds, self.pause = 0, FIRST_PAUSE  # of the best choice since the last look at its rival
 
     def choose(self, kind: Hashable, rows: Sequence[tuple[int, Acceptance]], *, pinned: bool = False) -> Choice:
         """For rows of (most drafts it may have, its acceptance) in launches of this kind. pinned: no choice is to be
@@ -71,28 +73,29 @@ class Controller:
         full = next(k for k in self.choices if k >= wanted)
         if not full or pinned or not self.adaptive:
             return Choice(full)
-        expected = {k: self.expected(k, rows) for k in self.choices if k <= full}
+        tokens = {k: self.expected(k, rows) for k in self.choices if k <= full}
+        plain_may_win = tokens[full] / len(rows) < 2.0 + full * self.draft_cost
         if (kind, full) not in self.costs:
             return Choice(full, PROBE_ROUNDS)
         if (kind, 0) not in self.costs:
-            plain_may_win = expected[full] / len(rows) < 2.0 + full * self.draft_cost
             return Choice(0, PROBE_ROUNDS) if plain_may_win else Choice(full)
-        value = {k: tokens / self.cost(kind, k, full) for k, tokens in expected.items()}
-        best = max(value, key=lambda k: (value[k], -k))
-        if best and value[best] < MARGIN * value[0]:
-            best = 0
-        speculative = max((k for k in value if k), key=lambda k: value[k])
-        worth = self.cost(kind, speculative, full) / self.costs[kind, 0]
-        if best:
-            self.rounds_off, self.pause, self.probing = 0, FIRST_PAUSE, False
+        value = {k: tokens[k] / self.cost(kind, k, full) for k in tokens}
+        best, drafting = max(value, key=value.__getitem__), max((k for k in value if k), key=value.__getitem__)
+        if self.best in value and value[best] < MARGIN * value[self.best]:
+            best = self.best
+        if best != self.best:
+            self.best, self.rounds, self.pause = best, 0, FIRST_PAUSE
+        rival = drafting if best == 0 else 0
+        worth = self.cost(kind, best or rival, full) / self.costs[kind, 0]
+        # What was measured grows old; and with another text, or for a newcomer, drafts may do better.
+        newcomer = any(not acceptance.rounds.any() for _, acceptance in rows)
+        pause = FIRST_PAUSE if newcomer and rival else self.pause
+        if rival == 0 and not plain_may_win:
             return Choice(best, worth=worth)
-        if self.probing:  # the last look found nothing
-            self.probing, self.rounds_off, self.pause = False, 0, min(2 * self.pause, LONGEST_PAUSE)
-        pause = FIRST_PAUSE if any(not a.rounds.any() for _, a in rows) else self.pause  # newcomers get a chance
-        if self.rounds_off < pause:
-            return Choice(0, num_rounds=pause - self.rounds_off)
-        self.probing = True
-        return Choice(speculative, PROBE_ROUNDS, worth)
+        if self.rounds < pause:
+            return Choice(best, pause - self.rounds, worth if best else 0.0)
+        self.rounds, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
+        return Choice(rival, PROBE_ROUNDS, worth if rival else 0.0)
 
     def expected(self, k: int, rows: Sequence[tuple[int, Acceptance]]) -> float:
         """Tokens of all rows in a round of k drafts."""
@@ -111,10 +114,14 @@ class Controller:
         return low + (high - low) * k / full
 
     def observe(self, kind: Hashable, k: int, seconds: float, num_rounds: int) -> None:
-        """A launch took so long. A first one may have been slow for reasons of its own, so faster counts more."""
+        """A launch took so long. The first of its kind is slow for reasons of its own and does not count; of the
+        others the faster count more, because what disturbs a measurement makes it slower."""
         if not num_rounds:
+            return
+        if k == self.best:
+            self.rounds += num_rounds
+        if (kind, k) not in self.warm:
+            self.warm.add((kind, k))
             return
         new, old = seconds / num_rounds, self.costs.get((kind, k))
         self.costs[kind, k] = new if old is None else old + (new - old) * (0.5 if new < old else 0.2)
-        if not k:
-            self.rounds_off += num_rounds
