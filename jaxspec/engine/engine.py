@@ -86,6 +86,7 @@ class Engine:
         )
         self.metrics, self.timing = SpecDecodeMetrics(), Timing()
         self.ids = itertools.count()
+        self.failed: list[Request] = []  # in this step
         self.shape = (1, 1)  # (B, N) of launches since the engine was last idle
 
     @property
@@ -189,7 +190,8 @@ class Engine:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted]
             self.decode(decoding, num_rounds)
-        return sorted({*took_part, *decoding}, key=lambda r: r.id)
+        failed, self.failed = self.failed, []
+        return sorted({*took_part, *decoding, *failed}, key=lambda r: r.id)
 
     def admit(self) -> None:
         """Lets waiting requests in, and copies what samples of one prompt share in part."""
@@ -362,6 +364,7 @@ class Engine:
             for request in requests:
                 if request.finish_reason is None:
                     self.end(request, "error", f"{type(error).__name__}: {said}")
+                    self.failed.append(request)
             self.lose_caches()
 
     def lose_caches(self) -> None:
