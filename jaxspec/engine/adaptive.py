@@ -88,7 +88,7 @@ class Controller:
         rival = drafting if best == 0 else 0
         worth = self.cost(kind, best or rival, full) / self.costs[kind, 0]
         # What was measured grows old; and with another text, or for a newcomer, drafts may do better.
-        newcomer = any(not acceptance.rounds.any() for _, acceptance in rows)
+        newcomer = any(most and not acceptance.rounds.any() for most, acceptance in rows)
         pause = FIRST_PAUSE if newcomer and rival else self.pause
         if rival == 0 and not plain_may_win:
             return Choice(best, worth=worth)
