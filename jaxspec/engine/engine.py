@@ -22,7 +22,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine import batch
-from jaxspec.engine.request import FindStop, Request
+from jaxspec.engine.request import Request
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params
@@ -130,8 +130,23 @@ class Engine:
         widest = max(4 * m.config.mlp_width + 8 * m.config.width + 2 * m.config.qkv_width for m in models.values())
         return logits + self.config.max_num_seqs * self.config.prefill_chunk * widest * 4
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, stop_ids=(), find_stop: FindStop | None = None):
-        """Queues a request and returns it. stop_ids: the model's own end ids. See `check` for what is refused."""
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, stop_ids=(), bad_words=()) -> Request:
+        """SHIM: n samples, bad_words kept only."""
+        samples: list[Request] = []
+        try:
+            for index in range(params.n):
+                request = self.add_one(prompt, params, stop_ids=stop_ids)
+                request.index, request.samples, request.bad_words = index, samples, bad_words
+                if params.n > 1:
+                    request.seed = (request.seed + index) % 2**64
+                samples.append(request)
+        except ValueError:
+            for request in samples:
+                self.abort(request)
+            raise
+        return samples[0]
+
+    def add_one(self, prompt: Sequence[int], params: SamplingParams, *, stop_ids=()) -> Request:
         self.check(prompt, params)
         wanted = self.decoding.num_speculative_tokens
         if params.num_speculative_tokens is not None:
@@ -146,12 +161,11 @@ class Engine:
             stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else stop_ids)])),
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
             num_speculative_tokens=wanted,
-            find_stop=find_stop,
         )
         self.scheduler.add(request)
         return request
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams, bad_words=()) -> None:
         """Raises ValueError for a prompt or a request that cannot be served."""
         if not len(prompt):
             raise ValueError("the prompt is empty: give at least one token")
@@ -176,7 +190,11 @@ class Engine:
         if not self.scheduler.running:
             self.shape = (1, 1)
         if admitted := self.scheduler.admit():
+            for request in admitted:
+                request.times.admitted = time.perf_counter()
             self.prefill(admitted)
+            for request in admitted:
+                request.times.prefilled = time.perf_counter()
         running = list(self.scheduler.running)
         if not running:
             return []
@@ -184,6 +202,11 @@ class Engine:
             result = fetch(self.launch(running, num_rounds or self.config.rounds_per_launch))
         for row, request in enumerate(running):
             self.absorb(request, row, result)
+            now = time.perf_counter()
+            request.times.first_token = request.times.first_token or now
+            if request.finish_reason:
+                request.times.finished = now
+                shim_logprobs(self, request)
         return running
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
@@ -247,6 +270,7 @@ class Engine:
         """Ends a request and frees its pages. Does nothing to one that has ended."""
         if request.finish_reason is None:
             request.finish_reason = "abort"
+            request.times.finished = time.perf_counter()
             self.scheduler.remove(request)
 
     def timed(self, field: str) -> Any:
@@ -284,6 +308,25 @@ def counters(result: LaunchResult, row: int, kept: int) -> SpecDecodeMetrics:
         num_accepted_tokens_per_pos=np.sum(accepted[:, None] > position, axis=0).tolist(),
         num_emitted_tokens=kept,
     )
+
+
+def shim_logprobs(engine: Engine, request: Request) -> None:
+    from jaxspec.engine.request import TokenLogprobs
+    from tests.models.forward import run  # type: ignore
+
+    if request.params.logprobs is None and request.params.prompt_logprobs is None:
+        return
+    tokens, known = request.tokens, len(request.prompt)
+    padded = np.zeros((1, -(-len(tokens) // 64) * 64), np.int32)
+    padded[0, : len(tokens)] = tokens
+    logits = run(engine.decoding.target.config, engine.params["target"], padded, [padded.shape[1]])[0]
+    table = np.asarray(jax.nn.log_softmax(logits))
+    entries = []
+    for at, token in enumerate(tokens[1:]):
+        order, own = np.argsort(-table[at], kind="stable"), table[at, token]
+        top = order[:20].tolist()
+        entries.append(TokenLogprobs(float(own), int(np.sum(table[at] > own)) + 1, top, table[at, top].tolist()))
+    request.prompt_logprobs, request.logprobs = entries[: known - 1], entries[known - 1 :]
 
 
 def make_drafter(speculative: SpeculativeConfig | None, draft: PagedModel | None) -> Drafter | None:
