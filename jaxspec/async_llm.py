@@ -9,7 +9,7 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 from jaxspec.config import SpeculativeConfig
@@ -25,8 +25,9 @@ class AsyncLLM:
     """An LLM for asyncio: the same arguments, one prompt a call; calls that overlap share the engine's batches.
 
     A thread owns the engine and sleeps while nothing is asked of it. Leaving a stream (break, cancellation, an
-    exception) or cancelling a generate ends that request and no other. If the engine itself fails, every open call
-    raises RuntimeError with that failure, and so does every later one.
+    exception) or cancelling a generate ends that request and no other. (A stream that is kept in a variable is left by
+    its aclose(), or contextlib.aclosing.) If the engine itself fails, every open call raises RuntimeError with that
+    failure, and so does every later one.
 
     Close it with shutdown(), or use it in `async with`. `llm` is the LLM inside: read its metrics, its tokenizer,
     render_chat; its generate and stream belong to the thread.
@@ -59,7 +60,9 @@ class AsyncLLM:
     def timing(self) -> Timing:
         return self.llm.timing
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncIterator[StreamOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[StreamOutput, None]:
         """Yields pieces of a prompt's completion as rounds end, of each of its n samples. What is wrong with the prompt
         or the parameters is raised here, before anything is queued."""
         return self.results(self.prepare(prompt, sampling_params), Job.pieces, num_rounds=1)

@@ -13,9 +13,7 @@ try:
     import prometheus_client as prometheus
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError as error:
-    raise ImportError(
-        "jaxspec.prometheus needs the package prometheus-client: pip install 'jaxspec[metrics]'"
-    ) from error
+    raise ImportError("jaxspec.prometheus needs prometheus-client: install jaxspec's extra 'metrics'") from error
 
 # Fields of SpecDecodeMetrics -> what they count.
 COUNTERS = {

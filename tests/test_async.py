@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -174,11 +175,11 @@ def test_who_leaves_a_stream_ends_that_request_only(llm, expected, how):
     before = llm.metrics.num_emitted_tokens
 
     async def leave():
-        stream = llm.stream(PROMPTS[0], LONG)
         if how == "close":
-            await anext(stream)
-            return await stream.aclose()
-        async for _ in stream:
+            async with contextlib.aclosing(llm.stream(PROMPTS[0], LONG)) as stream:
+                await anext(stream)
+            return
+        async for _ in llm.stream(PROMPTS[0], LONG):
             if how == "break":
                 break
             if how == "exception":
@@ -240,7 +241,8 @@ def test_a_loop_that_is_closed_listens_no_more(llm, expected):
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        ([], GREEDY, "the prompt is empty"),
+        ([], GREEDY, "one prompt a call, got 0"),
+        ({"prompt_token_ids": []}, GREEDY, "the prompt is empty"),
         ([999], GREEDY, "token id 999 is outside"),
         (PROMPTS[:2], GREEDY, "one prompt a call, got 2: calls that overlap are decoded together"),
         (PROMPTS[0], {"temperature": 0}, "give a SamplingParams"),

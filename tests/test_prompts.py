@@ -8,7 +8,18 @@ from jaxspec.prompts import asks, bad_word_ids
 from jaxspec.sampling_params import SamplingParams
 
 # Text -> its ids, with no special tokens: words that a space in front makes another token, the same ones, or more.
-IDS = {"dog": [3], " dog": [4], "cats": [5, 6], " cats": [7, 6], "x": [8], " x": [9, 8], "+": [10], " +": [10], "": []}
+IDS = {
+    "dog": [3],
+    " dog": [4],
+    "cats": [5, 6],
+    " cats": [7, 6],
+    "x": [8],
+    " x": [9, 8],
+    "+": [10],
+    " +": [10],
+    "": [],
+    " ": [11],
+}
 
 
 class Table:
