@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 # Public name -> the module it lives in. Loaded on first use: `import checkpoints` first must be no circle.
 _PUBLIC = {
     "LLM": "jaxspec.llm",
+    "AsyncLLM": "jaxspec.async_llm",
     "generate": "jaxspec.llm",
     "SamplingParams": "jaxspec.sampling_params",
     "SpeculativeConfig": "jaxspec.config",

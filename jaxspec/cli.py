@@ -7,7 +7,8 @@ import enum
 import json
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,6 +84,19 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divide the logits of tokens in prompt or output; 1 is off.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtract this from the logits of tokens in the output.")
+    ] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, once for each occurrence.")] = 0.0,
+    n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 1,
+    min_tokens: Annotated[int, typer.Option(help="Shortest output, in tokens.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output; may be repeated.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities of the tokens and of this many likeliest.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put in the template.")] = False,
     as_json: AsJson = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is complete.")] = False,
@@ -92,24 +106,59 @@ def generate(
 
     # Options are checked before the model is loaded.
     speculative = speculation(method, draft, k)
+    if logprobs is not None and not as_json:
+        raise ValueError(f"--logprobs {logprobs} is shown in the JSON document only: add --json")
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k, min_p=min_p
+        n=n,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        seed=seed,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=stop or (),
+        logprobs=logprobs,
     )
     from jaxspec.llm import LLM
 
     say(f"loading {model} ...")
-    llm = LLM(model, speculative_config=speculative, max_num_seqs=min(len(prompts), 16))
+    llm = LLM(model, speculative_config=speculative, max_num_seqs=min(len(prompts) * n, 16))
     inputs: list[Any] = [llm.render_chat([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)
-    if len(prompts) == 1 and not (as_json or no_stream):
-        stream(llm, inputs[0], params)
+    if len(prompts) * n == 1 and not (as_json or no_stream):
+        failed = stream(llm, inputs[0], params)
     else:
-        outputs = llm.generate(inputs, params)
-        if as_json:
-            print(json.dumps(as_document(outputs, llm)))
-        else:
-            for i, output in enumerate(outputs):
-                print(f"[{i}] {output.outputs[0].text}" if len(outputs) > 1 else output.outputs[0].text)
+        failed = complete(llm, inputs, params, as_json)
     summarise(llm)
+    if failed:
+        say(f"jaxspec: {failed}")
+        raise typer.Exit(2)
+
+
+def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> str | None:
+    """Prints the outputs; what failed in them."""
+    from jaxspec.job import failures
+
+    with warnings.catch_warnings():  # said in the end instead
+        warnings.simplefilter("ignore", RuntimeWarning)
+        outputs = llm.generate(prompts, params)
+    if as_json:
+        print(json.dumps(as_document(outputs, llm)))
+    else:
+        for label, text in labelled(outputs):
+            print(label + text)
+    return failures(outputs)
+
+
+def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
+    """(label, text) of every sample: "[prompt.sample] ", of which only what tells them apart."""
+    for i, output in enumerate(outputs):
+        for completion in output.outputs:
+            places = [i] * (len(outputs) > 1) + [completion.index] * (len(output.outputs) > 1)
+            yield f"[{'.'.join(map(str, places))}] " if places else "", completion.text
 
 
 def speculation(method: Method | None, draft: str | None, k: int | None) -> SpeculativeConfig | None:
@@ -124,10 +173,14 @@ def speculation(method: Method | None, draft: str | None, k: int | None) -> Spec
     return SpeculativeConfig(method=None if method is None else str(method), model=draft, **chosen)
 
 
-def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+def stream(llm: LLM, prompt: Any, params: SamplingParams) -> str | None:
+    """Prints the text as it comes; what failed."""
+    error = None
     for piece in llm.stream(prompt, params):
         print(piece.text, end="", flush=True)
+        error = piece.error
     print(flush=True)
+    return error
 
 
 def as_document(outputs: list[RequestOutput], llm: LLM) -> dict[str, Any]:

@@ -11,8 +11,11 @@ class Detokenizer:
     """Text of one request's output. Decodes a short window at a time, because byte-level tokens join into characters
     and some tokenizers put a space in front depending on what stands before."""
 
-    def __init__(self, tokenizer: Any, *, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
-        self.tokenizer, self.stop, self.skip_special_tokens = tokenizer, stop, skip_special_tokens
+    def __init__(
+        self, tokenizer: Any, *, stop: tuple[str, ...] = (), min_tokens: int = 0, skip_special_tokens: bool = True
+    ) -> None:
+        self.tokenizer, self.stop, self.min_tokens = tokenizer, stop, min_tokens
+        self.skip_special_tokens = skip_special_tokens
         self.hidden: frozenset[int] = frozenset()  # ids that end the output and are not part of its text
         self.text = ""
         self.stop_string: str | None = None
@@ -24,10 +27,13 @@ class Detokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
 
     def find_stop(self, ids: list[int], start: int) -> int | None:
-        """Feeds ids one by one from index start on; the number of ids to keep once a stop string is complete."""
+        """Feeds ids one by one from index start on; the number of ids to keep once a stop string is complete. One that
+        is complete within the first min_tokens ids ends nothing."""
         for end in range(start + 1, len(ids) + 1):
             known = len(self.text)
             self.feed(ids[:end])
+            if end <= self.min_tokens:
+                continue
             for string in self.stop:
                 at = self.text.find(string, max(0, known - len(string) + 1))
                 if at >= 0:

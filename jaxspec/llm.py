@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,17 +16,17 @@ import jax.numpy as jnp
 import checkpoints
 from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request
+from jaxspec.job import Job, failures
 from jaxspec.models.decoder import abstract_params
-from jaxspec.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
+from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import generation_progress
+from jaxspec.prompts import Ask, Prompt, asks, named
 from jaxspec.sampling_params import SamplingParams
 
 PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
@@ -61,6 +65,8 @@ class LLM:
             check_same_tokenizer(source, self.tokenizer, draft_source)
             draft = load(draft_source, compute_dtype(speculative.dtype or config.dtype, platform), mesh)
         self.engine = Engine(target, config, mesh=mesh, speculative=speculative, draft=draft, platform=platform)
+        self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
+        self.profile: Path | None = None  # the folder of the trace that is being taken
         self.engine.timing.load_seconds = time.perf_counter() - started
 
     @property
@@ -82,52 +88,59 @@ class LLM:
         """Completes prompts: a string, a list of strings, a list of token-id lists, or {"prompt_token_ids": [...]}.
 
         sampling_params: one for all, or one a prompt. Outputs come in the order of the prompts. All prompts are checked
-        before the first is queued; a bad one is named by its index.
+        before the first is queued; a bad one is named by its index. A completion that failed on the way has
+        finish_reason "error" and says why in `error`; one warning tells how many did.
         """
-        listed = as_list(prompts)
-        params = spread(sampling_params, len(listed))
-        encoded = [self.encode(prompt, i) for i, prompt in enumerate(listed)]
-        for i, (ids, p) in enumerate(zip(encoded, params, strict=True)):
-            named(i, self.engine.check, ids, p)
+        asked = self.prepare(prompts, sampling_params)
         jobs: list[Job] = []
         try:
-            for i, (ids, p) in enumerate(zip(encoded, params, strict=True)):
-                jobs.append(named(i, Job, self, listed[i], ids, p))
-            with generation_progress(len(jobs), enabled=progress) as report:
-                while any(job.request.finish_reason is None for job in jobs):
-                    self.engine.step()
-                    report(jobs, self.metrics)
+            for ask in asked:
+                jobs.append(self.submit(ask))
+            self.finish([request for job in jobs for request in job.requests], progress=progress)
         finally:
             for job in jobs:  # on an exception, nothing stays behind
-                self.engine.abort(job.request)
-        return [job.output() for job in jobs]
+                self.abort(job)
+        outputs = [job.output() for job in jobs]
+        if said := failures(outputs):
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+        return outputs
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamOutput]:
-        """Yields pieces of one prompt's completion as rounds end. Dropping the iterator ends the request."""
-        listed = as_list(prompt)
-        if len(listed) != 1:
-            raise ValueError(f"stream takes one prompt, got {len(listed)}: use generate for several")
-        params = spread(sampling_params, 1)[0]
-        ids = self.encode(listed[0], 0)
-        named(0, self.engine.check, ids, params)
-        return self.pieces(listed[0], ids, params)
+    def finish(self, requests: Sequence[Request], *, progress: bool) -> None:
+        """Steps until these requests have ended."""
+        left = set(requests)
+        with generation_progress(len(left), self.metrics, enabled=progress) as report:
+            while left and self.engine.busy:
+                left.difference_update(r for r in self.step() if r.finish_reason is not None)
+                report(len(requests) - len(left))
 
-    def pieces(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> Iterator[StreamOutput]:
-        job = named(0, Job, self, prompt, ids, params)  # not earlier: an iterator that never started frees nothing
-        request, shown, sent, ended = job.request, 0, 0, False
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Yields pieces of the completions as rounds end: of one prompt or, decoded together, of several.
+
+        A piece says by prompt_index and sample whose it is. All prompts are checked at once, before the first piece.
+        Dropping the iterator ends what has not ended.
+        """
+        return self.pieces(self.prepare(prompts, sampling_params))
+
+    def pieces(self, asked: Sequence[Ask]) -> Iterator[StreamOutput]:
+        jobs: list[Job] = []
         try:
-            while not ended:
-                # Steps of other requests advance this one too, so there may be something to show already.
-                if request.finish_reason is None and len(request.output) == sent:
-                    self.engine.step(num_rounds=1)
-                    continue
-                ended = request.finish_reason is not None
-                text, new = job.text_so_far(), request.output[sent:]
-                piece = StreamOutput(text[shown:], new, request.finish_reason)
-                shown, sent = len(text), len(request.output)
-                yield piece
+            for ask in asked:  # not earlier: an iterator that never started frees nothing
+                jobs.append(self.submit(ask))
+            left = jobs
+            while left:
+                # Steps of other requests advance these too, so there may be something to show already.
+                if fresh := [piece for job in left for piece in job.pieces()]:
+                    left = [job for job in left if not job.streamed]
+                    yield from fresh
+                else:
+                    self.step(num_rounds=1)
         finally:
-            self.engine.abort(request)
+            for job in jobs:
+                self.abort(job)
 
     def chat(
         self,
@@ -147,53 +160,60 @@ class LLM:
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
-    def encode(self, prompt: Prompt, index: int) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
-        ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if ids is None and isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
-            return self.encode(prompt["prompt"], index)
-        if not isinstance(ids, Iterable) or isinstance(ids, Mapping):
-            raise ValueError(
-                f"prompt {index}: {prompt!r:.80} is no prompt: give a string, a list of token ids, or a dict with "
-                "'prompt_token_ids' or 'prompt'"
-            )
-        ids = list(ids)
-        if not all(hasattr(i, "__index__") for i in ids):
-            raise ValueError(f"prompt {index}: token ids must be whole numbers, got {ids!s:.80}")
-        return [int(i) for i in ids]
+    # What generate, stream and AsyncLLM are made of.
 
+    def prepare(self, prompts: Any, sampling_params: Any = None) -> list[Ask]:
+        """Prompts as the engine takes them, all checked. Raises ValueError for the first that it cannot serve."""
+        asked = asks(self.tokenizer, prompts, sampling_params)
+        for ask in asked:
+            named(ask.index, self.engine.check, ask.ids, ask.params, ask.bad_words)
+        return asked
 
-class Job:
-    """One prompt on its way through the engine, with its text."""
+    def submit(self, ask: Ask) -> Job:
+        """Queues a prompt's samples."""
+        add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=ask.bad_words)
+        return Job(self.tokenizer, ask, named(ask.index, add, ask.ids, ask.params))
 
-    def __init__(self, llm: LLM, prompt: Prompt, ids: list[int], params: SamplingParams) -> None:
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        self.prompt = text if isinstance(text, str) else None
-        self.params = params
-        self.detokenizer = Detokenizer(
-            llm.tokenizer, stop=tuple(params.stop), skip_special_tokens=params.skip_special_tokens
-        )
-        find_stop = self.detokenizer.find_stop if params.stop else None
-        self.request: Request = llm.engine.add(ids, params, stop_ids=llm.stop_ids, find_stop=find_stop)
-        if not params.include_stop_str_in_output:
-            self.detokenizer.hidden = frozenset(self.request.stop_ids)
+    def step(self, num_rounds: int | None = None) -> list[Request]:
+        """One step of the engine: the requests, one a sample, that ran or ended."""
+        ran = self.engine.step(num_rounds)
+        self.tell(request for request in ran if request.finish_reason is not None)
+        return ran
 
-    def text_so_far(self) -> str:
-        """Text that will not change any more."""
-        if self.request.finish_reason is not None:
-            return self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
-        if not self.params.stop:
-            self.detokenizer.feed(self.request.output)
-        return self.detokenizer.text[: self.detokenizer.settled()]
+    def abort(self, job: Job) -> None:
+        """Ends the samples of a job that have not ended."""
+        left = [request for request in job.requests if request.finish_reason is None]
+        for request in left:
+            self.engine.abort(request)
+        self.tell(left)
 
-    def output(self) -> RequestOutput:
-        request = self.request
-        stopped_by: str | int | None = self.detokenizer.stop_string
-        if stopped_by is None and request.finish_reason == "stop":
-            stopped_by = request.output[-1]
-        completion = CompletionOutput(0, self.text_so_far(), request.output, request.finish_reason, stopped_by)
-        return RequestOutput(request.id, self.prompt, request.prompt, [completion], request.metrics)
+    def tell(self, ended: Iterable[Request]) -> None:
+        for request in ended:
+            for observe in self.observers:
+                observe(request)
+
+    # Profiles
+
+    def start_profile(self, folder: str | os.PathLike[str] | None = None) -> Path:
+        """Begins a trace of host and devices for TensorBoard or Perfetto; returns the folder it will be written to.
+
+        folder: by default a new one, named by the time, under the cache folder. Raises RuntimeError where a trace is
+        being taken already.
+        """
+        if self.profile is not None:
+            raise RuntimeError(f"a profile is being taken already, into {self.profile}: stop_profile() ends it")
+        chosen = Path(folder) if folder else cache_folder() / "profiles" / time.strftime("%Y-%m-%d-%H-%M-%S")
+        jax.profiler.start_trace(str(chosen))
+        self.profile = chosen
+        return chosen
+
+    def stop_profile(self) -> Path:
+        """Writes the trace; returns its folder. Raises RuntimeError where none was started."""
+        if self.profile is None:
+            raise RuntimeError("no profile is being taken: start_profile() begins one")
+        folder, self.profile = self.profile, None
+        jax.profiler.stop_trace()
+        return folder
 
 
 def generate(
@@ -211,35 +231,6 @@ def generate(
         speculative["num_speculative_tokens"] = k
     checked = SamplingParams(**params)  # before the loading
     return LLM(model, speculative_config=speculative).generate(prompts, checked)
-
-
-def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many as a list of prompts."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
-    prompts = list(prompts)
-    return [prompts] if prompts and all(hasattr(p, "__index__") for p in prompts) else prompts
-
-
-def spread(params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams a prompt."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise ValueError(f"sampling_params={params!r:.80}: give a SamplingParams, or a list with one for each prompt")
-    if len(params) != count:
-        raise ValueError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
-    return list(params)
-
-
-def named(index: int, call: Any, *args: Any) -> Any:
-    """call(*args), with the prompt's index in front of what it refuses."""
-    try:
-        return call(*args)
-    except ValueError as error:
-        raise ValueError(f"prompt {index}: {error}") from error
 
 
 def compute_dtype(name: str, platform: str) -> Any:

@@ -9,24 +9,25 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def generation_progress(total: int, *, enabled: bool) -> Iterator[Callable[[list[Any], Any], None]]:
-    """Yields report(jobs, metrics), which redraws the bar: requests done, tokens per second, acceptance length."""
+def generation_progress(total: int, metrics: Any, *, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """Yields report(done), which redraws the bar: samples done of total, tokens per second, acceptance length.
+
+    metrics: the engine's running totals, so that a report costs the same for one prompt and for thousands.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     if not enabled or not console.is_terminal:
-        yield lambda jobs, metrics: None
+        yield lambda done: None
         return
-    started = time.perf_counter()
+    started, before = time.perf_counter(), metrics.num_emitted_tokens
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
 
-        def report(jobs: list[Any], metrics: Any) -> None:
-            done = sum(job.request.finish_reason is not None for job in jobs)
-            tokens = sum(len(job.request.output) for job in jobs)
-            speed = tokens / (time.perf_counter() - started)
+        def report(done: int) -> None:
+            speed = (metrics.num_emitted_tokens - before) / (time.perf_counter() - started)
             text = f"{speed:.1f} tokens/s, acceptance length {metrics.mean_acceptance_length:.2f}"
             bar.update(task, completed=done, description=text)
 

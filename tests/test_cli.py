@@ -4,6 +4,7 @@ matter."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 import checkpoints
 from jaxspec import cli
+from jaxspec.engine.engine import Engine
+from jaxspec.sampling_params import SamplingParams
 from tests.folders import EOS, write_model
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +83,88 @@ def test_several_prompts_are_numbered(capsys, folder):
     assert "\n[1] " in out
 
 
+def test_samples_are_labelled(capsys, folder):
+    """By prompt, by sample, or by both; never streamed."""
+    common = ("--model", folder, "--max-tokens", "6", "--seed", "3")
+    one, _ = run(capsys, "generate", "one", *common, "-n", "2")
+    both, _ = run(capsys, "generate", "one", "two", *common, "-n", "2")
+    assert re.findall(r"^\[[\d.]+\] ", one, re.MULTILINE) == ["[0] ", "[1] "]
+    assert re.findall(r"^\[[\d.]+\] ", both, re.MULTILINE) == ["[0.0] ", "[0.1] ", "[1.0] ", "[1.1] "]
+    document = json.loads(run(capsys, "generate", "one", *common, "-n", "2", "--json")[0])
+    first, second = document["outputs"][0]["outputs"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert one == f"[0] {first['text']}\n[1] {second['text']}\n"
+
+
+def test_stop_and_min_tokens(capsys, folder):
+    common = ("generate", "The quick", "--model", folder, "--max-tokens", "12", "--temperature", "0", "--json")
+    whole = json.loads(run(capsys, *common)[0])["outputs"][0]["outputs"][0]
+    stop = whole["text"][2:4]
+    cut = json.loads(run(capsys, *common, "--stop", "never there", "--stop", stop)[0])["outputs"][0]["outputs"][0]
+    assert (cut["text"], cut["stop_reason"]) == (whole["text"].split(stop)[0], stop)
+    late = json.loads(run(capsys, *common, "--stop", stop, "--min-tokens", "11")[0])["outputs"][0]["outputs"][0]
+    assert len(late["token_ids"]) > 10
+
+
+def test_logprobs_in_the_document(capsys, folder):
+    output = json.loads(run(capsys, "generate", "hello", "--model", folder, *SHORT, "--logprobs", "2", "--json")[0])
+    (completion,) = output["outputs"][0]["outputs"]
+    assert len(completion["logprobs"]) == len(completion["token_ids"])
+    for i, entry in zip(completion["token_ids"], completion["logprobs"], strict=True):
+        assert len(entry) == 2, "greedy: the chosen one is the likeliest"
+        assert (entry[str(i)]["rank"], set(entry[str(i)])) == (1, {"logprob", "rank", "decoded_token"})
+    chosen = [e[str(i)]["logprob"] for i, e in zip(completion["token_ids"], completion["logprobs"], strict=True)]
+    assert completion["cumulative_logprob"] == pytest.approx(sum(chosen))
+
+
+def test_every_option_reaches_the_params(capsys, folder, monkeypatch):
+    given = {
+        "n": 2,
+        "max_tokens": 7,
+        "min_tokens": 3,
+        "temperature": 0.5,
+        "seed": 9,
+        "top_p": 0.9,
+        "top_k": 11,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "logprobs": 4,
+    }
+    seen = []
+    monkeypatch.setattr("jaxspec.llm.LLM.generate", lambda self, prompts, params: seen.append(params) or [])
+    options = [word for name, value in given.items() for word in (cli_name(name), str(value))]
+    run(capsys, "generate", "x", "--model", folder, *options, "--stop", "a", "--stop", "b", "--json")
+    assert seen == [SamplingParams(**given, stop=("a", "b"))]
+
+
+def cli_name(field: str) -> str:
+    return "-n" if field == "n" else "--" + field.replace("_", "-")
+
+
+@pytest.mark.parametrize("options", [[], ["--no-stream"], ["--json"]])
+def test_a_completion_that_fails_is_said_with_status_2(capsys, folder, monkeypatch, options):
+    step = Engine.step
+
+    def failing(self, num_rounds=None):
+        ran = step(self, num_rounds)
+        for request in ran:
+            request.finish_reason, request.error = "error", "the launch failed: out of memory"
+            self.scheduler.remove(request) if request in self.scheduler.running else None
+        return ran
+
+    monkeypatch.setattr(Engine, "step", failing)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", "x", "--model", folder, "--max-tokens", "50", *options])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert err.splitlines()[-1].startswith("jaxspec: ")
+    assert err.splitlines()[-1].endswith("the launch failed: out of memory")
+    assert "Warning" not in err
+    assert ("--json" in options) == (out.startswith("{") and json.loads(out)["outputs"][0]["outputs"][0]["error"] != "")
+
+
 def test_chat_and_seed(capsys, folder):
     common = ("generate", "hello", "--model", folder, "--max-tokens", "8", "--chat", "--json")
     sampled = [json.loads(run(capsys, *common, "--seed", s)[0])["outputs"][0] for s in ("1", "1", "2")]
@@ -127,6 +212,14 @@ def test_convert(capsys, folder, tmp_path):
         (["--max-tokens", "0"], "max_tokens=0 is below 1"),
         (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or a positive number"),
         (["--top-p", "2"], "top_p=2.0 must lie in (0, 1]"),
+        (["-n", "0"], "n=0 is below 1"),
+        (["--stop", ""], "stop=('',) must hold non-empty strings"),
+        (["--min-tokens", "200"], "min_tokens=200 is above max_tokens, 128"),
+        (["--logprobs", "21", "--json"], "logprobs=21 is above the limit, 20"),
+        (["--logprobs", "1"], "--logprobs 1 is shown in the JSON document only: add --json"),
+        (["--repetition-penalty", "0"], "repetition_penalty=0.0 must be positive; 1 turns it off"),
+        (["--presence-penalty", "3"], "presence_penalty=3.0 must lie in [-2, 2]; 0 turns it off"),
+        (["--frequency-penalty", "-3"], "frequency_penalty=-3.0 must lie in [-2, 2]"),
         (["-k", "0"], "num_speculative_tokens=0 is below 1"),
         (["--method", "none", "-k", "3"], "--method none decodes plainly: leave --draft and -k out"),
         (["--method", "draft_model"], "method='draft_model' needs model="),

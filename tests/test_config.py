@@ -11,6 +11,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.sampling_params import SamplingParams
 
 NAN = float("nan")
+SYNTHETIC = {"rejection_sample_method": "synthetic"}
 WRONG = [
     (SamplingParams, {"temperature": -0.1}, "temperature=-0.1 must be 0 (greedy) or a positive number"),
     (SamplingParams, {"temperature": NAN}, "temperature=nan must be"),
@@ -25,6 +26,24 @@ WRONG = [
     (SamplingParams, {"num_speculative_tokens": -1}, "num_speculative_tokens=-1 is negative; 0 turns speculation off"),
     (SamplingParams, {"stop": ["a", ""]}, "must hold non-empty strings"),
     (SamplingParams, {"stop": [3]}, "must hold non-empty strings"),
+    (SamplingParams, {"bad_words": ["no", ""]}, "bad_words=('no', '') must hold non-empty strings"),
+    (SamplingParams, {"n": 0}, "n=0 is below 1"),
+    (SamplingParams, {"min_tokens": -1}, "min_tokens=-1 is below 0"),
+    (SamplingParams, {"min_tokens": 17}, "min_tokens=17 is above max_tokens, 16"),
+    (SamplingParams, {"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be positive; 1 turns it off"),
+    (SamplingParams, {"repetition_penalty": NAN}, "repetition_penalty=nan must be positive"),
+    (SamplingParams, {"repetition_penalty": float("inf")}, "repetition_penalty=inf must be positive"),
+    (SamplingParams, {"presence_penalty": 2.1}, "presence_penalty=2.1 must lie in [-2, 2]; 0 turns it off"),
+    (SamplingParams, {"presence_penalty": NAN}, "presence_penalty=nan must lie in"),
+    (SamplingParams, {"frequency_penalty": -2.1}, "frequency_penalty=-2.1 must lie in [-2, 2]; 0 turns it off"),
+    (SamplingParams, {"logit_bias": {3: 101.0}}, "logit_bias of id 3 is 101.0: it must lie in [-100, 100]"),
+    (SamplingParams, {"logit_bias": {3: NAN}}, "logit_bias of id 3 is nan: it must lie in [-100, 100]"),
+    (SamplingParams, {"logit_bias": {3: float("-inf")}}, "allowed_token_ids forbids ids outright"),
+    (SamplingParams, {"allowed_token_ids": []}, "allowed_token_ids is empty and would allow nothing: leave it out"),
+    (SamplingParams, {"logprobs": -1}, "logprobs=-1 is below 0"),
+    (SamplingParams, {"logprobs": 21}, "logprobs=21 is above the limit, 20"),
+    (SamplingParams, {"prompt_logprobs": -1}, "prompt_logprobs=-1 is below 0"),
+    (SamplingParams, {"prompt_logprobs": 21}, "prompt_logprobs=21 is above the limit, 20"),
     (SamplingParams, {"temprature": 1.0}, "unknown option 'temprature' of SamplingParams: did you mean 'temperature'?"),
     (SamplingParams, {"max_new_tokens": 5}, "unknown option 'max_new_tokens' of SamplingParams: did you mean"),
     (SamplingParams, {"zzz": 5}, "unknown option 'zzz' of SamplingParams: known options: n, max_tokens, "),
@@ -43,7 +62,49 @@ WRONG = [
     (SpeculativeConfig, {"rejection_sample_method": "no"}, "rejection_sample_method='no' is unknown"),
     (SpeculativeConfig, {"max_model_len": 0}, "max_model_len=0 is below 1"),
     (SpeculativeConfig, {"dtype": "int8"}, "dtype='int8' is unknown: use one of auto, float32"),
+    (SpeculativeConfig, {"method": "ngram+draft_model"}, "method='ngram+draft_model' needs model="),
+    (SpeculativeConfig, {"disable_by_batch_size": 0}, "disable_by_batch_size=0 is below 1"),
+    (
+        SpeculativeConfig,
+        {"synthetic_acceptance_length": 2.0},
+        "synthetic acceptance needs rejection_sample_method='synthetic'",
+    ),
+    (
+        SpeculativeConfig,
+        {"synthetic_acceptance_rates": (0.5,)},
+        "synthetic acceptance needs rejection_sample_method='synthetic'",
+    ),
+    (
+        SpeculativeConfig,
+        SYNTHETIC,
+        "'synthetic' needs one of synthetic_acceptance_length and synthetic_acceptance_rates",
+    ),
+    (
+        SpeculativeConfig,
+        SYNTHETIC | {"synthetic_acceptance_length": 2.0, "synthetic_acceptance_rates": (0.5,) * 4},
+        "'synthetic' needs one of",
+    ),
+    (
+        SpeculativeConfig,
+        SYNTHETIC | {"synthetic_acceptance_length": 5.5},
+        "synthetic_acceptance_length=5.5 must lie in [1, K + 1 = 5]",
+    ),
+    (
+        SpeculativeConfig,
+        SYNTHETIC | {"synthetic_acceptance_length": 0.5},
+        "synthetic_acceptance_length=0.5 must lie in [1, K + 1 = 5]",
+    ),
+    *(
+        (
+            SpeculativeConfig,
+            SYNTHETIC | {"synthetic_acceptance_rates": rates},
+            f"synthetic_acceptance_rates={rates} must be 4 probabilities that do not increase",
+        )
+        for rates in [(0.5,), (0.5, 0.6, 0.4, 0.3), (1.5, 0.6, 0.4, 0.3), (0.5, 0.4, 0.3, -0.1), (NAN,) * 4]
+    ),
     (EngineConfig, {"dtype": "int8"}, "dtype='int8' is unknown"),
+    (EngineConfig, {"max_model_len": 0}, "max_model_len=0 is below 1"),
+    (EngineConfig, {"memory_utilization": 0.0}, "memory_utilization=0.0 must lie in (0, 1]"),
     (EngineConfig, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 is below 1"),
     (EngineConfig, {"max_num_seqs": 0}, "max_num_seqs=0 is below 1"),
     (EngineConfig, {"page_size": 0}, "page_size=0 is below 1"),
@@ -57,26 +118,14 @@ WRONG = [
     (EngineConfig, {"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
 ]
 LATER = [
-    (SamplingParams, {"n": 2}),
-    (SamplingParams, {"min_tokens": 3}),
-    (SamplingParams, {"repetition_penalty": 1.1}),
-    (SamplingParams, {"presence_penalty": 0.5}),
-    (SamplingParams, {"frequency_penalty": 0.5}),
-    (SamplingParams, {"logit_bias": {3: 1.0}}),
-    (SamplingParams, {"allowed_token_ids": (1, 2)}),
-    (SamplingParams, {"bad_words": ("no",)}),
-    (SamplingParams, {"logprobs": 1}),
-    (SamplingParams, {"prompt_logprobs": 0}),
     (SpeculativeConfig, {"draft_tensor_parallel_size": 1}),
     (SpeculativeConfig, {"quantization": "int8"}),
     (SpeculativeConfig, {"rejection_sample_method": "block"}),
     (SpeculativeConfig, {"rejection_sample_method": "typical"}),
-    (SpeculativeConfig, {"rejection_sample_method": "synthetic"}),
     (SpeculativeConfig, {"posterior_threshold": 0.5}),
     (SpeculativeConfig, {"posterior_alpha": 0.5}),
-    (SpeculativeConfig, {"synthetic_acceptance_length": 2.0}),
-    (SpeculativeConfig, {"synthetic_acceptance_rates": (0.5,)}),
-    (SpeculativeConfig, {"disable_by_batch_size": 4}),
+    (EngineConfig, {"enable_lora": True}),
+    (EngineConfig, {"pipeline_parallel_size": 2}),
 ]
 name = lambda value: value.__name__ if isinstance(value, type) else str(value)
 
@@ -120,6 +169,26 @@ def test_the_method_follows_from_the_model():
     assert SpeculativeConfig().method == "ngram"
 
 
+def test_a_draft_model_behind_prompt_lookup():
+    assert SpeculativeConfig(method="ngram+draft_model", model="x").method == "ngram+draft_model"
+
+
+@pytest.mark.parametrize(
+    ("length", "rates"),
+    [(1, (0.0,) * 4), (2.25, (1.0, 0.25, 0.0, 0.0)), (3, (1.0, 1.0, 0.0, 0.0)), (5, (1.0,) * 4)],
+)
+def test_a_synthetic_length_is_rates_that_add_up_to_it(length, rates):
+    config = SpeculativeConfig(rejection_sample_method="synthetic", synthetic_acceptance_length=length)
+    assert config.synthetic_acceptance_rates == rates
+    assert 1 + sum(rates) == length
+
+
+def test_synthetic_rates_are_kept():
+    config = SpeculativeConfig(rejection_sample_method="synthetic", synthetic_acceptance_rates=[1, 0.5, 0.5, 0])
+    assert config.synthetic_acceptance_rates == (1.0, 0.5, 0.5, 0.0)
+    assert SpeculativeConfig().synthetic_acceptance_rates is None
+
+
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)])
 def test_tiny_temperatures_are_greedy(temperature, greedy):
     params = SamplingParams(temperature=temperature, top_k=5)
@@ -130,6 +199,37 @@ def test_stop_takes_one_string_or_many():
     assert SamplingParams(stop="a").stop == ("a",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+
+
+def test_forms_of_bias_allowed_ids_and_bad_words():
+    """All hashable, so that parameters are."""
+    params = SamplingParams(logit_bias={7: 1, 3: -2.5}, allowed_token_ids=[5, 3, 5], bad_words=["a", "b"])
+    assert params.logit_bias == ((3, -2.5), (7, 1.0))
+    assert params.allowed_token_ids == (5, 3)
+    assert params.bad_words == ("a", "b")
+    assert SamplingParams(bad_words="a").bad_words == ("a",)
+    assert hash(params) == hash(SamplingParams(**{f.name: getattr(params, f.name) for f in dataclasses.fields(params)}))
+    assert (SamplingParams().logit_bias, SamplingParams().allowed_token_ids) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "penalised"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 0.9}, True),
+        ({"presence_penalty": -1}, True),
+        ({"frequency_penalty": 1}, True),
+    ],
+)
+def test_penalties_are_noticed(given, penalised):
+    assert SamplingParams(**given).penalised is penalised
+
+
+@pytest.mark.parametrize(
+    "given", [{"n": 100}, {"min_tokens": 16}, {"logprobs": 20}, {"logprobs": 0}, {"logit_bias": {1: 100}}]
+)
+def test_values_at_their_limits_are_fine(given):
+    SamplingParams(**given)
 
 
 @pytest.mark.parametrize(("given", "filtered"), [({}, False), ({"top_k": -1}, False), ({"top_k": 1}, True)])

@@ -100,6 +100,21 @@ def test_what_may_be_the_beginning_of_a_stop_string_is_held_back():
     assert detokenizer.finish(list(b"the ENEND"), include_stop=False) == "the EN"
 
 
+@given(encoded, st.integers(0, 40), cuts)
+def test_stop_strings_count_only_after_min_tokens(ids, least, at):
+    """Of all occurrences, the first one whose last byte comes after the first `least` ids ends the text."""
+    ids = list(b"abab") + ids + list(b"ab")
+    detokenizer = Detokenizer(Bytes(), stop=("ab",), min_tokens=least)
+    known, keep = 0, None
+    for part in cut(ids, at):
+        keep = detokenizer.find_stop(part, known)
+        if keep is not None:
+            break
+        known = len(part)
+    ends = [end for end in range(2, len(ids) + 1) if bytes(ids[end - 2 : end]) == b"ab" and end > least]
+    assert keep == (ends[0] if ends else None)
+
+
 def test_hidden_and_special_ids():
     ids = [*b"ab", END]
     assert Detokenizer(Bytes()).finish(ids, include_stop=False) == "ab"

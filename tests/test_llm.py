@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import re
+import time
 
 import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import LLM, SamplingParams, SpeculativeConfig
+from jaxspec import LLM, SamplingParams, SpecDecodeMetrics, SpeculativeConfig
+from jaxspec.progress import generation_progress
 from tests.folders import BOS, EOS, write_model
 
 PROMPTS = ["The quick brown fox", "Count the words: one, two,", "dog dog dog", "def total(items):", "Über-strong"]
@@ -174,6 +178,19 @@ def test_the_models_own_end_ids(llm):
     assert len(ignored.token_ids) == 24
 
 
+def test_a_stop_string_within_the_first_min_tokens_ends_nothing(llm):
+    """The same string, met again after them, does."""
+    stop, text, ids = stop_string(llm, slice(4, 6))
+    first = next(n for n in range(1, 25) if stop in llm.tokenizer.decode(ids[:n]))
+    params = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "stop": stop}
+    ended = {n: llm.generate(PROMPTS[3], SamplingParams(**params, min_tokens=n))[0] for n in (0, first - 1, first)}
+    assert ids_of(ended[0]) == ids_of(ended[first - 1]) == ids[:first]
+    assert len(ids_of(ended[first])) > first
+    assert text_of(ended[first]).startswith(text[: text.index(stop) + len(stop)])
+    again = "".join(p.text for p in llm.stream(PROMPTS[3], SamplingParams(**params, min_tokens=first)))
+    assert again == text_of(ended[first])
+
+
 # Streams
 
 
@@ -225,9 +242,141 @@ def test_streams_and_generation_at_the_same_time(llm):
     assert [x + y for x, y in zip(first, got, strict=True)] + [between] == expected
 
 
-def test_a_stream_takes_one_prompt(llm):
-    with pytest.raises(ValueError, match="one prompt, got 2: use generate"):
-        llm.stream(PROMPTS[:2])
+def joined(pieces) -> dict[tuple[int, int], tuple[str, list[int], str | None]]:
+    """(prompt, sample) -> its text, its ids, how it ended."""
+    found = {}
+    for piece in pieces:
+        text, ids, reason = found.get((piece.prompt_index, piece.sample), ("", [], None))
+        assert reason is None, "nothing follows the last piece"
+        found[piece.prompt_index, piece.sample] = text + piece.text, ids + piece.token_ids, piece.finish_reason
+    return found
+
+
+def test_a_stream_of_several_prompts(llm):
+    """More than there are rows, of different lengths, some with two samples."""
+    params = [SamplingParams(n=1 + i % 2, seed=i, max_tokens=20 - 4 * i, ignore_eos=True) for i in range(5)]
+    pieces = list(llm.stream(PROMPTS, params))
+    expected = {
+        (i, c.index): (c.text, c.token_ids, c.finish_reason)
+        for i, output in enumerate(llm.generate(PROMPTS, params))
+        for c in output.outputs
+    }
+    assert len(expected) == 7
+    assert joined(pieces) == expected
+    runs = [key for key, _ in itertools.groupby((p.prompt_index, p.sample) for p in pieces)]
+    assert len(runs) > 2 * len(expected), "the pieces of prompts that are decoded together come in turn"
+
+
+def test_all_prompts_of_a_stream_are_checked_before_the_first_piece(llm):
+    with pytest.raises(ValueError, match="prompt 1: the prompt is empty"):
+        llm.stream([PROMPTS[0], []], GREEDY)
+    with pytest.raises(ValueError, match="1 SamplingParams for 2 prompts"):
+        llm.stream(PROMPTS[:2], [GREEDY])
+    assert list(llm.stream([], GREEDY)) == []
+
+
+def test_a_dropped_stream_of_several_prompts_frees_all_pages(llm):
+    pieces = llm.stream(PROMPTS, SamplingParams(n=2, max_tokens=24, ignore_eos=True))
+    next(pieces)
+    assert len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting) == 10
+    pieces.close()
+    assert_idle(llm)
+
+
+# Samples
+
+
+def test_n_samples(llm):
+    """More than there are rows. Sample 0 is what n = 1 gives; the counters are those of all."""
+    params = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
+    before = llm.metrics.num_emitted_tokens
+    output, other = llm.generate(PROMPTS[:2], SamplingParams(n=6, **params))
+    assert llm.metrics.num_emitted_tokens - before == 2 * 6 * 12
+    for o in (output, other):
+        assert [c.index for c in o.outputs] == list(range(6))
+        assert len({tuple(c.token_ids) for c in o.outputs}) == 6
+        assert all(c.text == llm.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in o.outputs)
+        assert o.metrics.num_emitted_tokens == 6 * 12
+        assert o.metrics.num_draft_tokens >= 6 * 12 * 3 / 4
+    assert ids_of(output) == ids_of(llm.generate(PROMPTS[0], SamplingParams(**params))[0])
+    assert [c.token_ids for c in llm.generate(PROMPTS[0], SamplingParams(n=6, **params))[0].outputs] == [
+        c.token_ids for c in output.outputs
+    ]
+
+
+def test_samples_stop_each_for_itself(llm):
+    params = {"n": 4, "temperature": 1.0, "seed": 2, "max_tokens": 24, "ignore_eos": True}
+    whole = llm.generate(PROMPTS[2], SamplingParams(**params))[0].outputs
+    stop = whole[1].text[2:5]
+    cut = llm.generate(PROMPTS[2], SamplingParams(**params, stop=stop))[0].outputs
+    for full, short in zip(whole, cut, strict=True):
+        assert short.text == full.text.split(stop)[0]
+        assert short.stop_reason == (stop if stop in full.text else None)
+    assert {c.finish_reason for c in cut} == {"stop", "length"}
+
+
+def test_greedy_samples_are_alike(llm):
+    output = llm.generate(PROMPTS[0], SamplingParams(n=2, temperature=0.0, max_tokens=8))[0]
+    assert output.outputs[0].token_ids == output.outputs[1].token_ids
+
+
+# Log-probabilities
+
+
+def table_of(llm, tokens: list[int]) -> np.ndarray:
+    """Log-probabilities [T, V] of what follows each token, from one pass over all of them."""
+    import jax
+
+    from tests.models.forward import run
+
+    logits = run(llm.engine.decoding.target.config, llm.engine.params["target"], np.array([tokens]), [len(tokens)])
+    return np.asarray(jax.nn.log_softmax(logits[0]))
+
+
+def check_logprobs(llm, entries, ids: list[int], table: np.ndarray, most: int) -> None:
+    assert len(entries) == len(ids)
+    for entry, chosen, row in zip(entries, ids, table, strict=True):
+        assert next(iter(entry)) == chosen
+        best = np.argsort(-row, kind="stable")[:most].tolist()
+        assert set(entry) == {chosen, *best}
+        for i, found in entry.items():
+            assert found.logprob == pytest.approx(row[i], abs=1e-4)
+            assert found.rank == 1 + int(np.sum(row > row[i]))
+            assert found.decoded_token == llm.tokenizer.decode([i])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_logprobs_are_those_of_the_targets_raw_logits(llm, temperature):
+    """Whatever the temperature and the filters, of accepted drafts and of the target's own tokens."""
+    params = SamplingParams(
+        n=2, temperature=temperature, top_k=20, seed=1, max_tokens=10, ignore_eos=True, logprobs=3, prompt_logprobs=1
+    )
+    output = llm.generate(PROMPTS[1], params)[0]
+    prompt = output.prompt_token_ids
+    for completion in output.outputs:
+        table = table_of(llm, prompt + completion.token_ids)[len(prompt) - 1 : -1]
+        check_logprobs(llm, completion.logprobs, completion.token_ids, table, 3)
+        chosen = [entry[i].logprob for i, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
+        assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+    assert output.prompt_logprobs[0] is None
+    check_logprobs(llm, output.prompt_logprobs[1:], prompt[1:], table_of(llm, prompt)[:-1], 1)
+
+
+def test_logprobs_of_the_chosen_token_alone_and_of_none(llm):
+    short = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    alone = llm.generate(PROMPTS[0], SamplingParams(**short, logprobs=0))[0]
+    assert [list(entry) for entry in alone.outputs[0].logprobs] == [[i] for i in ids_of(alone)]
+    assert alone.prompt_logprobs is None
+    none = llm.generate(PROMPTS[0], SamplingParams(**short))[0]
+    assert (none.outputs[0].logprobs, none.outputs[0].cumulative_logprob) == (None, None)
+
+
+def test_logprobs_end_with_the_stop_string(llm):
+    stop, _, _ = stop_string(llm, slice(6, 8))
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=stop, logprobs=1)
+    output = llm.generate(PROMPTS[3], params)[0]
+    assert 0 < len(ids_of(output)) < 24
+    assert [next(iter(entry)) for entry in output.outputs[0].logprobs] == ids_of(output)
 
 
 # What is refused, and what stays usable
@@ -290,21 +439,16 @@ def test_unknown_options_name_the_nearest(folder):
             make()
 
 
-def test_later_fields_are_refused_by_name():
-    with pytest.raises(NotImplementedError, match=r"repetition_penalty=1\.1 is not supported yet"):
-        SamplingParams(repetition_penalty=1.1)
-    with pytest.raises(NotImplementedError, match="'block' is not supported yet: use one of standard, coupled"):
-        SpeculativeConfig(rejection_sample_method="block")
-
-
 def test_a_draft_with_another_tokenizer(folder, tmp_path):
     draft = write_model(tmp_path / "foreign", text="entirely different words make entirely different merges " * 3)
     with pytest.raises(ValueError, match="the draft 'foreign' has another tokenizer than the target 'target'"):
         LLM(str(folder), speculative_config={"model": str(draft)})
 
 
-def test_an_interrupt_between_steps_leaves_the_engine_usable(llm, monkeypatch):
-    expected = ids_of(llm.generate(PROMPTS[0], GREEDY)[0])
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_interrupt_between_steps_leaves_the_engine_usable(llm, monkeypatch, n):
+    params = SamplingParams(n=n, temperature=0.0, max_tokens=24, ignore_eos=True)
+    expected = ids_of(llm.generate(PROMPTS[0], params)[0])
     step, calls = llm.engine.step, itertools.count()
 
     def interrupted(*args, **kwargs):
@@ -314,10 +458,53 @@ def test_an_interrupt_between_steps_leaves_the_engine_usable(llm, monkeypatch):
 
     monkeypatch.setattr(llm.engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, GREEDY)
+        llm.generate(PROMPTS, params)
     assert_idle(llm)
     monkeypatch.undo()
-    assert ids_of(llm.generate(PROMPTS[0], GREEDY)[0]) == expected
+    assert ids_of(llm.generate(PROMPTS[0], params)[0]) == expected
+
+
+def failing(llm, monkeypatch, prompt: str) -> None:
+    """From now on the second launch of this prompt's requests fails."""
+    ids, step = llm.tokenizer.encode(prompt), llm.engine.step
+
+    def failing_step(num_rounds=None):
+        ran = step(num_rounds)
+        for request in ran:
+            if request.prompt == ids and request.finish_reason is None:
+                llm.engine.abort(request)
+                request.finish_reason, request.error = "error", "the launch failed: out of memory"
+        return ran
+
+    monkeypatch.setattr(llm.engine, "step", failing_step)
+
+
+def test_a_request_that_fails_is_returned_with_its_error(llm, monkeypatch):
+    expected = llm.generate(PROMPTS[:3], GREEDY)
+    failing(llm, monkeypatch, PROMPTS[1])
+    with pytest.warns(RuntimeWarning, match="^1 of 3 completions ended with an error, the first: the launch failed: "):
+        outputs = llm.generate(PROMPTS[:3], GREEDY)
+    for i in (0, 2):
+        assert ids_of(outputs[i]) == ids_of(expected[i])
+        assert (outputs[i].outputs[0].finish_reason, outputs[i].outputs[0].error) == ("length", None)
+    failed = outputs[1].outputs[0]
+    assert (failed.finish_reason, failed.error) == ("error", "the launch failed: out of memory")
+    assert failed.token_ids == ids_of(expected[1])[: len(failed.token_ids)]
+    last = list(llm.stream(PROMPTS[1], GREEDY))[-1]
+    assert (last.finish_reason, last.error) == ("error", "the launch failed: out of memory")
+
+
+def test_bad_words_reach_the_engine_as_ids(llm, monkeypatch):
+    checked, added, check, add = [], [], llm.engine.check, llm.engine.add
+    monkeypatch.setattr(llm.engine, "add", lambda *args, **how: added.append(how["bad_words"]) or add(*args, **how))
+    llm.generate(PROMPTS[:2], [SamplingParams(bad_words=["dog"], max_tokens=2), GREEDY])
+    monkeypatch.setattr(llm.engine, "check", lambda ids, params, words=(): checked.append(words) or check(ids, params))
+    llm.prepare(PROMPTS[:2], [SamplingParams(bad_words=["dog"], max_tokens=2), GREEDY])
+    assert checked == added
+    assert checked[0][0] == tuple(llm.tokenizer.encode("dog", add_special_tokens=False))
+    assert checked[1] == ()
+    with pytest.raises(ValueError, match="prompt 1: bad_words: ' ' has no tokens"):
+        llm.generate(PROMPTS[:2], [GREEDY, SamplingParams(bad_words=" ")])
 
 
 # What comes out beside the text
@@ -337,6 +524,99 @@ def test_metrics_per_request_and_in_total(llm):
         assert m.num_accepted_tokens_per_pos == sorted(m.num_accepted_tokens_per_pos, reverse=True)
         assert m.mean_acceptance_length == pytest.approx(1 + m.num_accepted_tokens / m.num_drafts)
     assert llm.timing.tokens_per_second > 0
+
+
+def test_timing_of_a_request(llm):
+    """More requests than rows: the last ones wait. The parts add up to the whole."""
+    started = time.perf_counter()
+    outputs = llm.generate(PROMPTS * 2, GREEDY)
+    wall = time.perf_counter() - started
+    for output in outputs:
+        t = output.timing
+        assert 0 <= t.queue_seconds <= t.queue_seconds + t.prefill_seconds <= t.time_to_first_token <= wall
+        whole = t.queue_seconds + t.prefill_seconds + t.decode_seconds
+        assert whole <= wall
+        assert t.time_per_output_token * 23 == pytest.approx(whole - t.time_to_first_token)
+    assert outputs[-1].timing.queue_seconds > 2 * outputs[0].timing.queue_seconds
+    one = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))[0].timing
+    assert one.time_to_first_token > 0
+    assert one.time_per_output_token is None
+
+
+def test_timing_lasts_until_the_last_sample(llm, monkeypatch):
+    """Nine samples on four rows: the first ones are over when the last begins."""
+    heard = []
+    monkeypatch.setattr(llm, "observers", [heard.append])
+    timing = llm.generate(PROMPTS[0], SamplingParams(n=9, max_tokens=24, ignore_eos=True))[0].timing
+    times = [r.times for r in heard]
+    assert len(times) == 9
+    first, last = min(times, key=lambda t: t.admitted), max(times, key=lambda t: t.finished)
+    assert first.finished < last.admitted
+    assert timing.decode_seconds == last.finished - first.prefilled
+    assert timing.queue_seconds == first.admitted - first.arrived
+    assert timing.time_per_output_token == (last.finished - min(t.first_token for t in times)) / 23
+
+
+def test_observers_hear_of_every_sample_once(llm, monkeypatch):
+    heard = []
+    monkeypatch.setattr(llm, "observers", [heard.append])
+    llm.generate(PROMPTS, SamplingParams(n=2, max_tokens=4, ignore_eos=True))
+    pieces = llm.stream(PROMPTS[0], GREEDY)
+    next(pieces)
+    pieces.close()
+    assert [r.finish_reason for r in heard] == ["length"] * 10 + ["abort"]
+    assert len(set(heard)) == 11
+
+
+def test_hundreds_of_prompts_come_back_in_order(llm):
+    """Each with its own seed, so that no two answers are alike by chance."""
+    prompts = [[5 + i % 300, 5 + i // 7] for i in range(400)]
+    params = [SamplingParams(seed=i, max_tokens=1 + i % 3, ignore_eos=True) for i in range(400)]
+    outputs = llm.generate(prompts, params)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert [len(ids_of(o)) for o in outputs] == [p.max_tokens for p in params]
+    for i in (0, 57, 399):
+        assert ids_of(outputs[i]) == ids_of(llm.generate([prompts[i]], params[i])[0])
+
+
+def test_progress_shows_running_totals(monkeypatch):
+    """On a terminal only; what a report costs does not depend on how many requests there are."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    metrics = SpecDecodeMetrics(num_emitted_tokens=1000)
+    with generation_progress(5000, metrics, enabled=True) as report:
+        metrics += SpecDecodeMetrics(2, 8, [2, 1], 5)
+        report(17)
+    shown = terminal.getvalue()
+    assert "17/5000" in shown
+    assert "acceptance length 2.50" in shown
+    speed = float(re.findall(r"([\d.]+) tokens/s", shown)[-1])
+    assert speed > 0
+    terminal.truncate(0)
+    with generation_progress(5000, metrics, enabled=False) as report:
+        report(17)
+    assert not terminal.getvalue()
+
+
+def test_a_profile(llm, tmp_path):
+    assert llm.start_profile(tmp_path / "trace") == tmp_path / "trace"
+    with pytest.raises(RuntimeError, match=r"a profile is being taken already, into .*trace: stop_profile\(\) ends it"):
+        llm.start_profile()
+    llm.generate(PROMPTS[0], GREEDY)
+    assert llm.stop_profile() == tmp_path / "trace"
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+    with pytest.raises(RuntimeError, match=r"no profile is being taken: start_profile\(\) begins one"):
+        llm.stop_profile()
+
+
+def test_a_profiles_own_folder(llm, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    folder = llm.start_profile()
+    llm.stop_profile()
+    assert folder.parent == tmp_path / "profiles"
+    assert list(folder.rglob("*.xplane.pb"))
 
 
 def test_per_prompt_params_and_the_off_switch(llm):

@@ -20,7 +20,14 @@ PLAIN = {"jaxspec.config", "jaxspec.sampling_params", "jaxspec.outputs", "jaxspe
 BASE = PLAIN | {"jaxspec.parallel"}
 BELOW_DRAFTERS = BASE | {"jaxspec.models", "jaxspec.sampling", "jaxspec.cache", "pallas_kernels"}
 BELOW_ENGINE = BELOW_DRAFTERS | {"jaxspec.decode", "jaxspec.drafters", "jaxspec.verify"}
-BELOW_CLI = BELOW_ENGINE | {"jaxspec.engine", "jaxspec.llm", "jaxspec.detokenizer", "jaxspec.progress", "checkpoints"}
+BELOW_LLM = BELOW_ENGINE | {
+    "jaxspec.engine",
+    "jaxspec.detokenizer",
+    "jaxspec.progress",
+    "jaxspec.prompts",
+    "jaxspec.job",
+}
+BELOW_CLI = BELOW_LLM | {"jaxspec.llm", "checkpoints"}
 ALLOWED: dict[str, set[str]] = {
     "pallas_kernels": set(),
     "checkpoints": {"jaxspec.models.config"},
@@ -40,7 +47,11 @@ ALLOWED: dict[str, set[str]] = {
     "jaxspec.drafters": BELOW_DRAFTERS,
     "jaxspec.decode": BELOW_DRAFTERS | {"jaxspec.drafters", "jaxspec.verify"},
     "jaxspec.engine": BELOW_ENGINE,
-    "jaxspec.llm": BELOW_ENGINE | {"jaxspec.engine", "jaxspec.detokenizer", "jaxspec.progress", "checkpoints"},
+    "jaxspec.prompts": {"jaxspec.sampling_params"},
+    "jaxspec.job": PLAIN | {"jaxspec.engine", "jaxspec.detokenizer", "jaxspec.prompts"},
+    "jaxspec.llm": BELOW_LLM | {"checkpoints"},
+    "jaxspec.async_llm": BELOW_LLM | {"jaxspec.llm"},
+    "jaxspec.prometheus": PLAIN | {"jaxspec.engine", "jaxspec.llm", "jaxspec.async_llm"},
     "jaxspec.info": BELOW_CLI,
     "jaxspec.demo": BELOW_CLI,
     "jaxspec.cli": BELOW_CLI | {"jaxspec.info", "jaxspec.demo"},
@@ -121,7 +132,7 @@ def test_public_names():
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name) is not None
         assert name in dir(jaxspec)
-    with pytest.raises(AttributeError, match="no attribute 'LLm'; public names: LLM, generate"):
+    with pytest.raises(AttributeError, match="no attribute 'LLm'; public names: LLM, AsyncLLM"):
         jaxspec.LLm  # noqa: B018
     import checkpoints
 

@@ -22,7 +22,7 @@ from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
 from jaxspec.engine import batch, setup
 from jaxspec.engine.account import counters, stopwatch
 from jaxspec.engine.adaptive import Controller
-from jaxspec.engine.request import FindStop, Request, TokenLogprobs
+from jaxspec.engine.request import Request, TokenLogprobs
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
@@ -106,9 +106,9 @@ class Engine:
         *,
         stop_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
-        find_stop: FindStop | None = None,
     ) -> Request:
-        """Queues the n samples of a request and returns the first, whose `samples` are all of them.
+        """Queues the n samples of a request and returns the first, whose `samples` are all of them; nothing runs before
+        the next step.
 
         stop_ids: the model's own end ids; bad_words: params.bad_words as ids. See `check` for what is refused.
         """
@@ -130,7 +130,6 @@ class Engine:
                 num_speculative_tokens=wanted,
                 bad_words=tuple(tuple(word) for word in bad_words),
                 index=index,
-                find_stop=find_stop,
             )
             for index in range(params.n)
         ]

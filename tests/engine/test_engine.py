@@ -120,7 +120,8 @@ def test_stop_strings_end_a_request_where_the_host_says():
     small = engine("noisy", 4)
     prompts, sampling = PROMPTS[2:4], params((30, 30))
     expected = plain(prompts, tuple(sampling))
-    request = small.add(prompts[0], sampling[0], find_stop=lambda output, known: 7 if len(output) >= 7 else None)
+    request = small.add(prompts[0], sampling[0])
+    request.find_stop = lambda output, known: 7 if len(output) >= 7 else None
     other = small.add(prompts[1], sampling[1])
     while small.busy:
         small.step(2)
@@ -133,7 +134,8 @@ def test_what_a_stop_string_cuts_off_counts_for_nothing():
     """Seven tokens kept of a launch of six rounds, each of which proposed four drafts and had all accepted."""
     own = engine("itself", 4)
     prompts, sampling = PROMPTS[2:4], params((30, 30))
-    request = own.add(prompts[0], sampling[0], find_stop=lambda output, known: 7)
+    request = own.add(prompts[0], sampling[0])
+    request.find_stop = lambda output, known: 7
     other = own.add(prompts[1], sampling[1])
     while own.busy:
         own.step(6)

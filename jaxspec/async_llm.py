@@ -1,0 +1,224 @@
+"""AsyncLLM: many callers in one event loop, one engine that decodes them together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import queue
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from typing import Any
+
+from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.request import Request
+from jaxspec.job import Job
+from jaxspec.llm import LLM
+from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
+from jaxspec.prompts import Ask, Prompt
+from jaxspec.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """An LLM for asyncio: the same arguments, one prompt a call; calls that overlap share the engine's batches.
+
+    A thread owns the engine and sleeps while nothing is asked of it. Leaving a stream (break, cancellation, an
+    exception) or cancelling a generate ends that request and no other. (A stream that is kept in a variable is left by
+    its aclose(), or contextlib.aclosing.) If the engine itself fails, every open call raises RuntimeError with that
+    failure, and so does every later one.
+
+    Close it with shutdown(), or use it in `async with`. `llm` is the LLM inside: read its metrics, its tokenizer,
+    render_chat; its generate and stream belong to the thread.
+
+    Example:
+      >>> async with AsyncLLM("smollm2-135m-instruct") as llm:  # doctest: +SKIP
+      ...     async for piece in llm.stream("Once upon a time"):
+      ...         print(piece.text, end="")
+    """
+
+    def __init__(
+        self, model: str, *, speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        self.llm = LLM(model, speculative_config=speculative_config, **options)
+        self.thread = EngineThread(self.llm)
+        self.thread.start()
+        # Runs when this is dropped and, at the latest, before the interpreter ends.
+        self.finalizer = weakref.finalize(self, self.thread.stop)
+
+    def shutdown(self) -> None:
+        """Ends open calls with RuntimeError, then the thread. May be called again."""
+        self.finalizer()
+
+    @property
+    def metrics(self) -> SpecDecodeMetrics:
+        """Counters over all requests."""
+        return self.llm.metrics
+
+    @property
+    def timing(self) -> Timing:
+        return self.llm.timing
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[StreamOutput, None]:
+        """Yields pieces of a prompt's completion as rounds end, of each of its n samples. What is wrong with the prompt
+        or the parameters is raised here, before anything is queued."""
+        return self.results(self.prepare(prompt, sampling_params), Job.pieces, num_rounds=1)
+
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Completes a prompt. Raises ValueError for one that cannot be served; an output whose completion failed on the
+        way has finish_reason "error"."""
+        whole = lambda job: [job.output()] if job.ended else []
+        async with contextlib.aclosing(self.results(self.prepare(prompt, sampling_params), whole)) as results:
+            return await anext(results)
+
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Ask:
+        self.thread.check_open()
+        asked = self.llm.prepare(prompt, sampling_params)
+        if len(asked) != 1:
+            raise ValueError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
+        return asked[0]
+
+    async def results(
+        self, ask: Ask, take: Callable[[Job], list[Any]], num_rounds: int | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """Yields what `take` finds in the job after each step, until the job has ended."""
+        call = Call(ask, take, num_rounds, asyncio.get_running_loop())
+        try:
+            self.thread.tell(self.thread.open, call)
+            self.thread.check_open()  # afterwards: a thread that ended before does not hear this call
+            while (result := await call.results.get()) is not None:
+                if isinstance(result, Exception):
+                    raise result
+                yield result
+        finally:
+            self.thread.tell(self.thread.close, call)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One caller's request, and the way back to its event loop.
+
+    take: what of the job is handed over after a step; num_rounds: the most rounds of a launch meanwhile, None for the
+    engine's own; results: read in the caller's loop, an exception or None is the last.
+    """
+
+    ask: Ask
+    take: Callable[[Job], list[Any]]
+    num_rounds: int | None
+    loop: asyncio.AbstractEventLoop
+    results: asyncio.Queue[Any] = dataclasses.field(default_factory=asyncio.Queue)
+    job: Job | None = None
+
+    def send(self, *results: Any) -> bool:
+        """From the engine's thread; False: the caller's loop is closed, nobody listens."""
+        try:
+            self.loop.call_soon_threadsafe(self.receive, results)
+        except RuntimeError:
+            return False
+        return True
+
+    def receive(self, results: Iterable[Any]) -> None:
+        for result in results:
+            self.results.put_nowait(result)
+
+
+class EngineThread(threading.Thread):
+    """Owns the engine, which is not made for several threads. The others reach it through its inbox of functions, which
+    it calls between steps."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(name="jaxspec-engine", daemon=True)
+        self.llm = llm
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.calls: dict[Request, Call] = {}  # of every sample that is under way
+        self.stopping = False
+        self.ended: tuple[str, BaseException | None] | None = None  # why it hears nothing any more
+
+    # For any thread.
+
+    def tell(self, function: Callable[..., None], *args: Any) -> None:
+        self.inbox.put(functools.partial(function, *args))
+
+    def check_open(self) -> None:
+        """Raises RuntimeError where the thread has ended."""
+        if self.ended:
+            raise self.refusal()
+
+    def refusal(self) -> RuntimeError:
+        reason, cause = self.ended or ("", None)
+        error = RuntimeError(reason)
+        error.__cause__ = cause
+        return error
+
+    def stop(self) -> None:
+        self.tell(setattr, self, "stopping", True)
+        if threading.current_thread() is not self:  # where garbage is collected in this very thread
+            self.join()
+
+    # For this thread.
+
+    def run(self) -> None:
+        ended: tuple[str, BaseException | None] = ("the AsyncLLM was shut down", None)
+        try:
+            while self.listen():
+                self.advance()
+        except BaseException as error:  # whatever it was, nobody may wait for ever
+            ended = (f"the engine failed: {error!r}", error)
+        self.ended = ended
+        for call in dict.fromkeys(self.calls.values()):
+            call.send(self.refusal())
+            with contextlib.suppress(Exception):  # an engine that failed may fail here too
+                self.close(call)
+        with contextlib.suppress(queue.Empty):  # only now: who is told after `ended` was set looks at it
+            while True:
+                self.inbox.get_nowait()()
+
+    def listen(self) -> bool:
+        """Does what it is told, waiting for it where nothing is under way. False: to stop."""
+        while not self.stopping:
+            try:
+                self.inbox.get(block=not self.calls)()
+            except queue.Empty:
+                return True
+        return False
+
+    def open(self, call: Call) -> None:
+        if self.ended:
+            call.send(self.refusal())
+            return
+        try:
+            call.job = self.llm.submit(call.ask)
+        except Exception as error:  # this call's own
+            call.send(error)
+            return
+        self.calls |= dict.fromkeys(call.job.requests, call)
+
+    def close(self, call: Call) -> None:
+        """Ends what the caller does not wait for any more."""
+        if call.job is None:
+            return
+        for request in call.job.requests:
+            self.calls.pop(request, None)
+        self.llm.abort(call.job)
+
+    def advance(self) -> None:
+        """One step, and to every call what is new in its job."""
+        wanted = [call.num_rounds for call in self.calls.values() if call.num_rounds is not None]
+        ran = self.llm.step(min(wanted, default=None))
+        for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
+            self.hand_over(call)
+
+    def hand_over(self, call: Call) -> None:
+        assert call.job is not None
+        last = (None,) if call.job.ended else ()
+        if not call.send(*call.take(call.job), *last) or last:
+            self.close(call)

@@ -1,0 +1,152 @@
+"""A prompt on its way through the engine: its samples, their text as it grows, and the result."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxspec.detokenizer import Detokenizer
+from jaxspec.engine.request import Request, Times, TokenLogprobs
+from jaxspec.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    RequestTiming,
+    SpecDecodeMetrics,
+    StreamOutput,
+)
+from jaxspec.prompts import Ask
+
+
+class Sample:
+    """One sample's text, and how much of it a stream has shown."""
+
+    def __init__(self, tokenizer: Any, request: Request, prompt_index: int) -> None:
+        self.request, self.params, self.prompt_index = request, request.params, prompt_index
+        self.detokenizer = Detokenizer(
+            tokenizer,
+            stop=tuple(self.params.stop),
+            min_tokens=self.params.min_tokens,
+            skip_special_tokens=self.params.skip_special_tokens,
+        )
+        if self.params.stop:
+            request.find_stop = self.detokenizer.find_stop
+        if not self.params.include_stop_str_in_output:
+            self.detokenizer.hidden = frozenset(request.stop_ids)
+        self.shown = self.sent = 0  # characters and ids that pieces have had
+        self.streamed = False  # whether the last piece is out
+
+    def text_so_far(self) -> str:
+        """Text that will not change any more."""
+        if self.request.finish_reason is not None:
+            return self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
+        if not self.params.stop:
+            self.detokenizer.feed(self.request.output)
+        return self.detokenizer.text[: self.detokenizer.settled()]
+
+    def piece(self) -> StreamOutput | None:
+        """What is new since the last piece, or None."""
+        request, ended = self.request, self.request.finish_reason is not None
+        if self.streamed or not (ended or len(request.output) > self.sent):
+            return None
+        text, ids = self.text_so_far()[self.shown :], request.output[self.sent :]
+        self.shown, self.sent, self.streamed = self.shown + len(text), self.sent + len(ids), ended
+        return StreamOutput(text, ids, request.finish_reason, self.prompt_index, request.index, request.error)
+
+    def stop_reason(self) -> str | int | None:
+        """The stop string or id that ended it."""
+        if self.detokenizer.stop_string is None and self.request.finish_reason == "stop":
+            return self.request.output[-1]
+        return self.detokenizer.stop_string
+
+    def completion(self) -> CompletionOutput:
+        request, asked = self.request, self.params.logprobs
+        output = CompletionOutput(
+            request.index,
+            self.text_so_far(),
+            request.output,
+            request.finish_reason,
+            self.stop_reason(),
+            request.error,
+        )
+        if asked is not None:
+            output.logprobs = described(self.detokenizer.tokenizer, request.output, request.logprobs, asked)
+            output.cumulative_logprob = sum(entry.logprob for entry in request.logprobs)
+        return output
+
+
+class Job:
+    """One prompt with its n samples. request: sample 0's, as the engine gave it."""
+
+    def __init__(self, tokenizer: Any, ask: Ask, request: Request) -> None:
+        self.tokenizer, self.ask = tokenizer, ask
+        self.samples = [Sample(tokenizer, sample, ask.index) for sample in request.samples]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [sample.request for sample in self.samples]
+
+    @property
+    def ended(self) -> bool:
+        return all(request.finish_reason is not None for request in self.requests)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether every sample's last piece is out."""
+        return all(sample.streamed for sample in self.samples)
+
+    def pieces(self) -> list[StreamOutput]:
+        """What is new since the last call, of every sample that has something."""
+        return [piece for sample in self.samples if (piece := sample.piece())]
+
+    def output(self) -> RequestOutput:
+        """The result; to be asked for when all samples have ended."""
+        first, params = self.requests[0], self.ask.params
+        metrics = SpecDecodeMetrics()
+        for request in self.requests:
+            metrics += request.metrics
+        output = RequestOutput(
+            first.id,
+            self.ask.text,
+            self.ask.ids,
+            [sample.completion() for sample in self.samples],
+            metrics,
+            timing=timing_of(self.requests),
+        )
+        if params.prompt_logprobs is not None:
+            entries = described(self.tokenizer, self.ask.ids[1:], first.prompt_logprobs, params.prompt_logprobs)
+            output.prompt_logprobs = [None, *entries]
+        return output
+
+
+def described(
+    tokenizer: Any, ids: Sequence[int], entries: Iterable[TokenLogprobs], most: int
+) -> list[dict[int, Logprob]]:
+    """For each id, by id: its own Logprob first, then those of the `most` likeliest. An ended request may have fewer
+    entries than ids, where it failed before they were computed."""
+    found = []
+    for chosen, entry in zip(ids, entries, strict=False):
+        likeliest = itertools.islice(zip(entry.top_ids, entry.top_logprobs, itertools.count(1)), most)
+        rows = {chosen: (entry.logprob, entry.rank)}
+        rows |= {i: (logprob, rank) for i, logprob, rank in likeliest if i != chosen}
+        found.append({i: Logprob(logprob, rank, tokenizer.decode([i])) for i, (logprob, rank) in rows.items()})
+    return found
+
+
+def timing_of(requests: Sequence[Request]) -> RequestTiming:
+    """A request's moments are those of the first of its samples to reach them; its end is the last one's."""
+    moments: dict[str, Any] = {}
+    for name, chosen in {"admitted": min, "prefilled": min, "first_token": min, "finished": max}.items():
+        reached = [at for r in requests if (at := getattr(r.times, name)) is not None]
+        moments[name] = chosen(reached) if reached else None
+    return Times(requests[0].times.arrived, **moments).timing(max(len(r.output) for r in requests))
+
+
+def failures(outputs: Iterable[RequestOutput]) -> str | None:
+    """One line on the completions that ended with an error, or None."""
+    completions = [completion for output in outputs for completion in output.outputs]
+    failed = [completion for completion in completions if completion.finish_reason == "error"]
+    if not failed:
+        return None
+    return f"{len(failed)} of {len(completions)} completions ended with an error, the first: {failed[0].error}"

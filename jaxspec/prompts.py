@@ -1,0 +1,101 @@
+"""What a caller gives -> asks: prompts as token ids, each with its own checked parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxspec.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One prompt, ready for the engine. index: its place among the caller's prompts; text: None where ids were given;
+    bad_words: the ids of each of params.bad_words, in its two forms."""
+
+    index: int
+    text: str | None
+    ids: list[int]
+    params: SamplingParams
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+def asks(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[Ask]:
+    """Prompts and parameters in any of the forms that LLM.generate takes. Raises ValueError, with the prompt's index,
+    for one that is none of them."""
+    listed = as_list(prompts)
+    params = spread(sampling_params, len(listed))
+    words = {p: named(i, bad_word_ids, tokenizer, p.bad_words) for i, p in enumerate(params) if p.bad_words}
+    return [
+        Ask(i, text_of(prompt), named(i, encode, tokenizer, prompt), p, words.get(p, ()))
+        for i, (prompt, p) in enumerate(zip(listed, params, strict=True))
+    ]
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many as a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
+    prompts = list(prompts)
+    return [prompts] if prompts and all(hasattr(p, "__index__") for p in prompts) else prompts
+
+
+def spread(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams a prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(f"sampling_params={params!r:.80}: give a SamplingParams, or a list with one for each prompt")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
+    return list(params)
+
+
+def named(index: int, call: Any, *args: Any) -> Any:
+    """call(*args), with the prompt's index in front of what it refuses."""
+    try:
+        return call(*args)
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from error
+
+
+def text_of(prompt: Prompt) -> str | None:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def encode(tokenizer: Any, prompt: Any) -> list[int]:
+    """The prompt's token ids."""
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    if isinstance(prompt, str) or (ids is None and text_of(prompt) is not None):
+        return list(tokenizer.encode(text_of(prompt)))
+    if not isinstance(ids, Iterable) or isinstance(ids, Mapping):
+        raise ValueError(
+            f"{prompt!r:.80} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
+            "'prompt'"
+        )
+    ids = list(ids)
+    if not all(hasattr(i, "__index__") for i in ids):
+        raise ValueError(f"token ids must be whole numbers, got {ids!s:.80}")
+    return [int(i) for i in ids]
+
+
+def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it reads at the beginning of a text and, where that is another token and as many of them, as it
+    reads behind a space. As vLLM does it."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        first, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        if not first:
+            raise ValueError(f"bad_words: {word!r} has no tokens: give words that have")
+        found.append(first)
+        if spaced[0] != first[0] and len(spaced) == len(first):
+            found.append(spaced)
+    return tuple(found)
