@@ -131,6 +131,15 @@ def test_prompt_lookup_draws_from_the_targets_law(coupled):
     assert (accepted[:, 0] > 0.1).all()
 
 
+def test_prompt_lookup_with_a_draft_model_draws_from_the_targets_law():
+    """Looked-up tokens are certain, the draft's are drawn: both kinds stand in a round, coupled rows beside others."""
+    prompt = (0, 2, 1, 0, 2, 1, 0)
+    rows = [Setting(t, coupled=c) for t in (0.7, 1.0) for c in (False, True)]
+    p_values, accepted = compare(3, 3, 25_000, rows, ((2, 3), draft(3)), prompt=prompt)
+    assert (p_values > LEAST_P).all()
+    assert (accepted[:, 0] > 0.1).all()
+
+
 def test_rows_with_fewer_drafts_draw_from_the_targets_law():
     rows = [Setting(0.8, min_p=0.1, num_drafts=k, coupled=c) for c in (False, True) for k in range(4)]
     p_values, _ = compare(3, 3, 25_000, rows)
