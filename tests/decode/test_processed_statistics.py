@@ -126,5 +126,6 @@ FAULTS: list[tuple[Callable, Setting]] = [
 @pytest.mark.parametrize(("fault", "setting"), FAULTS)
 def test_planted_faults_are_rejected(fault, setting, monkeypatch):
     fault(monkeypatch)
-    p_values, _ = compare(K, V, 12_000, [setting], (1, 3))
+    # Prompt lookup compiles sooner, but finds nothing in the first round, which a minimum length is about.
+    p_values, _ = compare(K, V, 12_000, [setting], draft(V) if setting is LONG else (1, 3))
     assert p_values.max() < REJECTED
