@@ -87,7 +87,7 @@ DRAFTS = {
 FAMILY = {"ngram": "loops", "combined": "loops", **dict.fromkeys(DRAFTS, "llama")}
 
 
-def speculation(method: str, k: int, **options) -> tuple[dict | None, bool]:
+def speculation(method: str, k: int, /, **options) -> tuple[dict | None, bool]:
     """(speculative_config, whether a draft model is needed); method: "plain", "ngram", "combined" (n-gram
     and the noisy draft) or a name in DRAFTS."""
     if method == "plain":
@@ -120,7 +120,15 @@ def params(max_tokens: int | Sequence[int] = MAX_TOKENS, **options) -> list[Samp
     return [SamplingParams(max_tokens=n, **options) for n in listed]
 
 
-def serve(engine: Engine, prompts, sampling: Sequence[SamplingParams], *, rounds: int | None = None, stop_ids=(), bad_words=None):
+def serve(
+    engine: Engine,
+    prompts,
+    sampling: Sequence[SamplingParams],
+    *,
+    rounds: int | None = None,
+    stop_ids=(),
+    bad_words=None,
+):
     """All prompts together, rounds a launch; the requests. bad_words: of each. Every page must come back."""
     rows = zip(prompts, sampling, bad_words or [()] * len(prompts), strict=True)
     requests = [engine.add(p, s, stop_ids=stop_ids, bad_words=words) for p, s, words in rows]

@@ -8,7 +8,7 @@ from jaxspec.engine.engine import NO_ID_ALLOWED
 from jaxspec.engine.request import Request
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import FAMILY, VOCAB, new_engine, params, serve, texts, total
-from tests.wishes import LONG, METHODS, PROMPTS, Row, batch, expected, found, plain, speculative
+from tests.wishes import LONG, METHODS, PROMPTS, batch, expected, found, plain, speculative
 
 
 @pytest.mark.parametrize(("method", "k"), METHODS)
@@ -34,7 +34,9 @@ def test_each_does_what_it_says(family):
     free = {kind: {} for kind in ("greedy", "seeded")}
     for kind in free:
         how = next(r.sampling for r in rows if r.name == f"{kind}: nothing")
-        base = [SamplingParams(max_tokens=LONG, temperature=how.temperature, top_k=how.top_k, seed=40 + i) for i in range(3)]
+        base = [
+            SamplingParams(max_tokens=LONG, temperature=how.temperature, top_k=how.top_k, seed=40 + i) for i in range(3)
+        ]
         free[kind] = dict(zip(PROMPTS, texts(serve(plain(family), PROMPTS, base)), strict=True))
     same = []
     for row in rows:
