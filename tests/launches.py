@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ import numpy as np
 from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout
 from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.programs import lower
-from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult, RowLimits, Variant
+from jaxspec.decode.state import STOP, DecodeConfig, LaunchInput, LaunchResult, RowLimits, Variant
+from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.engine import Model
@@ -22,6 +23,7 @@ from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.sampling.distribution import SamplingRows
+from jaxspec.sampling.processors import Processors
 from tests import tiny
 
 PLATFORM = jax.default_backend()
@@ -30,11 +32,12 @@ CPU_OPTIONS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_
 QUICK = CPU_OPTIONS if PLATFORM == "cpu" else None
 PAGE_SIZE = 8
 PROMPT = (0, 2, 1)
+WORDS = (4, 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a group of rows samples. num_drafts None: the program's K."""
+    """How a group of rows samples. num_drafts None: the program's K; bad_words: at most WORDS[0] of WORDS[1] ids."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -42,6 +45,19 @@ class Setting:
     min_p: float = 0.0
     coupled: bool = False
     num_drafts: int | None = None
+    allowed_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    @property
+    def processed(self) -> bool:
+        penalties = (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
+        return penalties or self.allowed_ids is not None or bool(self.bad_words or self.min_tokens or self.bias)
 
 
 def config(vocab_size: int, width: int = 16) -> ModelConfig:
@@ -72,6 +88,10 @@ def blend(a: Model, b: Model, share: float) -> Model:
     return Model(a.config, {name: mix(x, b.params[name]) for name, x in a.params.items()})
 
 
+def padded(values: Sequence, width: int) -> list:
+    return [*values, *[-1] * (width - len(values))]
+
+
 def paged(model: Model, num_pages: int) -> PagedModel:
     layout = cache_layout(model.config, page_size=PAGE_SIZE, num_pages=num_pages, dtype=jnp.float32, platform=PLATFORM)
     return PagedModel(model.config, layout, model.config.max_model_len, Backend(PLATFORM, make_mesh()))
@@ -80,13 +100,13 @@ def paged(model: Model, num_pages: int) -> PagedModel:
 class Launches:
     """A compiled program for a batch of rows that share a prompt. Compiled when made: patch what it calls before.
 
-    draft: a Model, an NGram's (lookup_min, lookup_max), or None for plain decoding.
+    draft: a Model, an NGram's (lookup_min, lookup_max), both for Combined, or None for plain decoding.
     """
 
     def __init__(
         self,
         target: Model,
-        draft: Model | tuple[int, int] | None,
+        draft: Model | tuple[int, int] | tuple[tuple[int, int], Model] | None,
         num_drafts: int,
         settings: Sequence[Setting],
         *,
@@ -102,18 +122,22 @@ class Launches:
         num_pages, mesh = self.rows * self.row_pages, make_mesh()
         self.params: dict[str, Any] = {"target": target.params}
         drafter: Any = None
+        lookup, draft = draft if isinstance(draft, tuple) and isinstance(draft[1], Model) else (None, draft)
         if isinstance(draft, Model):
             drafter = DraftModel(num_drafts, paged(draft, num_pages))
             self.params["draft"] = draft.params
         elif draft is not None:
             drafter = NGram(num_drafts, *draft)
+        if lookup:
+            drafter = Combined(NGram(num_drafts, *lookup), drafter)
         variant = Variant(
             standard=any(s.temperature and not s.coupled for s in settings),
             coupled=any(s.temperature and s.coupled for s in settings),
             filters=any(s.top_k or s.top_p < 1 or s.min_p for s in settings),
+            processors=any(s.processed for s in settings),
         )
         self.config = DecodeConfig(paged(target, num_pages), drafter, variant, greedy_draft)
-        layouts = [self.config.target.layout, *([drafter.model.layout] if isinstance(draft, Model) else [])]
+        layouts = [self.config.target.layout, *([paged(draft, num_pages).layout] if isinstance(draft, Model) else [])]
         self.cache = PagedKVCache(*(allocate(layout, mesh) for layout in layouts))
         self.place = lambda tree: jax.device_put(tree, sharding(mesh))
         self.block_table = np.arange(num_pages, dtype=np.int32).reshape(self.rows, self.row_pages)
@@ -137,7 +161,7 @@ class Launches:
     def batch(self, seeds: np.ndarray, settings: Sequence[Setting]) -> LaunchInput:
         """Rows by setting: rows_each of the first, then of the second...; every setting sees the same seeds."""
         rows, start = self.rows, len(self.prompt)
-        column = lambda values, dtype: np.repeat(np.array(list(values), dtype), self.rows_each)
+        column = self.column
         tokens = np.zeros((rows, self.row_pages * PAGE_SIZE + 1), np.int32)
         tokens[:, :start] = self.prompt
         words = np.stack([seeds >> 32, seeds & 0xFFFFFFFF], axis=1).astype(np.uint32)
@@ -159,9 +183,33 @@ class Launches:
             limits=RowLimits(
                 num_speculative_tokens=column(drafts, np.int32),
                 max_len=np.full(rows, start + self.length, np.int32),
-                stop_ids=np.full((rows, 4), -1, np.int32),
+                stop_ids=column((padded(s.stop_ids, 4) for s in settings), np.int32),
             ),
+            processors=self.processors(settings) if self.config.variant.processors else None,
         )
+
+    def processors(self, settings: Sequence[Setting]) -> Processors:
+        size, column = self.config.target.config.vocab_size, self.column
+        words = np.full((len(settings), *WORDS), -1, np.int32)
+        for row, setting in enumerate(settings):
+            for i, word in enumerate(setting.bad_words):
+                words[row, i, WORDS[1] - len(word) :] = word
+        return Processors(
+            prompt_len=np.full(self.rows, len(self.prompt), np.int32),
+            min_len=column((len(self.prompt) + s.min_tokens for s in settings), np.int32),
+            restricted=column((s.allowed_ids is not None for s in settings), bool),
+            allowed_ids=column((padded(s.allowed_ids or (), size) for s in settings), np.int32),
+            bias_ids=column((padded([i for i, _ in s.bias], size) for s in settings), np.int32),
+            bias=column((padded([value for _, value in s.bias], size) for s in settings), np.float32),
+            bad_words=column(words, np.int32),
+            repetition=column((s.repetition for s in settings), np.float32),
+            presence=column((s.presence for s in settings), np.float32),
+            frequency=column((s.frequency for s in settings), np.float32),
+        )
+
+    def column(self, values: Iterable, dtype: type) -> np.ndarray:
+        """One value a setting -> one a row."""
+        return np.repeat(np.array(list(values), dtype), self.rows_each, axis=0)
 
     def arguments(self, seeds: np.ndarray, settings: Sequence[Setting]) -> tuple:
         return self.place((self.batch(seeds, settings), np.int32(32), np.bool_(False), np.float32(0)))
@@ -170,8 +218,10 @@ class Launches:
         """One launch over rows_each seeds; other settings than those compiled for may ask for nothing new."""
         self.cache, result = self.program(self.params, self.cache, *self.arguments(seeds, settings or self.settings))
         result = jax.device_get(result)
-        assert (result.num_new == self.length).all()
-        return result
+        assert ((result.num_new == self.length) | (result.finish == STOP)).all()
+        # Behind a stop id the text goes on with that id, for the law to be one of texts of one length.
+        at = np.minimum(np.arange(result.new_tokens.shape[1]), result.num_new[:, None] - 1)
+        return dataclasses.replace(result, new_tokens=np.take_along_axis(result.new_tokens, at, axis=1))
 
     def sample(self, samples: int) -> tuple[np.ndarray, np.ndarray]:
         """-> (tokens [settings, samples, length], drafts accepted per position and drafting round [settings, K])."""

@@ -40,6 +40,53 @@ def distribution(
     return softmax(z)
 
 
+def allowed(
+    size: int,
+    output: Sequence[int],
+    allowed_ids: Sequence[int] | None = None,
+    bad_words: Sequence[Sequence[int]] = (),
+    min_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
+) -> list[bool]:
+    """Which ids may follow this output."""
+    ok = [allowed_ids is None or i in allowed_ids for i in range(size)]
+    for word in bad_words:
+        *start, last = word
+        if not start or list(output[-len(start) :]) == start:
+            ok[last] = False
+    if len(output) < min_tokens:
+        for i in stop_ids:
+            ok[i] = False
+    return ok
+
+
+def biased(logits: np.ndarray, ok: Sequence[bool], bias: Sequence[tuple[int, float]] = ()) -> np.ndarray:
+    """logits [V] with what is forbidden at -inf and the bias added."""
+    z = [float(x) if fine else -np.inf for x, fine in zip(logits, ok, strict=True)]
+    for i, value in bias:
+        z[i] += value
+    return np.array(z)
+
+
+def penalised(
+    logits: np.ndarray,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+) -> np.ndarray:
+    """logits [V] after the three penalties."""
+    z = [float(x) for x in logits]
+    for i in {*prompt, *output}:
+        z[i] = z[i] / repetition if z[i] > 0 else z[i] * repetition
+    for i in output:
+        z[i] -= frequency
+    for i in set(output):
+        z[i] -= presence
+    return np.array(z)
+
+
 def next_logits(model: PagedModel, params, prompt: Sequence[int], length: int) -> list[np.ndarray]:
     """The model's logits after every continuation of the prompt: for i < length, [V]*i + [V], in one dense pass."""
     size, start = model.config.vocab_size, len(prompt)

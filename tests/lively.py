@@ -84,15 +84,18 @@ DRAFTS = {
 }
 
 # A drafter's name -> the family on which it is sometimes right and sometimes wrong.
-FAMILY = {"ngram": "loops", **dict.fromkeys(DRAFTS, "llama")}
+FAMILY = {"ngram": "loops", "combined": "loops", **dict.fromkeys(DRAFTS, "llama")}
 
 
-def speculation(method: str, k: int, **options) -> tuple[dict | None, bool]:
-    """(speculative_config, whether a draft model is needed); method: "plain", "ngram" or a name in DRAFTS."""
+def speculation(method: str, k: int, /, **options) -> tuple[dict | None, bool]:
+    """(speculative_config, whether a draft model is needed); method: "plain", "ngram", "combined" (n-gram
+    and the noisy draft) or a name in DRAFTS."""
     if method == "plain":
         return None, False
     if method == "ngram":
         return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1, **options}, False
+    if method == "combined":
+        options = {"method": "ngram+draft_model", "prompt_lookup_min": 3, **options}
     return {"model": method, "num_speculative_tokens": k, **options}, True
 
 
@@ -100,7 +103,7 @@ def new_engine(method: str = "plain", k: int = 0, family: str = "llama", *, spec
     """An engine of its own; options override OPTIONS, spec adds to the speculative_config."""
     degree = options.get("tensor_parallel_size", 1)
     config, has_draft = speculation(method, k, **(spec or {}))
-    draft = DRAFTS[method](target(family, degree)) if has_draft else None
+    draft = DRAFTS["noisy" if method == "combined" else method](target(family, degree)) if has_draft else None
     return tiny.engine(target(family, degree), config, draft, **OPTIONS | options)
 
 
@@ -117,9 +120,18 @@ def params(max_tokens: int | Sequence[int] = MAX_TOKENS, **options) -> list[Samp
     return [SamplingParams(max_tokens=n, **options) for n in listed]
 
 
-def serve(engine: Engine, prompts, sampling: Sequence[SamplingParams], *, rounds: int | None = None, stop_ids=()):
-    """All prompts together, rounds a launch; the requests. Every page must come back."""
-    requests = [engine.add(p, s, stop_ids=stop_ids) for p, s in zip(prompts, sampling, strict=True)]
+def serve(
+    engine: Engine,
+    prompts,
+    sampling: Sequence[SamplingParams],
+    *,
+    rounds: int | None = None,
+    stop_ids=(),
+    bad_words=None,
+):
+    """All prompts together, rounds a launch; the requests. bad_words: of each. Every page must come back."""
+    rows = zip(prompts, sampling, bad_words or [()] * len(prompts), strict=True)
+    requests = [engine.add(p, s, stop_ids=stop_ids, bad_words=words) for p, s, words in rows]
     while engine.busy:
         engine.step(rounds)
     assert engine.scheduler.allocator.num_free == engine.num_pages

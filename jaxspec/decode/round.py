@@ -95,7 +95,10 @@ def propose(
             keys = jnp.where(rows.coupled, rng.keys(rows.seed, state.num_tokens + i, "shared"), keys)
         noise = jnp.where(rows.greedy[:, None], 0.0, rng.gumbel(keys, vocab_size))
         token = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
-        return token, jax.nn.softmax(z, axis=-1) if config.variant.standard else None
+        if not config.variant.standard:
+            return token, None
+        # Zeros, not NaN, where the draft has none of the allowed ids: then it is rejected, and p is what remains.
+        return token, jax.nn.softmax(z, axis=-1, where=z > -jnp.inf)
 
     history = History(state.tokens, state.num_tokens, state.draft_len, batch.block_table, wanted, live)
     return config.drafter.propose(params.get("draft"), pages, history, choose)

@@ -320,7 +320,8 @@ class Engine:
         request.target_len = request.num_tokens - 1
         self.note_draft_len(request, min(int(result.draft_len[row]), request.target_len))
         if request.params.logprobs is not None:
-            request.logprobs += token_logprobs(result.logprobs, row, count, request.params.logprobs)
+            request.logprobs += token_logprobs(result.logprobs, row, max(count, 0), request.params.logprobs)
+            del request.logprobs[len(request.output) :]  # a stop string may have begun in an earlier launch
         self.keep_count(request, row, count, result)
         self.scheduler.register(request)
         if request.finish_reason:

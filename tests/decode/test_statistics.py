@@ -48,9 +48,25 @@ def law(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> np
     """The target's law of the next `length` tokens under a setting [V]*length."""
     conditionals = [
         laws.distribution(z, setting.temperature, setting.top_k, setting.top_p, setting.min_p)
-        for z in logits(size, length, prompt)
+        for z in adjusted_logits(size, length, prompt, setting)
     ]
     return laws.joint(conditionals)
+
+
+def adjusted_logits(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> list[np.ndarray]:
+    """As `logits`, after masks, bias and penalties; behind a stop id only that id follows."""
+    s, found = setting, logits(size, length, prompt)
+    if not (s.processed or s.stop_ids):
+        return found
+
+    def after(z: np.ndarray, output: tuple[int, ...]) -> np.ndarray:
+        if (stopped := next((i for i in output if i in s.stop_ids), None)) is not None:
+            return np.where(np.arange(size) == stopped, 0.0, -np.inf)
+        ok = laws.allowed(size, output, s.allowed_ids, s.bad_words, s.min_tokens, s.stop_ids)
+        return laws.penalised(laws.biased(z, ok, s.bias), prompt, output, s.repetition, s.presence, s.frequency)
+
+    outputs = lambda z: np.ndindex(*z.shape[:-1])
+    return [np.array([after(z[o], o) for o in outputs(z)]).reshape(z.shape) for z in found]
 
 
 @functools.cache
@@ -111,6 +127,15 @@ def test_the_coupled_rule_draws_from_the_targets_law(greedy_draft):
 def test_prompt_lookup_draws_from_the_targets_law(coupled):
     rows = settings(3, coupled=coupled)
     p_values, accepted = compare(3, 3, 25_000, rows, (1, 3), prompt=(0, 2, 1, 0, 2, 1, 0))
+    assert (p_values > LEAST_P).all()
+    assert (accepted[:, 0] > 0.1).all()
+
+
+def test_prompt_lookup_with_a_draft_model_draws_from_the_targets_law():
+    """Looked-up tokens are certain, the draft's are drawn: both kinds stand in a round, coupled rows beside others."""
+    prompt = (0, 2, 1, 0, 2, 1, 0)
+    rows = [Setting(t, coupled=c) for t in (0.7, 1.0) for c in (False, True)]
+    p_values, accepted = compare(3, 3, 25_000, rows, ((2, 3), draft(3)), prompt=prompt)
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.1).all()
 

@@ -1,0 +1,131 @@
+"""Under masks, bias and penalties the program draws from the law they define, history and all; faults are rejected.
+
+As test_statistics.py, whose law now depends on every token before: penalties and bad words change it within a round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.decode import round as decode_round
+from jaxspec.sampling import processors
+from jaxspec.sampling.processors import count
+from tests import laws
+from tests.decode.test_statistics import LEAST_P, REJECTED, compare, draft, law
+from tests.launches import PROMPT, Setting
+
+K, V = 2, 4
+COLD = 0.7
+PENALISED = Setting(COLD, repetition=1.8, presence=0.6, frequency=0.8)
+BIASED = Setting(0.9, repetition=2.0, bias=((1, 1.2), (3, -1.5)), min_p=0.05)
+NO_WORDS = Setting(1.0, bad_words=((1, 0), (0, 3, 1), (3, 3)), allowed_ids=(0, 1, 3))
+LONG = Setting(1.1, min_tokens=2, stop_ids=(0, 2))
+EVERYTHING = Setting(
+    COLD,
+    top_k=3,
+    top_p=0.9,
+    repetition=1.3,
+    frequency=-0.5,
+    bias=((2, 0.5),),
+    bad_words=((2, 2),),
+    min_tokens=3,
+    stop_ids=(3,),
+)
+SETTINGS = (PENALISED, BIASED, NO_WORDS, LONG, EVERYTHING)
+
+
+@pytest.mark.parametrize("drafter", ["draft model", "lookup"])
+def test_the_targets_law(drafter):
+    """Coupled and standard rows, and rows that ask for nothing, in one batch."""
+    rows = [dataclasses.replace(s, coupled=c) for c in (False, True) for s in (*SETTINGS, Setting())]
+    p_values, accepted = compare(K, V, 25_000, rows, draft(V) if drafter == "draft model" else (1, 3))
+    assert (p_values > LEAST_P).all()
+    if drafter == "draft model":
+        assert (accepted[:, 0] > 0.6).all()
+        assert (accepted[:, -1] > 0.15).all()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_settings_do_something(setting):
+    """Their laws differ from the plain one by more than the samples could hide."""
+    plain = Setting(setting.temperature, setting.top_k, setting.top_p, setting.min_p)
+    ours, theirs = (law(V, K + 3, PROMPT, s) for s in (setting, plain))
+    assert np.abs(ours - theirs).sum() > 0.3
+    assert laws.pooled_mass(ours, 25_000) < 0.05
+
+
+def test_a_draft_that_ignores_all_of_it_costs_speed_only(monkeypatch):
+    """q is what the drafts were drawn from: whatever it is, the target's law comes out."""
+    right = decode_round.propose
+    monkeypatch.setattr(decode_round, "propose", lambda *arguments: right(*arguments[:-1], None))
+    p_values, accepted = compare(K, V, 25_000, [PENALISED, NO_WORDS])
+    assert (p_values > LEAST_P).all()
+    assert (accepted[:, 0] < 0.65).all()  # above 0.7 in the test before
+
+
+# Planted faults: what each replaces, given pytest's monkeypatch.
+
+
+def count_what_was_rejected(patch) -> None:
+    right = decode_round.commit
+
+    def wrong(config, batch, state, proposal, verdict, *rest):
+        drafts_too = jnp.concatenate([proposal.tokens, verdict.next_token[:, None]], axis=1)
+        counts = count(state.output_counts, drafts_too)
+        return dataclasses.replace(right(config, batch, state, proposal, verdict, *rest), output_counts=counts)
+
+    patch.setattr(decode_round, "commit", wrong)
+
+
+def do_not_count_drafts(patch) -> None:
+    patch.setattr(processors, "count", lambda counts, ids: counts)
+
+
+def bad_words_without_drafts(patch) -> None:
+    right = processors.completes_bad_word
+    patch.setattr(processors, "completes_bad_word", lambda *arguments: right(*arguments[:-1], []))
+
+
+def adjust_otherwise(wrong: Callable) -> Callable:
+    """A fault of `adjuster`: wrong(its right form, rows, tables, the rest) is used in its place."""
+    right = processors.adjuster
+    return lambda patch: patch.setattr(
+        decode_round, "adjuster", lambda rows, tables, *rest: wrong(right, rows, tables, rest)
+    )
+
+
+def too_short_by_one(right, rows, tables, rest):
+    early = dataclasses.replace(rows, min_len=rows.min_len - 1)
+    return lambda logits, drafts: right(early if drafts else rows, tables, *rest)(logits, drafts)
+
+
+def penalise_after_temperature(right, rows, tables, rest):
+    return lambda logits, drafts: COLD * right(rows, tables, *rest)(logits / COLD, drafts)
+
+
+def bias_after_penalties(right, rows, tables, rest):
+    unbiased = dataclasses.replace(tables, bias=jnp.zeros_like(tables.bias))
+    return lambda logits, drafts: right(rows, unbiased, *rest)(logits, drafts) + tables.bias
+
+
+FAULTS: list[tuple[Callable, Setting]] = [
+    (count_what_was_rejected, PENALISED),
+    (do_not_count_drafts, PENALISED),
+    (adjust_otherwise(penalise_after_temperature), PENALISED),
+    (adjust_otherwise(bias_after_penalties), BIASED),
+    (bad_words_without_drafts, NO_WORDS),
+    (adjust_otherwise(too_short_by_one), LONG),
+]
+
+
+@pytest.mark.parametrize(("fault", "setting"), FAULTS)
+def test_planted_faults_are_rejected(fault, setting, monkeypatch):
+    fault(monkeypatch)
+    # Prompt lookup compiles sooner, but finds nothing in the first round, which a minimum length is about.
+    p_values, _ = compare(K, V, 12_000, [setting], draft(V) if setting is LONG else (1, 3))
+    assert p_values.max() < REJECTED
