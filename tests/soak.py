@@ -67,7 +67,7 @@ def draw(rng: np.random.Generator, count: int) -> list[Case]:
     beginnings = [*(ids(LONGEST_PROMPT) for _ in range(3)), *(repeating(LONGEST_PROMPT, p, p) for p in (3, 5, 7))]
     cases, arrives = [], 0
     for _ in range(count):
-        length = int(rng.integers(1, LONGEST_PROMPT + 1))
+        length = 1 + int(LONGEST_PROMPT * rng.random() ** 2)  # mostly short: those grow
         alike = int(rng.integers(0, length + 1)) if chance(0.5) else length * chance(0.5)
         prompt = beginnings[rng.integers(len(beginnings))][:alike] + ids(length - alike)
         wanted: dict = {"max_tokens": int(rng.integers(1, MOST_TOKENS + 1))}
@@ -100,7 +100,7 @@ def draw(rng: np.random.Generator, count: int) -> list[Case]:
                 bad_words=tuple(ids(n) for n in (1, 2, 3)) if chance(0.1) else (),
                 stop_at=int(rng.integers(VOCAB)) if chance(0.15) else None,
                 arrives=arrives,
-                aborted=PHASES[rng.integers(3)] if chance(0.12) else None,
+                aborted=PHASES[rng.integers(3)] if chance(0.2) else None,
                 seed=int(rng.integers(1 << 60)),
             )
         )
