@@ -188,6 +188,7 @@ class Engine:
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted]
+        if decoding:  # or all have given way to an older one in prefill
             self.decode(decoding, num_rounds)
         return sorted({*took_part, *decoding}, key=lambda r: r.id)
 
