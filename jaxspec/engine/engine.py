@@ -355,7 +355,8 @@ class Engine:
 
     @contextlib.contextmanager
     def blame(self, requests: Sequence[Request]) -> Iterator[None]:
-        """What goes wrong inside ends these requests with an error that says why; the others go on."""
+        """What goes wrong inside ends these requests with an error that says why; the others go on. An interrupt ends
+        nobody, but what was written by then is unknown."""
         try:
             yield
         except Exception as error:
@@ -364,6 +365,9 @@ class Engine:
                 if request.finish_reason is None:
                     self.end(request, "error", f"{type(error).__name__}: {said}")
             self.lose_caches()
+        except BaseException:
+            self.lose_caches()
+            raise
 
     def lose_caches(self) -> None:
         """Begins again with empty pages: those that are running are computed again from their tokens."""
