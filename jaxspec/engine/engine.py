@@ -175,7 +175,7 @@ class Engine:
             self.lose_caches()  # a step was interrupted while the device had them
         if not self.scheduler.running:
             self.shape = (1, 1)
-        self.admit()
+        admitted = self.admit()
         took_part = [r for r in self.scheduler.running if not r.prefilled]
         self.prefill(took_part)
         ready = lambda: [r for r in self.scheduler.running if r.prefilled]
@@ -190,9 +190,9 @@ class Engine:
             decoding = [r for r in decoding if r not in preempted]
         if decoding:  # or all have given way to an older one in prefill
             self.decode(decoding, num_rounds)
-        return sorted({*took_part, *decoding}, key=lambda r: r.id)
+        return sorted({*admitted, *took_part, *decoding}, key=lambda r: r.id)
 
-    def admit(self) -> None:
+    def admit(self) -> list[Request]:
         """Lets waiting requests in, and copies what samples of one prompt share in part."""
         admitted, copies = self.scheduler.admit()
         if copies:
@@ -200,6 +200,7 @@ class Engine:
             source, target = np.array(copies + padding, np.int32).T
             with self.blame(admitted):
                 self.run("copy_pages", None, source, target)
+        return admitted
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Fills both caches with the next chunk of each request. While others are decoding, all share one chunk's
