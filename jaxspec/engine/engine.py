@@ -188,6 +188,7 @@ class Engine:
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted]
+        if decoding:  # or all have given way to an older one in prefill
             self.decode(decoding, num_rounds)
         failed, self.failed = self.failed, []
         return sorted({*took_part, *decoding, *failed}, key=lambda r: r.id)
@@ -356,7 +357,8 @@ class Engine:
 
     @contextlib.contextmanager
     def blame(self, requests: Sequence[Request]) -> Iterator[None]:
-        """What goes wrong inside ends these requests with an error that says why; the others go on."""
+        """What goes wrong inside ends these requests with an error that says why; the others go on. An interrupt ends
+        nobody, but what was written by then is unknown."""
         try:
             yield
         except Exception as error:
@@ -366,6 +368,9 @@ class Engine:
                     self.end(request, "error", f"{type(error).__name__}: {said}")
                     self.failed.append(request)
             self.lose_caches()
+        except BaseException:
+            self.lose_caches()
+            raise
 
     def lose_caches(self) -> None:
         """Begins again with empty pages: those that are running are computed again from their tokens."""
