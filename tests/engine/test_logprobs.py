@@ -32,7 +32,7 @@ def check(entries: list[TokenLogprobs], tokens: list[int], start: int, n: int, f
     for entry, row, token in zip(entries, dense(family, tuple(tokens))[start - 1 :], tokens[start:], strict=False):
         assert abs(entry.logprob - row[token]) < CLOSE
         # Ids within rounding of the token may stand on either side of it.
-        assert 1 + (row > row[token] + CLOSE).sum() <= entry.rank <= 1 + (row > row[token] - CLOSE).sum()
+        assert 1 + (row > row[token] + CLOSE).sum() <= entry.rank <= (row > row[token] - CLOSE).sum()
         assert len(entry.top_ids) == len(entry.top_logprobs) == n
         assert len(set(entry.top_ids)) == n
         np.testing.assert_allclose(entry.top_logprobs, -np.sort(-row)[:n], atol=CLOSE)
