@@ -1,0 +1,102 @@
+"""Tokens per second through the engine itself: ways of decoding the same prompts, step by step in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from jaxspec.bench.clock import Sample, summary
+from jaxspec.bench.setup import Setup
+from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.sampling_params import SamplingParams
+
+STEPS = 4  # timed steps between two starts at the given context
+
+
+@dataclasses.dataclass
+class Runner:
+    """One way. engine; what was counted in timed steps: tokens, seconds, milliseconds a token and row of each step;
+    drafts and accepted, of all requests that ended."""
+
+    engine: Engine
+    tokens: int = 0
+    seconds: float = 0.0
+    ms: list[float] = dataclasses.field(default_factory=list)
+    drafts: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a drafting round yielded, counted; 1 without drafts."""
+        return 1.0 + (self.accepted / self.drafts if self.drafts else 0.0)
+
+    def per_token(self, batch_size: int) -> Sample:
+        """Milliseconds a token of one row: total time over total tokens, with the quartiles of the steps."""
+        steps = summary(self.ms)
+        return Sample(1e3 * batch_size / self.tokens_per_second, steps.low, steps.high)
+
+
+def race(
+    setup: Setup,
+    ways: dict[str, SpeculativeConfig | None],
+    *,
+    batch_size: int,
+    context: int,
+    launches: int,
+) -> dict[str, Runner]:
+    """Decodes batch_size prompts of `context` tokens every way, at least `launches` timed steps each, interleaved so
+    that what disturbs the machine disturbs all. Prefill and compiling are not timed. The first heat warms up."""
+    most = max(s.num_speculative_tokens if s else 0 for s in ways.values())
+    rounds = 16  # the engine's own default, what a user gets
+    # Alike for all ways, so that their shapes are; no row may end, even where every draft is accepted.
+    max_tokens = (STEPS + 1) * rounds * (most + 1) + 1
+    max_len = context + max_tokens
+    engines = {name: setup.engine(batch_size, max_len, s, rounds_per_launch=rounds) for name, s in ways.items()}
+    runners = {name: Runner(engine) for name, engine in engines.items()}
+    prompts = setup.prompts(batch_size, context)
+    params = SamplingParams(temperature=setup.options.temperature, max_tokens=max_tokens, ignore_eos=True)
+    heat(list(runners.values()), prompts, params)
+    for name, engine in engines.items():
+        runners[name] = Runner(engine)
+    for _ in range(-(-launches // STEPS)):
+        heat(list(runners.values()), prompts, params)
+    return runners
+
+
+def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams) -> None:
+    """Every runner starts all prompts (admission, prefill and a first launch, not timed), then takes STEPS turns."""
+    started: list[list[Request]] = []
+    for runner in runners:
+        started.append([runner.engine.add(prompt, params) for prompt in prompts])
+        while any(not request.output for request in started[-1]):
+            runner.engine.step()
+    for _ in range(STEPS):
+        for runner, requests in zip(runners, started, strict=True):
+            timed_step(runner, requests)
+    for runner, requests in zip(runners, started, strict=True):
+        for request in requests:
+            if request.finish_reason is not None:
+                raise RuntimeError(f"a row ended while it was timed ({request.finish_reason})")
+            runner.drafts += request.metrics.num_drafts
+            runner.accepted += request.metrics.num_accepted_tokens
+            runner.engine.abort(request)
+
+
+def timed_step(runner: Runner, requests: list[Request]) -> None:
+    length = lambda: sum(len(request.output) for request in requests)
+    known, compiled = length(), runner.engine.programs.compile_seconds
+    before = time.perf_counter()
+    runner.engine.step()
+    seconds = time.perf_counter() - before - (runner.engine.programs.compile_seconds - compiled)
+    gained = length() - known
+    if not gained:
+        raise RuntimeError("a step gave no token: it cannot be timed")
+    runner.tokens += gained
+    runner.seconds += seconds
+    runner.ms.append(1e3 * seconds * len(requests) / gained)
