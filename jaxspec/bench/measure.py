@@ -77,7 +77,7 @@ def told(row: Row) -> str:
     """A row as a line of progress."""
     where = f"batch {row['batch_size']}, context {row['context']}" + (f", K {row['k']}" if row["k"] else "")
     speed = f", {row['tokens_per_second']:.1f} tokens/s" if row["tokens_per_second"] else ""
-    return f"  {row['stage']} {row['way'] or ''}({where}): {row['ms']:.3f} ms{speed}"
+    return f"  {row['way'] or row['stage']} ({where}): {row['ms']:.3f} ms{speed}"
 
 
 def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
@@ -117,12 +117,17 @@ class Point:
 
     def model_rows(self) -> Iterator[Row]:
         """Programs by themselves, at every K."""
-        raw = Raw(self.setup, self.batch_size, self.context, self.options.speculation(max(self.options.ks), None, adaptive=False))
+        raw = Raw(
+            self.setup,
+            self.batch_size,
+            self.context,
+            self.options.speculation(max(self.options.ks), None, adaptive=False),
+        )
         wanted = lambda stage: stage in self.options.stages
         if wanted("prefill"):  # first: the others then read what it wrote
             yield self.prefill(raw)
         for stage in ("target", "draft"):
-            if wanted(stage) and (stage == "target" or self.setup.draft):
+            if wanted(stage):
                 sample = self.per_round(raw.launch(0) if stage == "target" else raw.launch_draft())
                 speed = 1e3 * self.batch_size / sample.ms
                 yield self.row(stage, sample, self.pass_ms(raw, stage), tokens_per_second=speed)
@@ -176,14 +181,18 @@ class Point:
         return race(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
 
     def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
-        """The floor of a token: a round's, over the tokens that a round was counted to yield."""
-        engine, a = runner.engine, runner.acceptance_length
-        floor = self.floor_of_pass(engine.decoding.target, "target")
-        if runner.drafts and self.setup.draft and k:
-            floor += k * self.floor_of_pass(engine.decoding.drafter.model, "draft")
-        facts = {"tokens_per_second": runner.tokens_per_second, "acceptance_length": a}
-        facts["synthetic_acceptance_length"] = length
-        return self.row(stage, runner.per_token(self.batch_size), floor / a, k, **facts, **more)
+        """The floor of a token: the passes that it was counted to take."""
+        decoding, model_draft = runner.engine.decoding, self.setup.draft and runner.engine.speculative
+        target_passes, draft_passes = runner.passes
+        floor = target_passes * self.floor_of_pass(decoding.target, "target")
+        if model_draft:
+            floor += draft_passes * self.floor_of_pass(decoding.drafter.model, "draft")
+        facts = {
+            "tokens_per_second": runner.tokens_per_second,
+            "acceptance_length": runner.counts.mean_acceptance_length,
+            "synthetic_acceptance_length": length,
+        }
+        return self.row(stage, runner.per_token(self.batch_size), floor, k, **facts, **more)
 
     def per_round(self, call: Any) -> Sample:
         return measure(call, self.launches) / ROUNDS

@@ -10,7 +10,10 @@ from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
 
 # Columns as in the public config.json files; stretch: Llama 3's rope factor, 1 where there is none.
-COLUMNS = "family vocab_size num_layers width mlp_width num_heads num_kv_heads head_dim max_model_len theta tied stretch"
+COLUMNS = (
+    *("family", "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"),
+    *("max_model_len", "theta", "tied", "stretch"),
+)
 TABLE: dict[str, tuple] = {
     "qwen3-0.6b": ("qwen3", 151936, 28, 1024, 3072, 16, 8, 128, 40960, 1e6, True, 1),
     "qwen3-1.7b": ("qwen3", 151936, 28, 2048, 6144, 16, 8, 128, 40960, 1e6, True, 1),
@@ -33,7 +36,7 @@ def preset(name: str) -> ModelConfig:
         near = difflib.get_close_matches(name, TABLE, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"--preset {name!r} is unknown{hint}: use one of {', '.join(TABLE)}, or target+draft of them")
-    fields = dict(zip(COLUMNS.split(), TABLE[name], strict=True))
+    fields = dict(zip(COLUMNS, TABLE[name], strict=True))
     theta, stretch = fields.pop("theta"), fields.pop("stretch")
     scaling = {"factor": stretch, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
     factors = llama3_factors(scaling, theta, fields["head_dim"]) if stretch != 1 else ()

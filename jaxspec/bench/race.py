@@ -6,35 +6,36 @@ import dataclasses
 import time
 
 from jaxspec.bench.clock import Sample, summary
+from jaxspec.bench.options import STEP_ROUNDS, STEPS, engine_tokens
 from jaxspec.bench.setup import Setup
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
+from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
-
-STEPS = 4  # timed steps between two starts at the given context
 
 
 @dataclasses.dataclass
 class Runner:
-    """One way. engine; what was counted in timed steps: tokens, seconds, milliseconds a token and row of each step;
-    drafts and accepted, of all requests that ended."""
+    """One way. Of its timed steps: tokens, seconds, and each step's milliseconds a token of one row; counts: those of
+    its requests, the first, untimed step included."""
 
     engine: Engine
     tokens: int = 0
     seconds: float = 0.0
     ms: list[float] = dataclasses.field(default_factory=list)
-    drafts: int = 0
-    accepted: int = 0
+    counts: SpecDecodeMetrics = dataclasses.field(default_factory=SpecDecodeMetrics)
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens a drafting round yielded, counted; 1 without drafts."""
-        return 1.0 + (self.accepted / self.drafts if self.drafts else 0.0)
+    def passes(self) -> tuple[float, float]:
+        """Target and draft passes that a token of a row took, counted: a round yields what it accepts and one more."""
+        c = self.counts
+        rounds = c.num_emitted_tokens - c.num_accepted_tokens
+        return rounds / c.num_emitted_tokens, c.num_draft_tokens / c.num_emitted_tokens
 
     def per_token(self, batch_size: int) -> Sample:
         """Milliseconds a token of one row: total time over total tokens, with the quartiles of the steps."""
@@ -53,11 +54,9 @@ def race(
     """Decodes batch_size prompts of `context` tokens every way, at least `launches` timed steps each, interleaved so
     that what disturbs the machine disturbs all. Prefill and compiling are not timed. The first heat warms up."""
     most = max(s.num_speculative_tokens if s else 0 for s in ways.values())
-    rounds = 16  # the engine's own default, what a user gets
-    # Alike for all ways, so that their shapes are; no row may end, even where every draft is accepted.
-    max_tokens = (STEPS + 1) * rounds * (most + 1) + 1
+    max_tokens = engine_tokens(most)  # alike for all ways, so that their shapes are
     max_len = context + max_tokens
-    engines = {name: setup.engine(batch_size, max_len, s, rounds_per_launch=rounds) for name, s in ways.items()}
+    engines = {name: setup.engine(batch_size, max_len, s, rounds_per_launch=STEP_ROUNDS) for name, s in ways.items()}
     runners = {name: Runner(engine) for name, engine in engines.items()}
     prompts = setup.prompts(batch_size, context)
     params = SamplingParams(temperature=setup.options.temperature, max_tokens=max_tokens, ignore_eos=True)
@@ -83,8 +82,7 @@ def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams
         for request in requests:
             if request.finish_reason is not None:
                 raise RuntimeError(f"a row ended while it was timed ({request.finish_reason})")
-            runner.drafts += request.metrics.num_drafts
-            runner.accepted += request.metrics.num_accepted_tokens
+            runner.counts += request.metrics
             runner.engine.abort(request)
 
 

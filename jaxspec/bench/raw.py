@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.bench.options import ROUNDS
+from jaxspec.bench.options import ROUNDS, launch_tokens
 from jaxspec.bench.setup import Setup
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import SpeculativeConfig
@@ -41,7 +41,7 @@ class Raw:
 
     def __init__(self, setup: Setup, batch_size: int, context: int, speculative: SpeculativeConfig) -> None:
         most = speculative.num_speculative_tokens
-        self.length = context + ROUNDS * (most + 1) + most + 1  # no row ends, even where every draft is accepted
+        self.length = context + launch_tokens(most)
         self.engine: Engine = setup.engine(batch_size, self.length, speculative)
         self.batch_size, self.context = batch_size, context
         self.prompts = setup.prompts(batch_size, context)

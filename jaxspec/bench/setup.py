@@ -37,12 +37,6 @@ class Setup:
         """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others."""
         drafts = speculative.num_speculative_tokens if speculative else 0
         models = {"target": self.target} | ({"draft": self.draft} if self.draft and speculative else {})
-        for name, model in models.items():
-            if max_len > model.config.max_model_len:
-                raise ValueError(
-                    f"--context {self.options.contexts} is too long: with the measured output {max_len} positions are "
-                    f"needed, the {name} has {model.config.max_model_len}: lower --context"
-                )
         page_size = default_page_size(self.platform)
         num_pages = rows * (math.ceil((max_len + drafts) / page_size) + 1)
         self.check_memory(models, page_size, num_pages)
@@ -116,6 +110,9 @@ def load(options: Options) -> Setup:
             models[i] = Model(config, random_params(config, dtype, mesh, seed=i))
     if options.model is not None:
         models, tokenizer = real(options.model, options.draft, dtype, mesh)
+        for name, model in zip(names, models, strict=True):
+            if name and model:
+                options.check_context(name, model.config)
     target, draft = models
     assert target is not None
     return Setup(options, platform, dtype, mesh, target, draft, tokenizer, Programs(mesh))
