@@ -34,7 +34,8 @@ def table(first: str, *columns: str, title: str | None = None) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(first, box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title, title_justify="left")
+    made.add_column(first, no_wrap=True)
     for column in columns:
         made.add_column(column, justify="right")
     return made
@@ -93,16 +94,18 @@ def draw(document: dict[str, Any], path: Path) -> None:
         draw_ways: [r for r in rows if r["stage"] == "adaptive"],
     }
     drawn = {panel: chosen for panel, chosen in panels.items() if chosen}
-    figure = Figure(figsize=(1 + 5.6 * len(drawn), 4.6), layout="constrained")
+    widths = [max(5.2, 0.55 * len(settings(chosen))) for chosen in drawn.values()]
+    figure = Figure(figsize=(1 + sum(widths), 4.6), layout="constrained")
     FigureCanvasAgg(figure)  # no window, whatever the user's backend
-    for axes, (panel, chosen) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
+    sheets = figure.subplots(1, len(drawn), squeeze=False, width_ratios=widths)[0]
+    for axes, (panel, chosen) in zip(sheets, drawn.items(), strict=True):
         panel(axes, chosen)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=0)
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
-        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.2)  # room for the legend
-        axes.legend(frameon=False, fontsize="small", loc="upper right")
+        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.3)  # room for the legend
+        axes.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
     figure.suptitle(f"{document['preset']} on {document['device']}", weight="bold")
     figure.savefig(path, dpi=150)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -127,9 +129,8 @@ def test_never_slower(document):
 def test_tables(document, capsys):
     report.show(document)
     out = capsys.readouterr().out
-    for word in (*options.STAGES[:-1], "floor", "ratio", "tokens/s", "always K", "16.0 GB/s", "1.00x"):
-        if word != "1.00x":
-            assert word in out, word
+    for word in (*options.STAGES[:-1], "floor", "ratio", "tokens/s", "always K", "16.0 GB/s"):
+        assert word in out, word
     assert out.count("\n") > len(document["rows"]) // 2
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
@@ -177,17 +178,13 @@ def test_a_launch_that_did_less_is_not_timed(raw, damage):
 
 def test_stages_write_where_the_round_does(raw):
     """The draft's proposals and the target's scores reach the cache, behind the context."""
-    before = [np.asarray(raw.engine.cache.target[0]), np.asarray(raw.engine.cache.draft[0])]
-    raw.engine.cache = raw.engine.cache.__class__(
-        *(tuple(0 * p for p in part) for part in vars(raw.engine.cache).values())
-    )
+    raw.engine.cache = jax.tree.map(jnp.zeros_like, raw.engine.cache)
     for stage, part in (("propose", "draft"), ("score", "target")):
         assert not np.asarray(getattr(raw.engine.cache, part)[0]).any()
         assert int(raw.stage(stage, K)()) == 0  # what ties the iterations together never becomes anything else
         assert np.asarray(getattr(raw.engine.cache, part)[0]).any()
     assert int(raw.stage("verify", K)()) == 0
     assert int(raw.attention(K)()) == 0
-    assert before[0].shape == raw.engine.cache.target[0].shape
 
 
 def run(capsys, *arguments):
@@ -222,7 +219,7 @@ def test_a_real_model(capsys, quick, tmp_path):
     """With prompts of text, in its own tokens."""
     folder = str(write_model(tmp_path / "model"))
     code, out, err = run(capsys, "--model", folder, "--draft", folder, *SHORT, "draft,speculative", "--json")
-    assert code == 1 or code == 0, err
+    assert code == 0, err
     draft, speculative = json.loads(out)["rows"]
     assert draft["preset"] == f"{folder}+{folder}"
     assert speculative["acceptance_length"] > 2.5  # it drafts for itself, and all is accepted

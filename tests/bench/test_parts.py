@@ -13,7 +13,7 @@ from jaxspec.bench import floors, options, presets
 from jaxspec.bench.clock import Sample, measure, summary
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.race import Runner
-from jaxspec.cache.pages import cache_layout
+from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
 from jaxspec.models.layers import Backend
@@ -86,7 +86,7 @@ def test_a_preset_is_what_its_config_file_says():
 
 @pytest.mark.parametrize(("name", "windows"), [("tiny", None), ("tiny-draft", None), ("tiny", (8, None))])
 def test_bytes_of_a_pass(name, windows):
-    """Against the arrays themselves: shapes spelled out, pages allocated in numpy's way of counting."""
+    """Against the arrays themselves: shapes spelled out, and the pool as it is allocated."""
     config = presets.preset(name)
     if windows:
         config = dataclasses.replace(config, windows=windows)
@@ -104,11 +104,9 @@ def test_bytes_of_a_pass(name, windows):
     pages = 3 * sum(n * 2 * g * d * 2 for n in positions)
     assert floors.page_bytes(model, 3, 40) == pages
     assert floors.pass_bytes(model, params, 3, 40) == weights + pages
-    block = jnp.zeros(layout.shape, layout.dtype)
-    assert floors.page_bytes(model, 1, 12 * 16) * (2 if windows is None else 0) in (
-        0,
-        2 * block.nbytes * config.num_layers,
-    )
+    if windows is None:  # all pages of the pool, as they are allocated
+        pool = sum(page.nbytes for page in allocate(layout, make_mesh()))
+        assert floors.page_bytes(model, 1, layout.num_pages * layout.page_size) == pool
 
 
 def test_flop_of_prefill():
