@@ -1,4 +1,4 @@
-"""Timing by synchronisation: warm up, run several times, tell the median and the quartiles."""
+"""Timing by synchronisation: warm up, run several times, tell the median, the quartiles and the best."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Milliseconds: the median, the lower and the upper quartile."""
+    """Milliseconds: the median, the lower and the upper quartile, the least."""
 
     ms: float
     low: float
     high: float
+    best: float
 
     def __truediv__(self, parts: float) -> Sample:
-        return Sample(self.ms / parts, self.low / parts, self.high / parts)
+        return Sample(self.ms / parts, self.low / parts, self.high / parts, self.best / parts)
 
 
 def summary(ms: Sequence[float]) -> Sample:
     low, middle, high = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else [ms[0]] * 3
-    return Sample(middle, low, high)
+    return Sample(middle, low, high, min(ms))
 
 
 def measure(call: Callable[[], Any], launches: int, *, warm_up: int = 2) -> Sample:

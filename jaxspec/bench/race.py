@@ -39,8 +39,7 @@ class Runner:
 
     def per_token(self, batch_size: int) -> Sample:
         """Milliseconds a token of one row: total time over total tokens, with the quartiles of the steps."""
-        steps = summary(self.ms)
-        return Sample(1e3 * batch_size / self.tokens_per_second, steps.low, steps.high)
+        return dataclasses.replace(summary(self.ms), ms=1e3 * batch_size / self.tokens_per_second)
 
 
 def race(
@@ -53,8 +52,7 @@ def race(
 ) -> dict[str, Runner]:
     """Decodes batch_size prompts of `context` tokens every way, at least `launches` timed steps each, interleaved so
     that what disturbs the machine disturbs all. Prefill and compiling are not timed. The first heat warms up."""
-    most = max(s.num_speculative_tokens if s else 0 for s in ways.values())
-    max_tokens = engine_tokens(most)  # alike for all ways, so that their shapes are
+    max_tokens = engine_tokens(max(setup.options.ks))  # alike for all ways, plain too, so that their shapes are
     max_len = context + max_tokens
     engines = {name: setup.engine(batch_size, max_len, s, rounds_per_launch=STEP_ROUNDS) for name, s in ways.items()}
     runners = {name: Runner(engine) for name, engine in engines.items()}

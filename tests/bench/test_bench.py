@@ -12,7 +12,9 @@ import pytest
 
 from jaxspec import cli
 from jaxspec.bench import measure, options, report
+from jaxspec.bench.clock import Sample
 from jaxspec.bench.hardware import Hardware
+from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import load
 from tests.folders import write_model
@@ -164,6 +166,24 @@ def test_every_launch_starts_at_the_same_place(raw):
     assert (np.asarray(first.emitted)[:B] > 0).all()
     assert not np.asarray(first.emitted)[B:].any()
     np.testing.assert_array_equal(first.new_tokens, again.new_tokens)
+
+
+def test_milliseconds_are_those_of_a_round(monkeypatch):
+    """A launch of 32 of them was timed."""
+    monkeypatch.setattr(measure, "measure", lambda call, launches: Sample(64.0, 32.0, 96.0, 16.0))
+    assert measure.Point(load(CHOSEN), LIMITS, B, CONTEXT).per_round(None) == Sample(2.0, 1.0, 3.0, 0.5)
+
+
+def test_there_is_room_where_every_draft_is_accepted():
+    """A model that drafts for itself: no row may end while it is timed."""
+    setup = load(CHOSEN)
+    setup.draft = setup.target
+    speculation = CHOSEN.speculation(K, None, adaptive=False)
+    result = Raw(setup, B, CONTEXT, speculation).launch(K)()
+    assert (np.asarray(result.emitted)[:B] == K + 1).all()
+    (runner,) = race(setup, {"itself": speculation}, batch_size=B, context=CONTEXT, launches=4).values()
+    assert runner.counts.mean_acceptance_length == K + 1
+    assert runner.passes == (1 / (K + 1), K / (K + 1))
 
 
 @pytest.mark.parametrize("damage", ["num_rounds", "emitted", "proposed"])

@@ -143,8 +143,8 @@ def test_the_median_and_the_quartiles():
     ms = [5.0, 1.0, 2.0, 100.0, 3.0]
     found = summary(ms)
     assert (found.ms, found.low, found.high) == (statistics.median(ms), 2.0, 5.0)
-    assert found / 2 == Sample(1.5, 1.0, 2.5)
-    assert summary([7.0]) == Sample(7.0, 7.0, 7.0)
+    assert found / 2 == Sample(1.5, 1.0, 2.5, 0.5)
+    assert summary([7.0]) == Sample(7.0, 7.0, 7.0, 7.0)
 
 
 def test_warm_up_is_not_timed(monkeypatch):
