@@ -1,0 +1,221 @@
+"""The stages: what is timed, beside what it could take at best."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.bench import floors
+from jaxspec.bench.clock import Sample, measure
+from jaxspec.bench.hardware import Hardware, hardware
+from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
+from jaxspec.bench.race import race
+from jaxspec.bench.raw import Raw
+from jaxspec.bench.setup import Setup, load
+from jaxspec.demo import device_name, say
+
+Row = dict[str, Any]
+# Name in a row -> how the never-slower table decodes: no speculation at all, always K, or K as the engine chooses.
+WAYS = {"off": None, "always": False, "adaptive": True}
+
+
+def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
+    """Measures and prints: tables, or one JSON document. Progress goes to standard error."""
+    from jaxspec.bench.report import draw, show
+
+    if plot is not None:
+        check_plot(plot, options.stages)
+    document = run(options)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        show(document)
+    if plot is not None:
+        draw(document, plot)
+        say(f"plot written to {plot}")
+
+
+def run(options: Options, limits: Hardware | None = None) -> dict[str, Any]:
+    """The JSON document. limits: the device's, where they are known already."""
+    from jaxspec.llm import PLATFORMS, compute_dtype
+
+    dtype = compute_dtype(options.dtype, PLATFORMS[jax.default_backend()])
+    if limits is None:  # before the weights: its arrays are large too
+        say("measuring copy bandwidth and matrix peak ...")
+        limits = hardware(dtype)
+    say(f"making {options.name} ({dtype.name}) ...")
+    started = time.perf_counter()
+    setup = load(options)
+    jax.block_until_ready([m.params for m in (setup.target, setup.draft) if m])
+    load_seconds = time.perf_counter() - started
+    rows: list[Row] = []
+    for row in all_rows(setup, limits):
+        rows.append(row)
+        say(told(row))
+    return {
+        "device": device_name(),
+        "jax": jax.__version__,
+        "preset": options.name,
+        "dtype": dtype.name,
+        "copy_bandwidth_gb_s": limits.copy_gb_s,
+        "read_bandwidth_gb_s": limits.read_gb_s,
+        "floor_bandwidth_gb_s": limits.floor_gb_s,
+        "matrix_peak_tflops": limits.peak_tflops,
+        "rows": rows,
+        "load_seconds": load_seconds,
+        "compile_seconds": setup.programs.compile_seconds,
+    }
+
+
+def told(row: Row) -> str:
+    """A row as a line of progress."""
+    where = f"batch {row['batch_size']}, context {row['context']}" + (f", K {row['k']}" if row["k"] else "")
+    speed = f", {row['tokens_per_second']:.1f} tokens/s" if row["tokens_per_second"] else ""
+    return f"  {row['way'] or row['stage']} ({where}): {row['ms']:.3f} ms{speed}"
+
+
+def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
+    options = setup.options
+    for batch_size in options.batch_sizes:
+        for context in options.contexts:
+            point = Point(setup, limits, batch_size, context)
+            if set(MODEL_STAGES) & set(options.stages):
+                yield from point.model_rows()
+            yield from point.engine_rows()
+
+
+class Point:
+    """The rows of one batch size and context."""
+
+    def __init__(self, setup: Setup, limits: Hardware, batch_size: int, context: int) -> None:
+        self.setup, self.limits, self.options = setup, limits, setup.options
+        self.batch_size, self.context = batch_size, context
+        self.launches = self.options.launches
+
+    def row(self, stage: str, sample: Sample, floor_ms: float, k: int | None = None, **more: Any) -> Row:
+        common = {"tokens_per_second": None, "acceptance_length": None, "synthetic_acceptance_length": None}
+        return {
+            "preset": self.options.name,
+            "stage": stage,
+            "way": None,
+            "batch_size": self.batch_size,
+            "context": self.context,
+            "k": k,
+            "ms": sample.ms,
+            "spread": [sample.low, sample.high],
+            "floor_ms": floor_ms,
+            "ratio": sample.ms / floor_ms,
+            **common,
+            **more,
+        }
+
+    def model_rows(self) -> Iterator[Row]:
+        """Programs by themselves, at every K."""
+        raw = Raw(
+            self.setup,
+            self.batch_size,
+            self.context,
+            self.options.speculation(max(self.options.ks), None, adaptive=False),
+        )
+        wanted = lambda stage: stage in self.options.stages
+        if wanted("prefill"):  # first: the others then read what it wrote
+            yield self.prefill(raw)
+        for stage in ("target", "draft"):
+            if wanted(stage):
+                sample = self.per_round(raw.launch(0) if stage == "target" else raw.launch_draft())
+                speed = 1e3 * self.batch_size / sample.ms
+                yield self.row(stage, sample, self.pass_ms(raw, stage), tokens_per_second=speed)
+        if wanted("attention"):
+            yield self.row("attention", self.per_round(raw.attention(0)), self.pages_ms(raw))
+        for k in self.options.ks:
+            yield from self.k_rows(raw, k)
+
+    def k_rows(self, raw: Raw, k: int) -> Iterator[Row]:
+        drafting = k * self.pass_ms(raw, "draft")
+        logits = 4 * self.batch_size * (k + 1) * self.setup.target.config.vocab_size
+        least = {
+            "propose": max(drafting, self.limits.bytes_ms(4 * self.batch_size * self.context)),  # n-gram reads the ids
+            "score": self.pass_ms(raw, "target"),
+            "verify": self.limits.bytes_ms(logits),
+        }
+        if "round" in self.options.stages:
+            launch = raw.launch(k)
+            emitted = float(np.mean(jax.device_get(launch().emitted)[: self.batch_size]))
+            sample = self.per_round(launch)
+            yield self.row("round", sample, least["score"] + drafting, k, acceptance_length=emitted)
+        for stage in least:
+            if stage in self.options.stages:
+                sample = self.per_round(raw.stage(stage, k))
+                more = {"ms_per_draft": sample.ms / k} if stage == "propose" else {}
+                yield self.row(stage, sample, least[stage], k, **more)
+        if "attention" in self.options.stages:
+            yield self.row("attention", self.per_round(raw.attention(k)), self.pages_ms(raw), k)
+
+    def engine_rows(self) -> Iterator[Row]:
+        """Through the engine: tokens per second. The milliseconds are those of one token of one row."""
+        stages, options = self.options.stages, self.options
+        if "plain" in stages:
+            runner = self.race({"plain": None})["plain"]
+            yield self.decoding_row("plain", runner)
+        for k in options.ks:
+            for length in (options.lengths or (None,)) if "speculative" in stages else ():
+                ways = {"speculative": options.speculation(k, length, adaptive=False)}
+                yield self.decoding_row("speculative", self.race(ways)["speculative"], k, length)
+            for length in options.adaptive_lengths(k) if "adaptive" in stages else ():
+                yield from self.never_slower(k, length)
+
+    def never_slower(self, k: int, length: float) -> Iterator[Row]:
+        choose = lambda adaptive: None if adaptive is None else self.options.speculation(k, length, adaptive=adaptive)
+        runners = self.race({way: choose(adaptive) for way, adaptive in WAYS.items()})
+        for way, runner in runners.items():
+            speedup = runner.tokens_per_second / runners["off"].tokens_per_second
+            yield self.decoding_row("adaptive", runner, k, length, way=way, speedup=speedup)
+
+    def race(self, ways: dict[str, Any]) -> dict[str, Any]:
+        return race(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
+
+    def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
+        """The floor of a token: the passes that it was counted to take."""
+        decoding, model_draft = runner.engine.decoding, self.setup.draft and runner.engine.speculative
+        target_passes, draft_passes = runner.passes
+        floor = target_passes * self.floor_of_pass(decoding.target, "target")
+        if model_draft:
+            floor += draft_passes * self.floor_of_pass(decoding.drafter.model, "draft")
+        facts = {
+            "tokens_per_second": runner.tokens_per_second,
+            "acceptance_length": runner.counts.mean_acceptance_length,
+            "synthetic_acceptance_length": length,
+        }
+        return self.row(stage, runner.per_token(self.batch_size), floor, k, **facts, **more)
+
+    def per_round(self, call: Any) -> Sample:
+        return measure(call, self.launches) / ROUNDS
+
+    def prefill(self, raw: Raw) -> Row:
+        sample = measure(raw.prefill(), self.launches)
+        config, params, count = self.setup.target.config, self.setup.target.params, self.context - 1
+        chunks = -(-count // raw.engine.config.prefill_chunk)
+        moved = chunks * floors.weight_bytes(config, params, logits=False)
+        computed = self.limits.flop_ms(floors.prefill_flop(config, params, self.batch_size, count))
+        speed = 1e3 * self.batch_size * count / sample.ms
+        return self.row("prefill", sample, max(computed, self.limits.bytes_ms(moved)), tokens_per_second=speed)
+
+    def pass_ms(self, raw: Raw, name: str) -> float:
+        """A pass of the target or the draft; 0 for a draft that is no model."""
+        drafter: Any = raw.engine.decoding.drafter
+        if name == "draft" and self.setup.draft is None:
+            return 0.0
+        return self.floor_of_pass(raw.engine.decoding.target if name == "target" else drafter.model, name)
+
+    def floor_of_pass(self, paged: Any, name: str) -> float:
+        model: Any = self.setup.target if name == "target" else self.setup.draft
+        return self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
+
+    def pages_ms(self, raw: Raw) -> float:
+        return self.limits.bytes_ms(floors.page_bytes(raw.engine.decoding.target, self.batch_size, self.context))

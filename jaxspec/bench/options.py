@@ -1,0 +1,136 @@
+"""What `jaxspec bench` was asked for, checked before anything is loaded or measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxspec.bench import presets
+from jaxspec.config import DTYPES, SpeculativeConfig, one_of
+from jaxspec.models.config import ModelConfig
+from jaxspec.sampling_params import SamplingParams
+
+MODEL_STAGES = ("target", "draft", "round", "propose", "score", "verify", "prefill", "attention")
+ENGINE_STAGES = ("plain", "speculative", "adaptive")
+STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
+ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
+ROUNDS = 32  # of a launch of a raw stage
+STEP_ROUNDS = 16  # of a step of the engine: its own default, what a user gets
+STEPS = 4  # timed steps of the engine between two starts at the given context
+
+
+def launch_tokens(k: int) -> int:
+    """Positions behind the context that a launch may write, were every draft accepted."""
+    return ROUNDS * (k + 1) + k + 1
+
+
+def engine_tokens(k: int) -> int:
+    """Output that the timed steps and the one before them may give; a row that ended would distort them."""
+    return (STEPS + 1) * STEP_ROUNDS * (k + 1) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """See the command's help. lengths: synthetic acceptance lengths, empty for real acceptance."""
+
+    preset: str | None
+    model: str | None
+    draft: str | None
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    ks: tuple[int, ...]
+    lengths: tuple[float, ...]
+    dtype: str
+    stages: tuple[str, ...]
+    temperature: float
+    kernels: str | None
+    launches: int
+
+    def __post_init__(self) -> None:
+        if (self.preset is None) == (self.model is None):
+            raise ValueError("give one of --preset (random weights) and --model (a real model)")
+        if self.preset is not None:
+            if self.draft is not None:
+                raise ValueError(f"--draft {self.draft} goes with --model: give a preset's draft as target+draft")
+            target, draft = presets.split(self.preset)
+            for name in (target, draft) if draft else (target,):
+                self.check_context(name, presets.preset(name))
+        one_of("--dtype", self.dtype, DTYPES)
+        for stage in self.stages:
+            one_of("--stages", stage, STAGES)
+        if self.kernels is not None:
+            one_of("--kernels", self.kernels, ("reference", "pallas"))
+        SamplingParams(temperature=self.temperature)  # refuses what it cannot be
+        if self.launches < 1:
+            raise ValueError(f"--launches {self.launches} is below 1")
+        if "draft" in self.stages and self.draft_name is None:
+            raise ValueError("--stages draft needs a draft model: give --preset target+draft, or --model and --draft")
+        for k in self.ks:
+            for length in self.lengths:
+                if length > k + 1:
+                    raise ValueError(
+                        f"--synthetic-acceptance-length {length:g} is out of reach with K = {k}, a round yields at "
+                        f"most {k + 1} tokens: lower it or leave that K out"
+                    )
+
+    @property
+    def draft_name(self) -> str | None:
+        return self.draft if self.preset is None else presets.split(self.preset)[1]
+
+    @property
+    def name(self) -> str:
+        pair = [self.model or presets.split(self.preset or "")[0], self.draft_name]
+        return "+".join(part for part in pair if part)
+
+    def check_context(self, name: str, config: ModelConfig) -> None:
+        """Raises ValueError where the model's context does not hold what will be written."""
+        context, k = max(self.contexts), max(self.ks)
+        need = context + max(launch_tokens(k), engine_tokens(k))
+        if need > config.max_model_len:
+            raise ValueError(
+                f"--context {context} is too long for {name}: with the output that is timed {need} positions are "
+                f"needed, it has {config.max_model_len}: lower --context or -k"
+            )
+
+    def adaptive_lengths(self, k: int) -> tuple[float, ...]:
+        """Acceptance lengths of the never-slower table that this K can reach."""
+        return self.lengths or tuple(a for a in ADAPTIVE_LENGTHS if a <= k + 1)
+
+    def speculation(self, k: int, length: float | None, *, adaptive: bool) -> SpeculativeConfig:
+        synthetic: dict[str, Any] = {}
+        if length is not None:
+            synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+        return SpeculativeConfig(model=self.draft_name, num_speculative_tokens=k, adaptive=adaptive, **synthetic)
+
+
+def listed(option: str, text: str, kind: Callable[[str], Any] = int, least: float = 1) -> tuple[Any, ...]:
+    """ "1,16" -> (1, 16)."""
+    try:
+        values = tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        values = ()
+    if not values or not all(least <= v < float("inf") for v in values):
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{option} {text!r}: give {what} of at least {least}, with commas between them")
+    return tuple(dict.fromkeys(values))
+
+
+def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, ...]:
+    """The stages in the order of the table; what is unknown stays, to be refused by name. draft: there is a model."""
+    default = [s for s in STAGES if s != "adaptive" and (draft or s != "draft")]
+    asked = default if text is None else [s.strip() for s in text.split(",") if s.strip()]
+    if not asked:
+        raise ValueError(f"--stages {text!r} names no stage: use some of {', '.join(STAGES)}")
+    wanted = dict.fromkeys([*asked, *(["adaptive"] if never_slower else [])])
+    return tuple(s for s in STAGES if s in wanted) + tuple(s for s in wanted if s not in STAGES)
+
+
+def check_plot(plot: Path, stages: tuple[str, ...]) -> None:
+    if plot.suffix != ".png":
+        raise ValueError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
+    if not plot.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
+    if not {"plain", "speculative", "round", "propose", "score", "verify", "adaptive"} & set(stages):
+        raise ValueError(f"--plot draws decoding: --stages {','.join(stages)} has nothing to draw, add round or plain")

@@ -1,0 +1,60 @@
+"""Shapes of public models, to be filled with random weights: speed depends on shapes, not on what a model says."""
+
+from __future__ import annotations
+
+import difflib
+import math
+
+from jaxspec.models.config import ModelConfig, Rope, llama3_factors
+from jaxspec.models.decoder import abstract_params
+from jaxspec.parallel.mesh import make_mesh
+
+# Columns as in the public config.json files; stretch: Llama 3's rope factor, 1 where there is none.
+COLUMNS = (
+    *("family", "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"),
+    *("max_model_len", "theta", "tied", "stretch"),
+)
+TABLE: dict[str, tuple] = {
+    "qwen3-0.6b": ("qwen3", 151936, 28, 1024, 3072, 16, 8, 128, 40960, 1e6, True, 1),
+    "qwen3-1.7b": ("qwen3", 151936, 28, 2048, 6144, 16, 8, 128, 40960, 1e6, True, 1),
+    "qwen3-4b": ("qwen3", 151936, 36, 2560, 9728, 32, 8, 128, 40960, 1e6, True, 1),
+    "qwen3-8b": ("qwen3", 151936, 36, 4096, 12288, 32, 8, 128, 40960, 1e6, False, 1),
+    "qwen3-14b": ("qwen3", 151936, 40, 5120, 17408, 40, 8, 128, 40960, 1e6, False, 1),
+    "qwen3-32b": ("qwen3", 151936, 64, 5120, 25600, 64, 8, 128, 40960, 1e6, False, 1),
+    "llama-3.2-1b": ("llama", 128256, 16, 2048, 8192, 32, 8, 64, 131072, 5e5, True, 32),
+    "llama-3.1-8b": ("llama", 128256, 32, 4096, 14336, 32, 8, 128, 131072, 5e5, False, 8),
+    "smollm2-135m": ("llama", 49152, 30, 576, 1536, 9, 3, 64, 8192, 1e5, True, 1),
+    "tiny": ("qwen3", 512, 2, 64, 128, 4, 2, 16, 2048, 1e4, False, 1),
+    "tiny-draft": ("qwen3", 512, 1, 32, 64, 2, 1, 16, 2048, 1e4, True, 1),
+}
+NORM_EPS = {"qwen3": 1e-6, "llama": 1e-5}
+
+
+def preset(name: str) -> ModelConfig:
+    """Raises: ValueError for an unknown name, naming the nearest."""
+    if name not in TABLE:
+        near = difflib.get_close_matches(name, TABLE, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"--preset {name!r} is unknown{hint}: use one of {', '.join(TABLE)}, or target+draft of them")
+    fields = dict(zip(COLUMNS, TABLE[name], strict=True))
+    theta, stretch = fields.pop("theta"), fields.pop("stretch")
+    scaling = {"factor": stretch, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    factors = llama3_factors(scaling, theta, fields["head_dim"]) if stretch != 1 else ()
+    return ModelConfig(
+        **fields,
+        windows=(None,) * fields["num_layers"],
+        rope=Rope(theta, factors),
+        norm_eps=NORM_EPS[fields["family"]],
+        qk_norm=fields["family"] == "qwen3",
+    )
+
+
+def split(names: str) -> tuple[str, str | None]:
+    """ "target+draft" or "target" -> (target, draft or None)."""
+    target, _, draft = names.partition("+")
+    return target, draft or None
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Counted from the shapes; nothing is allocated. A tied embedding counts once."""
+    return sum(math.prod(a.shape) for a in abstract_params(config, "bfloat16", make_mesh()).values())

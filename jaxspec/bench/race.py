@@ -1,0 +1,98 @@
+"""Tokens per second through the engine itself: ways of decoding the same prompts, step by step in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from jaxspec.bench.clock import Sample, summary
+from jaxspec.bench.options import STEP_ROUNDS, STEPS, engine_tokens
+from jaxspec.bench.setup import Setup
+from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass
+class Runner:
+    """One way. Of its timed steps: tokens, seconds, and each step's milliseconds a token of one row; counts: those of
+    its requests, the first, untimed step included."""
+
+    engine: Engine
+    tokens: int = 0
+    seconds: float = 0.0
+    ms: list[float] = dataclasses.field(default_factory=list)
+    counts: SpecDecodeMetrics = dataclasses.field(default_factory=SpecDecodeMetrics)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Target and draft passes that a token of a row took, counted: a round yields what it accepts and one more."""
+        c = self.counts
+        rounds = c.num_emitted_tokens - c.num_accepted_tokens
+        return rounds / c.num_emitted_tokens, c.num_draft_tokens / c.num_emitted_tokens
+
+    def per_token(self, batch_size: int) -> Sample:
+        """Milliseconds a token of one row: total time over total tokens, with the quartiles of the steps."""
+        return dataclasses.replace(summary(self.ms), ms=1e3 * batch_size / self.tokens_per_second)
+
+
+def race(
+    setup: Setup,
+    ways: dict[str, SpeculativeConfig | None],
+    *,
+    batch_size: int,
+    context: int,
+    launches: int,
+) -> dict[str, Runner]:
+    """Decodes batch_size prompts of `context` tokens every way, at least `launches` timed steps each, interleaved so
+    that what disturbs the machine disturbs all. Prefill and compiling are not timed. The first heat warms up."""
+    max_tokens = engine_tokens(max(setup.options.ks))  # alike for all ways, plain too, so that their shapes are
+    max_len = context + max_tokens
+    engines = {name: setup.engine(batch_size, max_len, s, rounds_per_launch=STEP_ROUNDS) for name, s in ways.items()}
+    runners = {name: Runner(engine) for name, engine in engines.items()}
+    prompts = setup.prompts(batch_size, context)
+    params = SamplingParams(temperature=setup.options.temperature, max_tokens=max_tokens, ignore_eos=True)
+    heat(list(runners.values()), prompts, params)
+    for name, engine in engines.items():
+        runners[name] = Runner(engine)
+    for _ in range(-(-launches // STEPS)):
+        heat(list(runners.values()), prompts, params)
+    return runners
+
+
+def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams) -> None:
+    """Every runner starts all prompts (admission, prefill and a first launch, not timed), then takes STEPS turns."""
+    started: list[list[Request]] = []
+    for runner in runners:
+        started.append([runner.engine.add(prompt, params) for prompt in prompts])
+        while any(not request.output for request in started[-1]):
+            runner.engine.step()
+    for _ in range(STEPS):
+        for runner, requests in zip(runners, started, strict=True):
+            timed_step(runner, requests)
+    for runner, requests in zip(runners, started, strict=True):
+        for request in requests:
+            if request.finish_reason is not None:
+                raise RuntimeError(f"a row ended while it was timed ({request.finish_reason})")
+            runner.counts += request.metrics
+            runner.engine.abort(request)
+
+
+def timed_step(runner: Runner, requests: list[Request]) -> None:
+    length = lambda: sum(len(request.output) for request in requests)
+    known, compiled = length(), runner.engine.programs.compile_seconds
+    before = time.perf_counter()
+    runner.engine.step()
+    seconds = time.perf_counter() - before - (runner.engine.programs.compile_seconds - compiled)
+    gained = length() - known
+    if not gained:
+        raise RuntimeError("a step gave no token: it cannot be timed")
+    runner.tokens += gained
+    runner.seconds += seconds
+    runner.ms.append(1e3 * seconds * len(requests) / gained)

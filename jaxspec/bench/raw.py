@@ -1,0 +1,235 @@
+"""The device programs without the engine's host side: launches, prefill, and the stages of a round one by one.
+
+The only file of this package that knows how a launch is put together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.bench.options import ROUNDS, launch_tokens
+from jaxspec.bench.setup import Setup
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.config import SpeculativeConfig
+from jaxspec.decode.loop import start_state
+from jaxspec.decode.round import num_wanted, propose, runnable, score, verify
+from jaxspec.decode.state import DecodeConfig, LaunchInput
+from jaxspec.drafters.base import Proposal
+from jaxspec.engine import batch
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.parallel.mesh import sharding
+from jaxspec.sampling_params import SamplingParams
+from pallas_kernels.paged_attention import paged_attention
+
+Call = Callable[[], Any]
+NEVER = 2**30  # no token id, count or logit is as large
+
+
+class Raw:
+    """Rows that stand at one context, and programs over them. Every launch starts from there again: what it wrote
+    behind is overwritten by the next. The donated caches are threaded through self.engine.cache."""
+
+    def __init__(self, setup: Setup, batch_size: int, context: int, speculative: SpeculativeConfig) -> None:
+        most = speculative.num_speculative_tokens
+        self.length = context + launch_tokens(most)
+        self.engine: Engine = setup.engine(batch_size, self.length, speculative)
+        self.batch_size, self.context = batch_size, context
+        self.prompts = setup.prompts(batch_size, context)
+        self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
+        self.row_pages = -(-(self.length + most) // self.engine.page_size)
+        if self.engine.gather:  # as the engine does: its cost grows with the width of the table
+            table_width = batch.power_of_two(self.row_pages)
+        else:
+            table_width = self.row_pages
+        self.sizes = {"num_pages": self.engine.num_pages, "row_pages": table_width}
+
+    def requests(self, k: int) -> list[Request]:
+        return [
+            Request(
+                id=row,
+                prompt=prompt,
+                params=self.params,
+                seed=row,
+                coupled=False,
+                stop_ids=(),
+                max_len=self.length,
+                num_speculative_tokens=k,
+                pages=list(range(row * self.row_pages, (row + 1) * self.row_pages)),
+                target_len=self.context - 1,
+                draft_len=self.context - 1,
+            )
+            for row, prompt in enumerate(self.prompts)
+        ]
+
+    def place(self, tree: Any) -> Any:
+        return jax.device_put(tree, sharding(self.engine.mesh))
+
+    def inputs(self, k: int) -> LaunchInput:
+        rows = batch.power_of_two(self.batch_size)
+        return self.place(
+            batch.launch_input(self.requests(k), rows=rows, page_size=self.engine.page_size, **self.sizes)
+        )
+
+    def config(self, k: int) -> DecodeConfig:
+        """The device program at K = k; 0 is plain decoding."""
+        drafter: Any = self.engine.decoding.drafter
+        drafter = dataclasses.replace(drafter, num_speculative_tokens=k) if k else None
+        return dataclasses.replace(self.engine.decoding, drafter=drafter, variant=batch.variant(self.requests(k)))
+
+    def launch(self, k: int) -> Call:
+        """One launch of ROUNDS rounds; its result."""
+        return self.launching(self.config(k), k)
+
+    def launch_draft(self) -> Call:
+        """The draft model alone, decoding plainly as if it were a target."""
+        drafter: Any = self.engine.decoding.drafter
+        return self.launching(dataclasses.replace(self.config(0), target=drafter.model), 0, draft_alone=True)
+
+    def launching(self, config: DecodeConfig, k: int, *, draft_alone: bool = False) -> Call:
+        engine, inputs = self.engine, self.inputs(k)
+        rounds, stop_early = self.place((np.int32(ROUNDS), np.bool_(False)))
+
+        def call() -> Any:
+            params, cache = engine.params, engine.cache
+            if draft_alone:
+                params, cache = {"target": params["draft"]}, PagedKVCache(cache.draft)
+            new, result = engine.programs.run("launch", config, params, cache, inputs, rounds, stop_early)
+            engine.cache = PagedKVCache(engine.cache.target, new.target) if draft_alone else new
+            return result
+
+        self.check(call(), k)
+        return call
+
+    def check(self, result: Any, k: int) -> None:
+        """A launch that ended early, or drafted less than it should, would be timed as if it were fast."""
+        result = jax.device_get(result)
+        emitted, proposed = result.emitted[: self.batch_size], result.proposed[: self.batch_size]
+        if int(result.num_rounds) != ROUNDS or not (emitted > 0).all():
+            raise RuntimeError(f"a launch did {int(result.num_rounds)} rounds of {ROUNDS}, or a row ended early")
+        if k and "draft" in self.engine.params and not (proposed == k).all():
+            raise RuntimeError(f"rounds proposed {proposed.min()}..{proposed.max()} drafts instead of {k}")
+
+    def prefill(self) -> Call:
+        """The prompts, all but their last token, into the target's cache, in chunks."""
+        engine, requests = self.engine, self.requests(0)
+        config = dataclasses.replace(engine.decoding, drafter=None)
+        longest = engine.config.prefill_chunk
+        starts = range(0, self.context - 1, longest)
+        chunks = [self.place(batch.chunk_input(requests, at, longest=longest, **self.sizes)) for at in starts]
+
+        def call() -> Any:
+            for chunk in chunks:
+                engine.cache = engine.programs.run("prefill", config, engine.params, engine.cache, chunk)
+            return engine.cache
+
+        call()
+        return call
+
+    def stage(self, name: str, k: int) -> Call:
+        """ROUNDS times one stage of a round, at the same place."""
+        config, inputs = self.config(k), self.inputs(k)
+        proposal = self.place(some_proposal(config, self.engine, inputs))
+        shape = (*inputs.num_tokens.shape, k + 1, config.target.config.vocab_size)
+        logits = self.place(jax.random.normal(jax.random.key(0), shape if name == "verify" else (0,)))
+        # Which model's pages the stage writes: a tuple over layers, empty where it writes none.
+        part = {"propose": "draft", "score": "target", "verify": None}[name]
+        once = functools.partial(STAGES[name], config)
+        program = functools.partial(repeat, config, once)
+        return self.compiled(program, part, self.engine.params, inputs, proposal, logits)
+
+    def attention(self, k: int) -> Call:
+        """ROUNDS times the target's attention over the pages, layer by layer, K + 1 queries a row."""
+        inputs, model = self.inputs(k), self.engine.decoding.target
+        rows, layout = inputs.num_tokens.shape[0], model.layout
+        shape = (rows, k + 1, model.config.num_heads, layout.head_dim)
+        query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layout.dtype))
+        return self.compiled(functools.partial(repeat_attention, model), "target", inputs, query)
+
+    def compiled(self, program: Callable, part: str | None, *arrays: Any) -> Call:
+        """program(pages, number of rounds, *arrays) -> (pages, something small), the pages donated."""
+        engine, rounds = self.engine, self.place(np.int32(ROUNDS))
+        pages = lambda: getattr(engine.cache, part) if part else ()
+        started = time.perf_counter()
+        run = jax.jit(program, donate_argnums=0).lower(pages(), rounds, *arrays).compile()
+        engine.programs.compile_seconds += time.perf_counter() - started
+
+        def call() -> Any:
+            new, done = run(pages(), rounds, *arrays)
+            if part:
+                engine.cache = dataclasses.replace(engine.cache, **{part: new})
+            return done
+
+        return call
+
+
+def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> Proposal:
+    """Drafts of the shapes that the drafter gives; q is flat."""
+
+    def shapes(params: Any, pages: Any, inputs: LaunchInput) -> Any:
+        state = start_state(inputs)
+        wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state)
+        return propose(config, params, pages, inputs, state, wanted, live)[0]
+
+    s = jax.eval_shape(shapes, engine.params, engine.cache.draft, inputs)
+    probs = None if s.probs is None else jnp.full(s.probs.shape, 1 / s.probs.shape[-1], s.probs.dtype)
+    return Proposal(jnp.zeros_like(s.tokens), probs, jnp.full_like(s.num_proposed, config.num_speculative_tokens))
+
+
+# Stage -> (its result, the pages it wrote).
+STAGES: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "propose": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: propose(
+        config, params, pages, inputs, state, wanted, live
+    ),
+    "score": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: score(
+        config, params["target"], pages, inputs, state, proposal, live
+    ),
+    "verify": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: (
+        verify(config, logits, proposal, inputs, state),
+        pages,
+    ),
+}
+
+
+def repeat(config: DecodeConfig, once: Callable, pages, num_rounds, params, inputs, proposal, logits):
+    """Runs a stage num_rounds times. Each run depends on all that the one before it gave, through a number that is
+    always 0; otherwise the compiler would run it once, or leave out what nobody reads."""
+    start = start_state(inputs)
+
+    def body(_, carry):
+        pages, zero = carry
+        state = dataclasses.replace(start, num_tokens=start.num_tokens + zero)
+        wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state)
+        result, pages = once(params, pages, inputs, state, proposal, logits + zero, wanted, live)
+        return pages, always_zero(result)
+
+    return lax.fori_loop(0, num_rounds, body, (pages, jnp.int32(0)))
+
+
+def repeat_attention(model, pages, num_rounds, inputs, query):
+    """Attention of every layer in turn, each fed with the output of the one before."""
+    c, rows = model.config, query.shape[1]
+
+    def body(_, carry):
+        pages, zero = carry
+        x, kv_len = query, inputs.num_tokens + rows - 1 + zero
+        for layer_pages, window in zip(pages, c.windows, strict=True):
+            options = {"scale": c.query_scale, "window": window, "soft_cap": c.soft_cap, **model.backend.how}
+            x = paged_attention(x, layer_pages, inputs.block_table, kv_len, **options)
+        return pages, always_zero(x)
+
+    return lax.fori_loop(0, num_rounds, body, (pages, jnp.int32(0)))
+
+
+def always_zero(tree: Any) -> jax.Array:
+    """0, which the compiler cannot know without computing all of the tree."""
+    return sum((jnp.any(x > NEVER).astype(jnp.int32) for x in jax.tree.leaves(tree)), start=jnp.int32(0))

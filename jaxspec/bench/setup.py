@@ -1,0 +1,141 @@
+"""What is measured: the models, their prompts, and engines over them with pools just large enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.bench import presets
+from jaxspec.bench.options import Options
+from jaxspec.cache.pages import cache_layout, default_page_size
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.decode.programs import Programs
+from jaxspec.engine.engine import Engine, Model
+from jaxspec.models.decoder import abstract_params, random_params
+from jaxspec.parallel.mesh import make_mesh
+
+
+@dataclasses.dataclass
+class Setup:
+    """tokenizer: of a real model, None for random weights. programs: shared by all engines, so that none compiles what
+    another has; it counts the compiling."""
+
+    options: Options
+    platform: str
+    dtype: Any
+    mesh: Any
+    target: Model
+    draft: Model | None
+    tokenizer: Any
+    programs: Programs
+
+    def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None, **config: Any) -> Engine:
+        """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others."""
+        drafts = speculative.num_speculative_tokens if speculative else 0
+        models = {"target": self.target} | ({"draft": self.draft} if self.draft and speculative else {})
+        page_size = default_page_size(self.platform)
+        num_pages = rows * (math.ceil((max_len + drafts) / page_size) + 1)
+        self.check_memory(models, page_size, num_pages)
+        engine = Engine(
+            self.target,
+            EngineConfig(
+                max_model_len=max_len,
+                max_num_seqs=rows,
+                page_size=page_size,
+                num_pages=num_pages,
+                kernels=self.options.kernels,
+                **config,
+            ),
+            mesh=self.mesh,
+            speculative=speculative,
+            draft=models.get("draft"),
+            platform=self.platform,
+        )
+        engine.programs = self.programs
+        return engine
+
+    def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:
+        """Raises ValueError where the pool does not fit beside what the device holds already."""
+        stats = self.mesh.devices.flat[0].memory_stats() if self.platform != "cpu" else None
+        if not stats or "bytes_limit" not in stats:
+            return
+        sizes = {"page_size": page_size, "num_pages": num_pages, "dtype": self.dtype, "platform": self.platform}
+        pool = num_pages * sum(cache_layout(m.config, **sizes).page_bytes for m in models.values())
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+        if pool > free:
+            raise ValueError(
+                f"the cache needs {pool / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: lower --batch-size or --context"
+            )
+
+    def prompts(self, rows: int, context: int) -> list[list[int]]:
+        """Distinct ones, so that no two rows share pages: random ids, or text for a real model."""
+        if self.tokenizer is None:
+            vocab = min(m.config.vocab_size for m in (self.target, self.draft) if m)
+            return [np.random.default_rng(row).integers(0, vocab, context).tolist() for row in range(rows)]
+        ids = self.tokenizer.encode(english())
+        shift = max(1, min(context, (len(ids) - context) // max(rows - 1, 1)))
+        if len(ids) < context + shift * (rows - 1):
+            raise ValueError(
+                f"--context {context} with --batch-size {rows} needs more text than the {len(ids)} tokens of the "
+                "built-in prompt: lower one of them"
+            )
+        return [ids[shift * row : shift * row + context] for row in range(rows)]
+
+
+def english() -> str:
+    """Text that every Python brings along: its language reference, as the interactive help shows it."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics, key=lambda name: -len(topics[name])))
+
+
+def load(options: Options) -> Setup:
+    """Random weights of a preset, born on the device in the compute dtype; or a real model and draft."""
+    from jaxspec.llm import PLATFORMS, compute_dtype, enable_compilation_cache
+
+    enable_compilation_cache()
+    platform = PLATFORMS[jax.default_backend()]
+    dtype, mesh = compute_dtype(options.dtype, platform), make_mesh()
+    names = (options.model or presets.split(options.preset or "")[0], options.draft_name)
+    models: list[Model | None] = [None, None]
+    tokenizer: Any = None
+    for i, name in enumerate(names):
+        if name is not None and options.preset is not None:
+            config = presets.preset(name)
+            check_weights_fit(name, config, dtype, mesh)
+            models[i] = Model(config, random_params(config, dtype, mesh, seed=i))
+    if options.model is not None:
+        models, tokenizer = real(options.model, options.draft, dtype, mesh)
+        for name, model in zip(names, models, strict=True):
+            if name and model:
+                options.check_context(name, model.config)
+    target, draft = models
+    assert target is not None
+    return Setup(options, platform, dtype, mesh, target, draft, tokenizer, Programs(mesh))
+
+
+def check_weights_fit(name: str, config: Any, dtype: Any, mesh: Any) -> None:
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    need = sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract_params(config, dtype, mesh).values())
+    if stats and "bytes_limit" in stats and need > (free := stats["bytes_limit"] - stats["bytes_in_use"]):
+        raise ValueError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")
+
+
+def real(model: str, draft: str | None, dtype: Any, mesh: Any) -> tuple[list[Model | None], Any]:
+    """(target and draft, tokenizer), as LLM loads them."""
+    import checkpoints
+    from jaxspec import llm
+
+    source = checkpoints.resolve(model)
+    tokenizer = checkpoints.load_tokenizer(source)
+    models: list[Model | None] = [llm.load(source, dtype, mesh), None]
+    if draft is not None:
+        draft_source = checkpoints.resolve(draft)
+        llm.check_same_tokenizer(source, tokenizer, draft_source)
+        models[1] = llm.load(draft_source, dtype, mesh)
+    return models, tokenizer

@@ -1,0 +1,279 @@
+"""The command itself, with tiny presets: which rows there are, what they hold, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import cli
+from jaxspec.bench import measure, options, report
+from jaxspec.bench.clock import Sample
+from jaxspec.bench.hardware import Hardware
+from jaxspec.bench.race import race
+from jaxspec.bench.raw import Raw
+from jaxspec.bench.setup import load
+from tests.folders import write_model
+
+LIMITS = Hardware(copy_gb_s=8.0, read_gb_s=16.0, peak_tflops=0.25)
+FIELDS = {"preset", "stage", "batch_size", "context", "k", "ms", "spread", "floor_ms", "ratio"}
+FIELDS |= {"tokens_per_second", "acceptance_length", "synthetic_acceptance_length", "way"}
+CHOSEN = options.Options(
+    preset="tiny+tiny-draft",
+    model=None,
+    draft=None,
+    batch_sizes=(3,),  # not a power of two: one row of the programs is dead
+    contexts=(40,),
+    ks=(2,),
+    lengths=(),
+    dtype="auto",
+    stages=options.STAGES,
+    temperature=0.0,
+    kernels=None,
+    launches=2,
+)
+B, CONTEXT, K = 3, 40, 2
+
+
+@pytest.fixture(scope="module")
+def document():
+    return measure.run(CHOSEN, LIMITS)
+
+
+def rows(document, stage, **wanted):
+    found = [r for r in document["rows"] if r["stage"] == stage]
+    return [r for r in found if all(r[name] == value for name, value in wanted.items())]
+
+
+def test_document(document):
+    assert document.keys() >= {"device", "copy_bandwidth_gb_s", "rows", "compile_seconds", "preset", "dtype"}
+    assert (document["copy_bandwidth_gb_s"], document["floor_bandwidth_gb_s"]) == (8.0, 16.0)
+    assert document["compile_seconds"] > 0
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_every_stage_has_its_rows(document):
+    for stage in options.STAGES:
+        assert rows(document, stage), stage
+    for r in document["rows"]:
+        assert r.keys() >= FIELDS
+        assert (r["preset"], r["batch_size"], r["context"]) == ("tiny+tiny-draft", B, CONTEXT)
+        assert r["ms"] > 0
+        assert 0 < r["spread"][0] <= r["spread"][1]
+        assert r["ratio"] == pytest.approx(r["ms"] / r["floor_ms"])
+    for stage in ("target", "draft", "prefill", "plain"):
+        assert [r["k"] for r in rows(document, stage)] == [None]
+    for stage in ("round", "propose", "score", "verify", "speculative"):
+        assert [r["k"] for r in rows(document, stage)] == [K]
+    assert [r["k"] for r in rows(document, "attention")] == [None, K]
+
+
+def tiny_bytes(e, f, h, g, d, layers):
+    """A pass of a tiny preset in float32: weights, the head once, and the keys and values of B rows."""
+    weights = layers * (e * (h + 2 * g) * d + h * d * e + 3 * e * f + 2 * e + 2 * d) + e + 512 * e
+    pages = layers * 2 * g * d * CONTEXT * B
+    return 4 * (weights + pages), 4 * pages
+
+
+def test_floors(document):
+    """From the shapes of the presets, spelled out: B rows, float32, read at 16 GB/s."""
+    target, pages = tiny_bytes(64, 128, 4, 2, 16, 2)
+    draft, _ = tiny_bytes(32, 64, 2, 1, 16, 1)
+    ms = lambda count: count / 16e9 * 1e3
+    expected = {
+        "target": ms(target),
+        "draft": ms(draft),
+        "round": ms(target + K * draft),
+        "propose": ms(K * draft),
+        "score": ms(target),
+        "verify": ms(4 * B * (K + 1) * 512),
+        "attention": ms(pages),
+        "plain": ms(target),
+    }
+    for stage, floor in expected.items():
+        for r in rows(document, stage):
+            assert r["floor_ms"] == pytest.approx(floor), stage
+    layer = 64 * 8 * 16 + 4 * 16 * 64 + 3 * 64 * 128
+    flop = B * 2 * (2 * layer * (CONTEXT - 1) + 2 * 2 * 4 * 16 * (CONTEXT - 1) ** 2 / 2)
+    moved = 4 * 2 * (layer + 2 * 64 + 2 * 16) + 4 * 64
+    (prefill,) = rows(document, "prefill")
+    assert prefill["floor_ms"] == pytest.approx(max(flop / 0.25e12 * 1e3, ms(moved)))
+
+
+def test_speeds(document):
+    for stage in ("target", "draft", "plain", "speculative", "adaptive"):
+        for r in rows(document, stage):  # ms are those of one token of each of B rows
+            assert r["tokens_per_second"] == pytest.approx(1e3 * B / r["ms"])
+    (prefill,) = rows(document, "prefill")
+    assert prefill["tokens_per_second"] == pytest.approx(1e3 * B * (CONTEXT - 1) / prefill["ms"])
+    (propose,) = rows(document, "propose")
+    assert propose["ms_per_draft"] == pytest.approx(propose["ms"] / K)
+    (plain,) = rows(document, "plain")
+    assert plain["acceptance_length"] == 1.0
+    (speculative,) = rows(document, "speculative")
+    assert 1.0 <= speculative["acceptance_length"] <= K + 1
+
+
+def test_never_slower(document):
+    found = report.settings(rows(document, "adaptive"))
+    assert [setting[3] for setting in found] == [1.2, 2.0, 3.0]  # 4 is out of reach with K = 2
+    for ways in found.values():
+        assert list(ways) == ["off", "always", "adaptive"]
+        for r in ways.values():
+            assert r["speedup"] == pytest.approx(r["tokens_per_second"] / ways["off"]["tokens_per_second"])
+        assert ways["off"]["acceptance_length"] == 1.0
+
+
+def test_tables(document, capsys):
+    report.show(document)
+    out = capsys.readouterr().out
+    for word in (*options.STAGES[:-1], "floor", "ratio", "tokens/s", "always K", "16.0 GB/s"):
+        assert word in out, word
+    assert out.count("\n") > len(document["rows"]) // 2
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+
+
+@pytest.mark.parametrize("stages", [options.STAGES, ("plain",), ("round", "verify"), ("adaptive",)])
+def test_picture(document, stages, tmp_path):
+    from matplotlib.image import imread
+
+    picture = tmp_path / "bench.png"
+    report.draw(document | {"rows": [r for r in document["rows"] if r["stage"] in stages]}, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    pixels = imread(picture)
+    assert min(pixels.shape[:2]) > 400
+    assert pixels[..., :3].std() > 0.05  # not an empty sheet
+
+
+@pytest.fixture(scope="module")
+def raw():
+    setup = load(dataclasses.replace(CHOSEN, temperature=1.0))
+    return Raw(setup, B, CONTEXT, CHOSEN.speculation(K, None, adaptive=False))
+
+
+def test_every_launch_starts_at_the_same_place(raw):
+    """32 rounds of all rows, the same tokens each time: nothing drifts, nothing ends early."""
+    raw.prefill()()
+    launch = raw.launch(K)
+    first, again = launch(), launch()
+    assert int(first.num_rounds) == 32
+    assert (np.asarray(first.proposed)[:B] == K).all()
+    assert (np.asarray(first.emitted)[:B] > 0).all()
+    assert not np.asarray(first.emitted)[B:].any()
+    np.testing.assert_array_equal(first.new_tokens, again.new_tokens)
+
+
+def test_milliseconds_are_those_of_a_round(monkeypatch):
+    """A launch of 32 of them was timed."""
+    monkeypatch.setattr(measure, "measure", lambda call, launches: Sample(64.0, 32.0, 96.0, 16.0))
+    assert measure.Point(load(CHOSEN), LIMITS, B, CONTEXT).per_round(None) == Sample(2.0, 1.0, 3.0, 0.5)
+
+
+def test_there_is_room_where_every_draft_is_accepted():
+    """A model that drafts for itself: no row may end while it is timed."""
+    setup = load(CHOSEN)
+    setup.draft = setup.target
+    speculation = CHOSEN.speculation(K, None, adaptive=False)
+    result = Raw(setup, B, CONTEXT, speculation).launch(K)()
+    assert (np.asarray(result.emitted)[:B] == K + 1).all()
+    (runner,) = race(setup, {"itself": speculation}, batch_size=B, context=CONTEXT, launches=4).values()
+    assert runner.counts.mean_acceptance_length == K + 1
+    assert runner.passes == (1 / (K + 1), K / (K + 1))
+
+
+@pytest.mark.parametrize("damage", ["num_rounds", "emitted", "proposed"])
+def test_a_launch_that_did_less_is_not_timed(raw, damage):
+    result = raw.launch(K)()
+    raw.check(result, K)
+    value = np.array(getattr(result, damage))
+    value[...] = 31 if damage == "num_rounds" else np.where(np.indices(value.shape)[0] == 1, K - 2, value)
+    with pytest.raises(RuntimeError, match="rounds"):
+        raw.check(dataclasses.replace(result, **{damage: value}), K)
+
+
+def test_stages_write_where_the_round_does(raw):
+    """The draft's proposals and the target's scores reach the cache, behind the context."""
+    raw.engine.cache = jax.tree.map(jnp.zeros_like, raw.engine.cache)
+    for stage, part in (("propose", "draft"), ("score", "target")):
+        assert not np.asarray(getattr(raw.engine.cache, part)[0]).any()
+        assert int(raw.stage(stage, K)()) == 0  # what ties the iterations together never becomes anything else
+        assert np.asarray(getattr(raw.engine.cache, part)[0]).any()
+    assert int(raw.stage("verify", K)()) == 0
+    assert int(raw.attention(K)()) == 0
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", *arguments])
+    out, err = capsys.readouterr()
+    return stop.value.code, out, err
+
+
+SHORT = ("--batch-size", "1", "--context", "24", "-k", "2", "--launches", "1", "--stages")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(measure, "hardware", lambda dtype: LIMITS)
+
+
+def test_json_is_all_there_is_on_standard_output(capsys, quick, tmp_path):
+    picture = tmp_path / "bench.png"
+    extra = ("--json", "--plot", str(picture), "--synthetic-acceptance-length", "2")
+    code, out, err = run(capsys, "--preset", "tiny", *SHORT, "round,speculative", *extra)
+    assert code == 0, err
+    document = json.loads(out)
+    assert [r["stage"] for r in document["rows"]] == ["round", "speculative"]
+    assert document["rows"][1]["synthetic_acceptance_length"] == 2.0
+    assert document["rows"][0]["floor_ms"] < 0.1  # n-gram drafts cost no pass
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert "making tiny (float32)" in err
+
+
+def test_a_real_model(capsys, quick, tmp_path):
+    """With prompts of text, in its own tokens."""
+    folder = str(write_model(tmp_path / "model"))
+    code, out, err = run(capsys, "--model", folder, "--draft", folder, *SHORT, "draft,speculative", "--json")
+    assert code == 0, err
+    draft, speculative = json.loads(out)["rows"]
+    assert draft["preset"] == f"{folder}+{folder}"
+    assert speculative["acceptance_length"] > 2.5  # it drafts for itself, and all is accepted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "qwen3-9b"], "--preset 'qwen3-9b' is unknown (did you mean qwen3-8b?): use one of qwen3-0.6b,"),
+        (["--preset", "tiny+tinny"], "--preset 'tinny' is unknown (did you mean tiny?)"),
+        (["--preset", "tiny", "--model", "x"], "give one of --preset (random weights) and --model (a real model)"),
+        (["--preset", "tiny", "--draft", "x"], "--draft x goes with --model: give a preset's draft as target+draft"),
+        (["--batch-size", "1,zero"], "--batch-size '1,zero': give whole numbers of at least 1"),
+        (["--context", "1"], "--context '1': give whole numbers of at least 2"),
+        (["-k", ""], "-k '': give whole numbers of at least 1"),
+        (["--preset", "tiny", "--context", "64,2000"], "--context 2000 is too long for tiny: with the output"),
+        (["-k", "2,4", "--synthetic-acceptance-length", "4"], "length 4 is out of reach with K = 2, a round yields at"),
+        (["--synthetic-acceptance-length", "nan"], "--synthetic-acceptance-length 'nan': give numbers of at least 1"),
+        (["--stages", "target,warp"], "--stages='warp' is unknown: use one of target, draft, round"),
+        (["--stages", "draft"], "--stages draft needs a draft model: give --preset target+draft"),
+        (["--stages", ","], "--stages ',' names no stage: use some of target"),
+        (["--dtype", "int3"], "--dtype='int3' is unknown: use one of auto"),
+        (["--kernels", "cuda"], "--kernels='cuda' is unknown: use one of reference, pallas"),
+        (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or a positive number"),
+        (["--launches", "0"], "--launches 0 is below 1"),
+        (["--plot", "x.jpg"], "give a name that ends in .png"),
+        (["--plot", "/no/such/folder/x.png"], "the folder /no/such/folder does not exist: make it first"),
+        (["--plot", "x.png", "--stages", "target"], "--stages target has nothing to draw, add round or plain"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_measured(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "run", lambda *_: pytest.fail("measured"))
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    (line,) = err.strip().splitlines()
+    assert line.startswith("jaxspec: ")
+    assert message in line
