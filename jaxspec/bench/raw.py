@@ -75,16 +75,14 @@ class Raw:
         return jax.device_put(tree, sharding(self.engine.mesh))
 
     def inputs(self, k: int) -> LaunchInput:
-        rows = batch.power_of_two(self.batch_size)
-        return self.place(
-            batch.launch_input(self.requests(k), rows=rows, page_size=self.engine.page_size, **self.sizes)
-        )
+        requests, rows = self.requests(k), batch.power_of_two(self.batch_size)
+        sizes = {"rows": rows, "page_size": self.engine.page_size, **self.sizes}
+        return self.place(batch.launch_input(requests, k, batch.variant(requests), **sizes))
 
     def config(self, k: int) -> DecodeConfig:
         """The device program at K = k; 0 is plain decoding."""
-        drafter: Any = self.engine.decoding.drafter
-        drafter = dataclasses.replace(drafter, num_speculative_tokens=k) if k else None
-        return dataclasses.replace(self.engine.decoding, drafter=drafter, variant=batch.variant(self.requests(k)))
+        variant = batch.variant(self.requests(k))
+        return dataclasses.replace(self.engine.decoding, drafter=self.engine.drafters[k], variant=variant)
 
     def launch(self, k: int) -> Call:
         """One launch of ROUNDS rounds; its result."""
@@ -97,13 +95,13 @@ class Raw:
 
     def launching(self, config: DecodeConfig, k: int, *, draft_alone: bool = False) -> Call:
         engine, inputs = self.engine, self.inputs(k)
-        rounds, stop_early = self.place((np.int32(ROUNDS), np.bool_(False)))
+        control = self.place((np.int32(ROUNDS), np.bool_(False), np.float32(0)))
 
         def call() -> Any:
             params, cache = engine.params, engine.cache
             if draft_alone:
                 params, cache = {"target": params["draft"]}, PagedKVCache(cache.draft)
-            new, result = engine.programs.run("launch", config, params, cache, inputs, rounds, stop_early)
+            new, result = engine.programs.run("launch", config, params, cache, inputs, *control)
             engine.cache = PagedKVCache(engine.cache.target, new.target) if draft_alone else new
             return result
 
@@ -125,11 +123,12 @@ class Raw:
         config = dataclasses.replace(engine.decoding, drafter=None)
         longest = engine.config.prefill_chunk
         starts = range(0, self.context - 1, longest)
-        chunks = [self.place(batch.chunk_input(requests, at, longest=longest, **self.sizes)) for at in starts]
+        at = lambda start: batch.chunk_input(requests, [start] * len(requests), longest=longest, **self.sizes)[0]
+        chunks = [self.place(at(start)) for start in starts]
 
         def call() -> Any:
             for chunk in chunks:
-                engine.cache = engine.programs.run("prefill", config, engine.params, engine.cache, chunk)
+                engine.cache, _ = engine.programs.run("prefill", config, engine.params, engine.cache, chunk)
             return engine.cache
 
         call()
@@ -176,7 +175,7 @@ def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> 
     """Drafts of the shapes that the drafter gives; q is flat."""
 
     def shapes(params: Any, pages: Any, inputs: LaunchInput) -> Any:
-        state = start_state(inputs)
+        state = start_state(config, inputs)
         wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state)
         return propose(config, params, pages, inputs, state, wanted, live)[0]
 
@@ -203,7 +202,7 @@ STAGES: dict[str, Callable[..., tuple[Any, Any]]] = {
 def repeat(config: DecodeConfig, once: Callable, pages, num_rounds, params, inputs, proposal, logits):
     """Runs a stage num_rounds times. Each run depends on all that the one before it gave, through a number that is
     always 0; otherwise the compiler would run it once, or leave out what nobody reads."""
-    start = start_state(inputs)
+    start = start_state(config, inputs)
 
     def body(_, carry):
         pages, zero = carry

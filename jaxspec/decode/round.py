@@ -138,8 +138,8 @@ def verify(
     adjust: Adjust | None = None,
 ) -> Verdict:
     """The verdict on a proposal; a row whose next token has no allowed id is blocked."""
-    if config.synthetic is not None:
-        return synthetic.verify(logits, proposal, config.synthetic, batch.sampling.seed, state.num_tokens)
+    if batch.synthetic_rates is not None:
+        return synthetic.verify(logits, proposal, batch.synthetic_rates, batch.sampling.seed, state.num_tokens)
     if adjust is None:
         return judge(config, logits, proposal, batch, state)
     drafts = list(proposal.tokens.T)

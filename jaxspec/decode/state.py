@@ -46,7 +46,6 @@ class DecodeConfig:
     drafter: Drafter | None
     variant: Variant = Variant()
     greedy_draft: bool = False  # draft_sample_method="greedy": propose the draft's argmax, q is one-hot
-    synthetic: tuple[float, ...] | None = None  # rates of synthetic acceptance, for benchmarks
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -98,7 +97,7 @@ class DecodeState:
 @dataclasses.dataclass
 class LaunchInput:
     """A batch as the host describes it. live bool[B]; block_table i32[B,N], unassigned entries hold num_pages;
-    processors: None where no row asks for any."""
+    processors: None where no row asks for any; synthetic_rates f32[K]: of synthetic acceptance, for benchmarks."""
 
     tokens: jax.Array
     num_tokens: jax.Array
@@ -108,6 +107,7 @@ class LaunchInput:
     sampling: SamplingRows
     limits: RowLimits
     processors: Processors | None = None
+    synthetic_rates: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -69,7 +69,6 @@ class Engine:
             target=paged["target"],
             drafter=self.drafters[max(self.drafters)],
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
-            synthetic=speculative.synthetic_acceptance_rates if speculative else None,
         )
         self.programs, self.variants = Programs(mesh), Variants()
         self.scheduler = Scheduler(
@@ -284,6 +283,9 @@ class Engine:
         variant = self.variants.choose((k, rows, row_pages), batch.variant(requests))
         sizes = {"rows": rows, "num_pages": self.num_pages, "page_size": self.page_size, "row_pages": row_pages}
         inputs = batch.launch_input(requests, k, variant, **sizes)
+        if k and self.speculative and self.speculative.synthetic_acceptance_rates:
+            rates: Any = np.array(self.speculative.synthetic_acceptance_rates[:k], np.float32)
+            inputs = dataclasses.replace(inputs, synthetic_rates=rates)
         config = dataclasses.replace(self.decoding, variant=variant, drafter=self.drafters[k])
         stop_early = bool(self.scheduler.waiting)
         return self.run("launch", config, inputs, np.int32(num_rounds), np.bool_(stop_early), np.float32(worth))

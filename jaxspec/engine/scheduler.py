@@ -32,6 +32,10 @@ class Scheduler:
     def pages_for(self, num_positions: int) -> int:
         return -(-num_positions // self.page_size)
 
+    def most_pages(self, request: Request) -> int:
+        """Pages that it may come to hold."""
+        return self.pages_for(request.max_len + self.num_drafts)
+
     def positions(self, request: Request, num_rounds: int) -> int:
         """Positions that num_rounds more rounds may write, the drafts of a last one included."""
         most = request.num_tokens + num_rounds * (self.num_drafts + 1) - 1
@@ -65,7 +69,8 @@ class Scheduler:
             known = self.known_pages(request) if sibling is None else self.common_pages(request, sibling)
             self.allocator.share(known)
             need = self.pages_for(self.positions(request, 1)) - len(known)
-            spare = len(self.running)  # a page each for those that run already, or they would soon push this one out
+            # A page for each that runs already and may grow, or they would soon push this one out again.
+            spare = sum(len(r.pages) < self.most_pages(r) for r in self.running)
             if need + spare > self.allocator.num_free:
                 self.allocator.release(known)
                 break

@@ -13,16 +13,18 @@ from jaxspec.verify.base import Verdict, leading
 def verify(
     logits: Float[Array, "B T V"],
     proposal: Proposal,
-    rates: tuple[float, ...],
+    rates: Float[Array, " K"],
     seed: UInt[Array, "B 2"],
     num_tokens: Int[Array, " B"],
 ) -> Verdict:
     """rates: for i = 1..K, P(at least i drafts are accepted); the draw of each is conditional on those before it."""
     num_drafts = proposal.tokens.shape[1]
-    accepted = jnp.zeros(proposal.tokens.shape, bool)
-    for i, (before, rate) in enumerate(zip((1.0, *rates), rates[:num_drafts], strict=False)):
-        u = rng.uniform(rng.keys(seed, num_tokens, "accept", i))
-        accepted = accepted.at[:, i].set(u < (rate / before if before else 0.0))
-    num_accepted = leading(accepted, proposal.num_proposed)
+    if not num_drafts:
+        num_accepted = jnp.zeros_like(num_tokens)
+    else:
+        uniforms = [rng.uniform(rng.keys(seed, num_tokens, "accept", i)) for i in range(num_drafts)]
+        before = jnp.concatenate([jnp.ones(1), rates[:-1]])
+        accepted = jnp.stack(uniforms, axis=1) * before < rates
+        num_accepted = leading(accepted, proposal.num_proposed)
     extra = jnp.argmax(rng.take_row(logits, num_accepted), axis=-1)
     return Verdict(num_accepted, extra.astype(jnp.int32))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from jaxspec.verify import synthetic
 from tests.lively import PROMPTS, new_engine, params, serve, total
 
 K, V, ROWS = 3, 5, 20_000
-verify = functools.partial(jax.jit, static_argnums=2)(synthetic.verify)
+verify = jax.jit(synthetic.verify)
 
 
 def accepted(rates: tuple[float, ...], num_proposed: int = K) -> np.ndarray:
@@ -24,7 +22,7 @@ def accepted(rates: tuple[float, ...], num_proposed: int = K) -> np.ndarray:
     tokens, logits = jnp.zeros((ROWS, K), jnp.int32), jnp.zeros((ROWS, K + 1, V)).at[:, :, 2].set(1.0)
     proposal = Proposal(tokens, None, jnp.full(ROWS, num_proposed))
     seeds = jnp.stack([jnp.zeros(ROWS, jnp.uint32), jnp.arange(ROWS, dtype=jnp.uint32)], axis=1)
-    verdict = verify(logits, proposal, rates, seeds, jnp.full(ROWS, 7))
+    verdict = verify(logits, proposal, jnp.array(rates), seeds, jnp.full(ROWS, 7))
     assert (verdict.next_token == 2).all()
     return np.asarray(verdict.num_accepted)
 
