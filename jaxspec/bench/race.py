@@ -92,7 +92,8 @@ def timed_step(runner: Runner, requests: list[Request]) -> None:
     seconds = time.perf_counter() - before - (runner.engine.programs.compile_seconds - compiled)
     gained = length() - known
     if not gained:
-        raise RuntimeError("a step gave no token: it cannot be timed")
+        why = next((request.error for request in requests if request.error), "it cannot be timed")
+        raise RuntimeError(f"a step gave no token: {why}")
     runner.tokens += gained
     runner.seconds += seconds
     runner.ms.append(1e3 * seconds * len(requests) / gained)

@@ -41,8 +41,9 @@ class Programs:
     def run(self, name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> Any:
         """Calls the program `name`; arrays are numpy or device pytrees, laid out replicated."""
         arrays = jax.device_put(arrays, sharding(self.mesh))
-        leaves, structure = jax.tree.flatten(arrays)
-        key = (name, config, structure, tuple((x.shape, x.dtype.name) for x in leaves))
+        leaves, structure = jax.tree.flatten((cache, arrays))
+        shapes = tuple((x.shape, x.dtype.name) for x in leaves)
+        key = (name, config, jax.tree.structure(params), structure, shapes)
         if key not in self.compiled:
             started = time.perf_counter()
             self.compiled[key] = lower(name, config, params, cache, *arrays).compile()
