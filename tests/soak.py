@@ -306,7 +306,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -197,4 +197,6 @@ def test_forgotten_pages_stay_with_their_holders():
 def test_a_digest_names_a_page_and_all_before_it():
     first = digest(b"", [1, 2])
     assert first == digest(b"", (1, 2))
-    assert len({first, digest(b"", [2, 1]), digest(first, [1, 2]), digest(b"", [1]), digest(digest(b"", [1]), [2])}) == 5
+    assert (
+        len({first, digest(b"", [2, 1]), digest(first, [1, 2]), digest(b"", [1]), digest(digest(b"", [1]), [2])}) == 5
+    )
