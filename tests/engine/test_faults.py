@@ -49,6 +49,11 @@ def add_all(engine: Engine):
     return [*first.samples, *(engine.add(p, s) for p, s in zip(PROMPTS[2:], SAMPLING[2:], strict=True))]
 
 
+def finish(engine: Engine) -> None:
+    while engine.busy:
+        engine.step(2)
+
+
 def check_usable(engine: Engine) -> None:
     allocator = engine.scheduler.allocator
     assert not engine.busy
@@ -87,10 +92,8 @@ def test_an_interrupt_loses_nothing(program, donated, monkeypatch):
     break_once(engine, monkeypatch, program, KeyboardInterrupt(), donated=donated)
     requests = add_all(engine)
     with pytest.raises(KeyboardInterrupt):
-        while engine.busy:
-            engine.step(2)
-    while engine.busy:
-        engine.step(2)
+        finish(engine)
+    finish(engine)
     assert texts(requests) == plain(PROMPTS, SAMPLING)
     assert all(r.finish_reason == "length" for r in requests)
     check_usable(engine)
@@ -108,10 +111,26 @@ def test_an_interrupt_between_a_launch_and_its_taking_in(monkeypatch):
     monkeypatch.setattr(engine.controller, "observe", interrupted)
     requests = add_all(engine)
     with pytest.raises(KeyboardInterrupt):
-        while engine.busy:
-            engine.step(2)
-    while engine.busy:
-        engine.step(2)
+        finish(engine)
+    finish(engine)
+    assert texts(requests) == plain(PROMPTS, SAMPLING)
+    check_usable(engine)
+
+
+def test_an_interrupt_while_pages_are_made_anew(monkeypatch):
+    """A second one, while the first is dealt with."""
+    engine = own()
+
+    def interrupted():
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    break_once(engine, monkeypatch, "launch", KeyboardInterrupt(), after=2, donated=True)
+    monkeypatch.setattr(engine, "empty_cache", interrupted)
+    requests = add_all(engine)
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    finish(engine)
     assert texts(requests) == plain(PROMPTS, SAMPLING)
     check_usable(engine)
 
@@ -121,8 +140,7 @@ def test_all_may_be_aborted_after_an_interrupt(monkeypatch):
     break_once(engine, monkeypatch, "launch", KeyboardInterrupt(), after=2, donated=True)
     requests = add_all(engine)
     with pytest.raises(KeyboardInterrupt):
-        while engine.busy:
-            engine.step(2)
+        finish(engine)
     for request in requests:
         engine.abort(request)
     check_usable(engine)
@@ -137,8 +155,7 @@ def test_a_callback_that_fails_ends_the_launch_it_looked_at():
 
     first = engine.add(PROMPTS[0], SAMPLING[0], find_stop=find_stop)
     others = [engine.add(p, s) for p, s in zip(PROMPTS[1:], SAMPLING[1:], strict=True)]
-    while engine.busy:
-        engine.step(2)
+    finish(engine)
     assert (first.finish_reason, first.error) == ("error", "LookupError: no such text")
     assert others[-1].output == plain(PROMPTS, SAMPLING)[-1]
     check_usable(engine)

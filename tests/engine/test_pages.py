@@ -1,4 +1,4 @@
-"""What requests share: pages found again by their content, prompts of several samples; and prompts in several chunks."""
+"""What requests share: pages found again by their content, prompts of several samples. Prompts in several chunks."""
 
 from __future__ import annotations
 
