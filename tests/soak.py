@@ -18,9 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import tests.conftest  # noqa: F401  (first: it sets the process up)
-import numpy as np  # isort: skip
+import numpy as np
 
+import tests.conftest  # noqa: F401  (first: it sets the process up)
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import FindStop, Request, TokenLogprobs
@@ -263,7 +263,7 @@ def complaint(case: Case, sample: Request, expected: Request | None) -> str | No
 
 
 def complaints(cases: Sequence[Case], requests: Sequence[Request], reference: Engine, num_alone: int = 0) -> list[str]:
-    """Everything that is wrong. num_alone: for so many samples the reference itself is compared with one truly alone."""
+    """Everything that is wrong. num_alone: so many samples' reference is compared with one truly alone."""
     pairs = [(case, s) for case, request in zip(cases, requests, strict=True) for s in request.samples]
     known = [(case, s.seed) for case, s in pairs if case.predictable]
     expected = iter(found := plainly(reference, known))
