@@ -18,6 +18,7 @@ PRIOR_ROUNDS = 2.0  # what all rows did counts as so many rounds of a new row
 FIRST_GUESS = 0.7  # chance of each further draft, before anything was seen
 MARGIN = 1.02  # another k must promise this much more
 PROBE_ROUNDS = 4  # rounds of a launch that looks whether another choice has become better
+BUDGET = 0.02  # share of the time that such looks may cost
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # rounds between two such looks; doubles with each that changes nothing
 
 
@@ -65,6 +66,7 @@ class Controller:
         self.overall = Acceptance(LONG_MEMORY)
         self.best: int | None = None
         self.rounds, self.pause = 0, FIRST_PAUSE  # of the best choice since the last look at its rival
+        self.seconds, self.spent = 0.0, 0.0  # of all launches; lost to looks
 
     def choose(self, kind: Hashable, rows: Sequence[tuple[int, Acceptance]], *, pinned: bool = False) -> Choice:
         """For rows of (most drafts it may have, its acceptance) in launches of this kind. pinned: no choice is to be
@@ -81,20 +83,25 @@ class Controller:
             return Choice(0, PROBE_ROUNDS) if plain_may_win else Choice(full)
         value = {k: tokens[k] / self.cost(kind, k, full) for k in tokens}
         best, drafting = max(value, key=value.__getitem__), max((k for k in value if k), key=value.__getitem__)
-        if self.best in value and value[best] < MARGIN * value[self.best]:
-            best = self.best
+        held = self.best if self.best in value else 0
+        if value[best] < MARGIN * value[held]:
+            best = held
         if best != self.best:
             self.best, self.rounds, self.pause = best, 0, FIRST_PAUSE
         rival = drafting if best == 0 else 0
         worth = self.cost(kind, best or rival, full) / self.costs[kind, 0]
+        if rival == 0 and not plain_may_win:
+            return Choice(best, worth=worth)
         # What was measured grows old; and with another text, or for a newcomer, drafts may do better.
         newcomer = any(most and not acceptance.rounds.any() for most, acceptance in rows)
         pause = FIRST_PAUSE if newcomer and rival else self.pause
-        if rival == 0 and not plain_may_win:
-            return Choice(best, worth=worth)
         if self.rounds < pause:
             return Choice(best, pause - self.rounds, worth if best else 0.0)
+        price = PROBE_ROUNDS * self.cost(kind, rival, full) * max(1.0 - value[rival] / value[best], 0.0)
+        if self.spent + price > BUDGET * self.seconds:
+            return Choice(best, worth=worth if best else 0.0)
         self.rounds, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
+        self.spent += price
         return Choice(rival, PROBE_ROUNDS, worth if rival else 0.0)
 
     def expected(self, k: int, rows: Sequence[tuple[int, Acceptance]]) -> float:
@@ -118,6 +125,7 @@ class Controller:
         others the faster count more, because what disturbs a measurement makes it slower."""
         if not num_rounds:
             return
+        self.seconds += seconds
         if k == self.best:
             self.rounds += num_rounds
         if (kind, k) not in self.warm:
