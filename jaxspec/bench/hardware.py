@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxspec.bench.clock import measure
 from jaxspec.models.layers import matmul_precision
 
-REPEATS = 16  # inside one program or one wait, so that launching it does not count
+REPEATS = 4  # inside one program or one wait, so that launching it does not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Hardware:
         return count / self.peak_tflops / 1e9
 
 
-def hardware(dtype: Any, *, launches: int = 20, megabytes: int | None = None, side: int | None = None) -> Hardware:
+def hardware(dtype: Any, *, launches: int = 20, megabytes: int = 1024, side: int | None = None) -> Hardware:
     """Measures the first device. megabytes: of the array that is copied; side: of the square matrices."""
     cpu = jax.default_backend() == "cpu"
-    count = (megabytes or (256 if cpu else 1024)) << 18  # float32 elements
+    count = megabytes << 18  # float32 elements: more than any cache holds
     return Hardware(
         copy_gb_s=copy_bandwidth(count, launches),
         read_gb_s=read_bandwidth(count, launches) if cpu else None,
