@@ -54,7 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "jaxspec.prometheus": PLAIN | {"jaxspec.engine", "jaxspec.llm", "jaxspec.async_llm"},
     "jaxspec.info": BELOW_CLI,
     "jaxspec.demo": BELOW_CLI,
-    "jaxspec.cli": BELOW_CLI | {"jaxspec.info", "jaxspec.demo"},
+    "jaxspec.bench": BELOW_CLI | {"jaxspec.demo"},
+    "jaxspec.cli": BELOW_CLI | {"jaxspec.info", "jaxspec.demo", "jaxspec.bench"},
 }
 
 
