@@ -40,10 +40,14 @@ import pytest  # noqa: E402
 # The core's own tests, which a GPU has to pass too: its kernels, its rounding, its compiler.
 ALSO_ON_GPU = (
     "decode/test_greedy.py",
+    "decode/test_processed_statistics.py",
     "decode/test_round.py",
     "decode/test_seeded.py",
     "decode/test_statistics.py",
     "engine/test_engine.py",
+    "engine/test_logprobs.py",
+    "engine/test_pages.py",
+    "engine/test_parameters.py",
     "engine/test_seeds.py",
     "models/test_oracle.py",
 )
