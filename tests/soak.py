@@ -54,6 +54,12 @@ class Case:
     def predictable(self) -> bool:
         return self.params.greedy or self.params.seed is not None
 
+    def add_to(self, engine: Engine, params: SamplingParams) -> Request:
+        request = engine.add(self.prompt, params, bad_words=self.bad_words, stop_ids=(0,))
+        for sample in request.samples:
+            sample.find_stop = self.find_stop()
+        return request
+
     def find_stop(self) -> FindStop | None:
         if self.stop_at is None:
             return None
@@ -151,9 +157,7 @@ class Soak:
         while coming or engine.busy:
             while coming and coming[-1].arrives <= self.steps - first:
                 case = coming.pop()
-                request = engine.add(
-                    case.prompt, case.params, bad_words=case.bad_words, find_stop=case.find_stop(), stop_ids=(0,)
-                )
+                request = case.add_to(engine, case.params)
                 if case.params.seed is None:
                     for sample in request.samples:
                         sample.seed = case.seed + sample.index
@@ -220,9 +224,7 @@ def plainly(engine: Engine, wanted: Sequence[tuple[Case, int]]) -> list[Request]
     requests = []
     for case, seed in wanted:
         params = dataclasses.replace(case.params, n=1, seed=None if case.params.seed is None else seed)
-        requests.append(
-            engine.add(case.prompt, params, bad_words=case.bad_words, find_stop=case.find_stop(), stop_ids=(0,))
-        )
+        requests.append(case.add_to(engine, params))
     while engine.busy:
         engine.step(32)
     return requests

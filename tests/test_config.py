@@ -213,16 +213,20 @@ def test_forms_of_bias_allowed_ids_and_bad_words():
 
 
 @pytest.mark.parametrize(
-    ("given", "penalised"),
+    ("given", "processed"),
     [
         ({}, False),
         ({"repetition_penalty": 0.9}, True),
         ({"presence_penalty": -1}, True),
         ({"frequency_penalty": 1}, True),
+        ({"logit_bias": {3: 1}}, True),
+        ({"allowed_token_ids": [3]}, True),
+        ({"min_tokens": 1}, True),
+        ({"temperature": 0.5, "top_k": 3}, False),
     ],
 )
-def test_penalties_are_noticed(given, penalised):
-    assert SamplingParams(**given).penalised is penalised
+def test_what_changes_logits_is_noticed(given, processed):
+    assert SamplingParams(**given).processed is processed
 
 
 @pytest.mark.parametrize(

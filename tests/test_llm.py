@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(folder):
     """The target drafts for itself: nearly every round accepts all K drafts, so stops fall into accepted runs."""
-    speculative = {"model": str(folder), "num_speculative_tokens": 3}
+    speculative = {"model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
     return LLM(str(folder), speculative_config=speculative, max_num_seqs=4, num_pages=64, rounds_per_launch=4)
 
 

@@ -83,7 +83,7 @@ class Engine:
             adaptive=speculative is not None and speculative.adaptive,
             draft_cost=setup.draft_cost(models),
         )
-        self.metrics, self.timing = SpecDecodeMetrics(), Timing()
+        self.metrics, self.timing = self.no_counts(), Timing()
         self.ids = itertools.count()
         self.failed: list[Request] = []  # in this step
         self.shape = (1, 1)  # (B, N) of launches since the engine was last idle
@@ -92,6 +92,9 @@ class Engine:
     def num_drafts(self) -> int:
         """K, the most drafts of a round."""
         return max(self.drafters)
+
+    def no_counts(self) -> SpecDecodeMetrics:
+        return SpecDecodeMetrics(num_accepted_tokens_per_pos=[0] * self.num_drafts)
 
     def empty_cache(self) -> PagedKVCache:
         return PagedKVCache(*(allocate(layout, self.mesh) for layout in self.layouts))
@@ -129,6 +132,7 @@ class Engine:
                 num_speculative_tokens=wanted,
                 bad_words=tuple(tuple(word) for word in bad_words),
                 index=index,
+                metrics=self.no_counts(),
             )
             for index in range(params.n)
         ]

@@ -153,7 +153,8 @@ def test_a_callback_that_fails_ends_the_launch_it_looked_at():
     def find_stop(output, known):
         raise LookupError("no such text")
 
-    first = engine.add(PROMPTS[0], SAMPLING[0], find_stop=find_stop)
+    first = engine.add(PROMPTS[0], SAMPLING[0])
+    first.find_stop = find_stop
     others = [engine.add(p, s) for p, s in zip(PROMPTS[1:], SAMPLING[1:], strict=True)]
     finish(engine)
     assert (first.finish_reason, first.error) == ("error", "LookupError: no such text")

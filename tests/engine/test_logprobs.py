@@ -85,7 +85,9 @@ def test_several_launches(rounds):
         *params(20, logprobs=2, stop=("a string",)),
     ]
     prompts = (PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[1])
-    requests = [engine.add(p, s, find_stop=cut if s.stop else None) for p, s in zip(prompts, sampling, strict=True)]
+    requests = [engine.add(p, s) for p, s in zip(prompts, sampling, strict=True)]
+    for request in requests:
+        request.find_stop = cut if request.params.stop else None
     while engine.busy:
         engine.step(rounds)
     assert [len(r.output) for r in requests] == [20, text.index(text[7]) + 1, 3, 5]
