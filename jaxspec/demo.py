@@ -87,7 +87,8 @@ def measure(params: dict[str, SamplingParams]) -> dict[str, Any]:
     # One row and a short context: the pool holds what the demo needs and no more.
     llm = LLM(
         MODEL,
-        speculative_config={"method": "ngram", "num_speculative_tokens": NUM_SPECULATIVE_TOKENS},
+        # Always K drafts: the table shows where they pay and where they do not.
+        speculative_config={"method": "ngram", "num_speculative_tokens": NUM_SPECULATIVE_TOKENS, "adaptive": False},
         max_num_seqs=1,
         enable_prefix_caching=False,  # or the second method would find the first one's prompt
         max_model_len=min(2048, 256 + next(iter(params.values())).max_tokens),

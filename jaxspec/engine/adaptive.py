@@ -2,7 +2,7 @@
 
 Speculation pays while a round's tokens outweigh its time: with E(k) the expected tokens a row makes in a round of k
 drafts and c(k) the measured seconds of such a round, the best k has the largest sum of E(k) over rows / c(k). k = 0 is
-plain decoding. Rates are per position and count rounds that proposed nothing, so they hold for any drafter.
+plain decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 MEMORY = 0.95  # a row's acceptance forgets at this rate a round
 LONG_MEMORY = 0.995  # that of all rows, from which a new row starts
 PRIOR_ROUNDS = 2.0  # what all rows did counts as so many rounds of a new row
-FIRST_GUESS = 0.7  # chance of each further draft, before anything was seen
+GUESS, GUESS_ROUNDS = 0.8, 8.0  # chance of each draft, before anything was seen, and for how many rounds that counts
 MARGIN = 1.02  # another k must promise this much more
 PROBE_ROUNDS = 4  # rounds of a launch that looks whether another choice has become better
 BUDGET = 0.02  # share of the time that such looks may cost
@@ -23,27 +23,31 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # rounds between two such looks; doubles w
 
 
 class Acceptance:
-    """How often at least 1, 2, ... drafts of a round were accepted, newer rounds counting more."""
+    """How often the 1st, 2nd, ... draft of a round was accepted where all before it were, newer rounds counting more.
+
+    A round that proposed nothing counts as one whose first draft was rejected. Chances are conditional so that what was
+    seen with few drafts tells something of more.
+    """
 
     def __init__(self, memory: float = MEMORY) -> None:
         self.memory = memory
-        self.rounds = np.zeros(0)  # observed, by position
+        self.tries = np.zeros(0)  # by position
         self.hits = np.zeros(0)
 
     def observe(self, accepted: np.ndarray, k: int) -> None:
         """accepted i32[R]: drafts kept in each of R rounds of up to k."""
-        if k > len(self.rounds):
-            more = (0, k - len(self.rounds))
-            self.rounds, self.hits = np.pad(self.rounds, more), np.pad(self.hits, more)
-        fade = self.memory ** len(accepted)
-        self.rounds[:k] = fade * self.rounds[:k] + len(accepted)
-        self.hits[:k] = fade * self.hits[:k] + np.sum(accepted[:, None] > np.arange(k), axis=0)
+        if k > len(self.tries):
+            more = (0, k - len(self.tries))
+            self.tries, self.hits = np.pad(self.tries, more), np.pad(self.hits, more)
+        fade, position = self.memory ** len(accepted), np.arange(k)
+        self.tries[:k] = fade * self.tries[:k] + np.sum(accepted[:, None] >= position, axis=0)
+        self.hits[:k] = fade * self.hits[:k] + np.sum(accepted[:, None] > position, axis=0)
 
-    def rates(self, k: int, prior: np.ndarray) -> np.ndarray:
-        """P(at least i drafts accepted) for i = 1..k; prior f[k]."""
-        missing = (0, max(k - len(self.rounds), 0))
-        rounds, hits = np.pad(self.rounds, missing)[:k], np.pad(self.hits, missing)[:k]
-        return np.minimum.accumulate((hits + PRIOR_ROUNDS * prior) / (rounds + PRIOR_ROUNDS))
+    def chances(self, k: int, prior: np.ndarray | float, rounds: float) -> np.ndarray:
+        """P(draft i accepted, those before it being) for i = 1..k, where `prior` counts as so many rounds."""
+        missing = (0, max(k - len(self.tries), 0))
+        tries, hits = np.pad(self.tries, missing)[:k], np.pad(self.hits, missing)[:k]
+        return (hits + rounds * prior) / (tries + rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Controller:
     def __init__(self, choices: Sequence[int], *, adaptive: bool = True, draft_cost: float = 0.0) -> None:
         self.choices, self.adaptive, self.draft_cost = tuple(sorted(choices)), adaptive, draft_cost
         self.costs: dict[tuple[Hashable, int], float] = {}  # (kind of launch, k) -> seconds a round
-        self.warm: set[tuple[Hashable, int]] = set()  # those that have run at least once
+        self.ran: dict[tuple[Hashable, int], float] = {}  # the same -> when it ran last, in seconds of all launches
         self.overall = Acceptance(LONG_MEMORY)
         self.best: int | None = None
         self.rounds, self.pause = 0, FIRST_PAUSE  # of the best choice since the last look at its rival
@@ -82,36 +86,37 @@ class Controller:
         if (kind, 0) not in self.costs:
             return Choice(0, PROBE_ROUNDS) if plain_may_win else Choice(full)
         value = {k: tokens[k] / self.cost(kind, k, full) for k in tokens}
-        best, drafting = max(value, key=value.__getitem__), max((k for k in value if k), key=value.__getitem__)
+        best = max(value, key=value.__getitem__)
         held = self.best if self.best in value else 0
         if value[best] < MARGIN * value[held]:
             best = held
         if best != self.best:
             self.best, self.rounds, self.pause = best, 0, FIRST_PAUSE
-        rival = drafting if best == 0 else 0
-        worth = self.cost(kind, best or rival, full) / self.costs[kind, 0]
-        if rival == 0 and not plain_may_win:
-            return Choice(best, worth=worth)
         # What was measured grows old; and with another text, or for a newcomer, drafts may do better.
-        newcomer = any(most and not acceptance.rounds.any() for most, acceptance in rows)
-        pause = FIRST_PAUSE if newcomer and rival else self.pause
+        rivals = [k for k in value if k != best and (k or plain_may_win)]
+        if best == 0:
+            rival = max(rivals, key=value.__getitem__)
+        else:
+            rival = min(rivals, key=lambda k: self.ran.get((kind, k), 0.0), default=best)
+        worth = {k: self.cost(kind, k, full) / self.costs[kind, 0] if k else 0.0 for k in (best, rival)}
+        newcomer = any(most and not acceptance.tries.any() for most, acceptance in rows)
+        pause = FIRST_PAUSE if newcomer and best == 0 else self.pause
         if self.rounds < pause:
-            return Choice(best, pause - self.rounds, worth if best else 0.0)
+            return Choice(best, pause - self.rounds, worth[best])
         price = PROBE_ROUNDS * self.cost(kind, rival, full) * max(1.0 - value[rival] / value[best], 0.0)
-        if self.spent + price > BUDGET * self.seconds:
-            return Choice(best, worth=worth if best else 0.0)
+        if rival == best or self.spent + price > BUDGET * self.seconds:
+            return Choice(best, worth=worth[best])
         self.rounds, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
         self.spent += price
-        return Choice(rival, PROBE_ROUNDS, worth if rival else 0.0)
+        return Choice(rival, PROBE_ROUNDS, worth[rival])
 
     def expected(self, k: int, rows: Sequence[tuple[int, Acceptance]]) -> float:
         """Tokens of all rows in a round of k drafts."""
         if not k:
             return float(len(rows))
-        most = self.choices[-1]
-        guess = FIRST_GUESS ** np.arange(1, most + 1)
-        prior = self.overall.rates(most, guess)
-        return sum(1.0 + float(np.sum(acceptance.rates(most, prior)[: min(k, own)])) for own, acceptance in rows)
+        prior = self.overall.chances(k, GUESS, GUESS_ROUNDS)
+        gained = lambda own, row: float(np.sum(np.cumprod(row.chances(k, prior, PRIOR_ROUNDS))[:own]))
+        return sum(1.0 + gained(own, acceptance) for own, acceptance in rows)
 
     def cost(self, kind: Hashable, k: int, full: int) -> float:
         """Seconds of a round; between two measured ones, for a k not yet tried."""
@@ -128,8 +133,9 @@ class Controller:
         self.seconds += seconds
         if k == self.best:
             self.rounds += num_rounds
-        if (kind, k) not in self.warm:
-            self.warm.add((kind, k))
+        first = (kind, k) not in self.ran
+        self.ran[kind, k] = self.seconds
+        if first:
             return
         new, old = seconds / num_rounds, self.costs.get((kind, k))
         self.costs[kind, k] = new if old is None else old + (new - old) * (0.5 if new < old else 0.2)

@@ -153,15 +153,15 @@ def test_costs_follow_what_is_measured():
 
 
 def test_acceptance_by_position():
-    a = Acceptance()
-    assert a.rates(4, np.full(4, 0.5)).tolist() == [0.5] * 4
+    """Each position among the rounds that came so far; what was not seen is the prior."""
+    a, rounds = Acceptance(), 2.0
+    assert a.chances(4, 0.5, rounds).tolist() == [0.5] * 4
     a.observe(np.array([0, 1, 2, 2] * 200), 2)
-    seen = a.rates(4, np.full(4, 0.5))
-    assert seen[:2] == pytest.approx([0.75, 0.5], abs=0.02)
-    assert seen[2:] == pytest.approx([0.5, 0.5], abs=0.02), "the prior, where nothing was seen"
+    assert a.chances(4, 0.5, rounds) == pytest.approx([0.75, 2 / 3, 0.5, 0.5], abs=0.05)
     a.observe(np.full(200, 4), 4)
-    assert a.rates(4, np.full(4, 0.5))[0] > 0.98, "newer rounds count more"
-    assert (np.diff(a.rates(4, np.array([0.1, 0.9, 0.9, 0.9]))) <= 0).all()
+    assert (a.chances(4, 0.5, rounds) > 0.95).all(), "newer rounds count more"
+    a.observe(np.full(200, 0), 4)
+    assert a.chances(4, np.array([0.1, 0.9, 0.9, 0.9]), rounds)[0] < 0.05
 
 
 @functools.cache
