@@ -16,10 +16,10 @@ DEFAULTS = {
     "slot_mapping": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "kv_write": {"cpu": "reference", "gpu": "reference", "tpu": "pallas"},
     "paged_attention": {"cpu": "reference", "gpu": "pallas", "tpu": "pallas"},
-    "fused_linear": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
+    "feed_forward": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
     "self_attention": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
 }
-GPU_ONLY = ("fused_linear", "self_attention")  # and on CPU interpreted
+GPU_ONLY = ("feed_forward", "self_attention")  # and on CPU interpreted
 COMPOSED = ("self_attention",)  # whose plain form calls other ops, and wants the platform for them
 PLATFORMS = ("cpu", "gpu", "tpu")
 IMPLEMENTATIONS = ("reference", "pallas")

@@ -25,8 +25,8 @@ from jaxspec.models.layers import (
     rotary_tables,
 )
 from jaxspec.parallel.mesh import param_sharding, sharding
-from pallas_kernels.fused_linear import fused_linear
-from pallas_kernels.fused_linear.reference import rms_norm
+from pallas_kernels.feed_forward import feed_forward
+from pallas_kernels.feed_forward.reference import rms_norm
 
 Params = Mapping[str, jax.Array]
 
@@ -55,12 +55,13 @@ class Layer(nnx.Module):
     def __call__(self, x, pages, rows: Rows, ropes, backend: Backend):
         c = self.config
         mixed, pages = self.attention(x, pages, rows, ropes, backend)
-        x = self.add(x, mixed, self.out, "post_attention_norm", backend)
-        hidden = fused_linear(
-            x, self.gate_up[...], norm=self.mlp_norm[...], eps=c.norm_eps, activation=c.activation,
-            block=c.merged["gate_up"]["gate"], **backend.dense,
-        )  # fmt: skip
-        return self.add(x, hidden, self.down, "post_mlp_norm", backend), pages
+        post = {}
+        if c.sandwich_norm:
+            names = ("post_attention_norm", "post_mlp_norm")
+            post = {name: getattr(self, name)[...] for name in names}
+        options = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"], **backend.dense}
+        weights = self.out[...], self.gate_up[...], self.down[...]
+        return feed_forward(x, mixed, *weights, norm=self.mlp_norm[...], **post, **options), pages
 
     def attention(self, x, pages, rows: Rows, ropes, backend: Backend):
         c = self.config
@@ -72,13 +73,6 @@ class Layer(nnx.Module):
         tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
         options = {"eps": c.norm_eps, "scale": c.query_scale, "window": self.window, "soft_cap": c.soft_cap}
         return attend(x, weights, pages, rows, tables, backend, **options)
-
-    def add(self, x, inner, weights, post_norm: str, backend: Backend):
-        """x + inner @ weights, in Gemma with a norm between the product and the sum."""
-        if not self.config.sandwich_norm:
-            return fused_linear(inner, weights[...], residual=x, **backend.dense)
-        y = fused_linear(inner, weights[...], **backend.dense)
-        return x + rms_norm(getattr(self, post_norm)[...], y, self.config.norm_eps)
 
 
 class Decoder(nnx.Module):

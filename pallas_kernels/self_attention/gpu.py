@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.fused_linear import gpu as fused_linear
+from pallas_kernels import _split_product
 
 MIN_ROWS, MAX_ROWS = 16, 64  # rows (token, query head) of a key-value head: one program has them all
 SPLIT_KEYS, MAX_SPLITS = 128, 16
@@ -25,23 +25,25 @@ def fits(x, qkv, pages, head_dim) -> bool:
     t, (_, _, g2, d) = x.shape[1], pages.shape
     rows = t * (qkv.shape[1] // (g2 // 2 * head_dim) - 2)
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
-    return fused_linear.fits(x, qkv, None, None) and unpadded and rows <= MAX_ROWS and pages.dtype == x.dtype
+    return _split_product.fits(x, qkv) and unpadded and rows <= MAX_ROWS and pages.dtype == x.dtype
 
 
 def self_attention(
     x, norm, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, interpret=False,
+    eps, scale, window, soft_cap, tile=None, interpret=False,
 ):  # fmt: skip
     (b, t, _), (p, s, g2, d), n, g = x.shape, pages.shape, block_table.shape[1], pages.shape[2] // 2
     group = qkv.shape[1] // (g * d) - 2
-    product = functools.partial(fused_linear.fused_linear, eps=eps, activation=None, block=None, interpret=interpret)
-    heads, counts = product(x, qkv, norm, bias, None, zeros=b * g)
+    product = _split_product.split_product(
+        x.reshape(b * t, -1), qkv, norm=norm, zeros=b * g, tile=tile, interpret=interpret
+    )
+    counts = product["zeros"]
 
     rows = t * group
     splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS), MAX_SPLITS))
     operands = {
-        "heads": heads.reshape(b * t, -1), "q_norm": q_norm, "k_norm": k_norm, "slots": slots,
-        "block_table": block_table, "kv_len": kv_len, "cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1),
+        "heads": product["sums"], "squares": product["squares"], "bias": bias, "q_norm": q_norm, "k_norm": k_norm,
+        "slots": slots, "block_table": block_table, "kv_len": kv_len, "cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1),
         "old_pages": pages.reshape(p * s, g2, d), "old_counts": counts,
     }  # fmt: skip
     operands = {name: value for name, value in operands.items() if value is not None}
@@ -57,8 +59,8 @@ def self_attention(
         functools.partial(
             _kernel, names=(*operands, *outputs), num_tokens=t, num_kv_heads=g, page_size=s, splits=splits,
             block_rows=max(pl.next_power_of_2(rows), MIN_ROWS), block_keys=64 if d <= 128 else 32,
-            block_new=max(pl.next_power_of_2(t), 16), eps=eps, scale=scale, window=window, soft_cap=soft_cap,
-            barrier=not interpret,
+            block_new=max(pl.next_power_of_2(t), 16), width=x.shape[-1], eps=eps, scale=scale, window=window,
+            soft_cap=soft_cap, barrier=not interpret,
         ),
         grid=(splits + 1, g, b),
         out_shape=list(outputs.values()),
@@ -71,14 +73,14 @@ def self_attention(
 
 
 def _kernel(
-    *refs, names, num_tokens, num_kv_heads, page_size, splits, block_rows, block_keys, block_new, eps, scale, window,
-    soft_cap, barrier,
+    *refs, names, num_tokens, num_kv_heads, page_size, splits, block_rows, block_keys, block_new, width, eps, scale,
+    window, soft_cap, barrier,
 ):  # fmt: skip
     ref = dict(zip(names, refs, strict=True))
     heads, pages, out, block_table = ref["heads"], ref["pages"], ref["out"], ref["block_table"]
     (num_slots, _, d), row_pages, g, half = pages.shape, block_table.shape[1], num_kv_heads, pages.shape[2] // 2
     group = out.shape[1] // (g * d)
-    dtype = heads.dtype
+    dtype = pages.dtype
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
     split, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     low = jnp.arange(half, dtype=jnp.int32)
@@ -90,14 +92,23 @@ def _kernel(
     position = ref["kv_len"][b] - num_tokens  # of the first token of this pass
     query_at = position + token
 
+    def product(line, columns, mask):
+        """The normed x times qkv, at these lines and columns: its parts added up."""
+        parts = [jnp.int32(part) for part in range(heads.shape[0])]
+        total = sum(plgpu.load(ref["squares"].at[part, line], mask=mask, other=0) for part in parts)
+        mask = jnp.broadcast_to(mask[:, None], columns.shape)
+        y = sum(plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0) for part in parts)
+        y *= lax.rsqrt(total / width + eps)[:, None]
+        return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
+
     def rotated(line, first, mask, norm):
         """The two halves of the heads [lines, D] at column `first`, normed and rotated."""
         tile = (line.shape[0], half)
-        mask = jnp.broadcast_to(mask[:, None], tile)
-        load = lambda array, columns: plgpu.load(array.at[line[:, None], columns], mask=mask, other=0)
         first = jnp.broadcast_to(first, line.shape)[:, None]
-        x = [load(heads, first + at[None, :]).astype(jnp.float32) for at in (low, low + half)]
-        cos, sin = (load(ref[name], jnp.broadcast_to(low[None, :], tile)) for name in ("cos", "sin"))
+        x = [product(line, first + at[None, :], mask) for at in (low, low + half)]
+        mask = jnp.broadcast_to(mask[:, None], tile)
+        at = (line[:, None], jnp.broadcast_to(low[None, :], tile))
+        cos, sin = (plgpu.load(ref[name].at[at], mask=mask, other=0) for name in ("cos", "sin"))
         if norm in ref:
             shrink = lax.rsqrt((jnp.sum(x[0] * x[0], axis=1) + jnp.sum(x[1] * x[1], axis=1)) / d + eps)[:, None]
             weights = [plgpu.load(ref[norm].at[at])[None, :] for at in (low, low + half)]
@@ -166,8 +177,8 @@ def _kernel(
         used = new < num_tokens
         line = b * num_tokens + new
         k_low, k_high = rotated(line, own + group * d, used, "k_norm")
-        mask = jnp.broadcast_to(used[:, None], (block_new, d))
-        value = plgpu.load(heads.at[line[:, None], own + (group + 1) * d + column[None, :]], mask=mask, other=0)
+        columns = jnp.broadcast_to(own + (group + 1) * d + column[None, :], (block_new, d))
+        value = product(line, columns, used).astype(dtype)
         slot = plgpu.load(ref["slots"].at[line], mask=used, other=-1)
         live = (slot >= 0) & (slot < num_slots)
         slot = jnp.where(live, slot, num_slots)  # written nowhere

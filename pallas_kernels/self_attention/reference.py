@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.fused_linear.reference import linear, rms_norm
+from pallas_kernels.feed_forward.reference import linear, rms_norm
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 
