@@ -1,9 +1,7 @@
-"""feed_forward on GPU: three products, each of which finishes the one before it (see `_split_product`)."""
-
-import math
+"""feed_forward on GPU for one row: three products, each of which finishes the one before it (see `_split_product`)."""
 
 from pallas_kernels import _split_product
-from pallas_kernels._split_product import Parts, choose_tile, split_product
+from pallas_kernels._split_product import split_product
 
 
 def fits(x, out, gate_up, down, sandwich, block) -> bool:
@@ -12,19 +10,15 @@ def fits(x, out, gate_up, down, sandwich, block) -> bool:
 
 
 def feed_forward(
-    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *,
-    eps, activation, block, tiles=(None, None, None), interpret=False,
-):  # fmt: skip
-    if post_attention_norm is not None or post_mlp_norm is not None:
-        raise NotImplementedError("feed_forward has no kernel with post norms: pass implementation='reference'")
-    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
-    x_in, mixed = x.reshape(rows, width), mixed.reshape(rows, -1)
-    last = tiles[2] or choose_tile(*down.shape, rows)
-    first = split_product(mixed, out, zeros=width // last.columns, tile=tiles[0], interpret=interpret)
-    both = split_product(x_in, gate_up, norm=norm, parts=first["parts"], tile=tiles[1], interpret=interpret)
-    gate = Parts(both["sums"], both["squares"])
+    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *, eps, activation, block, interpret=False
+):
+    if post_attention_norm is not None or post_mlp_norm is not None or x.size != x.shape[-1]:
+        raise NotImplementedError("feed_forward's kernels take one row and no post norms: use implementation=None")
+    columns, _ = _split_product.tile(*down.shape)
+    first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, interpret=interpret)
+    both = split_product(x.reshape(-1), gate_up, norm=norm, parts=first["parts"], interpret=interpret)
     done = split_product(
-        None, down, gated=(gate, width, activation, block), finish=(both["new_x"], first["zeros"]), eps=eps, tile=last,
+        None, down, gated=(both["parts"], activation, block, x.size), finish=(both["new_x"], first["zeros"]), eps=eps,
         interpret=interpret,
     )  # fmt: skip
     return done["out"].reshape(x.shape)

@@ -1,8 +1,12 @@
-"""self_attention on GPU in two kernels: the product, and all the rest.
+"""self_attention on GPU in two kernels: the product, and nearly all the rest.
 
 The second kernel is flash attention over pages, split as in `paged_attention`, where each program norms and rotates the
 queries it needs. One more program a row and head norms, rotates, attends to and writes the tokens of this pass, so that
-the others need not wait for them. Whichever program of a row and head finishes last combines what all have left.
+the others need not wait for them.
+
+A single token's product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a
+head finishes last combines what all have left. With more tokens the compiler's own product is faster, and a small jnp
+epilogue combines.
 """
 
 import functools
@@ -14,72 +18,82 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _split_product
+from pallas_kernels.feed_forward.reference import linear, rms_norm
 
 MIN_ROWS, MAX_ROWS = 16, 64  # rows (token, query head) of a key-value head: one program has them all
+MAX_TOKENS = 256  # of a pass; prompt chunks are other work
 SPLIT_KEYS, MAX_SPLITS = 128, 16
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
 def fits(x, qkv, pages, head_dim) -> bool:
     """The shapes that the kernels cover and are meant for."""
-    t, (_, _, g2, d) = x.shape[1], pages.shape
+    (b, t, _), (_, _, g2, d) = x.shape, pages.shape
     rows = t * (qkv.shape[1] // (g2 // 2 * head_dim) - 2)
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
-    return _split_product.fits(x, qkv) and unpadded and rows <= MAX_ROWS and pages.dtype == x.dtype
+    few = rows <= MAX_ROWS and b * t <= MAX_TOKENS
+    return unpadded and few and x.dtype == pages.dtype == jnp.bfloat16
 
 
 def self_attention(
     x, norm, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, tile=None, interpret=False,
+    eps, scale, window, soft_cap, interpret=False,
 ):  # fmt: skip
     (b, t, _), (p, s, g2, d), n, g = x.shape, pages.shape, block_table.shape[1], pages.shape[2] // 2
     group = qkv.shape[1] // (g * d) - 2
-    product = _split_product.split_product(
-        x.reshape(b * t, -1), qkv, norm=norm, zeros=b * g, tile=tile, interpret=interpret
-    )
-    counts = product["zeros"]
-
     rows = t * group
     splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS), MAX_SPLITS))
-    operands = {
-        "heads": product["sums"], "squares": product["squares"], "bias": bias, "q_norm": q_norm, "k_norm": k_norm,
-        "slots": slots, "block_table": block_table, "kv_len": kv_len, "cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1),
-        "old_pages": pages.reshape(p * s, g2, d), "old_counts": counts,
-    }  # fmt: skip
+    operands = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
+    operands |= {"block_table": block_table, "kv_len": kv_len}
+    operands |= {"cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1), "old_pages": pages.reshape(p * s, g2, d)}
+    in_parts = _split_product.fits(x, qkv)
+    if in_parts:
+        product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=b * g, interpret=interpret)
+        operands |= {"heads": product["sums"][:, None], "squares": product["squares"], "old_counts": product["zeros"]}
+    else:
+        operands["heads"] = linear(qkv, rms_norm(norm, x, eps)).reshape(1, b * t, -1)
     operands = {name: value for name, value in operands.items() if value is not None}
-    partial = lambda *size: jax.ShapeDtypeStruct((b * g, splits + 1, rows, *size), jnp.float32)
-    outputs = {
-        "pages": jax.ShapeDtypeStruct((p * s, g2, d), pages.dtype),
-        "counts": jax.ShapeDtypeStruct(counts.shape, jnp.int32),
-        "out": jax.ShapeDtypeStruct((b * t, g * group * d), x.dtype),
-        "acc": partial(d), "top": partial(), "total": partial(),
-    }  # fmt: skip
-    pages_at, counts_at = len(operands) - 2, len(operands) - 1
-    new_pages, _, out, *_ = pl.pallas_call(
+    shape = jax.ShapeDtypeStruct
+    outputs = {"pages": shape((p * s, g2, d), pages.dtype)}
+    aliases = {list(operands).index("old_pages"): 0}
+    if in_parts:
+        aliases[list(operands).index("old_counts")] = 1
+        outputs |= {"counts": shape((b * g,), jnp.int32), "out": shape((b * t, g * group * d), x.dtype)}
+    partial = lambda *size: shape((b * g, splits + 1, rows, *size), jnp.float32)
+    outputs |= {"acc": partial(d), "top": partial(), "total": partial()}
+    results = pl.pallas_call(
         functools.partial(
-            _kernel, names=(*operands, *outputs), num_tokens=t, num_kv_heads=g, page_size=s, splits=splits,
+            _kernel, names=(*operands, *outputs), num_tokens=t, page_size=s, splits=splits,
             block_rows=max(pl.next_power_of_2(rows), MIN_ROWS), block_keys=64 if d <= 128 else 32,
             block_new=max(pl.next_power_of_2(t), 16), width=x.shape[-1], eps=eps, scale=scale, window=window,
             soft_cap=soft_cap, barrier=not interpret,
         ),
         grid=(splits + 1, g, b),
         out_shape=list(outputs.values()),
-        input_output_aliases={pages_at: 0, counts_at: 1},
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="self_attention",
     )(*operands.values())  # fmt: skip
-    return out.reshape(b, t, -1), new_pages.reshape(pages.shape)
+    result = dict(zip(outputs, results, strict=True))
+    pages = result["pages"].reshape(pages.shape)
+    if in_parts:
+        return result["out"].reshape(b, t, -1), pages
+    top, total, acc = result["top"], result["total"], result["acc"]
+    shrink = jnp.exp(top - jnp.max(top, axis=1, keepdims=True))
+    total = jnp.sum(total * shrink, axis=1)
+    acc = jnp.sum(acc * shrink[..., None], axis=1) / jnp.where(total > 0, total, 1)[..., None]
+    return acc.astype(x.dtype).reshape(b, g, t, group * d).swapaxes(1, 2).reshape(b, t, -1), pages
 
 
 def _kernel(
-    *refs, names, num_tokens, num_kv_heads, page_size, splits, block_rows, block_keys, block_new, width, eps, scale,
+    *refs, names, num_tokens, page_size, splits, block_rows, block_keys, block_new, width, eps, scale,
     window, soft_cap, barrier,
 ):  # fmt: skip
     ref = dict(zip(names, refs, strict=True))
-    heads, pages, out, block_table = ref["heads"], ref["pages"], ref["out"], ref["block_table"]
-    (num_slots, _, d), row_pages, g, half = pages.shape, block_table.shape[1], num_kv_heads, pages.shape[2] // 2
-    group = out.shape[1] // (g * d)
+    heads, pages, block_table = ref["heads"], ref["pages"], ref["block_table"]
+    (num_slots, _, d), row_pages, g, half = pages.shape, block_table.shape[1], pages.shape[1] // 2, pages.shape[2] // 2
+    group = heads.shape[2] // (g * d) - 2
     dtype = pages.dtype
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
     split, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -95,10 +109,11 @@ def _kernel(
     def product(line, columns, mask):
         """The normed x times qkv, at these lines and columns: its parts added up."""
         parts = [jnp.int32(part) for part in range(heads.shape[0])]
-        total = sum(plgpu.load(ref["squares"].at[part, line], mask=mask, other=0) for part in parts)
         mask = jnp.broadcast_to(mask[:, None], columns.shape)
-        y = sum(plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0) for part in parts)
-        y *= lax.rsqrt(total / width + eps)[:, None]
+        load = lambda part: plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0)
+        y = sum(load(part).astype(jnp.float32) for part in parts)
+        if "squares" in ref:
+            y *= lax.rsqrt(sum(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
     def rotated(line, first, mask, norm):
@@ -187,6 +202,8 @@ def _kernel(
             plgpu.store(pages.at[slot[:, None], 2 * head + part, columns[None, :]], numbers, mask=mask)
         leave(attend(nothing, k_low, k_high, value, position + new, used))
 
+    if "out" not in ref:
+        return
     if barrier:  # all of this program's numbers are out before it is counted
         plgpu.debug_barrier()
     before = plgpu.atomic_add(ref["counts"], (b * g + head,), jnp.int32(1))
@@ -211,5 +228,5 @@ def _kernel(
                 acc += part * jnp.exp(part_top - highest)[:, None]
         acc /= jnp.where(total > 0, total, 1)[:, None]
         to = (head * group + row % group) * d
-        place = out.at[(b * num_tokens + token)[:, None], to[:, None] + column[None, :]]
-        plgpu.store(place, acc.astype(out.dtype), mask=mask)
+        place = ref["out"].at[(b * num_tokens + token)[:, None], to[:, None] + column[None, :]]
+        plgpu.store(place, acc.astype(dtype), mask=mask)
