@@ -22,7 +22,7 @@ from pallas_kernels.feed_forward.reference import linear, rms_norm
 
 MIN_ROWS, MAX_ROWS = 16, 64  # rows (token, query head) of a key-value head: one program has them all
 MAX_TOKENS = 256  # of a pass; prompt chunks are other work
-SPLIT_KEYS, MAX_SPLITS = 128, 16
+SPLIT_KEYS, MAX_SPLITS = 128, 16  # half as many keys where one token is all there is
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
@@ -42,11 +42,11 @@ def self_attention(
     (b, t, _), (p, s, g2, d), n, g = x.shape, pages.shape, block_table.shape[1], pages.shape[2] // 2
     group = qkv.shape[1] // (g * d) - 2
     rows = t * group
-    splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS), MAX_SPLITS))
     operands = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
     operands |= {"block_table": block_table, "kv_len": kv_len}
     operands |= {"cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1), "old_pages": pages.reshape(p * s, g2, d)}
     in_parts = _split_product.fits(x, qkv)
+    splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
     if in_parts:
         product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=b * g, interpret=interpret)
         operands |= {"heads": product["sums"][:, None], "squares": product["squares"], "old_counts": product["zeros"]}
