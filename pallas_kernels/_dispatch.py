@@ -25,12 +25,13 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 IMPLEMENTATIONS = ("reference", "pallas")
 
 
-def run(op: str, implementation: str | None, platform: str | None, *args, fits: Callable | None = None, **options):
+def run(op: str, implementation: str | None, platform: str | None, *args: Any, **options: Any) -> Any:
     """Calls the form of `op` that the options ask for. Flavours are imported only when they are used.
 
-    fits: says of the kernel's module whether it is meant for these arguments. Where nobody asked for the kernel by
-    name, the plain form takes those it is not meant for.
+    The option `fits` says of the kernel's module whether it is meant for these arguments. Where nobody asked for the
+    kernel by name, the plain form takes those it is not meant for.
     """
+    fits = options.pop("fits", None)
     platform = jax.default_backend() if platform is None else platform
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     if platform not in PLATFORMS:

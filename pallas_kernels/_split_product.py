@@ -57,10 +57,14 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
     depth, width = weights.shape
     columns, splits = tile(depth, width)
     operands = {"x": x, "weights": weights, "norm": norm}
-    gate, activation, block, norm_width = gated or (Parts(None), None, None, None)
-    operands |= {"more": parts and parts.sums, "gate": gate.sums, "gate_squares": gate.squares}
-    residual, counts = finish or (None, None)
-    operands |= {"residual": residual, "old_counts": counts}
+    activation = block = norm_width = None
+    if parts is not None:
+        operands["more"] = parts.sums
+    if gated is not None:
+        gate, activation, block, norm_width = gated
+        operands |= {"gate": gate.sums, "gate_squares": gate.squares}
+    if finish is not None:
+        operands["residual"], operands["old_counts"] = finish
     operands = {name: value for name, value in operands.items() if value is not None}
     shape = jax.ShapeDtypeStruct
     outputs = {"sums": shape((splits, width), jnp.float32)}
@@ -71,7 +75,7 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
         outputs["new_x"] = shape((depth,), x.dtype)
     if finish is not None:
         aliases = {list(operands).index("old_counts"): len(outputs)}
-        outputs |= {"counts": shape(counts.shape, jnp.int32), "out": shape((width,), weights.dtype)}
+        outputs |= {"counts": shape(finish[1].shape, jnp.int32), "out": shape((width,), weights.dtype)}
     if zeros:
         outputs["zeros"] = shape((zeros,), jnp.int32)
     results = pl.pallas_call(

@@ -55,13 +55,14 @@ class Layer(nnx.Module):
     def __call__(self, x, pages, rows: Rows, ropes, backend: Backend):
         c = self.config
         mixed, pages = self.attention(x, pages, rows, ropes, backend)
-        post = {}
+        post: dict[str, Any] = {}
         if c.sandwich_norm:
             names = ("post_attention_norm", "post_mlp_norm")
             post = {name: getattr(self, name)[...] for name in names}
-        options = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"], **backend.dense}
-        weights = self.out[...], self.gate_up[...], self.down[...]
-        return feed_forward(x, mixed, *weights, norm=self.mlp_norm[...], **post, **options), pages
+        weights: dict[str, Any] = {"out": self.out[...], "gate_up": self.gate_up[...], "down": self.down[...]}
+        options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"]}
+        x = feed_forward(x, mixed, norm=self.mlp_norm[...], **weights, **post, **options, **backend.dense)
+        return x, pages
 
     def attention(self, x, pages, rows: Rows, ropes, backend: Backend):
         c = self.config

@@ -88,10 +88,9 @@ def attend(
     """
 
     def shard(x, weights, pages, slots, block_table, kv_len, tables):
-        return self_attention(
-            x, weights["qkv"], pages, slots, block_table, kv_len, *tables, **backend.fused,
-            **{name: value for name, value in weights.items() if name != "qkv"}, **options,
-        )  # fmt: skip
+        cos, sin = tables
+        arrays = {"pages": pages, "slots": slots, "block_table": block_table, "kv_len": kv_len, "cos": cos, "sin": sin}
+        return self_attention(x, **weights, **arrays, **options, **backend.fused)
 
     heads = P(None, None, MODEL_AXES)
     split = {"qkv": P(None, MODEL_AXES), "bias": P(MODEL_AXES)}
