@@ -98,11 +98,7 @@ class SpeculativeConfig:
 
     def synthetic_rates(self) -> tuple[float, ...] | None:
         """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""
-        rates, length, k = (
-            self.synthetic_acceptance_rates,
-            self.synthetic_acceptance_length,
-            self.num_speculative_tokens,
-        )
+        rates, length, k = self.synthetic_acceptance_rates, self.synthetic_acceptance_length, self.num_speculative_tokens
         if self.rejection_sample_method != "synthetic":
             if rates is not None or length is not None:
                 raise ValueError("synthetic acceptance needs rejection_sample_method='synthetic'")
