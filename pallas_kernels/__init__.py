@@ -1,8 +1,10 @@
 """Device kernels of speculative decoding: each op as plain jnp, Pallas for TPU and Pallas for GPU."""
 
+from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.merge_tokens import merge_tokens
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.self_attention import self_attention
 from pallas_kernels.slot_mapping import slot_mapping
 
-__all__ = ["kv_write", "merge_tokens", "paged_attention", "slot_mapping"]
+__all__ = ["feed_forward", "kv_write", "merge_tokens", "paged_attention", "self_attention", "slot_mapping"]

@@ -1,7 +1,9 @@
 """Which form of an op runs where."""
 
+import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -14,30 +16,49 @@ DEFAULTS = {
     "slot_mapping": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "kv_write": {"cpu": "reference", "gpu": "reference", "tpu": "pallas"},
     "paged_attention": {"cpu": "reference", "gpu": "pallas", "tpu": "pallas"},
+    "feed_forward": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
+    "self_attention": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
 }
+GPU_ONLY = ("feed_forward", "self_attention")  # and on CPU interpreted
+COMPOSED = ("self_attention",)  # whose plain form calls other ops, and wants the platform for them
 PLATFORMS = ("cpu", "gpu", "tpu")
 IMPLEMENTATIONS = ("reference", "pallas")
 
 
-def run(op: str, implementation: str | None, platform: str | None, *args, **options):
-    """Calls the form of `op` that the options ask for. Flavours are imported only when they are used."""
+def run(op: str, implementation: str | None, platform: str | None, *args: Any, **options: Any) -> Any:
+    """Calls the form of `op` that the options ask for. Flavours are imported only when they are used.
+
+    The option `fits` says of the kernel's module whether it is meant for these arguments. Where nobody asked for the
+    kernel by name, the plain form takes those it is not meant for.
+    """
+    fits = options.pop("fits", None)
     platform = jax.default_backend() if platform is None else platform
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     if platform not in PLATFORMS:
         raise ValueError(f"{op}: platform {platform!r} is not one of {PLATFORMS}; pass platform= to choose one")
-    implementation = DEFAULTS[op][platform] if implementation is None else implementation
-    if implementation not in IMPLEMENTATIONS:
+    chosen = DEFAULTS[op][platform] if implementation is None else implementation
+    if chosen not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation {implementation!r} is not one of {(None, *IMPLEMENTATIONS)}")
-    if implementation == "reference":
-        return flavour(op, "reference")(*args, **options)
-    if platform == "cpu":  # no Pallas compiler for CPU: interpret the TPU kernel
-        return flavour(op, "tpu")(*args, **options, interpret=True)
-    return flavour(op, platform)(*args, **options)
+    plain = functools.partial(flavour(op, "reference"), **({"platform": platform} if op in COMPOSED else {}))
+    if chosen == "reference":
+        return plain(*args, **options)
+    if op in GPU_ONLY and platform == "tpu":
+        raise NotImplementedError(f"{op} has no TPU kernel: pass implementation='reference'")
+    name = "gpu" if op in GPU_ONLY else "tpu" if platform == "cpu" else platform
+    if implementation is None and fits is not None and not fits(module(op, name)):
+        return plain(*args, **options)
+    # No Pallas compiler for CPU: interpret.
+    return flavour(op, name)(*args, **options, **({"interpret": True} if platform == "cpu" else {}))
+
+
+def module(op: str, name: str) -> Any:
+    """pallas_kernels/<op>/<name>.py."""
+    return importlib.import_module(f"{__package__}.{op}.{name}")
 
 
 def flavour(op: str, name: str) -> Callable:
     """The function `op` of pallas_kernels/<op>/<name>.py."""
-    return getattr(importlib.import_module(f"{__package__}.{op}.{name}"), op)
+    return getattr(module(op, name), op)
 
 
 def check_shape(op: str, name: str, array: jax.Array, *shape: int) -> None:

@@ -20,15 +20,13 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import (
     Backend,
     Rows,
-    activate,
-    linear,
+    attend,
     matmul_precision,
-    rms_norm,
     rotary_tables,
-    rotate,
-    write_and_attend,
 )
 from jaxspec.parallel.mesh import param_sharding, sharding
+from pallas_kernels.feed_forward import feed_forward
+from pallas_kernels.feed_forward.reference import rms_norm
 
 Params = Mapping[str, jax.Array]
 
@@ -55,41 +53,27 @@ class Layer(nnx.Module):
         self.down = weight(c.mlp_width, c.width)
 
     def __call__(self, x, pages, rows: Rows, ropes, backend: Backend):
-        mixed, pages = self.attention(
-            rms_norm(self.input_norm[...], x, self.config.norm_eps), pages, rows, ropes, backend
-        )
-        if self.config.sandwich_norm:
-            mixed = rms_norm(self.post_attention_norm[...], mixed, self.config.norm_eps)
-        x = x + mixed
-        hidden = self.mlp(rms_norm(self.mlp_norm[...], x, self.config.norm_eps))
-        if self.config.sandwich_norm:
-            hidden = rms_norm(self.post_mlp_norm[...], hidden, self.config.norm_eps)
-        return x + hidden, pages
+        c = self.config
+        mixed, pages = self.attention(x, pages, rows, ropes, backend)
+        post: dict[str, Any] = {}
+        if c.sandwich_norm:
+            names = ("post_attention_norm", "post_mlp_norm")
+            post = {name: getattr(self, name)[...] for name in names}
+        weights: dict[str, Any] = {"out": self.out[...], "gate_up": self.gate_up[...], "down": self.down[...]}
+        options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"]}
+        x = feed_forward(x, mixed, norm=self.mlp_norm[...], **weights, **post, **options, **backend.dense)
+        return x, pages
 
     def attention(self, x, pages, rows: Rows, ropes, backend: Backend):
-        c, (b, t, _) = self.config, x.shape
-        qkv = linear(self.qkv[...], x)
+        c = self.config
+        weights = {"norm": self.input_norm[...], "qkv": self.qkv[...]}
         if c.qkv_bias:
-            qkv = qkv + self.qkv_bias[...]
-        qkv = qkv.reshape(b, t, c.num_kv_heads, c.heads_per_group + 2, c.head_dim)
-        query = qkv[:, :, :, :-2].reshape(b, t, c.num_heads, c.head_dim)
-        key, value = qkv[:, :, :, -2], qkv[:, :, :, -1]
+            weights["bias"] = self.qkv_bias[...]
         if c.qk_norm:
-            query = rms_norm(self.q_norm[...], query, c.norm_eps)
-            key = rms_norm(self.k_norm[...], key, c.norm_eps)
+            weights |= {"q_norm": self.q_norm[...], "k_norm": self.k_norm[...]}
         tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
-        query, key = rotate(query, tables), rotate(key, tables)
-        kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * c.num_kv_heads, c.head_dim)
-        mixed, pages = write_and_attend(
-            query, kv, pages, rows, backend, scale=c.query_scale, window=self.window, soft_cap=c.soft_cap
-        )
-        return linear(self.out[...], mixed.reshape(b, t, c.num_heads * c.head_dim)), pages
-
-    def mlp(self, x):
-        both = linear(self.gate_up[...], x)
-        both = both.reshape(*x.shape[:-1], -1, 2, self.config.merged["gate_up"]["gate"])
-        hidden = activate(self.config.activation, both[..., 0, :]) * both[..., 1, :]
-        return linear(self.down[...], hidden.reshape(*x.shape[:-1], -1))
+        options = {"eps": c.norm_eps, "scale": c.query_scale, "window": self.window, "soft_cap": c.soft_cap}
+        return attend(x, weights, pages, rows, tables, backend, **options)
 
 
 class Decoder(nnx.Module):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels import kv_write, merge_tokens, paged_attention, slot_mapping
+from pallas_kernels import feed_forward, kv_write, merge_tokens, paged_attention, self_attention, slot_mapping
 
 GPU = {"implementation": "pallas", "platform": "gpu"}
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
@@ -48,3 +48,27 @@ def test_paged_attention(heads, num_tokens, dtype):
     query, pages = shape(8, num_tokens, 3 * g, d, dtype=dtype), shape(1000, 16, 2 * g, d, dtype=dtype)
     options = {"scale": d**-0.5, "window": 100, "soft_cap": 20.0}
     assert_lowers(lambda *a: paged_attention(*a, **options, **GPU), query, pages, shape(8, 64), shape(8))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_feed_forward(activation):
+    row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
+    shapes = row(1, 1, 1024), row(1, 1, 2048), row(2048, 1024), row(1024, 6144), row(3072, 1024)
+    options = {"eps": 1e-6, "activation": activation, "block": 128, **GPU}
+    assert_lowers(lambda *a: feed_forward(*a[:-1], norm=a[-1], **options), *shapes, shape(1024, dtype=jnp.float32))
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 256)], ids=str)
+def test_self_attention(rows, heads):
+    (b, t), (h, g, d) = rows, heads
+    f32 = lambda *dims: shape(*dims, dtype=jnp.float32)
+    bf16 = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
+    width = (h + 2 * g) * d
+    arguments = {
+        "x": bf16(b, t, 1024), "qkv": bf16(1024, width), "pages": bf16(1000, 16, 2 * g, d), "slots": shape(b * t),
+        "block_table": shape(b, 64), "kv_len": shape(b), "cos": f32(b, t, d // 2), "sin": f32(b, t, d // 2),
+        "norm": f32(1024), "bias": bf16(width), "q_norm": f32(d), "k_norm": f32(d),
+    }  # fmt: skip
+    options = {"eps": 1e-6, "scale": d**-0.5, "window": 100, "soft_cap": 20.0, **GPU}
+    assert_lowers(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())

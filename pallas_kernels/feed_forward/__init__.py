@@ -1,0 +1,54 @@
+import jax
+
+from pallas_kernels._dispatch import check_shape, run
+
+
+def feed_forward(
+    x: jax.Array,
+    mixed: jax.Array,
+    out: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    norm: jax.Array,
+    eps: float,
+    post_attention_norm: jax.Array | None = None,
+    post_mlp_norm: jax.Array | None = None,
+    activation: str = "silu",
+    block: int,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """The second half of a decoder layer: `x += mixed @ out`, then `x += (act(gate) * up) @ down` of the normed x.
+
+    Args:
+      x: [..., E], what the layer got.
+      mixed: [..., A], what its attention gave.
+      out: [A, E]; gate_up: [E, 2F], columns in blocks, `block` of gate and `block` of up in turn; down: [F, E].
+      norm: f32[E], scale of the RMSNorm before gate_up.
+      eps: of all norms.
+      post_attention_norm, post_mlp_norm: f32[E], scales of RMSNorms of what is added to x; None for none.
+      activation: "silu" or "gelu_tanh".
+      block: divides F.
+      implementation: None (the best known on the platform for these shapes), "reference" (plain jnp) or "pallas".
+      platform: None (the default backend), "cpu", "gpu" or "tpu"; name it when compiling for another one.
+
+    Returns:
+      [..., E] in the dtype of x.
+
+    Raises:
+      ValueError: shapes that do not fit, an unknown implementation or platform.
+      NotImplementedError: implementation "pallas" on TPU, or with post norms.
+    """
+    (f, e), (a, _) = down.shape, out.shape
+    check_shape("feed_forward", "x", x, *x.shape[:-1], e)
+    check_shape("feed_forward", "mixed", mixed, *x.shape[:-1], a)
+    check_shape("feed_forward", "out", out, a, e)
+    check_shape("feed_forward", "gate_up", gate_up, e, 2 * f)
+    if f % block:
+        raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
+    sandwich = post_attention_norm is not None or post_mlp_norm is not None
+    fits = lambda gpu: gpu.fits(x, out, gate_up, down, sandwich, block)
+    arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm)
+    options = {"eps": eps, "activation": activation, "block": block}
+    return run("feed_forward", implementation, platform, *arrays, fits=fits, **options)

@@ -1,0 +1,67 @@
+import jax
+
+from pallas_kernels._dispatch import check_shape, run
+
+
+def self_attention(
+    x: jax.Array,
+    qkv: jax.Array,
+    pages: jax.Array,
+    slots: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    norm: jax.Array,
+    eps: float,
+    bias: jax.Array | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The first half of a decoder layer: norm, queries, keys and values, rotary embedding, cache write, attention.
+
+    Args:
+      x: [B, T, E], the last T tokens of every row.
+      qkv: [E, G * (H / G + 2) * D], columns grouped by key-value head: its queries, its key, its value.
+      pages: [P, S, 2G, D'], keys (even index) and values (odd index) interleaved by head; D' >= D pads the head size.
+      slots: i32[B * T] from `slot_mapping`, where the tokens' keys and values go; those outside the pool are dropped.
+      block_table: i32[B, N], page ids, as in `paged_attention`.
+      kv_len: i32[B], as in `paged_attention`: token t of row b stands at position `kv_len[b] - T + t`.
+      cos, sin: f32[B, T, D / 2], the tokens' rotary angles.
+      norm: f32[E], scale of the RMSNorm of x.
+      eps: of all norms.
+      bias: of qkv, or None.
+      q_norm, k_norm: f32[D], scales of RMSNorms of the heads; None for none.
+      scale, window, soft_cap: as in `paged_attention`.
+      implementation: None (the best known on the platform for these shapes), "reference" (the parts one by one, each in
+        its best form) or "pallas".
+      platform: None (the default backend), "cpu", "gpu" or "tpu"; name it when compiling for another one.
+
+    Returns:
+      [B, T, H * D], the heads' results, and pages, updated. A token that is not written may stand only where no live
+      query looks.
+
+    Raises:
+      ValueError: shapes that do not fit, an unknown implementation or platform.
+      NotImplementedError: implementation "pallas" on TPU.
+    """
+    (b, t, e), d = x.shape, 2 * cos.shape[-1]
+    g = pages.shape[2] // 2
+    check_shape("self_attention", "qkv", qkv, e, *qkv.shape[1:])
+    check_shape("self_attention", "slots", slots, b * t)
+    check_shape("self_attention", "kv_len", kv_len, b)
+    check_shape("self_attention", "block_table", block_table, b, *block_table.shape[1:])
+    check_shape("self_attention", "cos", cos, b, t, d // 2)
+    check_shape("self_attention", "sin", sin, b, t, d // 2)
+    if qkv.shape[1] % (g * d) or qkv.shape[1] < 3 * g * d:
+        raise ValueError(f"self_attention: {qkv.shape[1]} columns are no groups of {g} key-value heads of {d}")
+    fits = lambda gpu: gpu.fits(x, qkv, pages, d)
+    arrays = (x, norm, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin)
+    options = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
+    return run("self_attention", implementation, platform, *arrays, fits=fits, **options)

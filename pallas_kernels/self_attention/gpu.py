@@ -1,0 +1,232 @@
+"""self_attention on GPU in two kernels: the product, and nearly all the rest.
+
+The second kernel is flash attention over pages, split as in `paged_attention`, where each program norms and rotates the
+queries it needs. One more program a row and head norms, rotates, attends to and writes the tokens of this pass, so that
+the others need not wait for them.
+
+A single token's product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a
+head finishes last combines what all have left. With more tokens the compiler's own product is faster, and a small jnp
+epilogue combines.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import _split_product
+from pallas_kernels.feed_forward.reference import linear, rms_norm
+
+MIN_ROWS, MAX_ROWS = 16, 64  # rows (token, query head) of a key-value head: one program has them all
+MAX_TOKENS = 256  # of a pass; prompt chunks are other work
+SPLIT_KEYS, MAX_SPLITS = 128, 16  # half as many keys where one token is all there is
+MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
+
+
+def fits(x, qkv, pages, head_dim) -> bool:
+    """The shapes that the kernels cover and are meant for."""
+    (b, t, _), (_, _, g2, d) = x.shape, pages.shape
+    rows = t * (qkv.shape[1] // (g2 // 2 * head_dim) - 2)
+    unpadded = d == head_dim >= 32 and d & (d - 1) == 0
+    few = rows <= MAX_ROWS and b * t <= MAX_TOKENS
+    return unpadded and few and x.dtype == pages.dtype == jnp.bfloat16
+
+
+def self_attention(
+    x, norm, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
+    eps, scale, window, soft_cap, interpret=False,
+):  # fmt: skip
+    (b, t, _), (p, s, g2, d), n, g = x.shape, pages.shape, block_table.shape[1], pages.shape[2] // 2
+    group = qkv.shape[1] // (g * d) - 2
+    rows = t * group
+    operands = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
+    operands |= {"block_table": block_table, "kv_len": kv_len}
+    operands |= {"cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1), "old_pages": pages.reshape(p * s, g2, d)}
+    in_parts = _split_product.fits(x, qkv)
+    splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
+    if in_parts:
+        product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=b * g, interpret=interpret)
+        operands |= {"heads": product["sums"][:, None], "squares": product["squares"], "old_counts": product["zeros"]}
+    else:
+        operands["heads"] = linear(qkv, rms_norm(norm, x, eps)).reshape(1, b * t, -1)
+    operands = {name: value for name, value in operands.items() if value is not None}
+    shape = jax.ShapeDtypeStruct
+    outputs = {"pages": shape((p * s, g2, d), pages.dtype)}
+    aliases = {list(operands).index("old_pages"): 0}
+    if in_parts:
+        aliases[list(operands).index("old_counts")] = 1
+        outputs |= {"counts": shape((b * g,), jnp.int32), "out": shape((b * t, g * group * d), x.dtype)}
+    partial = lambda *size: shape((b * g, splits + 1, rows, *size), jnp.float32)
+    outputs |= {"acc": partial(d), "top": partial(), "total": partial()}
+    results = pl.pallas_call(
+        functools.partial(
+            _kernel, names=(*operands, *outputs), num_tokens=t, page_size=s, splits=splits,
+            block_rows=max(pl.next_power_of_2(rows), MIN_ROWS), block_keys=64 if d <= 128 else 32,
+            block_new=max(pl.next_power_of_2(t), 16), width=x.shape[-1], eps=eps, scale=scale, window=window,
+            soft_cap=soft_cap, barrier=not interpret,
+        ),
+        grid=(splits + 1, g, b),
+        out_shape=list(outputs.values()),
+        input_output_aliases=aliases,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="self_attention",
+    )(*operands.values())  # fmt: skip
+    result = dict(zip(outputs, results, strict=True))
+    pages = result["pages"].reshape(pages.shape)
+    if in_parts:
+        return result["out"].reshape(b, t, -1), pages
+    top, total, acc = result["top"], result["total"], result["acc"]
+    shrink = jnp.exp(top - jnp.max(top, axis=1, keepdims=True))
+    total = jnp.sum(total * shrink, axis=1)
+    acc = jnp.sum(acc * shrink[..., None], axis=1) / jnp.where(total > 0, total, 1)[..., None]
+    return acc.astype(x.dtype).reshape(b, g, t, group * d).swapaxes(1, 2).reshape(b, t, -1), pages
+
+
+def _kernel(
+    *refs, names, num_tokens, page_size, splits, block_rows, block_keys, block_new, width, eps, scale,
+    window, soft_cap, barrier,
+):  # fmt: skip
+    ref = dict(zip(names, refs, strict=True))
+    heads, pages, block_table = ref["heads"], ref["pages"], ref["block_table"]
+    (num_slots, _, d), row_pages, g, half = pages.shape, block_table.shape[1], pages.shape[1] // 2, pages.shape[2] // 2
+    group = heads.shape[2] // (g * d) - 2
+    dtype = pages.dtype
+    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
+    split, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    low = jnp.arange(half, dtype=jnp.int32)
+    column = jnp.arange(d, dtype=jnp.int32)
+
+    row = jnp.arange(block_rows, dtype=jnp.int32)
+    here = row < num_tokens * group
+    token = row // group
+    position = ref["kv_len"][b] - num_tokens  # of the first token of this pass
+    query_at = position + token
+
+    def product(line, columns, mask):
+        """The normed x times qkv, at these lines and columns: its parts added up."""
+        parts = [jnp.int32(part) for part in range(heads.shape[0])]
+        mask = jnp.broadcast_to(mask[:, None], columns.shape)
+        load = lambda part: plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0)
+        y = sum(load(part).astype(jnp.float32) for part in parts)
+        if "squares" in ref:
+            y *= lax.rsqrt(sum(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
+        return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
+
+    def rotated(line, first, mask, norm):
+        """The two halves of the heads [lines, D] at column `first`, normed and rotated."""
+        tile = (line.shape[0], half)
+        first = jnp.broadcast_to(first, line.shape)[:, None]
+        x = [product(line, first + at[None, :], mask) for at in (low, low + half)]
+        mask = jnp.broadcast_to(mask[:, None], tile)
+        at = (line[:, None], jnp.broadcast_to(low[None, :], tile))
+        cos, sin = (plgpu.load(ref[name].at[at], mask=mask, other=0) for name in ("cos", "sin"))
+        if norm in ref:
+            shrink = lax.rsqrt((jnp.sum(x[0] * x[0], axis=1) + jnp.sum(x[1] * x[1], axis=1)) / d + eps)[:, None]
+            weights = [plgpu.load(ref[norm].at[at])[None, :] for at in (low, low + half)]
+            x = [(a * shrink * w).astype(dtype).astype(jnp.float32) for a, w in zip(x, weights, strict=True)]
+        return (x[0] * cos - x[1] * sin).astype(dtype), (x[1] * cos + x[0] * sin).astype(dtype)
+
+    own = head * (group + 2) * d  # first column of this key-value head's queries
+    q_low, q_high = rotated(b * num_tokens + token, own + row % group * d, here, "q_norm")
+
+    def attend(carry, k_low, k_high, value, key_at, used):
+        top, total, acc = carry
+        scores = (dot(q_low, k_low, trans_b=True) + dot(q_high, k_high, trans_b=True)) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        visible = used[None, :] & (key_at[None, :] <= query_at[:, None]) & (query_at >= 0)[:, None]
+        if window is not None:
+            visible &= key_at[None, :] > query_at[:, None] - window
+        scores = jnp.where(visible, scores, MASKED)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.where(visible, jnp.exp(scores - new_top[:, None]), 0.0)
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + jnp.sum(weights, axis=1)
+        return new_top, total, acc * shrink[:, None] + dot(weights.astype(dtype), value)
+
+    def leave(carry):
+        top, total, acc = carry
+        line = b * g + head
+        plgpu.store(ref["top"].at[line, split, row], top, mask=here)
+        plgpu.store(ref["total"].at[line, split, row], total, mask=here)
+        mask = jnp.broadcast_to(here[:, None], acc.shape)
+        plgpu.store(ref["acc"].at[line, split, row[:, None], column[None, :]], acc, mask=mask)
+
+    nothing = (
+        jnp.full(block_rows, MASKED, jnp.float32),
+        jnp.zeros(block_rows, jnp.float32),
+        jnp.zeros((block_rows, d), jnp.float32),
+    )
+
+    @pl.when(split < splits)
+    def _earlier_tokens():
+        begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
+        end = jnp.clip(position, 0, row_pages * page_size)
+        split_keys = pl.cdiv(pl.cdiv(jnp.maximum(end - begin, 0), splits), block_keys) * block_keys
+        split_begin = begin + split * split_keys
+        split_end = jnp.minimum(split_begin + split_keys, end)
+
+        def step(i, carry):
+            key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
+            used = key_at < split_end
+            key_at = jnp.where(used, key_at, 0)
+            page = jnp.minimum(plgpu.load(block_table.at[b, key_at // page_size]), num_slots // page_size - 1)
+            slot = page * page_size + key_at % page_size
+
+            def load(part, columns):
+                mask = jnp.broadcast_to(used[:, None], (block_keys, columns.shape[0]))
+                return plgpu.load(pages.at[slot[:, None], 2 * head + part, columns[None, :]], mask=mask, other=0)
+
+            return attend(carry, load(0, low), load(0, low + half), load(1, column), key_at, used)
+
+        num_blocks = pl.cdiv(jnp.maximum(split_end - split_begin, 0), block_keys)
+        leave(lax.fori_loop(0, num_blocks, step, nothing))
+
+    @pl.when(split == splits)
+    def _tokens_of_this_pass():
+        new = jnp.arange(block_new, dtype=jnp.int32)
+        used = new < num_tokens
+        line = b * num_tokens + new
+        k_low, k_high = rotated(line, own + group * d, used, "k_norm")
+        columns = jnp.broadcast_to(own + (group + 1) * d + column[None, :], (block_new, d))
+        value = product(line, columns, used).astype(dtype)
+        slot = plgpu.load(ref["slots"].at[line], mask=used, other=-1)
+        live = (slot >= 0) & (slot < num_slots)
+        slot = jnp.where(live, slot, num_slots)  # written nowhere
+        for part, columns, numbers in ((0, low, k_low), (0, low + half, k_high), (1, column, value)):
+            mask = jnp.broadcast_to(live[:, None], numbers.shape)
+            plgpu.store(pages.at[slot[:, None], 2 * head + part, columns[None, :]], numbers, mask=mask)
+        leave(attend(nothing, k_low, k_high, value, position + new, used))
+
+    if "out" not in ref:
+        return
+    if barrier:  # all of this program's numbers are out before it is counted
+        plgpu.debug_barrier()
+    before = plgpu.atomic_add(ref["counts"], (b * g + head,), jnp.int32(1))
+
+    @pl.when(before == splits)
+    def _combine():
+        line = b * g + head
+        parts = jnp.arange(pl.next_power_of_2(splits + 1), dtype=jnp.int32)
+        mask = (parts <= splits)[:, None] & here[None, :]
+        at = (line, parts[:, None], row[None, :])
+        top = plgpu.load(ref["top"].at[at], mask=mask, other=MASKED)
+        total = plgpu.load(ref["total"].at[at], mask=mask, other=0)
+        highest = jnp.max(top, axis=0)
+        total = jnp.sum(total * jnp.exp(top - highest[None, :]), axis=0)
+        mask = jnp.broadcast_to(here[:, None], (block_rows, d))
+        acc = jnp.zeros((block_rows, d), jnp.float32)
+        for first in range(0, splits + 1, 4):  # four reads under way at a time
+            some = range(first, min(first + 4, splits + 1))
+            tops = [plgpu.load(ref["top"].at[line, i, row], mask=here, other=MASKED) for i in some]
+            accs = [plgpu.load(ref["acc"].at[line, i, row[:, None], column[None, :]], mask=mask, other=0) for i in some]
+            for part_top, part in zip(tops, accs, strict=True):
+                acc += part * jnp.exp(part_top - highest)[:, None]
+        acc /= jnp.where(total > 0, total, 1)[:, None]
+        to = (head * group + row % group) * d
+        place = ref["out"].at[(b * num_tokens + token)[:, None], to[:, None] + column[None, :]]
+        plgpu.store(place, acc.astype(dtype), mask=mask)

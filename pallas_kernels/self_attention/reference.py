@@ -1,0 +1,37 @@
+"""self_attention as its parts: norm and product, norms of the heads, rotary embedding, cache write, attention."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.feed_forward.reference import linear, rms_norm
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import paged_attention
+
+
+def self_attention(
+    x, norm, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
+    eps, scale, window, soft_cap, platform=None,
+):  # fmt: skip
+    (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
+    heads = linear(qkv, rms_norm(norm, x, eps))
+    if bias is not None:
+        heads = heads + bias
+    heads = heads.reshape(b, t, g, -1, d)
+    query = heads[:, :, :, :-2].reshape(b, t, -1, d)
+    key, value = heads[:, :, :, -2], heads[:, :, :, -1]
+    if q_norm is not None:
+        query, key = rms_norm(q_norm, query, eps), rms_norm(k_norm, key, eps)
+    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
+    if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
+        query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
+    pages = kv_write(pages, kv.reshape(b * t, *kv.shape[2:]), slots, platform=platform)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "platform": platform}
+    mixed = paged_attention(query, pages, block_table, kv_len, **options)
+    return mixed[..., :d].reshape(b, t, -1), pages
+
+
+def rotate(x, cos, sin):
+    """x [B,T,heads,D]: halves are rotated against each other."""
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

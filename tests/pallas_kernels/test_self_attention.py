@@ -1,0 +1,117 @@
+"""self_attention against its parts in float32: what it returns where a query is live, and what it writes."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import self_attention
+from pallas_kernels._dispatch import flavour
+from tests.pallas_kernels.flavours import kernel
+
+FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
+TOLERANCE = {"float32": 3e-6, "bfloat16": 1e-2}  # of the norm, and absolutely of what is written (up to 5)
+PAGE_SIZE = 8
+
+
+class Case(NamedTuple):
+    b: int
+    t: int
+    h: int
+    g: int
+    d: int
+    n: int
+    norms: bool = False
+    bias: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def options(self):
+        return {"eps": 1e-6, "scale": self.d**-0.5, "window": self.window, "soft_cap": self.soft_cap}
+
+
+CASES = [
+    Case(b=1, t=1, h=4, g=2, d=32, n=40, norms=True),  # one row: the product in parts
+    Case(b=1, t=1, h=8, g=1, d=64, n=17, bias=True, window=30),
+    Case(b=1, t=5, h=4, g=4, d=32, n=9, norms=True, bias=True),
+    Case(b=3, t=2, h=4, g=2, d=64, n=20, bias=True, window=19),
+    Case(b=3, t=5, h=6, g=2, d=32, n=33, norms=True, window=50, soft_cap=5.0),
+]
+
+
+def random_arguments(case, dtype, seed=0):
+    """(arguments, live queries): rows of any length, one not computed, the last token of another not written."""
+    b, t, h, g, d, n, *_ = case
+    draw = np.random.default_rng(seed)
+    normal = lambda *size, scale=1.0: jnp.asarray(draw.normal(size=size) * scale, dtype)
+    about_one = lambda size: jnp.asarray(1 + 0.1 * draw.normal(size=size), jnp.float32)
+    width, num_pages = 192, b * n + 2
+    kv_len = draw.integers(n * PAGE_SIZE // 2, n * PAGE_SIZE + 1, b)
+    live = np.ones((b, t), bool)
+    if b > 2:
+        kv_len[2], live[2] = 0, False
+    block_table = draw.permutation(num_pages)[: b * n].reshape(b, n)
+    position = np.maximum(kv_len[:, None] - t + np.arange(t), 0)
+    if t > 1:
+        live[0, -1] = False
+    slots = np.take_along_axis(block_table, position // PAGE_SIZE, axis=1) * PAGE_SIZE + position % PAGE_SIZE
+    slots = np.where(live, slots, num_pages * PAGE_SIZE)
+    angles = position[..., None] * 10000.0 ** (-np.arange(0, d, 2) / d)
+    i32 = lambda x: jnp.asarray(x, jnp.int32)
+    arguments = {
+        "x": normal(b, t, width),
+        "norm": about_one(width),
+        "qkv": normal(width, (h + 2 * g) * d, scale=width**-0.5),
+        "bias": normal((h + 2 * g) * d) if case.bias else None,
+        "q_norm": about_one(d) if case.norms else None,
+        "k_norm": about_one(d) if case.norms else None,
+        "pages": normal(num_pages, PAGE_SIZE, 2 * g, d),
+        "slots": i32(slots.reshape(-1)),
+        "block_table": i32(block_table),
+        "kv_len": i32(kv_len),
+        "cos": jnp.cos(jnp.asarray(angles, jnp.float32)),
+        "sin": jnp.sin(jnp.asarray(angles, jnp.float32)),
+    }
+    return arguments, live
+
+
+def widened(arguments):
+    return {k: v.astype(jnp.float32) if v is not None and v.dtype == jnp.bfloat16 else v for k, v in arguments.items()}
+
+
+def check(got, expected, live, tolerance):
+    (mixed, pages), (expected_mixed, expected_pages) = ([np.asarray(x, np.float32) for x in y] for y in (got, expected))
+    error = np.linalg.norm((mixed - expected_mixed)[live]) / np.linalg.norm(expected_mixed[live])
+    assert error < tolerance
+    np.testing.assert_allclose(pages, expected_pages, rtol=0, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_flavour_equals_the_parts(name, case, dtype):
+    arguments, live = random_arguments(case, dtype)
+    got = kernel("self_attention", name, **case.options)(*arguments.values())
+    expected = flavour("self_attention", "reference")(*widened(arguments).values(), **case.options)
+    check(got, expected, live, TOLERANCE[dtype])
+    if not live.any(axis=1).all():
+        assert (np.asarray(got[0], np.float32)[~live.any(axis=1)] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", [None, "reference", "pallas"])
+def test_public_function(implementation):
+    case = CASES[3]
+    arguments, live = random_arguments(case, "float32", seed=1)
+    expected = flavour("self_attention", "reference")(*arguments.values(), **case.options)
+    got = self_attention(**arguments, **case.options, implementation=implementation, platform="cpu")
+    check(got, expected, live, TOLERANCE["float32"])
+
+
+def test_wrong_arguments_are_named():
+    arguments, _ = random_arguments(CASES[3], "float32")
+    with pytest.raises(ValueError, match="511 columns are no groups"):
+        self_attention(**{**arguments, "qkv": arguments["qkv"][:, 1:]}, **CASES[3].options)
+    with pytest.raises(NotImplementedError, match="no TPU kernel"):
+        self_attention(**arguments, **CASES[3].options, implementation="pallas", platform="tpu")
