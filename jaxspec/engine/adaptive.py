@@ -18,6 +18,7 @@ PRIOR_ROUNDS = 2.0  # what all rows did counts as so many rounds of a new row
 GUESS, GUESS_ROUNDS = 0.8, 8.0  # chance of each draft, before anything was seen, and for how many rounds that counts
 MARGIN = 1.02  # another k must promise this much more
 PROBE_ROUNDS = 4  # rounds of a launch that looks whether another choice has become better
+THIN = 32  # rounds seen, below which a choice holds for PROBE_ROUNDS only
 BUDGET = 0.02  # share of the time that such looks may cost
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # rounds between two such looks; doubles with each that changes nothing
 
@@ -29,25 +30,20 @@ class Acceptance:
     seen with few drafts tells something of more.
     """
 
-    def __init__(self, memory: float = MEMORY) -> None:
+    def __init__(self, size: int, memory: float = MEMORY) -> None:
         self.memory = memory
-        self.tries = np.zeros(0)  # by position
-        self.hits = np.zeros(0)
+        self.tries, self.hits = np.zeros(size), np.zeros(size)  # by position
 
     def observe(self, accepted: np.ndarray, k: int) -> None:
         """accepted i32[R]: drafts kept in each of R rounds of up to k."""
-        if k > len(self.tries):
-            more = (0, k - len(self.tries))
-            self.tries, self.hits = np.pad(self.tries, more), np.pad(self.hits, more)
         fade, position = self.memory ** len(accepted), np.arange(k)
         self.tries[:k] = fade * self.tries[:k] + np.sum(accepted[:, None] >= position, axis=0)
         self.hits[:k] = fade * self.hits[:k] + np.sum(accepted[:, None] > position, axis=0)
 
-    def chances(self, k: int, prior: np.ndarray | float, rounds: float) -> np.ndarray:
-        """P(draft i accepted, those before it being) for i = 1..k, where `prior` counts as so many rounds."""
-        missing = (0, max(k - len(self.tries), 0))
-        tries, hits = np.pad(self.tries, missing)[:k], np.pad(self.hits, missing)[:k]
-        return (hits + rounds * prior) / (tries + rounds)
+
+def chances(tries: np.ndarray, hits: np.ndarray, prior: np.ndarray | float, rounds: float) -> np.ndarray:
+    """P(a draft is accepted, those before it being), where `prior` counts as so many rounds."""
+    return (hits + rounds * prior) / (tries + rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Controller:
         self.choices, self.adaptive, self.draft_cost = tuple(sorted(choices)), adaptive, draft_cost
         self.costs: dict[tuple[Hashable, int], float] = {}  # (kind of launch, k) -> seconds a round
         self.ran: dict[tuple[Hashable, int], float] = {}  # the same -> when it ran last, in seconds of all launches
-        self.overall = Acceptance(LONG_MEMORY)
+        self.overall = Acceptance(self.choices[-1], LONG_MEMORY)
         self.best: int | None = None
         self.rounds, self.pause = 0, FIRST_PAUSE  # of the best choice since the last look at its rival
         self.seconds, self.spent = 0.0, 0.0  # of all launches; lost to looks
@@ -79,7 +75,7 @@ class Controller:
         full = next(k for k in self.choices if k >= wanted)
         if not full or pinned or not self.adaptive:
             return Choice(full)
-        tokens = {k: self.expected(k, rows) for k in self.choices if k <= full}
+        tokens = {k: promised for k, promised in self.expected(rows).items() if k <= full}
         plain_may_win = tokens[full] / len(rows) < 2.0 + full * self.draft_cost
         if (kind, full) not in self.costs:
             return Choice(full, PROBE_ROUNDS)
@@ -101,6 +97,8 @@ class Controller:
         worth = {k: self.cost(kind, k, full) / self.costs[kind, 0] if k else 0.0 for k in (best, rival)}
         newcomer = any(most and not acceptance.tries.any() for most, acceptance in rows)
         pause = FIRST_PAUSE if newcomer and best == 0 else self.pause
+        if best and self.overall.tries[0] < THIN:
+            return Choice(best, PROBE_ROUNDS, worth[best])
         if self.rounds < pause:
             return Choice(best, pause - self.rounds, worth[best])
         price = PROBE_ROUNDS * self.cost(kind, rival, full) * max(1.0 - value[rival] / value[best], 0.0)
@@ -110,13 +108,14 @@ class Controller:
         self.spent += price
         return Choice(rival, PROBE_ROUNDS, worth[rival])
 
-    def expected(self, k: int, rows: Sequence[tuple[int, Acceptance]]) -> float:
-        """Tokens of all rows in a round of k drafts."""
-        if not k:
-            return float(len(rows))
-        prior = self.overall.chances(k, GUESS, GUESS_ROUNDS)
-        gained = lambda own, row: float(np.sum(np.cumprod(row.chances(k, prior, PRIOR_ROUNDS))[:own]))
-        return sum(1.0 + gained(own, acceptance) for own, acceptance in rows)
+    def expected(self, rows: Sequence[tuple[int, Acceptance]]) -> dict[int, float]:
+        """k -> tokens of all rows in a round of k drafts."""
+        prior = chances(self.overall.tries, self.overall.hits, GUESS, GUESS_ROUNDS)
+        tries, hits = (np.stack([getattr(row, name) for _, row in rows]) for name in ("tries", "hits"))
+        reached = np.cumprod(chances(tries, hits, prior, PRIOR_ROUNDS), axis=1)
+        own = np.array([most for most, _ in rows])[:, None]
+        gained = np.cumsum(np.sum(np.where(np.arange(reached.shape[1]) < own, reached, 0.0), axis=0))
+        return {k: len(rows) + (float(gained[k - 1]) if k else 0.0) for k in self.choices}
 
     def cost(self, kind: Hashable, k: int, full: int) -> float:
         """Seconds of a round; between two measured ones, for a k not yet tried."""

@@ -21,7 +21,7 @@ from jaxspec.decode.programs import Programs, Variants
 from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
 from jaxspec.engine import batch, setup
 from jaxspec.engine.account import counters, stopwatch
-from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
+from jaxspec.engine.adaptive import PROBE_ROUNDS, Acceptance, Controller
 from jaxspec.engine.request import Request, TokenLogprobs
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
@@ -133,6 +133,7 @@ class Engine:
                 bad_words=tuple(tuple(word) for word in bad_words),
                 index=index,
                 metrics=self.no_counts(),
+                acceptance=Acceptance(self.num_drafts),
             )
             for index in range(params.n)
         ]

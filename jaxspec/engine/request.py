@@ -83,7 +83,7 @@ class Request:
     samples: list[Request] = dataclasses.field(default_factory=list, repr=False)
     digests: list[bytes] = dataclasses.field(default_factory=list, repr=False)  # of its full pages, as computed so far
     num_registered: int = 0  # pages that others can find already
-    acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
+    acceptance: Acceptance = dataclasses.field(default_factory=lambda: Acceptance(0))
 
     def __post_init__(self) -> None:
         self.samples = self.samples or [self]

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxspec.engine.adaptive import FIRST_PAUSE, LONGEST_PAUSE, PROBE_ROUNDS, Acceptance, Choice, Controller
+from jaxspec.engine.adaptive import FIRST_PAUSE, LONGEST_PAUSE, PROBE_ROUNDS, Acceptance, Choice, Controller, chances
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import new_engine, params, plain, repeating, serve, texts
@@ -24,7 +24,7 @@ SAMPLINGS = (
 
 def row(accepted: int, rounds: int = 500, most: int = K) -> tuple[int, Acceptance]:
     """A row whose every round accepted so many of K drafts."""
-    found = Acceptance()
+    found = Acceptance(K)
     found.observe(np.full(rounds, accepted), K)
     return most, found
 
@@ -33,6 +33,7 @@ def controller(*costs: float, **options) -> Controller:
     """costs: seconds of a round with 0, 2, 4 drafts."""
     found = Controller(CHOICES, **options)
     found.seconds = 1e6  # time enough to look around
+    found.overall.observe(np.repeat([0, 4], 50), K)  # and something seen
     found.costs = {("kind", k): cost for k, cost in zip(CHOICES, costs, strict=False)}
     return found
 
@@ -107,7 +108,7 @@ def test_looks_cost_a_small_share_of_the_time():
     costs = {0: 1.0, 2: 1.5, 4: 2.0}
     c.overall.observe(np.zeros(500, int), K)
     for _ in range(2000):
-        choice = c.choose("kind", [row(0), (K, Acceptance())])
+        choice = c.choose("kind", [row(0), (K, Acceptance(K))])
         done = min(16, choice.num_rounds or 16)
         c.observe("kind", choice.k, done * costs[choice.k], done)
         seconds, plain_time = seconds + done * costs[choice.k], plain_time + done
@@ -132,7 +133,7 @@ def test_newcomers_get_a_look():
     c.pause = LONGEST_PAUSE
     c.observe("kind", 0, 40.0, 40)
     assert c.choose("kind", [row(0)]).k == 0
-    assert c.choose("kind", [row(0), (K, Acceptance())]).k > 0
+    assert c.choose("kind", [row(0), (K, Acceptance(K))]).k > 0
 
 
 def test_costs_follow_what_is_measured():
@@ -154,14 +155,15 @@ def test_costs_follow_what_is_measured():
 
 def test_acceptance_by_position():
     """Each position among the rounds that came so far; what was not seen is the prior."""
-    a, rounds = Acceptance(), 2.0
-    assert a.chances(4, 0.5, rounds).tolist() == [0.5] * 4
+    a = Acceptance(4)
+    seen = lambda prior=0.5: chances(a.tries, a.hits, prior, 2.0)
+    assert seen().tolist() == [0.5] * 4
     a.observe(np.array([0, 1, 2, 2] * 200), 2)
-    assert a.chances(4, 0.5, rounds) == pytest.approx([0.75, 2 / 3, 0.5, 0.5], abs=0.05)
+    assert seen() == pytest.approx([0.75, 2 / 3, 0.5, 0.5], abs=0.05)
     a.observe(np.full(200, 4), 4)
-    assert (a.chances(4, 0.5, rounds) > 0.95).all(), "newer rounds count more"
+    assert (seen() > 0.95).all(), "newer rounds count more"
     a.observe(np.full(200, 0), 4)
-    assert a.chances(4, np.array([0.1, 0.9, 0.9, 0.9]), rounds)[0] < 0.05
+    assert seen(np.array([0.1, 0.9, 0.9, 0.9]))[0] < 0.05
 
 
 @functools.cache
