@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -51,6 +54,27 @@ ALSO_ON_GPU = (
     "engine/test_seeds.py",
     "models/test_oracle.py",
 )
+
+
+# Every program compiled for the CPU maps some memory, and Linux gives a process 65,530 mappings: beyond them the
+# compiler aborts. So a process that has made many lets go of them; the compilation cache has them still.
+MOST_MAPPINGS, EVERY = 25_000, 10
+num_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def few_mappings():
+    yield
+    maps = Path("/proc/self/maps")
+    if next(num_tests) % EVERY or not maps.exists() or maps.read_bytes().count(b"\n") < MOST_MAPPINGS:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tests."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):  # engines and models that tests share
+                    value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
