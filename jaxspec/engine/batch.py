@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,11 @@ def padded(lists: Sequence[Sequence[int]], rows: int, width: int, fill: int, dty
     return array
 
 
+def filled(rows: int, values: Sequence, dtype: type, fill: float = 0) -> Any:
+    """Values as an array [rows], filled up."""
+    return np.array([*values, *[fill] * (rows - len(values))], dtype)
+
+
 def launch_input(
     requests: Sequence[Request], k: int, used: Variant, *, rows: int, num_pages: int, page_size: int, row_pages: int
 ) -> LaunchInput:
@@ -38,8 +44,7 @@ def launch_input(
     live."""
     params = [r.params for r in requests]
 
-    def column(values: Sequence, dtype: type, fill: float = 0) -> Any:
-        return np.array([*values, *[fill] * (rows - len(values))], dtype)
+    column = functools.partial(filled, rows)
 
     return LaunchInput(
         tokens=padded([r.tokens for r in requests], rows, row_pages * page_size + 1, 0),
@@ -70,8 +75,7 @@ def processors(requests: Sequence[Request], rows: int) -> Processors:
     """What penalises, biases or forbids ids. Widths are powers of two, so that few programs serve all."""
     params = [r.params for r in requests]
 
-    def column(values: Sequence, dtype: type, fill: float = 0) -> Any:
-        return np.array([*values, *[fill] * (rows - len(values))], dtype)
+    column = functools.partial(filled, rows)
 
     def ragged(lists: Sequence[Sequence], fill: Any = -1, dtype: Any = np.int32) -> Any:
         return padded(lists, rows, power_of_two(max(map(len, lists)), 16), fill, dtype)
