@@ -86,13 +86,18 @@ def convert(src: str, dst: str | Path, *, dtype: str | None = None, progress: bo
     chosen = jnp.dtype(dtype or FORMATS[source.kind].stored_dtype(source.path))
     here = SingleDeviceSharding(host_device())
     abstract = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name.endswith("norm") else chosen, sharding=here)
+        name: jax.ShapeDtypeStruct(shape, param_dtype(name, chosen), sharding=here)
         for name, shape in param_shapes(config).items()
     }
     params = load_params(source, config, abstract, progress=progress)
     config = dataclasses.replace(config, eos_ids=load_stop_ids(source, tokenizer))
     orbax.save(dst, params, config, tokenizer)
     return dst
+
+
+def param_dtype(name: str, weights: Any) -> Any:
+    """The dtype of a parameter where products have dtype `weights`: norms are float32, vocabularies integers."""
+    return jnp.float32 if name.endswith("norm") else jnp.int32 if name in ("d2t", "t2d") else weights
 
 
 def host_device() -> jax.Device:

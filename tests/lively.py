@@ -73,6 +73,18 @@ def vocabulary(m: Model, size: int) -> Model:
     return Model(dataclasses.replace(m.config, vocab_size=size), params)
 
 
+def reduced(m: Model) -> Model:
+    """The target with every second of its ids; the last row of its table stands for all the others."""
+    assert m.config.vocab_size % 2 == 0
+    vocab, size = m.config.vocab_size, m.config.vocab_size // 2
+    d2t = jnp.append(jnp.arange(1, vocab - 1, 2), vocab)
+    t2d = jnp.full(vocab, size - 1).at[d2t].set(jnp.arange(size), mode="drop")
+    rows = jnp.append(d2t[:-1], 0)
+    tables = {"embed": m.params["embed"][rows]} | ({} if m.config.tied else {"head": m.params["head"][:, rows]})
+    ids = {"d2t": d2t.astype(jnp.int32), "t2d": t2d.astype(jnp.int32)}
+    return Model(dataclasses.replace(m.config, reduced_vocab_size=size), {**m.params, **tables, **ids})
+
+
 DRAFTS = {
     "itself": lambda m: m,
     "first_layer": first_layer,
@@ -81,6 +93,7 @@ DRAFTS = {
     "random": lambda m: tiny.model(tiny.small(m.config), 5),
     "fewer_ids": functools.partial(vocabulary, size=VOCAB - 8),
     "more_ids": functools.partial(vocabulary, size=VOCAB + 8),
+    "reduced": reduced,
 }
 
 # A drafter's name -> the family on which it is sometimes right and sometimes wrong.

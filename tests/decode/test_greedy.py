@@ -162,6 +162,20 @@ def test_ids_beyond_the_drafts_vocabulary_leave_it_useful():
     assert all(r.metrics.num_accepted_tokens > 0 for r in requests)
 
 
+@pytest.mark.parametrize("greedy_draft", [False, True])
+def test_draft_with_a_reduced_vocabulary(greedy_draft):
+    """The text holds ids that the draft lacks; they are never proposed, and the others are accepted."""
+    sampling = tuple(params((30,) * 5))
+    expected = plain(PROMPTS, sampling)
+    lacking = {token for tokens in expected for token in tokens if token % 2 == 0}
+    assert len(lacking) > 5
+    spec = {"draft_sample_method": "greedy"} if greedy_draft else {}
+    requests = serve(new_engine("reduced", K, spec=spec), PROMPTS, sampling)
+    assert texts(requests) == expected
+    accepted = total(requests)
+    assert all(0 < n < sum(r.metrics.num_drafts for r in requests) for n in accepted), accepted
+
+
 @pytest.mark.parametrize("limit", [20, 33])
 def test_draft_with_a_shorter_context(limit):
     """Rows beyond it decode plainly; a prompt that is longer from the start never speculates."""

@@ -141,6 +141,7 @@ LOGITS = B * (K + 1) * QWEN3.vocab_size * 4
 VARIANTS = [
     ("v5e:1x1", layers(28), None, Variant(), 2 * LOGITS),
     ("v5e:1x1", layers(2), layers(1), Variant(), 2 * LOGITS),
+    ("v5e:1x1", layers(1), dataclasses.replace(layers(1), reduced_vocab_size=32768), Variant(), 2 * LOGITS),
     ("v6e:1x1", layers(1), layers(1), Variant(standard=True), 8 * LOGITS),
 ]
 
