@@ -21,6 +21,7 @@ from jaxspec.models.layers import (
     Backend,
     Rows,
     attend,
+    attend_densely,
     matmul_precision,
     rotary_tables,
 )
@@ -84,6 +85,8 @@ class Layer(nnx.Module):
             weights |= {"q_norm": self.q_norm[...], "k_norm": self.k_norm[...]}
         tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
         options = {"eps": c.norm_eps, "scale": c.query_scale, "window": self.window, "soft_cap": c.soft_cap}
+        if pages is None:
+            return attend_densely(x, weights, tables, backend, num_kv_heads=c.num_kv_heads, **options), None
         return attend(x, weights, pages, rows, tables, backend, **options)
 
 
@@ -106,7 +109,10 @@ class Decoder(nnx.Module):
         return Vocabulary(self.d2t[...], self.t2d[...]) if self.config.reduced_vocab_size else None
 
     def __call__(self, tokens, pages, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
-        """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering layers `taps`)."""
+        """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering layers `taps`).
+
+        pages: of each layer, or None for a pass without a cache.
+        """
         c = self.config
         if vocabulary := self.vocabulary:
             tokens = jnp.take(vocabulary.t2d, tokens, mode="clip")
@@ -158,6 +164,15 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
     graph, abstract = describe(config, params["embed"].dtype.name)
     flat = {path: leaf.replace(params[dotted(path)]) for path, leaf in abstract.items()}
     return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backend) -> tuple[Decoder, jax.Array]:
+    """A causal pass over whole rows without a cache, for training: tokens i32[B,T], rows from position 0 ->
+    (the bound decoder, hidden [B,T,E])."""
+    decoder = bind(config, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, _, _ = decoder(tokens, (None,) * config.num_layers, Rows(positions), backend)
+    return decoder, hidden
 
 
 def abstract_params(config: ModelConfig, dtype: Any, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
