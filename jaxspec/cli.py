@@ -1,4 +1,4 @@
-"""The command line: jaxspec demo | generate | bench | convert | info."""
+"""The command line: jaxspec demo | generate | bench | generate-data | evaluate-draft | convert | info."""
 
 from __future__ import annotations
 
@@ -239,6 +239,49 @@ def bench(
     from jaxspec.bench.measure import bench
 
     bench(chosen, as_json=as_json, plot=plot)
+
+
+@app.command()
+def generate_data(
+    target: Annotated[str, typer.Option(help="The model that writes. " + MODEL_HELP)],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the shards; those that are there are kept.")],
+    tokens: Annotated[int, typer.Option(help="Generate at least so many, prompts included.")] = 10_000_000,
+    seed: Annotated[int, typer.Option(help="Of prompts and samples.")] = 0,
+    length: Annotated[int, typer.Option(help="Longest sequence, prompt included, in tokens.")] = 512,
+    shard_size: Annotated[int, typer.Option(help="Sequences of a shard.")] = 4096,
+    mixture: Annotated[
+        str | None,
+        typer.Option(help="Shares of chat, story, code, summary, rewrite, list, translate, free: chat:2,code:1."),
+    ] = None,
+    temperatures: Annotated[str | None, typer.Option(help="Shares of temperatures; 0:0.5,0.7:0.25,1:0.25.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Let a model write what a draft is trained on."""
+    from jaxspec.train.generate import MIXTURE, TEMPERATURES, DataOptions, engine_options, generate, shares
+
+    options = DataOptions(
+        tokens=tokens,
+        seed=seed,
+        length=length,
+        shard_size=shard_size,
+        mixture=MIXTURE if mixture is None else shares("--mixture", mixture),
+        temperatures=TEMPERATURES if temperatures is None else shares("--temperatures", temperatures, float),
+        rows=rows,
+    )
+    import checkpoints
+    from jaxspec.llm import LLM
+
+    say(f"loading {target} ...")
+    name = checkpoints.resolve(target).name
+    written = generate(LLM(target, dtype=dtype, **engine_options(options)), out, options, target=name)
+    if as_json:
+        print(json.dumps(written))
+    else:
+        print(f"{written['sequences']} sequences, {written['tokens']} tokens in {written['shards']} shards: {out}")
 
 
 @app.command()

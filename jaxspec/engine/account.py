@@ -35,6 +35,8 @@ class stopwatch:
 
 def counters(result: LaunchResult, row: int, kept: int) -> SpecDecodeMetrics:
     """What one row's rounds did, as far as its first `kept` tokens: what a stop string cut off counts for nothing."""
+    if not result.num_speculative_tokens:
+        return SpecDecodeMetrics(num_emitted_tokens=kept)
     emitted = result.emitted[row]
     start = np.cumsum(emitted) - emitted  # tokens before each round
     proposed = np.where(start < kept, result.proposed[row], 0)
