@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -53,12 +55,25 @@ def load_tokenizer(source: Source) -> Any:
     """
     if source.kind == "gguf":
         return build_tokenizer(gguf.read_header(source.path).meta)
+    if (source.path / orbax.FINGERPRINT).is_file():
+        raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
     known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((source.path / name).is_file() for name in known):
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
     from transformers import AutoTokenizer  # slow to import
 
     return AutoTokenizer.from_pretrained(source.path)
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A digest of what each id means."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def load_fingerprint(source: Source) -> str | None:
+    """That of the tokenizer which a draft was trained for; None where the source has a tokenizer of its own."""
+    path = source.path / orbax.FINGERPRINT
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
 def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:

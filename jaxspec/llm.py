@@ -244,6 +244,13 @@ def load(source: Any, dtype: Any, mesh: Any) -> Model:
 
 def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:
     """A draft must mean the same by an id. Vocabularies padded to different sizes are fine."""
+    if (wanted := checkpoints.load_fingerprint(draft_source)) is not None:
+        if wanted != (found := checkpoints.fingerprint(tokenizer)):
+            raise ValueError(
+                f"the draft {draft_source.name!r} was trained for another tokenizer than that of the target "
+                f"{source.name!r} (fingerprint {wanted[:12]}, found {found[:12]}): train one for this target"
+            )
+        return
     mine, theirs = tokenizer.get_vocab(), checkpoints.load_tokenizer(draft_source).get_vocab()
     if mine != theirs:
         tokens = mine.keys() | theirs.keys()

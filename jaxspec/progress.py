@@ -57,3 +57,19 @@ def token_progress(total: int, done: int, *, enabled: bool) -> Iterator[Callable
                 console.print(text, highlight=False, soft_wrap=True)
 
         yield report
+
+
+@contextlib.contextmanager
+def training_progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """Yields report(step, text), which redraws a bar of `total` steps; shows nothing where nobody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda step, text: None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda step, text: bar.update(task, completed=step, description=text)

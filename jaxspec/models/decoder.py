@@ -84,7 +84,12 @@ class Layer(nnx.Module):
         if c.qk_norm:
             weights |= {"q_norm": self.q_norm[...], "k_norm": self.k_norm[...]}
         tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
-        options = {"eps": c.norm_eps, "scale": c.query_scale, "window": self.window, "soft_cap": c.soft_cap}
+        options: dict[str, Any] = {
+            "eps": c.norm_eps,
+            "scale": c.query_scale,
+            "window": self.window,
+            "soft_cap": c.soft_cap,
+        }
         if pages is None:
             return attend_densely(x, weights, tables, backend, num_kv_heads=c.num_kv_heads, **options), None
         return attend(x, weights, pages, rows, tables, backend, **options)

@@ -119,8 +119,8 @@ def attend_densely(
     """
     if soft_cap is not None:
         raise NotImplementedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
-    parts = (weights["norm"], weights["qkv"], *(weights.get(name) for name in ("bias", "q_norm", "k_norm")))
-    query, key, value = project(x, *parts, *tables, num_kv_heads, eps)
+    bias, q_norm, k_norm = (weights.get(name) for name in ("bias", "q_norm", "k_norm"))
+    query, key, value = project(x, weights["norm"], weights["qkv"], bias, q_norm, k_norm, *tables, num_kv_heads, eps)
     seen = None if window is None else (window - 1, 0)
     options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": seen}
     mixed = jax.nn.dot_product_attention(query, key, value, implementation=backend.dense_attention, **options)

@@ -76,7 +76,7 @@ def loss_sums(
         return jax.tree.map(jnp.add, total, piece((target, draft), *xs)), None
 
     follows = jnp.pad(counted[:, 1:], ((0, 0), (0, 1)))  # the last token predicts nothing
-    pieces = num_pieces(*tokens.shape, configs[0].vocab_size)
+    pieces = num_pieces(tokens.shape[0], tokens.shape[1], configs[0].vocab_size)
     cut = lambda x: x.reshape(x.shape[0], pieces, -1, *x.shape[2:]).swapaxes(0, 1)
     zero = (jnp.float32(0), dict.fromkeys(("tv", "agree", "lost"), jnp.float32(0)))
     return lax.scan(add, zero, (jax.tree.map(cut, hidden), cut(follows)))[0]

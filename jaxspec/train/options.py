@@ -6,12 +6,13 @@ from pathlib import Path
 
 from jaxspec.config import DTYPES, at_least, one_of
 from jaxspec.options import options
+from jaxspec.train.generate import shares
 
 LOSSES = ("kl", "rkl", "tv")
 # Forward KL teaches from the first step on, where total variation, which is what is wanted (1 - acceptance), has next
 # to no gradient on tokens that the draft finds unlikely; total variation then spends a small draft's capacity on the
 # tokens that decide acceptance.
-DEFAULT_LOSS = "kl=1,tv=1"
+DEFAULT_LOSS = "kl:1,tv:1"
 
 
 @options
@@ -27,7 +28,7 @@ class TrainOptions:
         projected where the widths differ. False: random.
       steps, minutes: ends after so many steps, or before so many minutes have passed.
       batch_size, length: rows of a step and tokens of a row; accumulate: parts that a step's rows are computed in.
-      loss: a weighted sum of "kl" (forward), "rkl" (reverse) and "tv" (total variation), as "kl=1,tv=0.5".
+      loss: a weighted sum of "kl" (forward), "rkl" (reverse) and "tv" (total variation), as "kl:1,tv:0.5".
       learning_rate, warmup, weight_decay, clip: AdamW with a linear warm-up of `warmup` steps and a cosine down to a
         tenth; gradients are cut at the norm `clip`.
       eval_every: steps between measurements and checkpoints; eval_prompts, eval_tokens: held-out prompts that are
@@ -87,15 +88,10 @@ class TrainOptions:
 
 
 def loss_weights(text: str) -> dict[str, float]:
-    """ "kl=1,tv=0.5" -> {"kl": 1.0, "tv": 0.5}; a name alone weighs 1. Raises: ValueError."""
-    weights: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
+    """ "kl:1,tv:0.5" -> {"kl": 1.0, "tv": 0.5}. Raises: ValueError."""
+    weights = shares("loss", text)
+    for name, weight in weights.items():
         one_of("loss", name, LOSSES)
-        try:
-            weights[name] = float(value or 1)
-        except ValueError:
-            raise ValueError(f"loss={text!r}: {value!r} is no number; write it like kl=1,tv=0.5") from None
-        if weights[name] <= 0:
-            raise ValueError(f"loss={text!r}: the weight of {name} must be above 0")
+        if not weight > 0:
+            raise ValueError(f"loss {text}: the weight of {name} must be above 0")
     return weights
