@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxspec.demo import device_name
 from jaxspec.llm import LLM
 from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.parallel.mesh import device_name
 from jaxspec.sampling_params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7)
