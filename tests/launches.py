@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout
-from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.packing import Packed, pack
+from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import STOP, DecodeConfig, LaunchInput, LaunchResult, RowLimits, Variant
 from jaxspec.drafters.combined import Combined

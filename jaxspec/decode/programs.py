@@ -39,7 +39,7 @@ class Programs:
     compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> Any:
-        """Calls the program `name` with pytrees of small numpy arrays -> (cache, the rest, Packed and on the device)."""
+        """Calls the program `name` with pytrees of small numpy arrays -> (cache, the rest, packed on the device)."""
         packed = jax.device_put(pack(arrays), sharding(self.mesh))
         caches, structure = jax.tree.flatten(cache)
         pages = tuple((x.shape, x.dtype) for x in caches)

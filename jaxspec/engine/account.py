@@ -35,7 +35,7 @@ class stopwatch:
 
 
 def counters(result: LaunchResult, kept: Sequence[int]) -> list[SpecDecodeMetrics]:
-    """What each row's rounds did, as far as its first kept[row] tokens: what a stop string cut off counts for nothing."""
+    """What each row's rounds did, as far as its first kept[row] tokens: what a stop string cut off is not counted."""
     rows = len(kept)
     emitted, limit = result.emitted[:rows], np.array(kept)[:, None]
     start = np.cumsum(emitted, axis=1) - emitted  # tokens before each round

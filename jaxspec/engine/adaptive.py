@@ -68,7 +68,7 @@ class Controller:
         self.rounds, self.pause = 0, FIRST_PAUSE  # of the best choice since the last look at its rival
         self.seconds, self.spent = 0.0, 0.0  # of all launches; lost to looks
         self.prices: dict[tuple[Hashable, int], float] = {}  # (kind, k) -> what the last look at it lost
-        self.instead: float | None = None  # tokens a second that the launch to come is measured against, if it is a look
+        self.instead: float | None = None  # tokens a second of the best choice, while the launch to come is a look
 
     def choose(self, kind: Hashable, rows: Sequence[tuple[int, Acceptance]], *, pinned: bool = False) -> Choice:
         """For rows of (most drafts it may have, its acceptance) in launches of this kind. pinned: no choice is to be

@@ -224,7 +224,8 @@ class Engine:
         )
         config = dataclasses.replace(self.decoding, variant=batch.prefill_variant(requests))
         with self.blame(requests), self.timed("prefill_seconds"), TraceAnnotation("prefill"):
-            scores = fetch(self.run("prefill", config, chunk))
+            done = self.run("prefill", config, chunk)
+            scores = fetch(done) if config.variant.logprobs is not None else None
             jax.block_until_ready(self.cache)
         for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             if not request.finish_reason:
@@ -354,7 +355,7 @@ class Engine:
             request.metrics += seen
             self.metrics += seen
         drafted = [(row, r, k) for row, r in enumerate(requests) if (k := min(size, r.num_speculative_tokens))]
-        rounds = [result.accepted[row, result.emitted[row] > 0] for row, _, _ in drafted]
+        rounds = [np.asarray(result.accepted)[row, result.emitted[row] > 0] for row, _, _ in drafted]
         for (_, request, k), accepted in zip(drafted, rounds, strict=True):
             request.acceptance.observe(accepted, k)
         for k in {k for _, _, k in drafted}:

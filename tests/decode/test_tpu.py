@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxspec.cache.pages import CacheLayout, PagedKVCache, cache_layout
-from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.packing import pack
+from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import DecodeConfig, LaunchInput, RowLimits, Variant
 from jaxspec.drafters.draft_model import DraftModel
