@@ -19,6 +19,7 @@ from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
 from jaxspec.demo import device_name, say
+from jaxspec.engine.engine import fetch
 
 Row = dict[str, Any]
 # Name in a row -> how the never-slower table decodes: no speculation at all, always K, or K as the engine chooses.
@@ -146,7 +147,7 @@ class Point:
         }
         if "round" in self.options.stages:
             launch = raw.launch(k)
-            emitted = float(np.mean(jax.device_get(launch().emitted)[: self.batch_size]))
+            emitted = float(np.mean(fetch(launch()).emitted[: self.batch_size]))
             sample = self.per_round(launch)
             yield self.row("round", sample, least["score"] + drafting, k, acceptance_length=emitted)
         for stage in least:

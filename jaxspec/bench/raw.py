@@ -22,7 +22,7 @@ from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import SpeculativeConfig
 from jaxspec.decode.loop import start_state
 from jaxspec.decode.round import num_wanted, propose, runnable, score, verify
-from jaxspec.decode.state import DecodeConfig, LaunchInput
+from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.base import Proposal
 from jaxspec.engine import batch
 from jaxspec.engine.engine import Engine, fetch
@@ -85,7 +85,7 @@ class Raw:
         return dataclasses.replace(self.engine.decoding, drafter=self.engine.drafters[k], variant=variant)
 
     def launch(self, k: int) -> Call:
-        """One launch of ROUNDS rounds; its result."""
+        """One launch of ROUNDS rounds; its result, packed."""
         return self.launching(self.config(k), k)
 
     def launch_draft(self) -> Call:
@@ -105,12 +105,11 @@ class Raw:
             engine.cache = PagedKVCache(engine.cache.target, new.target) if draft_alone else new
             return result
 
-        self.check(call(), k)
+        self.check(fetch(call()), k)
         return call
 
-    def check(self, result: Any, k: int) -> None:
+    def check(self, result: LaunchResult, k: int) -> None:
         """A launch that ended early, or drafted less than it should, would be timed as if it were fast."""
-        result = fetch(result)
         emitted, proposed = result.emitted[: self.batch_size], result.proposed[: self.batch_size]
         if int(result.num_rounds) != ROUNDS or not (emitted > 0).all():
             raise RuntimeError(f"a launch did {int(result.num_rounds)} rounds of {ROUNDS}, or a row ended early")
