@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 import checkpoints
 from checkpoints import orbax
+from jaxspec.demo import say
 from jaxspec.engine.setup import Model
 from jaxspec.llm import PLATFORMS, compute_dtype, enable_compilation_cache, load
 from jaxspec.models.config import ModelConfig
@@ -244,8 +244,3 @@ class Journal:
         """The newest means in words."""
         row: dict[str, Any] = next((row for row in reversed(self.rows) if "loss" in row), {})
         return "".join(f", {name} {row[name]:.3f}" for name in ("loss", "tv", "agree", "lost") if row)
-
-
-def say(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr, flush=True)
