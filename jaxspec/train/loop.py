@@ -215,7 +215,7 @@ def compact(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def steps_that_fit(total: int, at: int, each: float, left: float) -> int:
     """Steps in all, at most `total`, after `at` of them; each, left: seconds a step takes, and that remain."""
-    return min(total, at + int(SHARE_OF_STEPS * left / each))
+    return min(total, at + max(1, int(SHARE_OF_STEPS * left / each)))
 
 
 class Journal:
