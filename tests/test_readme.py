@@ -6,8 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from tests.folders import write_model
 
 ROOT = Path(__file__).parent.parent
