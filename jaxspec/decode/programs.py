@@ -95,4 +95,5 @@ def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> ja
 
 def compiler_options(place: Sharding) -> dict[str, Any] | None:
     """For a program over arrays that lie there."""
-    return COMPILER_OPTIONS.get(next(iter(place.device_set)).platform)
+    device: Any = next(iter(place.device_set))
+    return COMPILER_OPTIONS.get(device.platform)
