@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.feed_forward.reference import linear, rms_norm
+from pallas_kernels.feed_forward.reference import linear, rms_norm, whole
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 
@@ -15,7 +15,7 @@ def self_attention(
     heads = linear(qkv, rms_norm(norm, x, eps))
     if bias is not None:
         heads = heads + bias
-    heads = heads.reshape(b, t, g, -1, d)
+    heads = whole(heads, platform).reshape(b, t, g, -1, d)
     query = heads[:, :, :, :-2].reshape(b, t, -1, d)
     key, value = heads[:, :, :, -2], heads[:, :, :, -1]
     if q_norm is not None:
