@@ -48,7 +48,11 @@ def test_free_memory():
 
 @pytest.mark.parametrize(
     ("platform", "sizes"),
-    [("cpu", {8: 8, 80: 80}), ("tpu", {8: 64, 64: 64, 80: 128, 128: 128, 256: 256}), ("gpu", {8: 16, 64: 64, 80: 128})],
+    [
+        ("cpu", {8: 8, 80: 80}),
+        ("tpu", {8: 128, 64: 128, 80: 128, 128: 128, 256: 256}),
+        ("gpu", {8: 16, 64: 64, 80: 128}),
+    ],
 )
 def test_head_sizes_are_padded_for_the_kernels(platform, sizes):
     assert {size: padded_head_dim(size, platform) for size in sizes} == sizes
