@@ -59,19 +59,22 @@ class Program:
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
         self.speculative = SpeculativeConfig(model="draft" if draft else None, num_speculative_tokens=num_drafts)
         self.params = {name: dict(model.params) for name, model in self.models.items()}
-        if self.options.num_pages is None:
-            memory = int(self.options.memory_utilization * MEMORY[chip.split(":")[0]])
-            free = memory - sum(map(per_device, jax.tree.leaves(self.params))) - self.reserved
-            layouts = [self.paged(num_pages=1)[name].layout for name in self.models]
-            num_pages = budget.num_pages(free, *(layout.page_bytes // len(devices) for layout in layouts))
-        paged = self.paged(num_pages=self.options.num_pages or num_pages)
+        paged = self.paged(num_pages=self.options.num_pages or self.pool(MEMORY[chip.split(":")[0]]))
+        self.layouts = [model.layout for model in paged.values()]
         drafter = drafters(self.speculative, paged.get("draft"))[num_drafts]
         self.config = DecodeConfig(paged["target"], drafter, variant)
-        self.cache = PagedKVCache(*(self.pages(model.layout) for model in paged.values()))
+        self.cache = PagedKVCache(*map(self.pages, self.layouts))
 
     def paged(self, num_pages: int):
         options = EngineConfig(**vars(self.options) | {"num_pages": num_pages})
         return paged_models(self.models, options, self.speculative, self.mesh, "tpu")
+
+    def pool(self, memory: int) -> int:
+        """Pages that the engine would find room for."""
+        weights = sum(map(per_device, jax.tree.leaves(self.params)))
+        free = int(self.options.memory_utilization * memory) - weights - self.reserved
+        layouts = [model.layout for model in self.paged(num_pages=1).values()]
+        return budget.num_pages(free, *(layout.stored_bytes(self.mesh.size, "tpu") for layout in layouts))
 
     @property
     def reserved(self) -> int:
@@ -147,11 +150,11 @@ def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hl
     """In place, within `temporary` bytes a device, without the host, and no page or slice of a weight moved for
     nothing; -> the program."""
     memory, read = compiled.memory_analysis(), hlo.Program(compiled.as_text())
-    leaves = jax.tree.leaves(program.cache)
-    assert memory.alias_size_in_bytes >= sum(map(per_device, leaves))
+    stored = [layout.num_pages * layout.stored_bytes(program.mesh.size, "tpu") for layout in program.layouts]
+    assert memory.alias_size_in_bytes == sum(stored)
     table = re.search(r"input_output_alias=\{(.*?)\}, entry", read.text).group(1)
     aliased = {int(out or 0): int(at) for out, at in re.findall(r"\{(\d*)\}: \((\d+), \{\}, ", table)}
-    assert aliased == {i: aliased[0] + i for i in range(len(leaves))}
+    assert aliased == {i: aliased[0] + i for i in range(len(jax.tree.leaves(program.cache)))}
     assert memory.temp_size_in_bytes < temporary, f"{memory.temp_size_in_bytes / 1e6:.1f} MB"
     for instruction in ("infeed", "outfeed", "send", "recv", "sort"):
         assert not re.search(rf"\s{instruction}(-start|-done)?\(", read.text), instruction

@@ -45,6 +45,12 @@ class CacheLayout:
         per_layer = self.page_size * 2 * self.num_kv_heads * self.head_dim
         return self.num_layers * per_layer * jnp.dtype(self.dtype).itemsize
 
+    def stored_bytes(self, num_devices: int, platform: str) -> int:
+        """Bytes of it in the memory of each device. A TPU stores more than four keys and values by eights."""
+        heads = 2 * self.num_kv_heads // num_devices
+        stored = -(-heads // 8) * 8 if platform == "tpu" and heads > 4 else heads
+        return self.page_bytes // (2 * self.num_kv_heads) * stored
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
