@@ -92,8 +92,13 @@ def kernels(instructions: Iterable[Instruction], name: str) -> int:
 
 
 def collectives(instructions: Iterable[Instruction]) -> Counter[str]:
-    opcodes = Counter(i.opcode.removesuffix("-start") for i in instructions)
-    return Counter({name: opcodes[name] for name in COLLECTIVES if opcodes[name]})
+    """Arrays sent in each way: the compiler joins several into one instruction."""
+    count: Counter[str] = Counter()
+    for instruction in instructions:
+        name = instruction.opcode.removesuffix("-start")
+        if name in COLLECTIVES:
+            count[name] += len(instruction.sizes)
+    return count
 
 
 def made(instructions: Iterable[Instruction], sizes: set[int], *, prefetched: bool) -> list[str]:
