@@ -81,7 +81,8 @@ def reduced(m: Model) -> Model:
     t2d = jnp.full(m.config.vocab_size, size - 1, jnp.int32).at[d2t].set(jnp.arange(size), mode="drop")
     rows = jnp.array([*own, 0])
     tables = {"embed": m.params["embed"][rows]} | ({} if m.config.tied else {"head": m.params["head"][:, rows]})
-    params = {**m.params, **tables, "d2t": d2t, "t2d": t2d}
+    ids = jax.device_put({"d2t": d2t, "t2d": t2d}, m.params["norm"].sharding)
+    params = {**m.params, **tables, **ids}
     return Model(dataclasses.replace(m.config, reduced_vocab_size=size), params)
 
 
