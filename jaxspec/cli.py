@@ -327,6 +327,30 @@ def train_draft(
 
 
 @app.command()
+def evaluate_draft(
+    target: Annotated[str, typer.Option(help=MODEL_HELP)],
+    draft: Annotated[str, typer.Option(help="The draft to be measured.")],
+    prompts: Annotated[
+        Path, typer.Option(metavar="FILE.json", help="What users say, by category: {category: [text, ...]}.")
+    ] = Path("tests/heldout.json"),
+    k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """How many of a draft's tokens a model accepts, greedy and at temperature 0.7."""
+    from jaxspec.train import evaluate
+
+    texts = evaluate.read_prompts(prompts)  # before the loading
+    say(f"loading {target} and {draft} ...")
+    document = evaluate.evaluate(target, draft, texts, num_speculative_tokens=k, max_tokens=max_tokens, dtype=dtype)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        evaluate.show(document)
+
+
+@app.command()
 def info(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     draft: Annotated[str | None, typer.Option(help="Tell whether this draft fits the model.")] = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +123,8 @@ def answer(llm: LLM, prompt: Any, params: SamplingParams) -> Run:
 
 def describe(llm: LLM, runs: dict[str, list[Run]], compiling: dict[str, float]) -> dict[str, Any]:
     """The JSON document."""
+    from jaxspec.parallel.mesh import device_name
+
     methods: dict[str, Any] = {}
     for name, taken in runs.items():
         tokens, seconds = sum(len(run.token_ids) for run in taken), sum(run.seconds for run in taken)
@@ -172,16 +173,6 @@ def first_differences(taken: list[Run], plain: list[Run]) -> Iterator[dict[str, 
         if a != b:
             agree = [x == y for x, y in zip(a, b, strict=False)]
             yield {"prompt": prompt, "position": agree.index(False) if False in agree else len(agree)}
-
-
-def device_name() -> str:
-    import jax
-
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return device.device_kind
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"cpu, {cores} cores"
 
 
 def show(document: dict[str, Any]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +127,7 @@ def engine_options(options: DataOptions) -> dict[str, Any]:
         "num_pages": rows * -(-options.length // page_size),
         "enable_prefix_caching": False,
         "rounds_per_launch": MAX_ROUNDS,
-        "prefill_chunk": max(power_of_two(options.length), 32 * power_of_two(rows)),
+        "prefill_chunk": max(power_of_two(options.length) * power_of_two(rows) // 2, 16),
     }
 
 
@@ -178,16 +180,16 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
         return ended + sum(s.num_tokens for s in under_way.values()) + sum(r.num_tokens for r in running)
 
     def refill() -> None:
-        """Starts sequences where rows are free. Not for one row at a time: every newcomer interrupts the others."""
-        free = options.num_rows - len(running)
-        if free < options.num_rows / REFILL:
+        """Starts sequences where rows are free: so many at a time, because newcomers interrupt the others and every
+        other number would compile another program."""
+        count = max(options.num_rows // REFILL, 1) if running else options.num_rows
+        if options.num_rows - len(running) < count:
             return
-        for _ in range(free):
+        for _ in range(count):
             if not waiting:
                 if num_tokens() >= options.tokens:
                     return
-                index = next(indices)
-                begun = openings(llm, options, index)
+                index, begun = next(fresh)
                 under_way[index] = shard = Shard(index, begun, options.length, engine.vocab_size)
                 waiting.extend((shard, row) for row in range(options.shard_size))
             shard, row = waiting.popleft()
@@ -198,7 +200,10 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
             running[engine.add(opening.ids, params, stop_ids=llm.stop_ids)] = shard, row
 
     try:
-        with token_progress(options.tokens, num_tokens(), enabled=progress) as report:
+        with (
+            contextlib.closing(ahead(lambda index: (index, openings(llm, options, index)), indices)) as fresh,
+            token_progress(options.tokens, num_tokens(), enabled=progress) as report,
+        ):
             while True:
                 refill()
                 if not running:
@@ -218,6 +223,16 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     described = manifest(recipe, done, options.tokens)
     write_manifest(folder, described)
     return described
+
+
+def ahead(function: Callable[[Any], Any], arguments: Iterator[Any]) -> Generator[Any, None, None]:
+    """The function's results in order, each computed while the one before is in use: the host draws the next prompts
+    while the device is at work."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(function, next(arguments))
+        while True:
+            result, coming = coming.result(), pool.submit(function, next(arguments))
+            yield result
 
 
 def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
