@@ -101,12 +101,19 @@ def test_mixture_and_temperatures(out, shards):
     greedy, warm = (np.mean(shards.temperature == np.float32(t)) for t in (0.0, 0.7))
     assert 0.35 < greedy < 0.62
     assert 0.12 < warm < 0.38
-    bare = shards.prompt_length == 1
-    assert (shards.temperature[bare] == 1.0).all()
     rng = generate.random.Random(0)
     picked = [generate.pick({"a": 1.0, "b": 0.0, "c": 3.0}, rng) for _ in range(4000)]
     assert 0.72 < picked.count("c") / 4000 < 0.78
     assert "b" not in picked
+
+
+def test_from_the_bare_beginning_nothing_is_greedy(llm):
+    options = DataOptions(**OPTIONS | {"shard_size": 200, "mixture": {"free": 1.0}, "temperatures": {0.0: 1.0}})
+    begun = generate.openings(llm, options, 0)
+    bare = [opening for opening in begun if opening.ids == [BOS]]
+    assert 0 < len(bare) < 40
+    assert {opening.temperature for opening in bare} == {1.0}
+    assert {opening.temperature for opening in begun if opening.ids != [BOS]} == {0.0}
 
 
 def test_same_seed_same_shards(llm, out, tmp_path):
