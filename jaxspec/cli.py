@@ -301,11 +301,13 @@ def train_draft(
     out: Annotated[Path, typer.Option(help="The folder to write; it is then the draft's name.")],
     target: Annotated[str, typer.Option(help=MODEL_HELP)] = EMBEDDED,
     layers: Annotated[int, typer.Option(help="Of the draft.")] = 2,
-    width: Annotated[int | None, typer.Option(help="Of the draft; the target's.")] = None,
+    width: Annotated[int | None, typer.Option(help="Of the draft; two thirds of the target's.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads; as many as fit the width.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads; as the target's where they divide.")] = None,
     mlp_width: Annotated[int | None, typer.Option(help="In proportion to the width.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Ids of its own, the most frequent ones; all.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Ids of its own, the most frequent ones; at most 16384.")
+    ] = None,
     init_from_target: Annotated[bool, typer.Option(help="Begin with the target's layers and embeddings.")] = True,
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 2000,
     minutes: Annotated[float | None, typer.Option(help="End before, whatever --steps says.")] = None,

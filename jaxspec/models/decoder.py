@@ -122,7 +122,11 @@ class Decoder(nnx.Module):
         if vocabulary := self.vocabulary:
             tokens = jnp.take(vocabulary.t2d, tokens, mode="clip")
         # clip: a draft with fewer ids than the target may be shown one it lacks, and the default would make it NaN.
-        x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        table = self.embed[...]
+        if None in pages:  # the gradient of a lookup adds up as many rows as an id occurs: in float32
+            x = jnp.take(table.astype(jnp.float32), tokens, axis=0, mode="clip").astype(table.dtype)
+        else:
+            x = jnp.take(table, tokens, axis=0, mode="clip")
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
         ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
         new_pages, tapped = [], []

@@ -15,6 +15,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
 from jaxspec.train.options import TrainOptions
 
+MOST_IDS = 16384  # unless told otherwise
 VOCABULARY = ("d2t", "t2d")  # parameters that are not trained
 
 
@@ -26,11 +27,14 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     c, o = target, options
     if o.layers > c.num_layers:
         raise ValueError(f"--layers {o.layers} exceeds the target's {c.num_layers}: a draft is smaller than its target")
-    width = o.width or c.width
+    # With 16,384 ids two thirds of SmolLM2-135M's width make two layers that cost a 14th of a pass of its 30 on two CPU
+    # cores (bench/NOTES.md).
+    width = o.width or max(1, 2 * c.width // 3 // c.head_dim) * c.head_dim
     heads = o.heads or (c.num_heads if width == c.width else max(1, width // c.head_dim))
     kv_heads = o.kv_heads or math.gcd(heads, c.num_kv_heads)
-    if o.vocab_size and o.vocab_size > c.vocab_size:
-        raise ValueError(f"--vocab-size {o.vocab_size} exceeds the target's {c.vocab_size}: lower it or leave it out")
+    vocab_size = min(MOST_IDS, c.vocab_size) if o.vocab_size is None else o.vocab_size
+    if vocab_size > c.vocab_size:
+        raise ValueError(f"--vocab-size {vocab_size} exceeds the target's {c.vocab_size}: lower it or leave it out")
     return dataclasses.replace(
         c,
         num_layers=o.layers,
@@ -38,10 +42,10 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         width=width,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        mlp_width=o.mlp_width or -(-c.mlp_width * width // c.width // 64) * 64,
+        mlp_width=o.mlp_width or (c.mlp_width if width == c.width else -(-c.mlp_width * width // c.width // 64) * 64),
         tied=True,
         embed_scale=c.embed_scale if c.embed_scale == 1.0 else math.sqrt(width),
-        reduced_vocab_size=None if o.vocab_size in (None, c.vocab_size) else o.vocab_size,
+        reduced_vocab_size=None if vocab_size == c.vocab_size else vocab_size,
     )
 
 

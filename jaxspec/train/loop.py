@@ -21,11 +21,11 @@ from jaxspec.models.layers import Backend
 from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.progress import training_progress
 from jaxspec.train import build, data
-from jaxspec.train.loss import own_ids_first
+from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.plot import draw
-from jaxspec.train.step import State, computed, dense_attention, first_state, make_step, place_rows
+from jaxspec.train.step import State, dense_attention, first_state, make_step, place_rows
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 METRIC = "acceptance_length"  # which draft is best
@@ -103,6 +103,7 @@ def prepare(options: TrainOptions) -> Setup:
             f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"
         )
     shards = data.load(options.data)
+    data.batches(data.training(shards), options.seed, 0, options.batch_size, options.length)  # refuses too few tokens
     source = checkpoints.resolve(options.target)
     tokenizer, mesh = checkpoints.load_tokenizer(source), make_mesh()
     dtype = compute_dtype(options.dtype, platform)
@@ -128,17 +129,16 @@ def run(setup: Setup, history: orbax.History, started: float) -> None:
     first = build.first_params(
         setup.draft, setup.target, setup.ids, setup.mesh, seed=o.seed, from_target=o.init_from_target
     )
-    state, at = first_state(first, o, everywhere), 0
-    if o.resume and history.last is not None:
-        at = history.last
-        state = history.load(at, state)
+    state, at, begun = first_state(first, o, everywhere), 0, history.last
+    if begun is not None:
+        state, at = history.load(begun, state), begun
         say(f"resuming after step {at}")
-    journal = Journal(o.out / JOURNAL, at)
+    journal = Journal(o.out / JOURNAL, begun)
 
     ordered, rows = own_ids_first(setup.target, setup.ids.get("d2t")), data.training(setup.shards)
     target_params = jax.device_put(ordered.params, everywhere)
     backend = Backend(setup.platform, None, "reference", dense_attention(setup.target.config, setup.dtype))
-    step = make_step(ordered.config, setup.draft, ids, o, setup.dtype, backend)
+    step = make_step(ordered.config, setup.draft, ids, o, backend)
     place, measure = place_rows(setup.devices), measurer(setup, first)
     size = sum(x.size for x in state.params.values())
     say(f"{size / 1e6:.2f} million parameters, {len(rows)} sequences, {len(jax.devices())} devices")
@@ -159,7 +159,7 @@ def run(setup: Setup, history: orbax.History, started: float) -> None:
     window: list[dict[str, jax.Array]] = []
     late, deadline = False, None if o.minutes is None else started + 60 * o.minutes
     with training_progress(o.steps) as report:
-        if at == 0:
+        if begun is None:
             keep(at, state)
         since = time.perf_counter()
         while at < o.steps and not late:
@@ -220,10 +220,13 @@ def tell_time(o: TrainOptions, at: int, each: float, left: float) -> None:
 class Journal:
     """metrics.jsonl: a line for every few steps and for every measurement."""
 
-    def __init__(self, path: Path, at: int) -> None:
-        """Keeps what there is up to step `at`, from which a run goes on."""
+    def __init__(self, path: Path, begun: int | None) -> None:
+        """Keeps what there is up to the step from which a run goes on."""
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.path, self.rows = path, [row for row in map(json.loads, lines) if row["step"] <= at and at]
+        self.path, self.rows = (
+            path,
+            [row for row in map(json.loads, lines) if row["step"] <= (-1 if begun is None else begun)],
+        )
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     def add(self, row: dict[str, Any]) -> None:

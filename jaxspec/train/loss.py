@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,11 @@ def own_ids_first(target: Model, d2t: np.ndarray | None) -> Model:
     return Model(dataclasses.replace(target.config, tied=False), {**target.params, "head": head})
 
 
+def computed(params: Params, dtype: Any) -> Params:
+    """float32 parameters as the passes use them: products in dtype, norms and vocabularies as they are."""
+    return {name: x.astype(dtype) if x.ndim > 1 else x for name, x in params.items()}
+
+
 def loss_sums(
     configs: tuple[ModelConfig, ModelConfig],
     weights: Mapping[str, float],
@@ -52,34 +58,38 @@ def loss_sums(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """-> (weighted loss, {"tv", "agree", "lost"}), all summed over the positions that count.
 
-    configs: (target as `own_ids_first` made it, draft); counted: tokens that the draft shall predict from those before
-    them. agree: both find the same id likeliest; lost: the target's probability of ids that the draft lacks.
+    configs: (target as `own_ids_first` made it, draft); draft: float32, computed in the target's dtype; counted: tokens
+    that the draft shall predict from those before them. agree: both find the same id likeliest; lost: the target's
+    probability of ids that the draft lacks.
     """
-    models = [(config, params) for config, params in zip(configs, (target, draft), strict=True)]
-    hidden = [whole(config, params, tokens, backend)[1] for config, params in models]
+    dtype = target["embed"].dtype
+    theirs = whole(configs[0], target, tokens, backend)[1]
+    mine = whole(configs[1], computed(draft, dtype), tokens, backend)[1]
     num_own = configs[1].table_size - (configs[1].reduced_vocab_size is not None)
 
     @jax.checkpoint
-    def piece(params, hidden, counted):
-        logits = [bind(c, p).logits(h, backend) for c, p, h in zip(configs, params, hidden, strict=True)]
-        log_p = lax.stop_gradient(jax.nn.log_softmax(logits[0]))
-        log_q = jax.nn.log_softmax(logits[1][..., :num_own])
-        own = log_p[..., :num_own]
-        each = {name: LOSSES[name](own, log_q) for name in {*weights, "tv"}}
-        same = jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)
-        told = {"tv": each["tv"], "agree": same, "lost": 1.0 - jnp.sum(jnp.exp(own), axis=-1)}
+    def distances(draft, hidden, log_p, likeliest, counted):
+        # Converted here, so that the pieces' gradients of the table are added up in float32.
+        log_q = jax.nn.log_softmax(bind(configs[1], computed(draft, dtype)).logits(hidden, backend)[..., :num_own])
+        each = {name: LOSSES[name](log_p, log_q) for name in {*weights, "tv"}}
+        same = jnp.argmax(log_q, axis=-1) == likeliest
+        told = {"tv": each["tv"], "agree": same, "lost": 1.0 - jnp.sum(jnp.exp(log_p), axis=-1)}
         loss = sum(weight * each[name] for name, weight in weights.items())
         summed = lambda x: jnp.sum(jnp.where(counted, x, 0.0))
         return summed(loss), jax.tree.map(summed, told)
 
-    def add(total, xs):
-        return jax.tree.map(jnp.add, total, piece((target, draft), *xs)), None
+    def add(total, piece):
+        theirs, mine, counted = piece
+        logits = bind(configs[0], target).logits(theirs, backend)
+        log_p = logits[..., :num_own] - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        now = distances(draft, mine, log_p, jnp.argmax(logits, axis=-1), counted)
+        return jax.tree.map(jnp.add, total, now), None
 
     follows = jnp.pad(counted[:, 1:], ((0, 0), (0, 1)))  # the last token predicts nothing
     pieces = num_pieces(tokens.shape[0], tokens.shape[1], configs[0].vocab_size)
     cut = lambda x: x.reshape(x.shape[0], pieces, -1, *x.shape[2:]).swapaxes(0, 1)
     zero = (jnp.float32(0), dict.fromkeys(("tv", "agree", "lost"), jnp.float32(0)))
-    return lax.scan(add, zero, (jax.tree.map(cut, hidden), cut(follows)))[0]
+    return lax.scan(add, zero, (cut(theirs), cut(mine), cut(follows)))[0]
 
 
 def num_pieces(rows: int, length: int, vocab_size: int) -> int:

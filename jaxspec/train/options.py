@@ -20,12 +20,12 @@ class TrainOptions:
     """How a draft is built and distilled.
 
     Args:
-      layers, width, heads, kv_heads, mlp_width: the draft's shape; by default the target's own, of `layers` layers. The
-        head size is always the target's.
+      layers, width, heads, kv_heads, mlp_width: the draft's shape; by default two thirds of the target's width and the
+        rest in proportion. The head size is always the target's.
       vocab_size: ids that the draft has of its own: the most frequent ones of the data, one of them for all others.
-        None: the target's.
-      init_from_target: begin with the target's layers, evenly spaced, where the shapes agree, and with its embeddings,
-        projected where the widths differ. False: random.
+        None: at most 16,384.
+      init_from_target: begin with the target's embeddings, projected where the widths differ, and with its layers,
+        evenly spaced, where the shapes agree. False: random.
       steps, minutes: ends after so many steps, or before so many minutes have passed.
       batch_size, length: rows of a step and tokens of a row; accumulate: parts that a step's rows are computed in.
       loss: a weighted sum of "kl" (forward), "rkl" (reverse) and "tv" (total variation), as "kl:1,tv:0.5".

@@ -39,14 +39,8 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(o.clip), adamw)
 
 
-def computed(params: Params, dtype: Any) -> Params:
-    """The masters as the passes use them: products in dtype, norms in float32."""
-    fixed = lambda name, x: name.endswith("norm") or not jnp.issubdtype(x.dtype, jnp.floating)
-    return {name: x if fixed(name, x) else x.astype(dtype) for name, x in params.items()}
-
-
 def make_step(
-    target: ModelConfig, draft: ModelConfig, ids: Params, options: TrainOptions, dtype: Any, backend: Backend
+    target: ModelConfig, draft: ModelConfig, ids: Params, options: TrainOptions, backend: Backend
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
     """step(state, target's params, tokens i32[B,T], mask bool[B,T]) -> (state, metrics), the state donated.
 
@@ -56,7 +50,7 @@ def make_step(
     optimizer, configs, weights = make_optimizer(options), (target, draft), loss_weights(options.loss)
 
     def sums(params, target_params, tokens, mask):
-        return loss_sums(configs, weights, backend, computed({**params, **ids}, dtype), target_params, tokens, mask)
+        return loss_sums(configs, weights, backend, {**params, **ids}, target_params, tokens, mask)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: State, target_params: Params, tokens, mask):
@@ -72,7 +66,7 @@ def make_step(
         count = jnp.maximum(jnp.sum(mask[:, 1:]), 1)
         told, grads = jax.tree.map(lambda x: x / count, (told, grads))
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
-        metrics = told | {"gradient": optax.global_norm(grads)}
+        metrics = told | {"gradient": optax.tree.norm(grads)}
         return State(optax.apply_updates(state.params, updates), moments), metrics
 
     return step
@@ -84,9 +78,9 @@ def dense_attention(config: ModelConfig, dtype: Any) -> Literal["xla", "cudnn"]:
         return "xla"
     heads = lambda count: jax.ShapeDtypeStruct((1, 128, count, config.head_dim), dtype)
     query, key = heads(config.num_heads), heads(config.num_kv_heads)
-    attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     try:
-        jax.jit(attention).lower(query, key, key).compile()
+        jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args)).astype(jnp.float32))).lower(query, key, key).compile()
     except Exception:  # what JAX raises for a missing library or an old device differs from version to version
         return "xla"
     return "cudnn"
