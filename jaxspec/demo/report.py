@@ -7,6 +7,7 @@ from typing import Any
 
 Document = dict[str, Any]
 NAMES = {"plain": "plain", "ngram": "n-gram", "draft_model": "draft"}
+PEERS = {"float32": "transformers f32", "bfloat16": "transformers bf16"}
 COLOURS = {"plain": "#9aa5b1", "ngram": "#2a7de1", "draft_model": "#e1812a"}
 
 
@@ -39,14 +40,21 @@ def speculative(document: Document) -> dict[str, Any]:
     return {name: m for name, m in document["methods"].items() if "num_drafts" in m}
 
 
-def method_table(document: Document) -> Any:
-    """A line for each method, and for transformers where they were compared."""
+def empty_table(first: str, *columns: str) -> Any:
+    """Narrow enough for a terminal of 80 columns."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table()
-    table.add_column("method")
-    for column in ("K", "tokens/s", "speed-up", "accept. length", "accepted at 1 2 3 4", "same"):
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
         table.add_column(column, justify="right")
+    return table
+
+
+def method_table(document: Document) -> Any:
+    """A line for each method, and for transformers where they were compared."""
+    table = empty_table("method", "K", "tokens/s", "speed-up", "accept. length", "at 1 2 3 4", "same")
     plain = document["methods"]["plain"]["tokens_per_second"]
     for name, m in document["methods"].items():
         spoken = ["", "", ""]
@@ -59,20 +67,15 @@ def method_table(document: Document) -> Any:
     for dtype, m in (document["transformers"] or {}).items():
         same = f"{m['same_answers']}/{len(document['prompts'])}"
         speed = m["tokens_per_second"]
-        table.add_row(f"transformers {dtype}", "", f"{speed:.1f}", f"{speed / plain:.2f}x", "", "", same)
+        table.add_row(PEERS[dtype], "", f"{speed:.1f}", f"{speed / plain:.2f}x", "", "", same)
     return table
 
 
 def prompt_table(document: Document) -> Any:
     """Tokens per second by prompt, and the acceptance lengths."""
-    from rich.table import Table
-
     methods, drafting = document["methods"], speculative(document)
-    table = Table()
-    table.add_column("prompt")
     lengths = [f"{NAMES[name]}, length" for name in drafting]
-    for column in (*(f"{NAMES[name]}, tok/s" for name in methods), *lengths):
-        table.add_column(column, justify="right")
+    table = empty_table("prompt", *(f"{NAMES[name]}, tokens/s" for name in methods), *lengths)
     speeds = zip(*(m["tokens_per_second_per_prompt"] for m in methods.values()), strict=True)
     accepted = zip(*(m["mean_acceptance_length_per_prompt"] for m in drafting.values()), strict=True)
     for title, row, own in zip(document["titles"], speeds, accepted, strict=True):

@@ -146,7 +146,11 @@ def measure(options: Options) -> dict[str, Any]:
     if options.compare_transformers:
         say("answering with transformers ...")
         peers = peer.compare(llm, list(prompts.values()), options.max_tokens, [r.token_ids for r in runs["plain"]])
-    return document | {"draft": options.draft, "draft_trials": trials, "transformers": peers}
+    return document | {
+        "draft": options.draft,
+        "draft_trials": {str(k): speed for k, speed in trials.items()},
+        "transformers": peers,
+    }
 
 
 def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
