@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 import checkpoints
+import jaxspec.demo
 from jaxspec import cli
 from jaxspec.demo import peer, report
 from jaxspec.demo import run as demo
@@ -118,6 +120,28 @@ def test_tables(measured, capsys):
     for word in (*words, *document["titles"]):
         assert word in out, word
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_without_a_draft(measured, tmp_path, capsys):
+    document, _ = measured
+    methods = {name: m for name, m in document["methods"].items() if name != "draft_model"}
+    fewer = document | {"methods": methods, "draft": None, "draft_trials": {}}
+    report.show(fewer)
+    assert "draft" not in capsys.readouterr().out
+    report.draw(fewer, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_the_shipped_draft_is_the_default(monkeypatch):
+    folder = Path(checkpoints.__file__).parent / demo.DRAFT
+    assert demo.shipped_draft() == (demo.DRAFT if folder.is_dir() else None)
+    asked = []
+    monkeypatch.setattr(jaxspec.demo, "demo", lambda options, **_: asked.append(options.draft))
+    for arguments, found in ((["--draft", "x"], "shipped"), ([], "shipped"), ([], None)):
+        monkeypatch.setattr(jaxspec.demo, "shipped_draft", lambda found=found: found)
+        with pytest.raises(SystemExit):
+            cli.main(["demo", *arguments])
+    assert asked == ["x", "shipped", None]
 
 
 def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
