@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout
+from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import STOP, DecodeConfig, LaunchInput, LaunchResult, RowLimits, Variant
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine.engine import Model
+from jaxspec.engine.engine import Model, fetch
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
@@ -143,7 +144,7 @@ class Launches:
         self.block_table = np.arange(num_pages, dtype=np.int32).reshape(self.rows, self.row_pages)
         self.cache = self.prefill()
         arguments = self.arguments(np.zeros(self.rows_each, np.int64), self.settings)
-        lowered = lower("launch", self.config, self.params, self.cache, *arguments)
+        lowered = lower("launch", self.config, self.params, self.cache, arguments)
         self.program = lowered.compile(compiler_options=compiler_options)
 
     def prefill(self) -> PagedKVCache:
@@ -154,9 +155,9 @@ class Launches:
             length=np.full(rows, len(self.prompt) - 1, np.int32),
             block_table=self.block_table,
         )
-        chunk = self.place(chunk)
-        program = lower("prefill", self.config, self.params, self.cache, chunk).compile()
-        return program(self.params, self.cache, chunk)[0]
+        packed = self.place(pack((chunk,)))
+        program = lower("prefill", self.config, self.params, self.cache, packed).compile()
+        return program(self.params, self.cache, packed)[0]
 
     def batch(self, seeds: np.ndarray, settings: Sequence[Setting]) -> LaunchInput:
         """Rows by setting: rows_each of the first, then of the second...; every setting sees the same seeds."""
@@ -211,13 +212,13 @@ class Launches:
         """One value a setting -> one a row."""
         return np.repeat(np.array(list(values), dtype), self.rows_each, axis=0)
 
-    def arguments(self, seeds: np.ndarray, settings: Sequence[Setting]) -> tuple:
-        return self.place((self.batch(seeds, settings), np.int32(32), np.bool_(False), np.float32(0)))
+    def arguments(self, seeds: np.ndarray, settings: Sequence[Setting]) -> Packed:
+        return self.place(pack((self.batch(seeds, settings), np.int32(32), np.bool_(False), np.float32(0))))
 
     def run(self, seeds: np.ndarray, settings: Sequence[Setting] | None = None) -> LaunchResult:
         """One launch over rows_each seeds; other settings than those compiled for may ask for nothing new."""
-        self.cache, result = self.program(self.params, self.cache, *self.arguments(seeds, settings or self.settings))
-        result = jax.device_get(result)
+        self.cache, result = self.program(self.params, self.cache, self.arguments(seeds, settings or self.settings))
+        result = fetch(result)
         assert ((result.num_new == self.length) | (result.finish == STOP)).all()
         # Behind a stop id the text goes on with that id, for the law to be one of texts of one length.
         at = np.minimum(np.arange(result.new_tokens.shape[1]), result.num_new[:, None] - 1)

@@ -145,9 +145,9 @@ class Soak:
             self.launches[k] += 1
             return launch(requests, k, *arguments)
 
-        def made_up(kind, k, seconds, num_rounds):
+        def made_up(kind, k, seconds, num_rounds, **rest):
             cost = 1.0 + k * (0.02, 0.6)[self.steps // 30 % 2] * self.rng.uniform(0.3, 1.7)
-            observe(kind, k, cost * num_rounds, num_rounds)
+            observe(kind, k, cost * num_rounds, num_rounds, **rest)
 
         engine.launch, engine.controller.observe = counted, made_up  # type: ignore[method-assign]
 

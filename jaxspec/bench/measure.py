@@ -19,6 +19,7 @@ from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
 from jaxspec.demo import say
+from jaxspec.engine.engine import fetch
 from jaxspec.parallel.mesh import device_name
 
 Row = dict[str, Any]
@@ -147,7 +148,7 @@ class Point:
         }
         if "round" in self.options.stages:
             launch = raw.launch(k)
-            emitted = float(np.mean(jax.device_get(launch().emitted)[: self.batch_size]))
+            emitted = float(np.mean(fetch(launch()).emitted[: self.batch_size]))
             sample = self.per_round(launch)
             yield self.row("round", sample, least["score"] + drafting, k, acceptance_length=emitted)
         for stage in least:

@@ -22,10 +22,10 @@ from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import SpeculativeConfig
 from jaxspec.decode.loop import start_state
 from jaxspec.decode.round import num_wanted, propose, runnable, score, verify
-from jaxspec.decode.state import DecodeConfig, LaunchInput
+from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.base import Proposal
 from jaxspec.engine import batch
-from jaxspec.engine.engine import Engine
+from jaxspec.engine.engine import Engine, fetch
 from jaxspec.engine.request import Request
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ class Raw:
     def inputs(self, k: int) -> LaunchInput:
         requests, rows = self.requests(k), batch.power_of_two(self.batch_size)
         sizes = {"rows": rows, "page_size": self.engine.page_size, **self.sizes}
-        return self.place(batch.launch_input(requests, k, batch.variant(requests), **sizes))
+        return batch.launch_input(requests, k, batch.variant(requests), **sizes)
 
     def config(self, k: int) -> DecodeConfig:
         """The device program at K = k; 0 is plain decoding."""
@@ -85,7 +85,7 @@ class Raw:
         return dataclasses.replace(self.engine.decoding, drafter=self.engine.drafters[k], variant=variant)
 
     def launch(self, k: int) -> Call:
-        """One launch of ROUNDS rounds; its result."""
+        """One launch of ROUNDS rounds; its result, packed."""
         return self.launching(self.config(k), k)
 
     def launch_draft(self) -> Call:
@@ -95,7 +95,7 @@ class Raw:
 
     def launching(self, config: DecodeConfig, k: int, *, draft_alone: bool = False) -> Call:
         engine, inputs = self.engine, self.inputs(k)
-        control = self.place((np.int32(ROUNDS), np.bool_(False), np.float32(0)))
+        control = np.int32(ROUNDS), np.bool_(False), np.float32(0)
 
         def call() -> Any:
             params, cache = engine.params, engine.cache
@@ -105,12 +105,11 @@ class Raw:
             engine.cache = PagedKVCache(engine.cache.target, new.target) if draft_alone else new
             return result
 
-        self.check(call(), k)
+        self.check(fetch(call()), k)
         return call
 
-    def check(self, result: Any, k: int) -> None:
+    def check(self, result: LaunchResult, k: int) -> None:
         """A launch that ended early, or drafted less than it should, would be timed as if it were fast."""
-        result = jax.device_get(result)
         emitted, proposed = result.emitted[: self.batch_size], result.proposed[: self.batch_size]
         if int(result.num_rounds) != ROUNDS or not (emitted > 0).all():
             raise RuntimeError(f"a launch did {int(result.num_rounds)} rounds of {ROUNDS}, or a row ended early")
@@ -124,7 +123,7 @@ class Raw:
         longest = engine.config.prefill_chunk
         starts = range(0, self.context - 1, longest)
         at = lambda start: batch.chunk_input(requests, [start] * len(requests), longest=longest, **self.sizes)[0]
-        chunks = [self.place(at(start)) for start in starts]
+        chunks = [at(start) for start in starts]
 
         def call() -> Any:
             for chunk in chunks:
@@ -136,7 +135,7 @@ class Raw:
 
     def stage(self, name: str, k: int) -> Call:
         """ROUNDS times one stage of a round, at the same place."""
-        config, inputs = self.config(k), self.inputs(k)
+        config, inputs = self.config(k), self.place(self.inputs(k))
         proposal = self.place(some_proposal(config, self.engine, inputs))
         shape = (*inputs.num_tokens.shape, k + 1, config.target.config.vocab_size)
         logits = self.place(jax.random.normal(jax.random.key(0), shape if name == "verify" else (0,)))
@@ -148,7 +147,7 @@ class Raw:
 
     def attention(self, k: int) -> Call:
         """ROUNDS times the target's attention over the pages, layer by layer, K + 1 queries a row."""
-        inputs, model = self.inputs(k), self.engine.decoding.target
+        inputs, model = self.place(self.inputs(k)), self.engine.decoding.target
         rows, layout = inputs.num_tokens.shape[0], model.layout
         shape = (rows, k + 1, model.config.num_heads, layout.head_dim)
         query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layout.dtype))

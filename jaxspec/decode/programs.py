@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -14,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxspec.cache.pages import copy_pages
 from jaxspec.decode.loop import launch
+from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.prefill import catch_up, prefill
 from jaxspec.decode.state import Variant
 from jaxspec.parallel.mesh import sharding
@@ -39,17 +39,17 @@ class Programs:
     compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> Any:
-        """Calls the program `name`; arrays are numpy or device pytrees, laid out replicated."""
-        arrays = jax.device_put(arrays, sharding(self.mesh))
-        leaves, structure = jax.tree.flatten((cache, arrays))
-        shapes = tuple((x.shape, x.dtype.name) for x in leaves)
-        key = (name, config, jax.tree.structure(params), structure, shapes)
+        """Calls the program `name` with pytrees of small numpy arrays -> (cache, the rest, packed on the device)."""
+        packed = jax.device_put(pack(arrays), sharding(self.mesh))
+        caches, structure = jax.tree.flatten(cache)
+        pages = tuple((x.shape, x.dtype) for x in caches)
+        key = (name, config, jax.tree.structure(params), structure, pages, packed.structure, packed.leaves)
         if key not in self.compiled:
             started = time.perf_counter()
-            self.compiled[key] = lower(name, config, params, cache, *arrays).compile()
+            self.compiled[key] = lower(name, config, params, cache, packed).compile()
             self.compile_seconds += time.perf_counter() - started
             self.num_compiled += 1
-        return self.compiled[key](params, cache, *arrays)
+        return self.compiled[key](params, cache, packed)
 
 
 @dataclasses.dataclass
@@ -72,12 +72,16 @@ class Variants:
         return exact
 
 
-def lower(name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> jax.stages.Lowered:
+def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> jax.stages.Lowered:
     """The program, lowered for these arguments (arrays, or ShapeDtypeStructs with shardings), the cache donated.
 
     The cache leaves where it came in, so that it aliases; everything else is small and replicated.
     """
+
+    def program(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
+        cache, rest = FUNCTIONS[name](config, params, cache, *packed.unpack())
+        return cache, pack(rest)
+
     placed = jax.tree.map(lambda x: x.sharding, cache)
-    replicated = jax.tree.leaves(arrays)[0].sharding
-    program = functools.partial(FUNCTIONS[name], config)
-    return jax.jit(program, donate_argnums=(1,), out_shardings=(placed, replicated)).lower(params, cache, *arrays)
+    out_shardings = placed, packed.words.sharding
+    return jax.jit(program, donate_argnums=(1,), out_shardings=out_shardings).lower(params, cache, packed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,18 +34,18 @@ class stopwatch:
         setattr(self.timing, self.field, getattr(self.timing, self.field) + self.seconds)
 
 
-def counters(result: LaunchResult, row: int, kept: int) -> SpecDecodeMetrics:
-    """What one row's rounds did, as far as its first `kept` tokens: what a stop string cut off counts for nothing."""
-    if not result.num_speculative_tokens:
-        return SpecDecodeMetrics(num_emitted_tokens=kept)
-    emitted = result.emitted[row]
-    start = np.cumsum(emitted) - emitted  # tokens before each round
-    proposed = np.where(start < kept, result.proposed[row], 0)
-    accepted = np.minimum(result.accepted[row], np.maximum(kept - start, 0))
+def counters(result: LaunchResult, kept: Sequence[int]) -> list[SpecDecodeMetrics]:
+    """What each row's rounds did, as far as its first kept[row] tokens: what a stop string cut off is not counted."""
+    rows = len(kept)
+    emitted, limit = result.emitted[:rows], np.array(kept)[:, None]
+    start = np.cumsum(emitted, axis=1) - emitted  # tokens before each round
+    proposed = np.where(start < limit, result.proposed[:rows], 0)
+    accepted = np.minimum(result.accepted[:rows], np.maximum(limit - start, 0))
     position = np.arange(result.num_speculative_tokens)
-    return SpecDecodeMetrics(
-        num_drafts=int(np.sum(proposed > 0)),
-        num_draft_tokens=int(np.sum(proposed)),
-        num_accepted_tokens_per_pos=np.sum(accepted[:, None] > position, axis=0).tolist(),
-        num_emitted_tokens=kept,
+    columns = (
+        np.sum(proposed > 0, axis=1).tolist(),
+        np.sum(proposed, axis=1).tolist(),
+        np.sum(accepted[:, :, None] > position, axis=1).tolist(),
+        kept,
     )
+    return [SpecDecodeMetrics(*values) for values in zip(*columns, strict=True)]

@@ -15,11 +15,11 @@ import numpy as np
 MEMORY = 0.95  # a row's acceptance forgets at this rate a round
 LONG_MEMORY = 0.995  # that of all rows, from which a new row starts
 PRIOR_ROUNDS = 2.0  # what all rows did counts as so many rounds of a new row
-GUESS, GUESS_ROUNDS = 0.8, 8.0  # chance of each draft, before anything was seen, and for how many rounds that counts
+GUESS, GUESS_ROUNDS = 0.8, 4.0  # chance of each draft, before anything was seen, and for how many rounds that counts
 MARGIN = 1.02  # another k must promise this much more
 PROBE_ROUNDS = 4  # rounds of a launch that looks whether another choice has become better
 THIN = 32  # rounds seen, below which a choice holds for PROBE_ROUNDS only
-BUDGET = 0.02  # share of the time that such looks may cost
+BUDGET = 0.01  # share of the time that looks may cost, above which there are none
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # rounds between two such looks; doubles with each that changes nothing
 
 
@@ -67,6 +67,8 @@ class Controller:
         self.best: int | None = None
         self.rounds, self.pause = 0, FIRST_PAUSE  # of the best choice since the last look at its rival
         self.seconds, self.spent = 0.0, 0.0  # of all launches; lost to looks
+        self.prices: dict[tuple[Hashable, int], float] = {}  # (kind, k) -> what the last look at it lost
+        self.instead: float | None = None  # tokens a second of the best choice, while the launch to come is a look
 
     def choose(self, kind: Hashable, rows: Sequence[tuple[int, Acceptance]], *, pinned: bool = False) -> Choice:
         """For rows of (most drafts it may have, its acceptance) in launches of this kind. pinned: no choice is to be
@@ -77,10 +79,11 @@ class Controller:
             return Choice(full)
         tokens = {k: promised for k, promised in self.expected(rows).items() if k <= full}
         plain_may_win = tokens[full] / len(rows) < 2.0 + full * self.draft_cost
+        unmeasured = lambda k: Choice(k, PROBE_ROUNDS if (kind, k) in self.ran else 1)  # the first does not count
         if (kind, full) not in self.costs:
-            return Choice(full, PROBE_ROUNDS)
+            return unmeasured(full)
         if (kind, 0) not in self.costs:
-            return Choice(0, PROBE_ROUNDS) if plain_may_win else Choice(full)
+            return unmeasured(0) if plain_may_win else Choice(full)
         value = {k: tokens[k] / self.cost(kind, k, full) for k in tokens}
         best = max(value, key=value.__getitem__)
         held = self.best if self.best in value else 0
@@ -98,14 +101,15 @@ class Controller:
         newcomer = any(most and not acceptance.tries.any() for most, acceptance in rows)
         pause = FIRST_PAUSE if newcomer and best == 0 else self.pause
         if best and self.overall.tries[0] < THIN:
+            self.instead = value[0]
             return Choice(best, PROBE_ROUNDS, worth[best])
         if self.rounds < pause:
             return Choice(best, pause - self.rounds, worth[best])
-        price = PROBE_ROUNDS * self.cost(kind, rival, full) * max(1.0 - value[rival] / value[best], 0.0)
-        if rival == best or self.spent + price > BUDGET * self.seconds:
+        price = PROBE_ROUNDS * self.cost(kind, rival, full) * (1.0 - value[rival] / value[best])
+        if rival == best or self.spent + self.prices.get((kind, rival), price) > BUDGET * self.seconds:
             return Choice(best, worth=worth[best])
         self.rounds, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
-        self.spent += price
+        self.instead = value[best]
         return Choice(rival, PROBE_ROUNDS, worth[rival])
 
     def expected(self, rows: Sequence[tuple[int, Acceptance]]) -> dict[int, float]:
@@ -124,12 +128,19 @@ class Controller:
         low, high = self.costs[kind, 0], self.costs[kind, full]
         return low + (high - low) * k / full
 
-    def observe(self, kind: Hashable, k: int, seconds: float, num_rounds: int) -> None:
-        """A launch took so long. The first of its kind is slow for reasons of its own and does not count; of the
-        others the faster count more, because what disturbs a measurement makes it slower."""
+    def observe(
+        self, kind: Hashable, k: int, seconds: float, num_rounds: int, *, tokens: int, catch_up: float = 0.0
+    ) -> None:
+        """A launch of so many rounds gained so many tokens of all rows, after catch_up seconds for the draft to read
+        what it had missed. The first of its kind is slow for reasons of its own and does not count; of the others the
+        faster count more, because what disturbs a measurement makes it slower."""
+        instead, self.instead = self.instead, None
         if not num_rounds:
             return
-        self.seconds += seconds
+        self.seconds += seconds + catch_up
+        if instead:
+            lost = self.prices[kind, k] = seconds + catch_up - tokens / instead
+            self.spent += max(lost, 0.0)
         if k == self.best:
             self.rounds += num_rounds
         first = (kind, k) not in self.ran

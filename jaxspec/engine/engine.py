@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.decode.packing import Packed
 from jaxspec.decode.programs import Programs, Variants
 from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
 from jaxspec.engine import batch, setup
@@ -33,9 +34,9 @@ NO_ID_ALLOWED = (
 )
 
 
-def fetch(result: Any) -> Any:
+def fetch(result: Packed) -> Any:
     """The one transfer from device to host of a launch."""
-    return jax.device_get(result)
+    return jax.device_get(result).unpack()
 
 
 class Engine:
@@ -223,8 +224,8 @@ class Engine:
         )
         config = dataclasses.replace(self.decoding, variant=batch.prefill_variant(requests))
         with self.blame(requests), self.timed("prefill_seconds"), TraceAnnotation("prefill"):
-            scores = self.run("prefill", config, chunk)
-            scores = scores and fetch(scores)
+            done = self.run("prefill", config, chunk)
+            scores = fetch(done) if config.variant.logprobs is not None else None
             jax.block_until_ready(self.cache)
         for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             if not request.finish_reason:
@@ -256,13 +257,15 @@ class Engine:
         choice = self.controller.choose(kind, rows, pinned=pinned)
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
         with self.blame(requests):
-            if choice.k:
-                self.catch_up(requests)
+            with self.timed("prefill_seconds") as reading:
+                if choice.k:
+                    self.catch_up(requests)
             with self.timed("decode_seconds") as watch, TraceAnnotation("launch"):
                 result = fetch(self.launch(requests, choice.k, num_rounds, choice.worth))
-            self.controller.observe(kind, choice.k, watch.seconds, int(result.num_rounds))
-            for row, request in enumerate(requests):
-                self.absorb(request, row, result)
+            took = watch.seconds, int(result.num_rounds)
+            tokens = int(np.sum(result.num_new))
+            self.controller.observe(kind, choice.k, *took, tokens=tokens, catch_up=reading.seconds)
+            self.absorb(requests, result)
 
     def catch_up(self, requests: list[Request]) -> None:
         """The draft reads what was decoded without it. A lag of one token is left to the loop's first draft pass."""
@@ -276,14 +279,14 @@ class Engine:
                 row_pages=self.grown_shape(requests)[1],
                 longest=self.config.prefill_chunk,
             )
-            with self.timed("prefill_seconds"), TraceAnnotation("catch_up"):
+            with TraceAnnotation("catch_up"):
                 self.run("catch_up", self.decoding, chunk)
                 jax.block_until_ready(self.cache)
             for request, length in zip(rows, lengths, strict=True):
                 request.draft_len += length
 
-    def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> LaunchResult:
-        """One launch of the device program over these requests."""
+    def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Packed:
+        """One launch of the device program over these requests; its LaunchResult."""
         rows, row_pages = self.grown_shape(requests)
         variant = self.variants.choose((k, rows, row_pages), batch.variant(requests))
         sizes = {"rows": rows, "num_pages": self.num_pages, "page_size": self.page_size, "row_pages": row_pages}
@@ -295,7 +298,7 @@ class Engine:
         stop_early = bool(self.scheduler.waiting)
         return self.run("launch", config, inputs, np.int32(num_rounds), np.bool_(stop_early), np.float32(worth))
 
-    def run(self, name: str, config: Any, *arrays: Any) -> Any:
+    def run(self, name: str, config: Any, *arrays: Any) -> Packed:
         """A program on the caches, which it is given and gives back."""
         self.cache, result = self.programs.run(name, config, self.params, self.cache, *arrays)
         return result
@@ -313,8 +316,17 @@ class Engine:
         self.shape = max(rows, self.shape[0]), max(pages, self.shape[1])
         return self.shape
 
-    def absorb(self, request: Request, row: int, result: LaunchResult) -> None:
-        """Takes one row's result in: tokens, lengths, counters, the reason to end."""
+    def absorb(self, requests: Sequence[Request], result: LaunchResult) -> None:
+        """Takes a launch's result in: tokens, lengths, counters, reasons to end."""
+        kept = [self.absorb_row(request, row, result) for row, request in enumerate(requests)]
+        self.keep_count(requests, kept, result)
+        for request in requests:
+            self.scheduler.register(request)
+            if request.finish_reason:
+                self.scheduler.remove(request)
+
+    def absorb_row(self, request: Request, row: int, result: LaunchResult) -> int:
+        """The tokens that this launch added to the output; below 0 where a stop string took back earlier ones."""
         count = int(result.num_new[row])
         known = len(request.output)
         request.output += result.new_tokens[row, :count].tolist()
@@ -330,25 +342,25 @@ class Engine:
         if request.params.logprobs is not None:
             request.logprobs += token_logprobs(result.logprobs, row, max(count, 0), request.params.logprobs)
             del request.logprobs[len(request.output) :]  # a stop string may have begun in an earlier launch
-        self.keep_count(request, row, count, result)
-        self.scheduler.register(request)
-        if request.finish_reason:
-            self.scheduler.remove(request)
+        return count
 
-    def keep_count(self, request: Request, row: int, count: int, result: LaunchResult) -> None:
-        now = time.perf_counter()
-        if request.output:
-            request.times.first_token = request.times.first_token or now
-        if request.finish_reason:
-            request.times.finished = now
-        seen = counters(result, row, count)
-        request.metrics += seen
-        self.metrics += seen
-        self.timing.num_tokens += count
-        if k := min(result.num_speculative_tokens, request.num_speculative_tokens):
-            accepted = np.asarray(result.accepted[row])[result.emitted[row] > 0]
-            for acceptance in (request.acceptance, self.controller.overall):
-                acceptance.observe(accepted, k)
+    def keep_count(self, requests: Sequence[Request], kept: Sequence[int], result: LaunchResult) -> None:
+        now, size = time.perf_counter(), result.num_speculative_tokens
+        self.timing.num_tokens += sum(kept)
+        for request, seen in zip(requests, counters(result, kept), strict=True):
+            if request.output:
+                request.times.first_token = request.times.first_token or now
+            if request.finish_reason:
+                request.times.finished = now
+            request.metrics += seen
+            self.metrics += seen
+        drafted = [(row, r, k) for row, r in enumerate(requests) if (k := min(size, r.num_speculative_tokens))]
+        rounds = [np.asarray(result.accepted)[row, result.emitted[row] > 0] for row, _, _ in drafted]
+        for (_, request, k), accepted in zip(drafted, rounds, strict=True):
+            request.acceptance.observe(accepted, k)
+        for k in {k for _, _, k in drafted}:
+            of_k = [accepted for (_, _, own), accepted in zip(drafted, rounds, strict=True) if own == k]
+            self.controller.overall.observe(np.concatenate(of_k), k)
 
     # Requests go, sometimes early.
 

@@ -73,8 +73,10 @@ def first_params(
     if not from_target:
         return params
     params["embed"] = place("embed", projected(np.asarray(target.params["embed"], np.float32), ids, config.width))
-    if config.width == target.config.width:
-        params["norm"] = place("norm", target.params["norm"])
+    # Of another width: logits of about the target's scale.
+    own_width, scale = config.width == target.config.width, (target.config.width / config.width) ** 0.5
+    norm = np.asarray(target.params["norm"])
+    params["norm"] = place("norm", norm if own_width else np.full(config.width, scale * norm.mean()))
     for i, source in enumerate(target_layers(target.config.num_layers, config.num_layers)):
         start = f"layers.{i}."
         for name in [name for name in params if name.startswith(start)]:

@@ -25,11 +25,12 @@ from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.plot import draw
-from jaxspec.train.step import State, dense_attention, first_state, make_step, place_rows
+from jaxspec.train.step import State, dense_attention, first_state, learning_rate, make_step, place_rows
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 METRIC = "acceptance_length"  # which draft is best
 LOG_EVERY = 10  # steps between lines of the journal; reading a number waits for its step
+SHARE_OF_STEPS = 0.93  # of the minutes that are given; the rest is for measurements
 LONGEST_PROMPT = 128  # of measurements, in tokens
 MAY_DIFFER = ("out", "resume", "minutes", "data")  # between a run and its resumption
 
@@ -157,32 +158,37 @@ def run(setup: Setup, history: orbax.History, started: float) -> None:
         say(f"step {at}: acceptance length {length:.3f}, best {max(length, best or 0):.3f}{journal.losses()}")
 
     window: list[dict[str, jax.Array]] = []
+    total = journal.total or o.steps
     late, deadline = False, None if o.minutes is None else started + 60 * o.minutes
-    with training_progress(o.steps) as report:
+    with training_progress(total) as report:
         if begun is None:
             keep(at, state)
         since = time.perf_counter()
-        while at < o.steps and not late:
+        while at < total and not late:
+            rate = learning_rate(o, at, total)
             batch = data.batches(rows, o.seed, at, o.batch_size, o.length)
-            state, metrics = step(state, target_params, *place((batch["tokens"], batch["mask"])))
+            state, metrics = step(state, rate, target_params, *place((batch["tokens"], batch["mask"])))
             at += 1
             window.append(metrics)
             late = deadline is not None and time.perf_counter() > deadline
-            measuring = at % o.eval_every == 0 or at == o.steps or late
+            measuring = at % o.eval_every == 0 or at == total or late
             if at % LOG_EVERY == 0 or measuring:
                 means = {name: float(np.mean([m[name] for m in jax.device_get(window)])) for name in metrics}
                 each = (time.perf_counter() - since) / len(window)
-                journal.add({"step": at, **means, "step_seconds": each, "seconds": time.perf_counter() - started})
+                clocks = {"step_seconds": each, "seconds": time.perf_counter() - started}
+                journal.add({"step": at, **means, "learning_rate": rate, **clocks})
                 report(at, f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}")
                 if deadline and at == 3 * LOG_EVERY:  # the first ones compiled
-                    tell_time(o, at, each, deadline - time.perf_counter())
+                    total = steps_that_fit(total, at, each, deadline - time.perf_counter())
+                    journal.add({"step": at, "total": total})
+                    say(f"{1e3 * each:.0f} ms a step: {total} steps")
                 window.clear()
             if measuring:
                 keep(at, state)
             if not window:
                 since = time.perf_counter()
-    if late and at < o.steps:
-        say(f"--minutes {o.minutes:g} are over: stopped after step {at} of {o.steps}; --resume goes on")
+    if at < total:
+        say(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume goes on")
 
 
 def measurer(setup: Setup, first: dict[str, jax.Array]) -> Any:
@@ -207,14 +213,9 @@ def compact(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: x.astype(jax.numpy.bfloat16) if x.ndim > 1 else x for name, x in params.items()}
 
 
-def tell_time(o: TrainOptions, at: int, each: float, left: float) -> None:
-    """Says where the run will end early. each, left: seconds a step takes and that remain."""
-    reached = at + int(left / each)
-    if reached < o.steps:
-        say(
-            f"--minutes {o.minutes:g} will end this run at about step {reached} of {o.steps}, before the learning rate "
-            f"has come down: --steps {int(0.9 * reached)} would fit"
-        )
+def steps_that_fit(total: int, at: int, each: float, left: float) -> int:
+    """Steps in all, at most `total`, after `at` of them; each, left: seconds a step takes, and that remain."""
+    return min(total, at + int(SHARE_OF_STEPS * left / each))
 
 
 class Journal:
@@ -228,6 +229,11 @@ class Journal:
             [row for row in map(json.loads, lines) if row["step"] <= (-1 if begun is None else begun)],
         )
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+
+    @property
+    def total(self) -> int | None:
+        """How many steps fit into the minutes, where that was found already."""
+        return next((row["total"] for row in self.rows if "total" in row), None)
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)

@@ -26,7 +26,7 @@ class TrainOptions:
         None: at most 16,384.
       init_from_target: begin with the target's embeddings, projected where the widths differ, and with its layers,
         evenly spaced, where the shapes agree. False: random.
-      steps, minutes: ends after so many steps, or before so many minutes have passed.
+      steps, minutes: ends after so many steps; where fewer fit into so many minutes, after those.
       batch_size, length: rows of a step and tokens of a row; accumulate: parts that a step's rows are computed in.
       loss: a weighted sum of "kl" (forward), "rkl" (reverse) and "tv" (total variation), as "kl:1,tv:0.5".
       learning_rate, warmup, weight_decay, clip: AdamW with a linear warm-up of `warmup` steps and a cosine down to a
@@ -54,12 +54,12 @@ class TrainOptions:
     length: int = 512
     accumulate: int = 1
     loss: str = DEFAULT_LOSS
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     warmup: int = 100
     weight_decay: float = 0.01
     clip: float = 1.0
     eval_every: int = 200
-    eval_prompts: int = 16
+    eval_prompts: int = 32
     eval_tokens: int = 64
     num_speculative_tokens: int = 4
     seed: int = 0

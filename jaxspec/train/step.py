@@ -30,19 +30,25 @@ class State(NamedTuple):
 
 
 def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
-    o = options
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, o.learning_rate, min(o.warmup, o.steps), max(o.steps, o.warmup + 1), end_value=o.learning_rate / 10
-    )
+    """AdamW for a learning rate of 1: a step multiplies its updates by the rate it is given."""
     matrices = lambda params: {name: x.ndim > 1 for name, x in params.items()}
-    adamw = optax.adamw(schedule, b2=0.98, weight_decay=o.weight_decay, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(o.clip), adamw)
+    adamw = optax.adamw(1.0, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(options.clip), adamw)
+
+
+def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
+    """Of the step after `step` of `steps`: a linear warm-up, then a cosine down to a tenth."""
+    o, warmup = options, min(options.warmup, steps)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, o.learning_rate, warmup, max(steps, warmup + 1), o.learning_rate / 10
+    )
+    return float(schedule(step + 1))
 
 
 def make_step(
     target: ModelConfig, draft: ModelConfig, ids: Params, options: TrainOptions, backend: Backend
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
-    """step(state, target's params, tokens i32[B,T], mask bool[B,T]) -> (state, metrics), the state donated.
+    """step(state, rate, target's params, tokens i32[B,T], mask bool[B,T]) -> (state, metrics), the state donated.
 
     target: of `own_ids_first`; ids: the draft's vocabulary. metrics: means over the tokens that count, of "loss", "tv",
     "agree" and "lost" (see `loss_sums`), and "gradient", its norm before it is cut.
@@ -53,7 +59,7 @@ def make_step(
         return loss_sums(configs, weights, backend, {**params, **ids}, target_params, tokens, mask)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, target_params: Params, tokens, mask):
+    def step(state: State, rate, target_params: Params, tokens, mask):
         def part(total, xs):
             (loss, told), grads = jax.value_and_grad(sums, has_aux=True)(state.params, target_params, *xs)
             return jax.tree.map(jnp.add, total, ({"loss": loss, **told}, grads)), None
@@ -66,6 +72,7 @@ def make_step(
         count = jnp.maximum(jnp.sum(mask[:, 1:]), 1)
         told, grads = jax.tree.map(lambda x: x / count, (told, grads))
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
+        updates = jax.tree.map(lambda x: rate * x, updates)
         metrics = told | {"gradient": optax.tree.norm(grads)}
         return State(optax.apply_updates(state.params, updates), moments), metrics
 

@@ -17,6 +17,7 @@ from jaxspec.bench.hardware import Hardware
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import load
+from jaxspec.engine.engine import fetch
 from tests.folders import write_model
 
 LIMITS = Hardware(copy_gb_s=8.0, read_gb_s=16.0, peak_tflops=0.25)
@@ -160,7 +161,7 @@ def test_every_launch_starts_at_the_same_place(raw):
     """32 rounds of all rows, the same tokens each time: nothing drifts, nothing ends early."""
     raw.prefill()()
     launch = raw.launch(K)
-    first, again = launch(), launch()
+    first, again = fetch(launch()), fetch(launch())
     assert int(first.num_rounds) == 32
     assert (np.asarray(first.proposed)[:B] == K).all()
     assert (np.asarray(first.emitted)[:B] > 0).all()
@@ -179,7 +180,7 @@ def test_there_is_room_where_every_draft_is_accepted():
     setup = load(CHOSEN)
     setup.draft = setup.target
     speculation = CHOSEN.speculation(K, None, adaptive=False)
-    result = Raw(setup, B, CONTEXT, speculation).launch(K)()
+    result = fetch(Raw(setup, B, CONTEXT, speculation).launch(K)())
     assert (np.asarray(result.emitted)[:B] == K + 1).all()
     (runner,) = race(setup, {"itself": speculation}, batch_size=B, context=CONTEXT, launches=4).values()
     assert runner.counts.mean_acceptance_length == K + 1
@@ -188,7 +189,7 @@ def test_there_is_room_where_every_draft_is_accepted():
 
 @pytest.mark.parametrize("damage", ["num_rounds", "emitted", "proposed"])
 def test_a_launch_that_did_less_is_not_timed(raw, damage):
-    result = raw.launch(K)()
+    result = fetch(raw.launch(K)())
     raw.check(result, K)
     value = np.array(getattr(result, damage))
     value[...] = 31 if damage == "num_rounds" else np.where(np.indices(value.shape)[0] == 1, K - 2, value)

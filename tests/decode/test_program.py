@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec.decode.loop import launch
+from jaxspec.decode.packing import pack
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import batch
@@ -56,7 +57,8 @@ def arguments(engine: Engine):
         row_pages=4,
     )
     engine.abort(request)
-    return jax.device_put((inputs, np.int32(4), np.bool_(False), np.float32(0)), sharding(engine.mesh))
+    packed = pack((inputs, np.int32(4), np.bool_(False), np.float32(0)))
+    return jax.device_put(packed, sharding(engine.mesh))
 
 
 def config(engine: Engine, variant: str) -> DecodeConfig:
@@ -67,7 +69,7 @@ def config(engine: Engine, variant: str) -> DecodeConfig:
 def compiled(method: str, variant: str = "greedy", num_pages: int = 48) -> jax.stages.Compiled:
     engine = make(method, num_pages)
     with no_compilation_cache():
-        lowered = lower("launch", config(engine, variant), engine.params, engine.cache, *arguments(engine))
+        lowered = lower("launch", config(engine, variant), engine.params, engine.cache, arguments(engine))
         return lowered.compile()
 
 
@@ -121,7 +123,7 @@ def equations(jaxpr):
 def loop_body(engine: Engine, variant: str):
     """The body of the loop over rounds: the launch's one outermost while."""
     program = functools.partial(launch, config(engine, variant))
-    jaxpr = jax.make_jaxpr(program)(engine.params, engine.cache, *arguments(engine))
+    jaxpr = jax.make_jaxpr(program)(engine.params, engine.cache, *arguments(engine).unpack())
     (loop,) = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "while"]
     return list(equations(loop.params["body_jaxpr"].jaxpr))
 

@@ -31,8 +31,7 @@ def launch(engine: Engine, requests: list[Request], rounds: int = MAX_ROUNDS):
     """One launch, its result taken in; (result, tokens that each row gained)."""
     known = [r.num_tokens for r in requests]
     result = fetch(engine.launch(requests, engine.num_drafts, rounds))
-    for row, request in enumerate(requests):
-        engine.absorb(request, row, result)
+    engine.absorb(requests, result)
     return result, [r.num_tokens - n for r, n in zip(requests, known, strict=True)]
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxspec.cache.pages import CacheLayout, PagedKVCache, cache_layout
+from jaxspec.decode.packing import pack
 from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import DecodeConfig, LaunchInput, RowLimits, Variant
@@ -81,7 +82,9 @@ class Program:
 
     def compile(self, name: str, *arrays) -> jax.stages.Compiled:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), no_compilation_cache():
-            return lower(name, self.config, self.params, self.cache, *arrays).compile()
+            packed = jax.eval_shape(pack, arrays)
+            packed = dataclasses.replace(packed, words=self.array(jnp.int32, *packed.words.shape))
+            return lower(name, self.config, self.params, self.cache, packed).compile()
 
     def launch(self) -> jax.stages.Compiled:
         row_pages = -(-(CONTEXT + K) // PAGE)

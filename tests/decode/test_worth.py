@@ -25,8 +25,7 @@ def launches(method: str, worth: float, num_tokens: int = 24) -> tuple[list[int]
     while going := [r for r in requests if not r.finish_reason]:
         result = fetch(shared.launch(going, K, MAX_ROUNDS, worth))
         rounds.append(int(result.num_rounds))
-        for row, request in enumerate(going):
-            shared.absorb(request, row, result)
+        shared.absorb(going, result)
     return rounds, texts(requests)
 
 

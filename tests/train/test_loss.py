@@ -105,7 +105,7 @@ def test_parts_of_a_batch_make_the_same_step(accumulate, tmp_path):
         options = runs.options(tmp_path, "x", batch_size=4, accumulate=parts, warmup=0, steps=10)
         state = steps.first_state(REDUCED.params, options, sharding(make_mesh()))
         step = steps.make_step(ordered.config, REDUCED.config, ids, options, BACKEND)
-        state, metrics = step(state, ordered.params, TOKENS, MASK)
+        state, metrics = step(state, 0.01, ordered.params, TOKENS, MASK)
         return state, metrics
 
     (once, told), (parts, also_told) = after(1), after(accumulate)

@@ -21,6 +21,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.cli import main
 from jaxspec.info import describe
 from jaxspec.train import loop
+from jaxspec.train.step import learning_rate
 from tests import folders
 from tests.train import runs
 
@@ -131,9 +132,32 @@ def test_a_killed_run_ends_as_if_it_had_not_been(root):
 
 
 def test_minutes_end_a_run(root, capsys):
-    folder = loop.train(runs.options(root, "brief", minutes=1e-4, vocab_size=320))
-    assert "stopped after step 1 of 240" in capsys.readouterr().err
+    folder = loop.train(runs.options(root, "brief", minutes=1e-4))
+    assert "--minutes 0.0001 are over: stopped after step 1 of 240; --resume goes on" in capsys.readouterr().err
     assert len(journal(folder, "acceptance_length")) == 2
+
+
+def test_the_schedule_fits_into_the_minutes(tmp_path):
+    """And a resumption keeps it."""
+    assert loop.steps_that_fit(5000, 30, each=0.1, left=500.0) == 30 + 4650
+    assert loop.steps_that_fit(1000, 30, each=0.1, left=500.0) == 1000
+    journal = loop.Journal(tmp_path / "metrics.jsonl", None)
+    assert journal.total is None
+    journal.add({"step": 30, "total": 4680})
+    journal.add({"step": 40, "loss": 1.0})
+    assert loop.Journal(tmp_path / "metrics.jsonl", 35).total == 4680
+    assert len(loop.Journal(tmp_path / "metrics.jsonl", 35).rows) == 1
+    assert loop.Journal(tmp_path / "metrics.jsonl", 20).total is None
+
+
+def test_learning_rate():
+    options = runs.options(Path("x"), "y", learning_rate=1.0, warmup=10)
+    rates = [learning_rate(options, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[54] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 REFUSED = [
