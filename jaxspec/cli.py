@@ -71,7 +71,7 @@ def demo(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance and speed.")] = None,
 ) -> None:
     """Real weights: plain decoding, n-grams and a draft model side by side."""
-    from jaxspec.demo import Options, demo, shipped_draft
+    from jaxspec.demo.run import Options, demo, shipped_draft
 
     options = Options(
         max_tokens=max_tokens,

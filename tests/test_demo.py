@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 import checkpoints
-import jaxspec.demo
 from jaxspec import cli
 from jaxspec.demo import peer, report
 from jaxspec.demo import run as demo
@@ -136,9 +135,9 @@ def test_the_shipped_draft_is_the_default(monkeypatch):
     folder = Path(checkpoints.__file__).parent / demo.DRAFT
     assert demo.shipped_draft() == (demo.DRAFT if folder.is_dir() else None)
     asked = []
-    monkeypatch.setattr(jaxspec.demo, "demo", lambda options, **_: asked.append(options.draft))
+    monkeypatch.setattr(demo, "demo", lambda options, **_: asked.append(options.draft))
     for arguments, found in ((["--draft", "x"], "shipped"), ([], "shipped"), ([], None)):
-        monkeypatch.setattr(jaxspec.demo, "shipped_draft", lambda found=found: found)
+        monkeypatch.setattr(demo, "shipped_draft", lambda found=found: found)
         with pytest.raises(SystemExit):
             cli.main(["demo", *arguments])
     assert asked == ["x", "shipped", None]
@@ -177,7 +176,8 @@ def test_bad_input_is_told_before_anything_is_loaded(arguments, message, monkeyp
 def test_differences_are_located():
     def run(*ids: int) -> demo.Run:
         completion = CompletionOutput(0, "", list(ids))
-        return demo.Run(RequestOutput(0, None, [], [completion], SpecDecodeMetrics(num_drafts=1)), 1.0)
+        metrics = SpecDecodeMetrics(num_drafts=1, num_accepted_tokens_per_pos=[1, 1, 0, 0])
+        return demo.Run(RequestOutput(0, None, [], [completion], metrics), 1.0)
 
     plain = [run(1, 2, 3), run(4, 5), run(6, 7)]
     taken = [run(1, 2, 3), run(4, 9), run(6, 7, 8)]
@@ -185,8 +185,10 @@ def test_differences_are_located():
         {"prompt": 1, "position": 1},
         {"prompt": 2, "position": 2},
     ]
-    assert demo.speculation(taken, plain)["identical_to_plain"] is False
-    assert demo.speculation(plain, plain)["identical_to_plain"] is True
+    assert demo.speculation(taken, plain, 4)["identical_to_plain"] is False
+    same = demo.speculation(plain, plain, 2)
+    assert same["identical_to_plain"] is True
+    assert (same["num_speculative_tokens"], same["num_accepted_tokens_per_pos"]) == (2, [3, 3])
 
 
 @pytest.mark.oracle

@@ -209,7 +209,7 @@ def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> d
             "tokens_per_second_per_prompt": [tokens_per_second([run]) for run in taken],
         }
         if k := ways[name].num_speculative_tokens:
-            methods[name] |= {"num_speculative_tokens": k} | speculation(taken, runs["plain"])
+            methods[name] |= speculation(taken, runs["plain"], k)
     return {
         "model": MODEL,
         "device": device_name(),
@@ -233,16 +233,17 @@ def shipped_draft() -> str | None:
         return None
 
 
-def speculation(taken: list[Run], plain: list[Run]) -> dict[str, Any]:
-    """What a speculative method adds: its counters, and whether its answers are the plain ones."""
+def speculation(taken: list[Run], plain: list[Run], k: int) -> dict[str, Any]:
+    """What a method of k drafts a round adds: its counters, and whether its answers are the plain ones."""
     total = SpecDecodeMetrics()
     for run in taken:
         total += run.output.metrics
     differences = list(first_differences(taken, plain))
     return {
+        "num_speculative_tokens": k,
         "mean_acceptance_length": total.mean_acceptance_length,
         "num_drafts": total.num_drafts,
-        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
+        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos[:k],  # an engine counts up to its own K
         "mean_acceptance_length_per_prompt": [run.output.metrics.mean_acceptance_length for run in taken],
         "identical_to_plain": not differences,
         "differences": differences,
