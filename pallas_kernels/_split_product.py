@@ -1,7 +1,7 @@
 """On GPU: one row against a matrix that is read once, the depth split over programs, the sums left to the reader.
 
-A program reads [depth / splits, columns] of the weights, whole memory lines, many of them under way at once, and leaves
-a partial sum. Whoever reads the product adds the parts up: the next kernel, on its way into its own product. So half a
+A program has all its reads under way at once, the parts of x and [depth / splits, columns] of the weights, and leaves a
+partial sum. Whoever reads the product adds the parts up: the next kernel, on its way into its own product. So half a
 decoder layer needs no kernel that only adds, norms or activates. An RMSNorm multiplies the row by its scale here, and
 by 1 / rms where the parts are added up, from the partial sums of squares that are left beside them.
 
@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-STEP = 64  # rows of weights in one read
-AHEAD = 4  # reads under way at a time, at most
+STEP, MAX_STEP = 64, 256  # rows of weights in one read, at least and at most
+MAX_SHARE = 1 << 15  # numbers that a program reads: they all have to fit into its registers
 MAX_SIZE = 1 << 24  # of a matrix
 
 
@@ -32,18 +32,18 @@ class Parts:
     squares: jax.Array | None = None
 
 
-def fits(x, *weights) -> bool:
-    """The shapes that the kernel covers and is meant for."""
-    small = all(w.shape[0] % STEP == 0 and w.shape[1] % 64 == 0 and w.size < MAX_SIZE for w in weights)
-    return math.prod(x.shape[:-1]) == 1 and x.dtype == jnp.bfloat16 and small
+def covers(*weights) -> bool:
+    """The matrices that the kernel covers and is meant for."""
+    return all(w.shape[0] % STEP == 0 and w.shape[1] % 64 == 0 and w.size < MAX_SIZE for w in weights)
 
 
 def tile(depth: int, width: int) -> tuple[int, int]:
-    """(columns of a program, splits of the depth): about one program a multiprocessor, with little to read each."""
+    """(columns of a program, splits of the depth): a program a multiprocessor, a few where there is more to read."""
     columns = 128 if width % 128 == 0 and width > 2048 else 64
     steps, blocks = depth // STEP, width // columns
-    wanted = 200 if depth > 2048 else 128
-    return columns, min(d for d in range(1, steps + 1) if steps % d == 0 and (d * blocks >= wanted or d == steps))
+    wanted = 200 if depth > 2048 or width > 4096 else 128
+    enough = lambda d: d * blocks >= wanted and depth // d * columns <= MAX_SHARE
+    return columns, min(d for d in range(1, steps + 1) if steps % d == 0 and (enough(d) or d == steps))
 
 
 def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None, zeros=0, eps=0.0, interpret=False):
@@ -86,7 +86,7 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
         grid=(width // columns, splits),
         out_shape=list(outputs.values()),
         input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="split_product",
     )(*operands.values())  # fmt: skip
@@ -97,47 +97,51 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
 def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, barrier):
     ref = dict(zip(names, refs, strict=True))
     weights, sums = ref["weights"], ref["sums"]
-    steps = weights.shape[0] // STEP // splits  # of this program
-    ahead = math.gcd(AHEAD, steps) if steps % 3 else 3
+    depth = weights.shape[0] // splits  # of this program
+    size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # of a read
     column_block, split = pl.program_id(0), pl.program_id(1)
     column = column_block * columns + jnp.arange(columns, dtype=jnp.int32)
-    offset = jnp.arange(STEP, dtype=jnp.int32)
+    firsts = [split * depth + at for at in range(0, depth, size)]
+    at = jnp.arange(size, dtype=jnp.int32)
 
-    def gather(array, *at):
-        """The sum of parts."""
-        return sum(plgpu.load(array.at[(jnp.int32(part), *at)]) for part in range(array.shape[0]))
+    def parts(array, at):
+        """Parts [their number, at] under way; whoever needs them adds them up."""
+        part = jnp.arange(pl.next_power_of_2(array.shape[0]), dtype=jnp.int32)
+        mask = jnp.broadcast_to((part < array.shape[0])[:, None], (part.shape[0], at.shape[0]))
+        return plgpu.load(array.at[part[:, None], at[None, :]], mask=mask, other=0)
 
-    def source(first, squares):
-        """x [first : first + STEP] as it goes into the product, and its squares added to `squares`."""
+    def start_reading(first):
+        """What x [first : first + size] is made of, under way."""
         if activation is not None:  # "//" would hide that the columns stay aligned
-            start = lax.div(first, block) * (2 * block) + lax.rem(first, block)
-            shrink = lax.rsqrt(gather(ref["gate_squares"]) / norm_width + eps)
-            gate, up = (gather(ref["gate"], start + shift + offset) * shrink for shift in (0, block))
-            return _activate(activation, gate) * up, squares
-        h = plgpu.load(ref["x"].at[first + offset]).astype(jnp.float32)
+            gate = lax.div(first, block) * (2 * block) + lax.rem(first, block)
+            return [parts(ref["gate"], gate + shift + at) for shift in (0, block)]
+        some = [plgpu.load(ref[name].at[first + at]) for name in ("x", "norm") if name in ref]
+        return [*some, *([parts(ref["more"], first + at)] if "more" in ref else [])]
+
+    def source(first, read):
+        """x [first : first + size] as it goes into the product, and its squares."""
+        if activation is not None:
+            gate, up = (jnp.sum(part, axis=0) * shrink for part in read)
+            return _activate(activation, gate) * up, None
+        h = read[0].astype(jnp.float32)
         if "more" in ref:
-            x = (h + gather(ref["more"], first + offset)).astype(weights.dtype)
-            mask = jnp.broadcast_to(column_block == 0, x.shape)
-            plgpu.store(ref["new_x"].at[first + offset], x, mask=mask)
+            x = (h + jnp.sum(read[-1], axis=0)).astype(weights.dtype)
+            plgpu.store(ref["new_x"].at[first + at], x, mask=jnp.broadcast_to(column_block == 0, x.shape))
             h = x.astype(jnp.float32)
-        if "norm" in ref:
-            squares, h = squares + h * h, h * plgpu.load(ref["norm"].at[first + offset])
-        return h, squares
+        return (h * read[1], h * h) if "norm" in ref else (h, None)
 
-    def body(i, carry):
-        total, squares = carry
-        firsts = [(split * steps + i * ahead + j) * STEP for j in range(ahead)]
-        tiles = [plgpu.load(weights.at[(first + offset)[:, None], column[None, :]]) for first in firsts]
-        for first, w in zip(firsts, tiles, strict=True):
-            h, squares = source(first, squares)
-            total += w.astype(jnp.float32) * h[:, None]
-        return total, squares
-
-    carry = jnp.zeros((STEP, columns), jnp.float32), jnp.zeros(STEP, jnp.float32)
-    total, squares = body(0, carry) if steps == ahead else lax.fori_loop(0, steps // ahead, body, carry)
-    plgpu.store(sums.at[split, column], jnp.sum(total, axis=0))
+    # All reads are under way before the first is waited for, those of x, which are small, before the weights.
+    if activation is not None:
+        squares = [plgpu.load(ref["gate_squares"].at[jnp.int32(part)]) for part in range(ref["gate_squares"].shape[0])]
+    reads = [start_reading(first) for first in firsts]
+    tiles = [plgpu.load(weights.at[(first + at)[:, None], column[None, :]]) for first in firsts]
+    if activation is not None:
+        shrink = lax.rsqrt(sum(squares) / norm_width + eps)
+    sources = [source(first, read) for first, read in zip(firsts, reads, strict=True)]
+    products = [tile.astype(jnp.float32) * h[:, None] for tile, (h, _) in zip(tiles, sources, strict=True)]
+    plgpu.store(sums.at[split, column], jnp.sum(sum(products), axis=0))
     if "norm" in ref:
-        plgpu.store(ref["squares"].at[split], jnp.sum(squares))
+        plgpu.store(ref["squares"].at[split], jnp.sum(sum(square for _, square in sources)))
     if "zeros" in ref:
         at = jnp.arange(pl.next_power_of_2(ref["zeros"].shape[0]), dtype=jnp.int32)
         mask = (at < ref["zeros"].shape[0]) & (column_block + split == 0)
@@ -149,7 +153,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, b
 
         @pl.when(before == splits - 1)
         def _finish():
-            y = plgpu.load(ref["residual"].at[column]).astype(jnp.float32) + gather(sums, column)
+            y = plgpu.load(ref["residual"].at[column]).astype(jnp.float32) + jnp.sum(parts(sums, column), axis=0)
             plgpu.store(ref["out"].at[column], y.astype(weights.dtype))
 
 

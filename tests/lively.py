@@ -74,15 +74,15 @@ def vocabulary(m: Model, size: int) -> Model:
 
 
 def reduced(m: Model) -> Model:
-    """The target with every second of its ids; the last row of its table stands for all the others."""
-    assert m.config.vocab_size % 2 == 0
-    vocab, size = m.config.vocab_size, m.config.vocab_size // 2
-    d2t = jnp.append(jnp.arange(1, vocab - 1, 2), vocab)
-    t2d = jnp.full(vocab, size - 1).at[d2t].set(jnp.arange(size), mode="drop")
-    rows = jnp.append(d2t[:-1], 0)
+    """The target without every fourth of its ids; the last row of its table stands for all of these."""
+    own = [i for i in range(m.config.vocab_size) if i % 4]
+    size = len(own) + 1
+    d2t = jnp.array([*own, m.config.vocab_size], jnp.int32)
+    t2d = jnp.full(m.config.vocab_size, size - 1, jnp.int32).at[d2t].set(jnp.arange(size), mode="drop")
+    rows = jnp.array([*own, 0])
     tables = {"embed": m.params["embed"][rows]} | ({} if m.config.tied else {"head": m.params["head"][:, rows]})
-    ids = {"d2t": d2t.astype(jnp.int32), "t2d": t2d.astype(jnp.int32)}
-    return Model(dataclasses.replace(m.config, reduced_vocab_size=size), {**m.params, **tables, **ids})
+    params = {**m.params, **tables, "d2t": d2t, "t2d": t2d}
+    return Model(dataclasses.replace(m.config, reduced_vocab_size=size), params)
 
 
 DRAFTS = {

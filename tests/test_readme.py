@@ -6,12 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from tests.folders import write_model
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "colab/README.md"]
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -29,15 +26,14 @@ def commands(document: str, program: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if re.match(rf"{program}( |$)", line)]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_python_examples_run(document, tmp_path, capsys):
+def test_python_examples_run(tmp_path, capsys):
     """With a tiny model under the real one's name."""
     folder = write_model(tmp_path / "tiny")
-    examples = blocks(document, "python")
+    examples = blocks("README.md", "python")
     assert examples
     for example in examples:
         assert "smollm2-135m-instruct" in example
-        exec(compile(example.replace("smollm2-135m-instruct", str(folder)), document, "exec"), {})
+        exec(compile(example.replace("smollm2-135m-instruct", str(folder)), "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
 
 
@@ -46,15 +42,14 @@ def test_the_first_example_is_ten_lines():
     assert sum(bool(line.strip()) for line in example.splitlines()) <= 10
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_exist(document):
+def test_commands_exist():
     """With the options that they are shown with."""
     import typer.main
 
     from jaxspec.cli import app
 
     group = typer.main.get_command(app)
-    shown = commands(document, "jaxspec")
+    shown = commands("README.md", "jaxspec")
     assert shown
     for _, name, *rest in shown:
         known = {option for parameter in group.commands[name].params for option in parameter.opts}

@@ -21,6 +21,7 @@ from jaxspec.bench.setup import Setup
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import SpeculativeConfig
 from jaxspec.decode.loop import start_state
+from jaxspec.decode.programs import compiler_options
 from jaxspec.decode.round import num_wanted, propose, runnable, score, verify
 from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.base import Proposal
@@ -158,7 +159,9 @@ class Raw:
         engine, rounds = self.engine, self.place(np.int32(ROUNDS))
         pages = lambda: getattr(engine.cache, part) if part else ()
         started = time.perf_counter()
-        run = jax.jit(program, donate_argnums=0).lower(pages(), rounds, *arrays).compile()
+        options = compiler_options(rounds.sharding)
+        jitted = jax.jit(program, donate_argnums=0, compiler_options=options)
+        run = jitted.lower(pages(), rounds, *arrays).compile()
         engine.programs.compile_seconds += time.perf_counter() - started
 
         def call() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 import checkpoints
 from checkpoints import orbax
+from jaxspec.demo import say
 from jaxspec.engine.setup import Model
 from jaxspec.llm import PLATFORMS, compute_dtype, enable_compilation_cache, load
 from jaxspec.models.config import ModelConfig
@@ -215,7 +215,7 @@ def compact(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def steps_that_fit(total: int, at: int, each: float, left: float) -> int:
     """Steps in all, at most `total`, after `at` of them; each, left: seconds a step takes, and that remain."""
-    return min(total, at + int(SHARE_OF_STEPS * left / each))
+    return min(total, at + max(1, int(SHARE_OF_STEPS * left / each)))
 
 
 class Journal:
@@ -244,8 +244,3 @@ class Journal:
         """The newest means in words."""
         row: dict[str, Any] = next((row for row in reversed(self.rows) if "loss" in row), {})
         return "".join(f", {name} {row[name]:.3f}" for name in ("loss", "tv", "agree", "lost") if row)
-
-
-def say(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr, flush=True)

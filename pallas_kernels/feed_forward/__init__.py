@@ -38,7 +38,7 @@ def feed_forward(
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation or platform.
-      NotImplementedError: implementation "pallas" on TPU, or with post norms.
+      NotImplementedError: implementation "pallas" on TPU, or with several rows.
     """
     (f, e), (a, _) = down.shape, out.shape
     check_shape("feed_forward", "x", x, *x.shape[:-1], e)
@@ -47,8 +47,7 @@ def feed_forward(
     check_shape("feed_forward", "gate_up", gate_up, e, 2 * f)
     if f % block:
         raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
-    sandwich = post_attention_norm is not None or post_mlp_norm is not None
-    fits = lambda gpu: gpu.fits(x, out, gate_up, down, sandwich, block)
+    fits = lambda gpu: gpu.fits(x)
     arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm)
     options = {"eps": eps, "activation": activation, "block": block}
     return run("feed_forward", implementation, platform, *arrays, fits=fits, **options)

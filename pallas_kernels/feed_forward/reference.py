@@ -5,7 +5,20 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def feed_forward(x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *, eps, activation, block):
+def linear(weights, x):
+    """x [..., I] times weights [I, O] -> [..., O], in full precision where the numbers are float32.
+
+    Weights are stored input-first: on CPU that form streams them fastest once several rows share a pass, which is what
+    makes verifying K+1 tokens cheap (see README, "Speed on CPU").
+    """
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, weights, numbers, precision=precision, preferred_element_type=x.dtype)
+
+
+def feed_forward(
+    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *, eps, activation, block, linear=linear
+):
     mixed = linear(out, mixed)
     if post_attention_norm is not None:
         mixed = rms_norm(post_attention_norm, mixed, eps)
@@ -17,17 +30,6 @@ def feed_forward(x, mixed, out, norm, gate_up, down, post_attention_norm, post_m
     if post_mlp_norm is not None:
         hidden = rms_norm(post_mlp_norm, hidden, eps)
     return x + hidden
-
-
-def linear(weights, x):
-    """x [..., I] times weights [I, O] -> [..., O], in full precision where the numbers are float32.
-
-    Weights are stored input-first: on CPU that form streams them fastest once several rows share a pass, which is what
-    makes verifying K+1 tokens cheap (see README, "Speed on CPU").
-    """
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    numbers = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, weights, numbers, precision=precision, preferred_element_type=x.dtype)
 
 
 def rms_norm(scale, x, eps):

@@ -13,11 +13,9 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
         "preferred_element_type": jnp.float32,
     }
 
-    # Keys and values are gathered straight into the layout [B, G, N * S, D] that the products want: no transposed copy.
-    slot = (jnp.minimum(block_table, p - 1)[:, :, None] * s + jnp.arange(s)).reshape(b, 1, n * s)
-    head = jnp.arange(0, g2, 2)[:, None]
-    flat = pages.reshape(p * s, g2, d)
-    key, value = flat[slot, head], flat[slot, head + 1]
+    # Whole pages, not single keys: on CPU the cache is cold, and only long pieces are read ahead.
+    kv = jnp.take(pages.reshape(p, s * g2 * d), block_table, axis=0, mode="clip").reshape(b, n * s, g, 2, d)
+    key, value = kv[:, :, :, 0].swapaxes(1, 2), kv[:, :, :, 1].swapaxes(1, 2)
 
     query_at = kv_len[:, None] - t + jnp.arange(num_rows) // (h // g)
     query_at = query_at[:, None, :, None]  # [B, 1, R, 1]

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _split_product
-from pallas_kernels.feed_forward.reference import linear, rms_norm
+from pallas_kernels._one_row import linear
+from pallas_kernels.feed_forward.reference import rms_norm
 
 MIN_ROWS, MAX_ROWS = 16, 64  # rows (token, query head) of a key-value head: one program has them all
 MAX_TOKENS = 256  # of a pass; prompt chunks are other work
@@ -45,7 +46,7 @@ def self_attention(
     operands = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
     operands |= {"block_table": block_table, "kv_len": kv_len}
     operands |= {"cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1), "old_pages": pages.reshape(p * s, g2, d)}
-    in_parts = _split_product.fits(x, qkv)
+    in_parts = b * t == 1 and x.dtype == jnp.bfloat16 and _split_product.covers(qkv)
     splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
     if in_parts:
         product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=b * g, interpret=interpret)

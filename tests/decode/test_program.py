@@ -15,7 +15,7 @@ import pytest
 
 from jaxspec.decode.loop import launch
 from jaxspec.decode.packing import pack
-from jaxspec.decode.programs import lower
+from jaxspec.decode.programs import COMPILER_OPTIONS, lower
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import batch
 from jaxspec.engine import engine as engine_module
@@ -223,6 +223,14 @@ def test_caches_are_donated():
         assert all(x.is_deleted() for x in before)
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.cache)] == where
     engine.abort(request)
+
+
+def test_options_reach_the_compiler(monkeypatch):
+    monkeypatch.setitem(COMPILER_OPTIONS, jax.default_backend(), {"no_such_option": 1})
+    engine = make("plain")
+    lowered = lower("launch", config(engine, "greedy"), engine.params, engine.cache, arguments(engine))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        lowered.compile()
 
 
 def test_what_needs_no_other_program():

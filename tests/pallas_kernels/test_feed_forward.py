@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import feed_forward
+from pallas_kernels import _split_product, feed_forward
 from pallas_kernels._dispatch import flavour, module
 from tests.pallas_kernels.flavours import kernel
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
 # ||out - expected|| / ||expected||: bfloat16 rounds x, the hidden numbers and the result.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3}
-SHAPES = [(256, 128, 512, 128), (128, 192, 256, 64), (2048, 1024, 3072, 128)]  # A, E, F, block
+# A, E, F, block. The last: a program's share of the depth spans several blocks of gate and up.
+SHAPES = [(256, 128, 512, 128), (128, 192, 256, 64), (2048, 1024, 3072, 128), (64, 4096, 512, 64)]
 
 
 def random_arguments(shape, rows, dtype, seed=0):
@@ -53,24 +54,38 @@ def test_public_function(rows, post):
     expected = feed_forward(x, mixed, *weights, **options, implementation="reference")
     assert expected.shape == x.shape
     np.testing.assert_array_equal(feed_forward(x, mixed, *weights, **options), expected)
-    if post or rows != (1, 1):
-        with pytest.raises(NotImplementedError, match="one row and no post norms"):
+    if rows != (1, 1):
+        with pytest.raises(NotImplementedError, match="take one row"):
             feed_forward(x, mixed, *weights, **options, implementation="pallas")
     else:
         out = feed_forward(x, mixed, *weights, **options, implementation="pallas")
         assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
-def test_the_kernel_takes_one_small_bfloat16_row():
+def num_kernels(shape, implementation="pallas"):
+    a, e, f, block = shape
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 1, e), (1, 1, a), (a, e), (e, 2 * f), (f, e))]
+    options = {"eps": 1e-6, "block": block, "platform": "cpu", "implementation": implementation}
+    layer = lambda *arrays: feed_forward(*arrays[:-1], norm=arrays[-1], **options)
+    return str(jax.make_jaxpr(layer)(*shapes, jax.ShapeDtypeStruct((e,), jnp.float32))).count("pallas_call[")
+
+
+def test_small_matrices_have_kernels_and_large_ones_more_rows():
+    assert num_kernels((2048, 1024, 3072, 128)) == 3
+    assert num_kernels((4096, 4096, 12288, 128)) == 0
     gpu = module("feed_forward", "gpu")
-    shapes = lambda *rows, e=1024, dtype=jnp.bfloat16: [
-        jax.ShapeDtypeStruct(s, dtype) for s in ((*rows, e), (2048, e), (e, 6144), (3072, e))
-    ]
-    assert gpu.fits(*shapes(1, 1), False, 128)
-    assert not gpu.fits(*shapes(1, 2), False, 128)
-    assert not gpu.fits(*shapes(1, 1), True, 128)
-    assert not gpu.fits(*shapes(1, 1, dtype=jnp.float32), False, 128)
-    assert not gpu.fits(*shapes(1, 1, e=4096), False, 128)
+    assert gpu.fits(jax.ShapeDtypeStruct((1, 1, 1024), jnp.bfloat16))
+    assert not gpu.fits(jax.ShapeDtypeStruct((1, 2, 1024), jnp.bfloat16))
+    assert not gpu.fits(jax.ShapeDtypeStruct((1, 1, 1024), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("depth", "width"), [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (2048, 8128), (704, 64)]
+)
+def test_what_a_program_reads_fits_into_its_registers(depth, width):
+    columns, splits = _split_product.tile(depth, width)
+    assert width % columns == 0 == depth % (splits * _split_product.STEP)
+    assert depth // splits * columns <= _split_product.MAX_SHARE
 
 
 def test_wrong_arguments_are_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -116,3 +117,17 @@ def test_parts_of_a_batch_make_the_same_step(accumulate, tmp_path):
         assert np.any(value), name
         np.testing.assert_allclose(moments(parts)[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
         assert not np.array_equal(once.params[name], REDUCED.params[name]), name
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_step_lowers_for_accelerators(platform, tmp_path):
+    ordered, options = own_ids_first(TARGET, IDS["d2t"]), runs.options(tmp_path, "x", batch_size=4, accumulate=2)
+    ids = {name: REDUCED.params[name] for name in IDS}
+    backend = Backend({"cuda": "gpu"}.get(platform, platform), None, "reference")
+    step = steps.make_step(ordered.config, REDUCED.config, ids, options, backend)
+    state = steps.first_state(REDUCED.params, options, sharding(make_mesh()))
+    target = {name: x.astype(jnp.bfloat16) for name, x in ordered.params.items()}
+    exported = jax.export.export(step, platforms=[platform])(state, jnp.float32(1), target, TOKENS, MASK)
+    assert exported.platforms == (platform,)
+    metrics = exported.out_tree.unflatten(exported.out_avals)[1]
+    assert {name: x.dtype for name, x in metrics.items()} == dict.fromkeys(metrics, jnp.float32)

@@ -141,6 +141,7 @@ def test_the_schedule_fits_into_the_minutes(tmp_path):
     """And a resumption keeps it."""
     assert loop.steps_that_fit(5000, 30, each=0.1, left=500.0) == 30 + 4650
     assert loop.steps_that_fit(1000, 30, each=0.1, left=500.0) == 1000
+    assert loop.steps_that_fit(1000, 30, each=0.1, left=-1.0) == 31
     journal = loop.Journal(tmp_path / "metrics.jsonl", None)
     assert journal.total is None
     journal.add({"step": 30, "total": 4680})

@@ -1,0 +1,208 @@
+# ---
+# jupyter:
+#   accelerator: TPU
+#   colab:
+#     provenance: []
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # jaxspec: speculative decoding in one device program
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/quickstart.ipynb)
+#
+# A small *draft* proposes a few tokens, the large *target* checks them all in one pass and keeps those that it would
+# have written itself. The text is the target's, word for word; only the time changes. This notebook runs on a TPU, a
+# GPU or a CPU: it looks at what it finds and picks a pair of models that fits.
+#
+# ## 1. Install
+# Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
+# session. Where jaxspec is installed already, it changes nothing.
+
+# %%
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /content/jaxspec
+
+
+def runtime():
+    """What pip has to know: the kind of device, found without JAX."""
+    if pathlib.Path("/dev/accel0").exists() or pathlib.Path("/dev/vfio/0").exists() or "TPU_WORKER_ID" in os.environ:
+        return "tpu"
+    return "cuda12" if shutil.which("nvidia-smi") else ""
+
+
+if importlib.util.find_spec("jaxspec"):
+    print("jaxspec is installed.")
+else:
+    loaded = "jax" in sys.modules
+    before = importlib.metadata.version("jax") if importlib.util.find_spec("jax") else None
+    folder = pathlib.Path(SOURCE)
+    wanted = f"{folder}[{runtime()}]" if folder.exists() else f"jaxspec[{runtime()}] @ {SOURCE}"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-U", wanted.replace("[]", "")], check=True)
+    after = importlib.metadata.version("jax")
+    print(f"jax {before} -> {after}")
+    if loaded and before != after:
+        print("RESTART the session now (Runtime, Restart session): the old JAX is still loaded. Then run all cells.")
+    else:
+        print("No restart is needed.")
+
+# %% [markdown]
+# ## 2. What is this machine?
+
+# %%
+import jax
+
+from jaxspec import LLM, SamplingParams
+
+devices = jax.devices()
+platform = devices[0].platform
+stats = devices[0].memory_stats() or {}
+memory = stats.get("bytes_limit", 0) / 1e9  # 0: the device does not say, as CPUs do not
+WORDS = {
+    "tpu": "A TPU: the place for which this was made.",
+    "gpu": "A GPU: good. The draft's small passes gain most here.",
+    "cpu": "Only a CPU: everything works, with a small pair of models and modest speed.",
+}
+print(WORDS.get(platform, f"An unknown platform, {platform}."))
+each = f", {memory:.0f} GB each" if memory else ""
+print(f"{len(devices)} x {devices[0].device_kind}{each}, jax {jax.__version__}")
+
+# %% [markdown]
+# ## 3. Load a pair
+# With network and enough memory: Qwen3 from the hub. Else a pair that needs no hub: SmolLM2-135M-Instruct with
+# n-gram drafts, which look the next words up in what was said before.
+
+# %%
+import urllib.request
+
+LARGE = [("Qwen/Qwen3-8B", 40), ("Qwen/Qwen3-1.7B", 12)]  # with the memory, in GB, that is comfortable for each
+NUM_DRAFTS = 4
+
+
+def online():
+    try:
+        urllib.request.urlopen("https://huggingface.co", timeout=5)
+        return True
+    except OSError:
+        return False
+
+
+fitting = [name for name, needed in LARGE if memory >= needed]
+if fitting and online():
+    model, drafting = fitting[0], {"model": "Qwen/Qwen3-0.6B"}
+else:
+    model, drafting = "smollm2-135m-instruct", {"method": "ngram"}
+
+# Always K drafts, so that the plots show what each K does; by default jaxspec chooses K itself.
+speculative = {**drafting, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+llm = LLM(model, speculative_config=speculative, max_model_len=512, max_num_seqs=4, enable_prefix_caching=False)
+print(f"{model} with {drafting}, loaded in {llm.timing.load_seconds:.1f} s")
+
+# %% [markdown]
+# ## 4. Generate
+# The first call compiles, which takes a while on every device; what was compiled is kept for the next start.
+
+# %%
+max_tokens = 64
+greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+QUESTIONS = [
+    "Repeat this exactly: the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on.",
+    "Write a Python function that adds two numbers, and one that subtracts them.",
+    "List the days of the week, then list them again.",
+    "What is the capital of France, and what is it known for?",
+]
+prompts = [llm.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+outputs = llm.generate(prompts, greedy)
+for question, output in zip(QUESTIONS, outputs, strict=True):
+    print(f"\n> {question}\n{output.outputs[0].text.strip()}")
+    print(f"[{output.metrics.mean_acceptance_length:.2f} tokens a round]")
+
+# %% [markdown]
+# Piece by piece, as the text is made:
+
+# %%
+for piece in llm.stream(prompts[-1], SamplingParams(temperature=0.7, seed=1, max_tokens=max_tokens)):
+    print(piece.text, end="", flush=True)
+
+# %% [markdown]
+# ## 5. How good are the drafts?
+# Left: how many of a round's drafts were kept. Right: the share of rounds that kept the first, second, ... draft.
+
+# %%
+import itertools
+
+import matplotlib.pyplot as plt
+
+counts = [0] * (NUM_DRAFTS + 1)
+rounds = 0
+for output in outputs:
+    m = output.metrics
+    reached = [m.num_drafts, *m.num_accepted_tokens_per_pos, 0]  # rounds that kept at least 0, 1, 2, ... drafts
+    counts = [count + a - b for count, (a, b) in zip(counts, itertools.pairwise(reached), strict=True)]
+    rounds += m.num_drafts
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
+left.bar(range(NUM_DRAFTS + 1), counts)
+left.set(title="Drafts kept in a round", xlabel="drafts", ylabel="rounds")
+shares = [sum(counts[i:]) / max(rounds, 1) for i in range(1, NUM_DRAFTS + 1)]
+bars = right.bar(range(1, NUM_DRAFTS + 1), shares)
+right.bar_label(bars, [f"{share:.0%}" for share in shares])
+right.set(title="Acceptance by position", xlabel="position", ylabel="share of rounds", ylim=(0, 1.1))
+plt.show()
+
+# %% [markdown]
+# ## 6. Is it faster, and is it the same text?
+# The same prompts, one at a time, with 0 (plain decoding) to K drafts a round. Compiling is not counted.
+
+
+# %%
+def speed(k):
+    """Tokens a second with k drafts a round, and the ids; once to compile, once to measure."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=k)
+    for _ in range(2):
+        before = llm.timing.as_dict()
+        ids = [llm.generate(prompt, params, progress=False)[0].outputs[0].token_ids for prompt in prompts]
+        now = llm.timing.as_dict()
+    spent = sum(now[name] - before[name] for name in ("prefill_seconds", "decode_seconds"))
+    return sum(map(len, ids)) / spent, ids
+
+
+measured = {k: speed(k) for k in range(NUM_DRAFTS + 1)}
+speeds = [tokens_per_second for tokens_per_second, _ in measured.values()]
+same = [ids == measured[0][1] for _, ids in measured.values()]
+best = max(measured, key=lambda k: measured[k][0])
+for k, tokens_per_second in enumerate(speeds):
+    print(f"K = {k}: {tokens_per_second:6.1f} tokens/s, {tokens_per_second / speeds[0]:.2f}x, same text: {same[k]}")
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained", width_ratios=(2, 1))
+left.plot(range(NUM_DRAFTS + 1), speeds, marker="o")
+left.set(title="Tokens a second against K", xlabel="drafts a round (0: plain)", ylim=(0, 1.15 * max(speeds)))
+bars = right.bar(["plain", f"K = {best}"], [speeds[0], speeds[best]])
+right.bar_label(bars, [f"{speeds[0]:.0f}", f"{speeds[best]:.0f}"])
+right.set(title="Plain beside speculative", ylabel="tokens a second", ylim=(0, 1.15 * max(speeds)))
+plt.show()
+
+# %% [markdown]
+# In bfloat16 a tie between two tokens may fall differently when several tokens are checked at once; in float32
+# (`dtype="float32"`) the text is the same, token for token.
+#
+# ## 7. Next
+# - Your own pair: `LLM("Qwen/Qwen3-8B", speculative_config={"model": "Qwen/Qwen3-0.6B"}, max_model_len=4096)`; the two
+#   need one tokenizer. `!jaxspec info MODEL --draft DRAFT` tells beforehand what fits.
+# - Leave `adaptive` out: jaxspec then measures what drafts cost and gain, and chooses K, 0 included, per launch.
+# - `!jaxspec bench --help` times every part beside what the device could do at best.
+# - Sampling, seeds, penalties, log-probabilities, several samples a prompt: all work under speculation; see the README.
