@@ -1,7 +1,26 @@
 """Weights, configurations and tokenizers in and out: Hugging Face folders, GGUF files, orbax folders."""
 
-from checkpoints.loading import convert, load_config, load_params, load_stop_ids, load_tokenizer
+from checkpoints.loading import (
+    convert,
+    fingerprint,
+    load_config,
+    load_fingerprint,
+    load_params,
+    load_stop_ids,
+    load_tokenizer,
+)
 from checkpoints.orbax import save
 from checkpoints.sources import Source, resolve
 
-__all__ = ["Source", "convert", "load_config", "load_params", "load_stop_ids", "load_tokenizer", "resolve", "save"]
+__all__ = [
+    "Source",
+    "convert",
+    "fingerprint",
+    "load_config",
+    "load_fingerprint",
+    "load_params",
+    "load_stop_ids",
+    "load_tokenizer",
+    "resolve",
+    "save",
+]

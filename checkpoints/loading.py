@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -53,12 +55,25 @@ def load_tokenizer(source: Source) -> Any:
     """
     if source.kind == "gguf":
         return build_tokenizer(gguf.read_header(source.path).meta)
+    if (source.path / orbax.FINGERPRINT).is_file():
+        raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
     known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((source.path / name).is_file() for name in known):
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
     from transformers import AutoTokenizer  # slow to import
 
     return AutoTokenizer.from_pretrained(source.path)
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A digest of what each id means."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def load_fingerprint(source: Source) -> str | None:
+    """That of the tokenizer which a draft was trained for; None where the source has a tokenizer of its own."""
+    path = source.path / orbax.FINGERPRINT
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
 def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
@@ -86,13 +101,18 @@ def convert(src: str, dst: str | Path, *, dtype: str | None = None, progress: bo
     chosen = jnp.dtype(dtype or FORMATS[source.kind].stored_dtype(source.path))
     here = SingleDeviceSharding(host_device())
     abstract = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32 if name.endswith("norm") else chosen, sharding=here)
+        name: jax.ShapeDtypeStruct(shape, param_dtype(name, chosen), sharding=here)
         for name, shape in param_shapes(config).items()
     }
     params = load_params(source, config, abstract, progress=progress)
     config = dataclasses.replace(config, eos_ids=load_stop_ids(source, tokenizer))
     orbax.save(dst, params, config, tokenizer)
     return dst
+
+
+def param_dtype(name: str, weights: Any) -> Any:
+    """The dtype of a parameter where products have dtype `weights`: norms are float32, vocabularies integers."""
+    return jnp.float32 if name.endswith("norm") else jnp.int32 if name in ("d2t", "t2d") else weights
 
 
 def host_device() -> jax.Device:

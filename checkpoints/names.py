@@ -112,9 +112,11 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "gate_up": (c.width, 2 * c.mlp_width),
         "down": (c.mlp_width, c.width),
     }
-    shapes: dict[str, tuple[int, ...]] = {"embed": (c.vocab_size, c.width), "norm": (c.width,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed": (c.table_size, c.width), "norm": (c.width,)}
+    if c.reduced_vocab_size:
+        shapes |= {"d2t": (c.table_size,), "t2d": (c.vocab_size,)}
     if not c.tied:
-        shapes["head"] = (c.width, c.vocab_size)
+        shapes["head"] = (c.width, c.table_size)
     for i in range(c.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes

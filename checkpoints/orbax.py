@@ -2,7 +2,8 @@
 
 folder/jaxspec.json      ModelConfig, stop ids included
 folder/params/           the flat dict of parameters
-folder/tokenizer*.json   as transformers' save_pretrained writes them
+folder/tokenizer*.json   as transformers' save_pretrained writes them; or, of a draft, which uses its target's,
+folder/tokenizer.sha256  only that tokenizer's fingerprint
 """
 
 from __future__ import annotations
@@ -20,15 +21,26 @@ from jaxspec.models.config import ModelConfig
 
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
+FINGERPRINT = "tokenizer.sha256"
 
 
-def save(folder: str | Path, params: Mapping[str, jax.Array], config: ModelConfig, tokenizer: Any = None) -> None:
+def save(
+    folder: str | Path,
+    params: Mapping[str, jax.Array],
+    config: ModelConfig,
+    tokenizer: Any = None,
+    *,
+    fingerprint: str | None = None,
+    replace: bool = False,
+) -> None:
     """Writes a checkpoint folder; it appears under its name only when it is complete.
 
-    Raises: FileExistsError where the folder exists and is not empty.
+    fingerprint: of the tokenizer, in its place; replace: an earlier checkpoint in the folder, whose other files stay.
+    Raises: FileExistsError where the folder exists and is not empty, unless it is to be replaced.
     """
     folder = Path(folder).expanduser().absolute()
-    check_free(folder)
+    if not replace:
+        check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -37,7 +49,14 @@ def save(folder: str | Path, params: Mapping[str, jax.Array], config: ModelConfi
         (partial / CONFIG_FILE).write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        partial.replace(folder)
+        if fingerprint is not None:
+            (partial / FINGERPRINT).write_text(fingerprint + "\n", encoding="utf-8")
+        if replace and folder.is_dir():
+            shutil.rmtree(folder / PARAMS, ignore_errors=True)
+            for part in partial.iterdir():
+                part.replace(folder / part.name)
+        else:
+            partial.replace(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -107,3 +126,40 @@ def load_arrays(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) 
 
 def sharded(leaf: jax.ShapeDtypeStruct, default: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
+
+
+class History:
+    """The checkpoints of a training run, written in the background: the last one and the one whose `metric` is best."""
+
+    def __init__(self, folder: str | Path, metric: str) -> None:
+        import orbax.checkpoint.experimental.v1 as ocp
+
+        self.metric, policies = metric, ocp.training.preservation_policies
+        best = policies.BestN(get_metric_fn=lambda metrics: metrics[metric], n=1)
+        keep = policies.AnyPreservationPolicy([policies.LatestN(1), best])
+        self.checkpointer = ocp.training.Checkpointer(
+            Path(folder).expanduser().absolute(), preservation_policy=keep, cleanup_tmp_directories=True
+        )
+
+    @property
+    def last(self) -> int | None:
+        """The step of the last checkpoint."""
+        latest = self.checkpointer.latest
+        return None if latest is None else latest.step
+
+    @property
+    def best(self) -> float | None:
+        """The best metric so far."""
+        return max((c.metrics[self.metric] for c in self.checkpointer.checkpoints), default=None)
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
+        self.checkpointer.save_async(step, state, metrics=dict(metrics), force=True)
+
+    def load(self, step: int, like: Any) -> Any:
+        """The state of a step, with the shapes, dtypes and shardings of `like`."""
+        abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        return self.checkpointer.load(step, jax.tree.map(abstract, like))
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self.checkpointer.close()

@@ -52,6 +52,8 @@ EMBEDDED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
+# Drafts that this project trained: folders of this package.
+SHIPPED = ("smollm2-135m-draft",)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -60,7 +62,8 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
     Args:
       model: a local folder (safetensors or orbax), a `.gguf` file, `"smollm2-135m-instruct"` (the embedded model,
-        98 MB, kept in the cache folder) or a hub id, "org/name".
+        98 MB, kept in the cache folder), `"smollm2-135m-draft"` (its draft, part of this package) or a hub id,
+        "org/name".
       revision: branch, tag or commit of a hub id.
       weights: False fetches a hub id's configuration and tokenizer only.
 
@@ -76,10 +79,12 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         return Source("gguf", path.resolve(), path.stem)
     if model in EMBEDDED:
         return Source("gguf", embedded(model), model)
+    if model in SHIPPED:
+        return shipped(model)
     if looks_like_path(model):
         raise FileNotFoundError(f"{model} does not exist: no such file or folder")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        known = ", ".join(EMBEDDED)
+        known = ", ".join((*EMBEDDED, *SHIPPED))
         raise FileNotFoundError(f"no model {model!r}: give a folder, a .gguf file, a hub id (org/name) or {known}")
     return Source("hf", from_hub(model, revision, weights=weights), model)
 
@@ -104,6 +109,13 @@ def local_folder(path: Path, model: str) -> Source:
     if files:
         raise ValueError(f"{model} holds {len(files)} .gguf files: name one, such as {files[0]}")
     raise ValueError(f"{model} holds no checkpoint: neither config.json nor {CONFIG_FILE} nor a .gguf file is in it")
+
+
+def shipped(name: str) -> Source:
+    path = Path(__file__).parent / name
+    if not (path / CONFIG_FILE).is_file():
+        raise FileNotFoundError(f"{name} is missing from this installation ({path}): install jaxspec again")
+    return Source("orbax", path, name)
 
 
 def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:

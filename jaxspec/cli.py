@@ -1,4 +1,4 @@
-"""The command line: jaxspec demo | generate | bench | convert | info."""
+"""The command line: jaxspec demo | generate | bench | generate-data | train-draft | evaluate-draft | convert | info."""
 
 from __future__ import annotations
 
@@ -62,13 +62,24 @@ def say(text: str) -> None:
 @app.command()
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 64,
+    draft: Annotated[str | None, typer.Option(help="The draft; the trained one that comes with jaxspec.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    compare_transformers: Annotated[
+        bool, typer.Option("--compare-transformers", help="Answer with transformers too (needs torch).")
+    ] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance and speed.")] = None,
 ) -> None:
-    """Real weights, plain and speculative side by side."""
-    from jaxspec.demo import demo
+    """Real weights: plain decoding, n-grams and a draft model side by side."""
+    from jaxspec.demo.run import Options, demo, shipped_draft
 
-    demo(max_tokens, as_json=as_json, plot=plot)
+    options = Options(
+        max_tokens=max_tokens,
+        draft=draft or shipped_draft(),
+        dtype=dtype,
+        compare_transformers=compare_transformers,
+    )
+    demo(options, as_json=as_json, plot=plot)
 
 
 @app.command()
@@ -239,6 +250,117 @@ def bench(
     from jaxspec.bench.measure import bench
 
     bench(chosen, as_json=as_json, plot=plot)
+
+
+@app.command()
+def generate_data(
+    target: Annotated[str, typer.Option(help="The model that writes. " + MODEL_HELP)],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the shards; those that are there are kept.")],
+    tokens: Annotated[int, typer.Option(help="Generate at least so many, prompts included.")] = 10_000_000,
+    seed: Annotated[int, typer.Option(help="Of prompts and samples.")] = 0,
+    length: Annotated[int, typer.Option(help="Longest sequence, prompt included, in tokens.")] = 512,
+    shard_size: Annotated[int, typer.Option(help="Sequences of a shard.")] = 4096,
+    mixture: Annotated[
+        str | None,
+        typer.Option(help="Shares of chat, story, code, summary, rewrite, list, translate, free: chat:2,code:1."),
+    ] = None,
+    temperatures: Annotated[str | None, typer.Option(help="Shares of temperatures; 0:0.5,0.7:0.25,1:0.25.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Let a model write what a draft is trained on."""
+    from jaxspec.train.generate import MIXTURE, TEMPERATURES, DataOptions, engine_options, generate, shares
+
+    options = DataOptions(
+        tokens=tokens,
+        seed=seed,
+        length=length,
+        shard_size=shard_size,
+        mixture=MIXTURE if mixture is None else shares("--mixture", mixture),
+        temperatures=TEMPERATURES if temperatures is None else shares("--temperatures", temperatures, float),
+        rows=rows,
+    )
+    import checkpoints
+    from jaxspec.llm import LLM
+
+    say(f"loading {target} ...")
+    name = checkpoints.resolve(target).name
+    written = generate(LLM(target, dtype=dtype, **engine_options(options)), out, options, target=name)
+    if as_json:
+        print(json.dumps(written))
+    else:
+        print(f"{written['sequences']} sequences, {written['tokens']} tokens in {written['shards']} shards: {out}")
+
+
+@app.command()
+def train_draft(
+    data: Annotated[Path, typer.Option(help="The folder of training data that the target wrote.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; it is then the draft's name.")],
+    target: Annotated[str, typer.Option(help=MODEL_HELP)] = EMBEDDED,
+    layers: Annotated[int, typer.Option(help="Of the draft.")] = 2,
+    width: Annotated[int | None, typer.Option(help="Of the draft; two thirds of the target's.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads; as many as fit the width.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key-value heads; as the target's where they divide.")] = None,
+    mlp_width: Annotated[int | None, typer.Option(help="In proportion to the width.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Ids of its own, the most frequent ones; at most 16384.")
+    ] = None,
+    init_from_target: Annotated[bool, typer.Option(help="Begin with the target's layers and embeddings.")] = True,
+    steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 2000,
+    minutes: Annotated[float | None, typer.Option(help="Make only as many steps as fit.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of a step.")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    accumulate: Annotated[int, typer.Option(help="Parts that a step's rows are computed in, for memory.")] = 1,
+    loss: Annotated[str | None, typer.Option(help="Shares of kl, rkl and tv: kl:1,tv:1.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="At its highest; a cosine takes it to a tenth.")] = 2e-3,
+    warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 100,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices.")] = 0.01,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradients.")] = 1.0,
+    eval_every: Annotated[int, typer.Option(help="Steps between measurements and checkpoints.")] = 200,
+    eval_prompts: Annotated[int, typer.Option(help="Held-out prompts of a measurement.")] = 32,
+    eval_tokens: Annotated[int, typer.Option(help="Longest answer to each.")] = 64,
+    k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round when measuring.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the first weights and of the order of the data.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16; masters are float32.")] = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run into --out was ended.")] = False,
+) -> None:
+    """Distil a draft for a target. --out then names it: jaxspec generate --model TARGET --draft OUT."""
+    given = dict(locals())
+    from jaxspec.train.options import DEFAULT_LOSS, TrainOptions
+
+    names = {field.name for field in dataclasses.fields(TrainOptions)}
+    chosen = {name: value for name, value in given.items() if name in names}
+    options = TrainOptions(**chosen | {"loss": loss or DEFAULT_LOSS, "num_speculative_tokens": k})
+    from jaxspec.train.loop import train
+
+    print(train(options))
+
+
+@app.command()
+def evaluate_draft(
+    target: Annotated[str, typer.Option(help=MODEL_HELP)],
+    draft: Annotated[str, typer.Option(help="The draft to be measured.")],
+    prompts: Annotated[
+        Path, typer.Option(metavar="FILE.json", help="What users say, by category: {category: [text, ...]}.")
+    ] = Path("tests/heldout.json"),
+    k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """How many of a draft's tokens a model accepts, greedy and at temperature 0.7."""
+    from jaxspec.train import evaluate
+
+    texts = evaluate.read_prompts(prompts)  # before the loading
+    say(f"loading {target} and {draft} ...")
+    document = evaluate.evaluate(target, draft, texts, num_speculative_tokens=k, max_tokens=max_tokens, dtype=dtype)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        evaluate.show(document)
 
 
 @app.command()

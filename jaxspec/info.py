@@ -25,11 +25,12 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
     """
     platform = PLATFORMS[jax.default_backend()]
     source = checkpoints.resolve(model, weights=False)
-    target = facts(source, platform)
+    target = facts(source, platform, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
     if draft is not None:
         draft_source = checkpoints.resolve(draft, weights=False)
-        document["draft"] = facts(draft_source, platform)
+        shares = checkpoints.load_fingerprint(draft_source) is not None
+        document["draft"] = facts(draft_source, platform, source if shares else draft_source)
         try:
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             document["draft_fits"] = True
@@ -43,9 +44,9 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
     return document | {"page_size": page_size, "pages": pages, "tokens_that_fit": pages * page_size}
 
 
-def facts(source: checkpoints.Source, platform: str) -> dict[str, Any]:
+def facts(source: checkpoints.Source, platform: str, tokenizer_source: checkpoints.Source) -> dict[str, Any]:
     """One model by itself. dtype and bytes are those of the default engine on this platform."""
-    config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(source)
+    config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(tokenizer_source)
     dtype = compute_dtype("auto", platform)
     arrays = abstract_params(config, dtype, make_mesh()).values()
     page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=platform)

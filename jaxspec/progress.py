@@ -32,3 +32,44 @@ def generation_progress(total: int, metrics: Any, *, enabled: bool) -> Iterator[
             bar.update(task, completed=done, description=text)
 
         yield report
+
+
+@contextlib.contextmanager
+def token_progress(total: int, done: int, *, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """Yields report(done), which redraws the bar: tokens done of total, tokens per second. Where nobody looks at a
+    terminal it writes a line for every twentieth. done: at the start."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console, started, shown = Console(stderr=True), time.perf_counter(), 20 * done // total
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+    hidden = not (enabled and console.is_terminal)
+    with Progress(*columns, console=console, disable=hidden) as bar:
+        task = bar.add_task("", total=total)
+
+        def report(now: int) -> None:
+            nonlocal shown
+            speed = (now - done) / (time.perf_counter() - started)
+            text = f"{now:,} of {total:,} tokens, {speed:,.0f} tokens/s"
+            bar.update(task, completed=min(now, total), description=text)
+            if enabled and hidden and 20 * now // total > shown:
+                shown = 20 * now // total
+                console.print(text, highlight=False, soft_wrap=True)
+
+        yield report
+
+
+@contextlib.contextmanager
+def training_progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """Yields report(step, text), which redraws a bar of `total` steps; shows nothing where nobody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda step, text: None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda step, text: bar.update(task, completed=step, description=text)

@@ -73,6 +73,18 @@ def vocabulary(m: Model, size: int) -> Model:
     return Model(dataclasses.replace(m.config, vocab_size=size), params)
 
 
+def reduced(m: Model) -> Model:
+    """The target without every fourth of its ids; the last row of its table stands for all of these."""
+    own = [i for i in range(m.config.vocab_size) if i % 4]
+    size = len(own) + 1
+    d2t = jnp.array([*own, m.config.vocab_size], jnp.int32)
+    t2d = jnp.full(m.config.vocab_size, size - 1, jnp.int32).at[d2t].set(jnp.arange(size), mode="drop")
+    rows = jnp.array([*own, 0])
+    tables = {"embed": m.params["embed"][rows]} | ({} if m.config.tied else {"head": m.params["head"][:, rows]})
+    params = {**m.params, **tables, "d2t": d2t, "t2d": t2d}
+    return Model(dataclasses.replace(m.config, reduced_vocab_size=size), params)
+
+
 DRAFTS = {
     "itself": lambda m: m,
     "first_layer": first_layer,
@@ -81,6 +93,7 @@ DRAFTS = {
     "random": lambda m: tiny.model(tiny.small(m.config), 5),
     "fewer_ids": functools.partial(vocabulary, size=VOCAB - 8),
     "more_ids": functools.partial(vocabulary, size=VOCAB + 8),
+    "reduced": reduced,
 }
 
 # A drafter's name -> the family on which it is sometimes right and sometimes wrong.

@@ -52,10 +52,11 @@ ALLOWED: dict[str, set[str]] = {
     "jaxspec.llm": BELOW_LLM | {"checkpoints"},
     "jaxspec.async_llm": BELOW_LLM | {"jaxspec.llm"},
     "jaxspec.prometheus": PLAIN | {"jaxspec.engine", "jaxspec.llm", "jaxspec.async_llm"},
+    "jaxspec.train": BELOW_CLI | {"jaxspec.demo"},
     "jaxspec.info": BELOW_CLI,
     "jaxspec.demo": BELOW_CLI,
     "jaxspec.bench": BELOW_CLI | {"jaxspec.demo"},
-    "jaxspec.cli": BELOW_CLI | {"jaxspec.info", "jaxspec.demo", "jaxspec.bench"},
+    "jaxspec.cli": BELOW_CLI | {"jaxspec.info", "jaxspec.demo", "jaxspec.bench", "jaxspec.train"},
 }
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
 from jaxspec.drafters.base import History, Proposal
+from jaxspec.models.decoder import Vocabulary
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
@@ -81,12 +82,15 @@ def propose(
     rows, vocab_size = batch.sampling, config.target.config.vocab_size
 
     def choose(
-        logits: Float[Array, "B _"], drafts: Sequence[Int[Array, " B"]]
+        logits: Float[Array, "B _"], drafts: Sequence[Int[Array, " B"]], vocabulary: Vocabulary | None = None
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-        logits, i = fit_vocabulary(logits, vocab_size), len(drafts)
+        greedy = config.greedy_draft or not (config.variant.standard or config.variant.coupled)
+        if greedy and adjust is None and vocabulary is not None:  # on CPU, V logits would cost as much as making them
+            return jnp.take(vocabulary.d2t, jnp.argmax(logits, axis=-1), mode="clip"), None
+        logits, i = fit_vocabulary(logits, vocab_size, vocabulary), len(drafts)
         if adjust is not None:
             logits = adjust(logits, drafts)
-        if config.greedy_draft or not (config.variant.standard or config.variant.coupled):
+        if greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
         z = process(logits[:, None], rows, filters=config.variant.filters)[:, 0]
         keys = rng.keys(rows.seed, state.num_tokens, "draft", i)
@@ -104,8 +108,13 @@ def propose(
     return config.drafter.propose(params.get("draft"), pages, history, choose)
 
 
-def fit_vocabulary(logits: Float[Array, "B _"], vocab_size: int) -> Float[Array, "B {vocab_size}"]:
-    """A draft padded differently never proposes ids that the target lacks."""
+def fit_vocabulary(
+    logits: Float[Array, "B _"], vocab_size: int, vocabulary: Vocabulary | None = None
+) -> Float[Array, "B {vocab_size}"]:
+    """Over the target's ids, -inf for those that a reduced vocabulary lacks. A draft padded differently never proposes
+    ids that the target lacks."""
+    if vocabulary is not None:
+        logits = jnp.take(logits, vocabulary.t2d, axis=-1, mode="clip")
     missing = vocab_size - logits.shape[-1]
     return jnp.pad(logits, ((0, 0), (0, max(missing, 0))), constant_values=-jnp.inf)[:, :vocab_size]
 

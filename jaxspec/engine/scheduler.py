@@ -60,6 +60,8 @@ class Scheduler:
         -> (the newcomers, (source, target) of pages to be copied)."""
         admitted: list[Request] = []
         copies: list[tuple[int, int]] = []
+        # A page for each that runs already and may grow, or they would soon push the newcomers out again.
+        spare = sum(len(r.pages) < self.most_pages(r) for r in self.running) if self.waiting else 0
         for request in list(self.waiting):
             if len(self.running) >= self.max_num_seqs:
                 break
@@ -69,8 +71,6 @@ class Scheduler:
             known = self.known_pages(request) if sibling is None else self.common_pages(request, sibling)
             self.allocator.share(known)
             need = self.pages_for(self.positions(request, 1)) - len(known)
-            # A page for each that runs already and may grow, or they would soon push this one out again.
-            spare = sum(len(r.pages) < self.most_pages(r) for r in self.running)
             if need + spare > self.allocator.num_free:
                 self.allocator.release(known)
                 break
@@ -84,6 +84,7 @@ class Scheduler:
             request.times.admitted = request.times.admitted or now
             if request.prefilled:
                 request.times.prefilled = request.times.prefilled or now
+            spare += len(request.pages) < self.most_pages(request)
             self.running.append(request)
             admitted.append(request)
         return admitted, copies
@@ -134,9 +135,9 @@ class Scheduler:
     def grow(self, num_rounds: int) -> list[Request]:
         """Pages for the next rounds of all running requests: for one round at least, preempting the youngest where
         there are too few, then, oldest first, for as many of num_rounds as there are. Returns who was preempted."""
-        preempted = []
+        preempted: list[Request] = []
         for request in list(self.running):
-            while request in self.running and not self.extend(request, self.positions(request, 1)):
+            while request.pages and not self.extend(request, self.positions(request, 1)):
                 preempted.append(self.preempt(self.running[-1]))
         for request in self.running:
             if not self.extend(request, self.positions(request, num_rounds)):

@@ -49,6 +49,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    reduced_vocab_size: int | None = None  # of a draft: rows of its embedding table, see Vocabulary in decoder.py
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -59,12 +60,21 @@ class ModelConfig:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"{len(self.windows)} sliding windows for {self.num_layers} layers: one a layer is needed")
+        if self.reduced_vocab_size is not None and not 2 <= self.reduced_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"reduced_vocab_size={self.reduced_vocab_size} must lie in 2..{self.vocab_size}, vocab_size"
+            )
         if self.query_scale == 0.0:
             object.__setattr__(self, "query_scale", self.head_dim**-0.5)
 
     @property
     def heads_per_group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def table_size(self) -> int:
+        """R, rows of the embedding table."""
+        return self.reduced_vocab_size or self.vocab_size
 
     @property
     def qkv_width(self) -> int:

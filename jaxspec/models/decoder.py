@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxspec.models.layers import (
     Backend,
     Rows,
     attend,
+    attend_densely,
     matmul_precision,
     rotary_tables,
 )
@@ -29,6 +30,17 @@ from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.feed_forward.reference import rms_norm
 
 Params = Mapping[str, jax.Array]
+
+
+class Vocabulary(NamedTuple):
+    """The ids of a draft that has only R of the target's V, the frequent ones.
+
+    d2t i32[R]: the target's id of each; t2d i32[V]: its own id of each of the target's. Its last id stands for any that
+    it lacks: it is read and never proposed, and has d2t = V.
+    """
+
+    d2t: jax.Array
+    t2d: jax.Array
 
 
 class Layer(nnx.Module):
@@ -72,7 +84,14 @@ class Layer(nnx.Module):
         if c.qk_norm:
             weights |= {"q_norm": self.q_norm[...], "k_norm": self.k_norm[...]}
         tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
-        options = {"eps": c.norm_eps, "scale": c.query_scale, "window": self.window, "soft_cap": c.soft_cap}
+        options: dict[str, Any] = {
+            "eps": c.norm_eps,
+            "scale": c.query_scale,
+            "window": self.window,
+            "soft_cap": c.soft_cap,
+        }
+        if pages is None:
+            return attend_densely(x, weights, tables, backend, num_kv_heads=c.num_kv_heads, **options), None
         return attend(x, weights, pages, rows, tables, backend, **options)
 
 
@@ -81,17 +100,33 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any) -> None:
         self.config = config
-        self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
+        self.embed = nnx.Param(jnp.zeros((config.table_size, config.width), dtype))
+        if config.reduced_vocab_size:
+            self.d2t = nnx.Variable(jnp.zeros((config.table_size,), jnp.int32))
+            self.t2d = nnx.Variable(jnp.zeros((config.vocab_size,), jnp.int32))
         self.layers = nnx.List([Layer(config, i, dtype) for i in range(config.num_layers)])
         self.norm = nnx.Param(jnp.zeros((config.width,), jnp.float32))
         if not config.tied:
-            self.head = nnx.Param(jnp.zeros((config.width, config.vocab_size), dtype))
+            self.head = nnx.Param(jnp.zeros((config.width, config.table_size), dtype))
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return Vocabulary(self.d2t[...], self.t2d[...]) if self.config.reduced_vocab_size else None
 
     def __call__(self, tokens, pages, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
-        """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering layers `taps`)."""
+        """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering layers `taps`).
+
+        pages: of each layer, or None for a pass without a cache.
+        """
         c = self.config
+        if vocabulary := self.vocabulary:
+            tokens = jnp.take(vocabulary.t2d, tokens, mode="clip")
         # clip: a draft with fewer ids than the target may be shown one it lacks, and the default would make it NaN.
-        x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        table = self.embed[...]
+        if None in pages:  # the gradient of a lookup adds up as many rows as an id occurs: in float32
+            x = jnp.take(table.astype(jnp.float32), tokens, axis=0, mode="clip").astype(table.dtype)
+        else:
+            x = jnp.take(table, tokens, axis=0, mode="clip")
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
         ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
         new_pages, tapped = [], []
@@ -103,7 +138,7 @@ class Decoder(nnx.Module):
         return x, tuple(new_pages), tuple(tapped)
 
     def logits(self, hidden, backend: Backend):
-        """hidden [..., E] -> logits f32[..., V], replicated."""
+        """hidden [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own R ids."""
         x = rms_norm(self.norm[...], hidden, self.config.norm_eps)
         weights, axis = (self.embed[...], 1) if self.config.tied else (self.head[...], 0)
         logits = lax.dot_general(
@@ -117,6 +152,8 @@ class Decoder(nnx.Module):
             logits = gathered(logits, backend.mesh)
         if cap := self.config.logit_soft_cap:
             logits = cap * jnp.tanh(logits / cap)
+        if self.config.reduced_vocab_size:
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < logits.shape[-1] - 1, logits, -jnp.inf)
         return logits
 
 
@@ -151,6 +188,15 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
+def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backend) -> tuple[Decoder, jax.Array]:
+    """A causal pass over whole rows without a cache, for training: tokens i32[B,T], rows from position 0 ->
+    (the bound decoder, hidden [B,T,E])."""
+    decoder = bind(config, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, _, _ = decoder(tokens, (None,) * config.num_layers, Rows(positions), backend)
+    return decoder, hidden
+
+
 def abstract_params(config: ModelConfig, dtype: Any, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Name -> shape, dtype and sharding of every parameter: what a checkpoint has to fill."""
     _, abstract = describe(config, jnp.dtype(dtype).name)
@@ -166,6 +212,10 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh, seed: int = 0) ->
     abstract = abstract_params(config, dtype, mesh)
 
     def leaf(index: int, name: str, s: jax.ShapeDtypeStruct) -> jax.Array:
+        if name in ("d2t", "t2d"):  # a reduced vocabulary has the first ids
+            own = jnp.arange(s.shape[0], dtype=s.dtype)
+            last = config.table_size - 1
+            return jnp.minimum(own, last) if name == "t2d" else jnp.where(own < last, own, config.vocab_size)
         if name.endswith("norm"):
             return jnp.ones(s.shape, s.dtype)
         fan_in = s.shape[-1] if name == "embed" else s.shape[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.models.config import Rope
 from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, per_shard
 from pallas_kernels.self_attention import self_attention
+from pallas_kernels.self_attention.reference import project
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Backend:
     platform: str
     mesh: Mesh | None = None
     implementation: str | None = None  # None: the measured fastest of the platform
+    dense_attention: Literal["xla", "cudnn"] = "xla"  # of passes without a cache
 
     @property
     def how(self) -> dict[str, Any]:
@@ -50,13 +52,13 @@ class Rows:
 
     positions i32[B,T]; slots i32[B*T] (pad slot where nothing is written); block_table i32[B,N];
     kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t.
-    A row with kv_len 0 is not computed.
+    A row with kv_len 0 is not computed. A pass without a cache has positions only.
     """
 
     positions: jax.Array
-    slots: jax.Array
-    block_table: jax.Array
-    kv_len: jax.Array
+    slots: Any = None
+    block_table: Any = None
+    kv_len: Any = None
 
 
 def matmul_precision(dtype: Any) -> lax.Precision:
@@ -97,3 +99,29 @@ def attend(
     specs = {name: split.get(name, P()) for name in weights}
     run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P(), P(), P()), (heads, PAGES_SPEC))
     return run(x, weights, pages, rows.slots, rows.block_table, rows.kv_len, tables)
+
+
+def attend_densely(
+    x: jax.Array,
+    weights: dict[str, jax.Array],
+    tables: tuple[jax.Array, jax.Array],
+    backend: Backend,
+    *,
+    num_kv_heads: int,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> jax.Array:
+    """The same without a cache: x [B,T,E] holds all that each row sees -> [B,T,H*D]. It can be differentiated.
+
+    Raises: NotImplementedError for a soft cap.
+    """
+    if soft_cap is not None:
+        raise NotImplementedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
+    bias, q_norm, k_norm = (weights.get(name) for name in ("bias", "q_norm", "k_norm"))
+    query, key, value = project(x, weights["norm"], weights["qkv"], bias, q_norm, k_norm, *tables, num_kv_heads, eps)
+    seen = None if window is None else (window - 1, 0)
+    options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": seen}
+    mixed = jax.nn.dot_product_attention(query, key, value, implementation=backend.dense_attention, **options)
+    return mixed.reshape(*x.shape[:2], -1)

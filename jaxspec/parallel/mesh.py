@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,3 +70,12 @@ def check_divides(config_heads: Mapping[str, int], tensor_parallel_size: int) ->
     for name, size in config_heads.items():
         if size % tensor_parallel_size:
             raise ValueError(f"tensor_parallel_size={tensor_parallel_size} does not divide {name}={size}")
+
+
+def device_name() -> str:
+    """What this process computes on, in words."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"cpu, {cores} cores"

@@ -12,15 +12,7 @@ def self_attention(
     eps, scale, window, soft_cap, platform=None,
 ):  # fmt: skip
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
-    heads = linear(qkv, rms_norm(norm, x, eps))
-    if bias is not None:
-        heads = heads + bias
-    heads = whole(heads, platform).reshape(b, t, g, -1, d)
-    query = heads[:, :, :, :-2].reshape(b, t, -1, d)
-    key, value = heads[:, :, :, -2], heads[:, :, :, -1]
-    if q_norm is not None:
-        query, key = rms_norm(q_norm, query, eps), rms_norm(k_norm, key, eps)
-    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    query, key, value = project(x, norm, qkv, bias, q_norm, k_norm, cos, sin, g, eps, platform)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
@@ -28,6 +20,20 @@ def self_attention(
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "platform": platform}
     mixed = paged_attention(query, pages, block_table, kv_len, **options)
     return mixed[..., :d].reshape(b, t, -1), pages
+
+
+def project(x, norm, qkv, bias, q_norm, k_norm, cos, sin, groups, eps, platform=None):
+    """-> query [B,T,H,D], key and value [B,T,G,D], G = groups."""
+    (b, t, _), d = x.shape, 2 * cos.shape[-1]
+    heads = linear(qkv, rms_norm(norm, x, eps))
+    if bias is not None:
+        heads = heads + bias
+    heads = whole(heads, platform).reshape(b, t, groups, -1, d)
+    query = heads[:, :, :, :-2].reshape(b, t, -1, d)
+    key, value = heads[:, :, :, -2], heads[:, :, :, -1]
+    if q_norm is not None:
+        query, key = rms_norm(q_norm, query, eps), rms_norm(k_norm, key, eps)
+    return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
 def rotate(x, cos, sin):

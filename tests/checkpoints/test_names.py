@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 
@@ -18,6 +19,8 @@ from tests.tiny import FAMILIES
 def test_shapes_and_names_of_every_parameter(config):
     decoder = {name: leaf.shape for name, leaf in abstract_params(config, "float32", make_mesh()).items()}
     assert param_shapes(config) == decoder
+    reduced = dataclasses.replace(config, reduced_vocab_size=24)
+    assert param_shapes(reduced) == {n: x.shape for n, x in abstract_params(reduced, "float32", make_mesh()).items()}
     for table in (HF_SANDWICH if config.sandwich_norm else HF, GGUF):
         names = [table.sources(parameter) for parameter in decoder]
         for parameter, parts in zip(decoder, names, strict=True):

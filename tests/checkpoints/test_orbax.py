@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 
 import checkpoints
 from checkpoints import orbax
+from checkpoints.loading import param_dtype
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
+from tests import tiny
 from tests.checkpoints.files import assert_same, fails, load, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import TEXTS, byte_level_meta
 from tests.golden.families import FAMILIES, FOLDER
@@ -38,6 +41,18 @@ def test_restored_in_the_wanted_dtype(tmp_path):
     assert restored["embed"].dtype == jnp.bfloat16
     assert restored["norm"].dtype == jnp.float32
     np.testing.assert_array_equal(restored["embed"], params["embed"].astype(jnp.bfloat16))
+
+
+def test_a_reduced_vocabulary_stays_with_the_draft(tmp_path):
+    config = dataclasses.replace(tiny.BASE, reduced_vocab_size=24)
+    params = tiny.model(config).params
+    checkpoints.save(tmp_path / "ckpt", {n: x.astype(param_dtype(n, "bfloat16")) for n, x in params.items()}, config)
+    again, restored = load(tmp_path / "ckpt", devices=2)
+    assert again == config
+    for name in ("d2t", "t2d"):
+        assert restored[name].dtype == jnp.int32
+        np.testing.assert_array_equal(restored[name], params[name])
+    np.testing.assert_allclose(restored["embed"], params["embed"], rtol=0.01)
 
 
 def test_a_gguf_file_becomes_a_folder_with_everything(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import checkpoints
 from checkpoints import sources
+from tests import tiny
 from tests.checkpoints.files import fails, load, write_gguf
 from tests.golden.families import FOLDER
 
@@ -44,6 +46,18 @@ def test_paths_that_do_not_exist_are_not_asked_of_the_hub(name, monkeypatch):
     monkeypatch.setattr(sources, "from_hub", lambda *_, **__: pytest.fail("asked the hub"))
     with fails(FileNotFoundError, name, "does not exist"):
         checkpoints.resolve(name)
+
+
+def test_a_shipped_draft_is_part_of_the_package(tmp_path, monkeypatch):
+    (name,) = sources.SHIPPED
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
+    with fails(FileNotFoundError, name, "missing from this installation"):
+        checkpoints.resolve(name)
+    config = dataclasses.replace(tiny.BASE, reduced_vocab_size=24)
+    checkpoints.save(tmp_path / name, tiny.model(config).params, config, fingerprint="x")
+    source = checkpoints.resolve(name)
+    assert (source.kind, source.name) == ("orbax", name)
+    assert checkpoints.load_config(source) == config
 
 
 def test_names_that_are_nothing(tmp_path):

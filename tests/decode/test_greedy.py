@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.models.decoder import bind
+from jaxspec.decode.round import fit_vocabulary
+from jaxspec.models.decoder import Vocabulary, bind
 from jaxspec.models.layers import Backend, Rows
+from tests import tiny
 from tests.lively import (
     FAMILY,
     MAX_TOKENS,
+    OPTIONS,
     PROMPTS,
     VOCAB,
     engine,
     new_engine,
     params,
     plain,
+    reduced,
     repeating,
     serve,
     target,
@@ -160,6 +164,43 @@ def test_ids_beyond_the_drafts_vocabulary_leave_it_useful():
     prompts = ((VOCAB - 1, 3, 4, 7), (VOCAB - 1, 9, 2, 1))
     requests = serve(engine("fewer_ids", K), prompts, params((40, 40)))
     assert all(r.metrics.num_accepted_tokens > 0 for r in requests)
+
+
+@pytest.mark.parametrize(
+    ("spec", "wishes"),
+    [({}, {}), ({"draft_sample_method": "greedy"}, {}), ({}, {"repetition_penalty": 1.1})],
+    ids=["greedy", "greedy draft", "penalties"],
+)
+def test_draft_with_a_reduced_vocabulary(spec, wishes):
+    """The text holds ids that the draft lacks; they are never proposed, and the others are accepted."""
+    sampling = tuple(params((30,) * 5, **wishes))
+    expected = plain(PROMPTS, sampling)
+    lacking = {token for tokens in expected for token in tokens if token % 4 == 0}
+    assert len(lacking) > 5
+    requests = serve(new_engine("reduced", K, spec=spec), PROMPTS, sampling)
+    assert texts(requests) == expected
+    accepted = total(requests)
+    assert 10 < accepted[0] < sum(r.metrics.num_drafts for r in requests)
+    assert accepted[1] > 5
+
+
+def test_logits_of_a_reduced_vocabulary_are_spread():
+    m = reduced(target())
+    ids = Vocabulary(m.params["d2t"], m.params["t2d"])
+    logits = jnp.arange(m.config.table_size, dtype=jnp.float32)[None].at[:, -1].set(-jnp.inf)
+    spread = fit_vocabulary(logits, VOCAB, ids)[0]
+    assert [float(spread[i]) for i in (1, 2, 3, 5, 63)] == [0, 1, 2, 3, 47]
+    assert jnp.isneginf(spread[::4]).all()
+    assert jnp.isfinite(spread).sum() == 48
+
+
+def test_a_reduced_vocabulary_beside_prompt_lookup():
+    """What was looked up may be an id that the draft lacks; it reads it as one of all others."""
+    m, sampling = target("loops"), tuple(params())
+    config = {"method": "ngram+draft_model", "model": "x", "num_speculative_tokens": K, "prompt_lookup_min": 3}
+    requests = serve(tiny.engine(m, config, reduced(m), **OPTIONS), PROMPTS, sampling)
+    assert texts(requests) == plain(PROMPTS, sampling, "loops")
+    assert sum(total(requests)) > 10
 
 
 @pytest.mark.parametrize("limit", [20, 33])

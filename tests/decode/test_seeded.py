@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.launches import Launches, Setting, blend, model
+from tests.lively import reduced
 
 V, K, LENGTH, EACH = 6, 3, 24, 16
 SEEDS = np.arange(EACH) * 7919 - 3  # some are negative
@@ -24,6 +25,7 @@ TARGET = functools.partial(model, V, 5)
 PROPOSERS = {
     "draft": (lambda: blend(TARGET(), model(V, 6), 0.5), False),
     "greedy draft": (lambda: blend(TARGET(), model(V, 6), 0.5), True),
+    "reduced vocabulary": (lambda: reduced(blend(TARGET(), model(V, 6), 0.5)), False),
     "another draft": (lambda: model(V, 9), False),
     "lookup": (lambda: (1, 3), False),
     "nothing": (lambda: None, False),

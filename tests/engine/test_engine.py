@@ -170,6 +170,7 @@ def test_num_drafts_counts_only_rounds_that_proposed():
         assert (m.num_emitted_tokens, m.draft_acceptance_rate, m.system_efficiency) == (20, 0.0, 0.0)
     plainly = serve(engine(), prompts, params((20, 20)))
     assert all(r.metrics.num_drafts == 0 and r.metrics.num_accepted_tokens_per_pos == [] for r in plainly)
+    assert [r.metrics.num_emitted_tokens for r in plainly] == [20, 20]
 
 
 BAD_REQUESTS = [

@@ -1,0 +1,347 @@
+"""Training data from the target: thousands of rows at once through the engine, shards on disk as they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxspec.cache.pages import default_page_size
+from jaxspec.config import at_least
+from jaxspec.decode.state import MAX_ROUNDS
+from jaxspec.engine.batch import power_of_two
+from jaxspec.engine.request import Request
+from jaxspec.options import options
+from jaxspec.progress import token_progress
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.train.data import MANIFEST, read_manifest, read_shard, shard_path, write_manifest, write_shard
+from jaxspec.train.prompts import CATEGORIES, draw
+
+if TYPE_CHECKING:
+    from jaxspec.llm import LLM
+
+# Shares are relative. Half of it greedy: a draft is mostly asked for the target's likeliest token.
+MIXTURE = {
+    "chat": 0.25,
+    "story": 0.16,
+    "code": 0.17,
+    "summary": 0.13,
+    "rewrite": 0.1,
+    "list": 0.06,
+    "translate": 0.03,
+    "free": 0.1,
+}
+TEMPERATURES = {0.0: 0.5, 0.7: 0.25, 1.0: 0.25}
+ROWS = {"cpu": 16, "gpu": 2048, "tpu": 512}
+REFILL = 8  # an eighth of the rows is filled again at a time
+TRIES = 100  # draws of a prompt that is short enough
+
+
+@options
+class DataOptions:
+    """What is generated.
+
+    Args:
+      tokens: at least so many, prompts included.
+      seed: of prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
+      length: longest sequence, prompt included, in tokens. A prompt takes at most half of it.
+      shard_size: sequences of a shard.
+      mixture: category (prompts.CATEGORIES) -> its share; temperatures: temperature -> its share. 0 is greedy.
+      rows: sequences decoded together; changes the speed, not the data, but for rounding.
+    """
+
+    tokens: int
+    seed: int = 0
+    length: int = 512
+    shard_size: int = 4096
+    mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(MIXTURE))
+    temperatures: Mapping[float, float] = dataclasses.field(default_factory=lambda: dict(TEMPERATURES))
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in {"tokens": 1, "seed": 0, "length": 16, "shard_size": 1}.items():
+            at_least(name, getattr(self, name), least)
+        if self.rows is not None:
+            at_least("rows", self.rows, 1)
+        if unknown := self.mixture.keys() - set(CATEGORIES):
+            raise ValueError(f"mixture has no category {min(unknown)!r}: choose among {', '.join(CATEGORIES)}")
+        for name in ("mixture", "temperatures"):
+            shares = getattr(self, name)
+            if not shares or min(shares.values()) < 0 or not sum(shares.values()) > 0:
+                raise ValueError(f"{name}={dict(shares)}: shares must not be negative, and one must be positive")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # refuses what is none
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows or ROWS.get(jax.default_backend(), ROWS["gpu"])
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What the sequences depend on, as the manifest has it."""
+        return {
+            "seed": self.seed,
+            "length": self.length,
+            "shard_size": self.shard_size,
+            "mixture": dict(self.mixture),
+            "temperatures": {f"{temperature:g}": share for temperature, share in self.temperatures.items()},
+        }
+
+
+def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, float]:
+    """An option such as "chat:2,code:1" as {"chat": 2.0, "code": 1.0}. Raises ValueError with the option's name."""
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return {kind(key.strip()): float(share) for key, share in pairs}
+    except ValueError:
+        raise ValueError(f"{name} {text}: give values with their shares, such as a:2,b:1") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """What a sequence begins with, and how it goes on. category: index into CATEGORIES."""
+
+    category: int
+    ids: list[int]
+    temperature: float
+    seed: int
+
+
+def engine_options(options: DataOptions) -> dict[str, Any]:
+    """Of an LLM that generates: pages for all rows, so that nobody waits or is put back, and prompts in one pass."""
+    rows, page_size = options.num_rows, default_page_size(jax.default_backend())
+    return {
+        "max_model_len": options.length,
+        "max_num_seqs": rows,
+        "page_size": page_size,
+        "num_pages": rows * -(-options.length // page_size),
+        "enable_prefix_caching": False,
+        "rounds_per_launch": MAX_ROUNDS,
+        "prefill_chunk": max(power_of_two(options.length) * power_of_two(rows) // 2, 16),
+    }
+
+
+class Shard:
+    """A shard under way."""
+
+    def __init__(self, index: int, openings: list[Opening], length: int, vocab_size: int) -> None:
+        self.index, self.openings = index, openings
+        count = len(openings)
+        dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
+        self.arrays = {
+            "tokens": np.zeros((count, length), dtype),
+            "length": np.zeros(count, np.int32),
+            "prompt_length": np.array([len(opening.ids) for opening in openings], np.int32),
+            "category": np.array([opening.category for opening in openings], np.uint8),
+            "temperature": np.array([opening.temperature for opening in openings], np.float32),
+        }
+        self.left, self.num_tokens = count, 0  # of the sequences that have ended
+
+    def take(self, row: int, request: Request) -> None:
+        """A sequence has ended."""
+        if request.finish_reason == "error":
+            raise RuntimeError(f"generation failed: {request.error}; where memory is short, lower --rows")
+        self.arrays["tokens"][row, : request.num_tokens] = request.tokens
+        self.arrays["length"][row] = request.num_tokens
+        self.left, self.num_tokens = self.left - 1, self.num_tokens + request.num_tokens
+
+
+def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "", progress: bool = True) -> dict:
+    """Fills the folder `out` until it holds options.tokens, and returns its manifest. Shards that exist are kept.
+
+    llm: made with `engine_options`; target: its name, for the manifest. On one kind of device with one version of JAX
+    the shards are the same whenever they are made. Elsewhere, or with other `rows`, products round differently, and a
+    sequence may take another turn at a token where two were nearly equal.
+
+    Raises: ValueError where the folder holds data of another recipe; RuntimeError where the engine failed.
+    """
+    folder, engine = Path(out), llm.engine
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = {"target": target, "vocab_size": engine.vocab_size, **options.recipe}
+    check_recipe(folder, recipe)
+    done = {index: counts(read_shard(shard_path(folder, index))) for index in on_disk(folder)}
+    indices = (index for index in itertools.count() if index not in done)
+    waiting: deque[tuple[Shard, int]] = deque()
+    running: dict[Request, tuple[Shard, int]] = {}
+    under_way: dict[int, Shard] = {}
+
+    def num_tokens() -> int:
+        ended = sum(count["tokens"] for count in done.values())
+        return ended + sum(s.num_tokens for s in under_way.values()) + sum(r.num_tokens for r in running)
+
+    def refill() -> None:
+        """Starts sequences where rows are free: so many at a time, because newcomers interrupt the others and every
+        other number would compile another program."""
+        count = max(options.num_rows // REFILL, 1) if running else options.num_rows
+        if options.num_rows - len(running) < count:
+            return
+        for _ in range(count):
+            if not waiting:
+                if num_tokens() >= options.tokens:
+                    return
+                index, begun = next(fresh)
+                under_way[index] = shard = Shard(index, begun, options.length, engine.vocab_size)
+                waiting.extend((shard, row) for row in range(options.shard_size))
+            shard, row = waiting.popleft()
+            opening = shard.openings[row]
+            params = SamplingParams(
+                temperature=opening.temperature, seed=opening.seed, max_tokens=options.length - len(opening.ids)
+            )
+            running[engine.add(opening.ids, params, stop_ids=llm.stop_ids)] = shard, row
+
+    try:
+        with (
+            contextlib.closing(ahead(lambda index: (index, openings(llm, options, index)), indices)) as fresh,
+            token_progress(options.tokens, num_tokens(), enabled=progress) as report,
+        ):
+            while True:
+                refill()
+                if not running:
+                    break
+                for request in engine.step():
+                    if request.finish_reason is not None:
+                        shard, row = running.pop(request)
+                        shard.take(row, request)
+                        if not shard.left:
+                            write_shard(shard_path(folder, shard.index), shard.arrays)
+                            done[shard.index] = counts(under_way.pop(shard.index).arrays)
+                            write_manifest(folder, manifest(recipe, done, options.tokens))
+                report(num_tokens())
+    finally:
+        for request in running:  # after an interrupt
+            engine.abort(request)
+    described = manifest(recipe, done, options.tokens)
+    write_manifest(folder, described)
+    return described
+
+
+def ahead(function: Callable[[Any], Any], arguments: Iterator[Any]) -> Generator[Any, None, None]:
+    """The function's results in order, each computed while the one before is in use: the host draws the next prompts
+    while the device is at work."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(function, next(arguments))
+        while True:
+            result, coming = coming.result(), pool.submit(function, next(arguments))
+            yield result
+
+
+def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    if not (folder / MANIFEST).is_file():
+        return
+    there = read_manifest(folder)
+    for name, wanted in recipe.items():
+        if there.get(name) != wanted:
+            raise ValueError(
+                f"{folder} holds data with {name}={there.get(name)!r}, not {wanted!r}: choose another folder, or the "
+                "same options to add to it"
+            )
+
+
+def on_disk(folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("shard-")) for path in folder.glob("shard-*.npz"))
+
+
+def counts(arrays: dict[str, np.ndarray]) -> Counter[str]:
+    """Of a finished shard."""
+    names = (CATEGORIES[i] for i in arrays["category"])
+    tokens, given = int(arrays["length"].sum()), int(arrays["prompt_length"].sum())
+    return Counter({"sequences": len(arrays["length"]), "tokens": tokens, "prompt_tokens": given}) + Counter(names)
+
+
+def manifest(recipe: dict[str, Any], done: dict[int, Counter[str]], tokens: int) -> dict[str, Any]:
+    """The recipe, and what the first shards hold: as many as there are without a gap, and as make up `tokens`. Thus
+    it does not depend on the order in which they were finished, nor on how far the last rows had got."""
+    total: Counter[str] = Counter()
+    shards = 0
+    while shards in done and total["tokens"] < tokens:
+        total += done[shards]
+        shards += 1
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
+    sizes = {name: total[name] for name in ("sequences", "tokens", "prompt_tokens")}
+    return {
+        **recipe,
+        "device": device,
+        "shards": shards,
+        **sizes,
+        "categories": {name: total[name] for name in CATEGORIES},
+    }
+
+
+def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
+    """What the sequences of a shard begin with: a function of the recipe and the shard's number.
+
+    Raises ValueError where a category has no prompt that is short enough.
+    """
+    rng = random.Random(f"{options.seed}/{shard}")
+    rows = range(options.shard_size)
+    categories = [pick(options.mixture, rng) for _ in rows]
+    temperatures = [pick(options.temperatures, rng) for _ in rows]
+    seeds = [int(rng.random() * 2**53) for _ in rows]
+    found: dict[int, list[int]] = {}
+    for _ in range(TRIES):
+        missing = [row for row in rows if row not in found]
+        if not missing:
+            break
+        ids = encoded(llm, [(categories[row], draw(categories[row], rng)) for row in missing])
+        found |= {row: prompt for row, prompt in zip(missing, ids, strict=True) if len(prompt) <= options.length // 2}
+    else:
+        raise ValueError(
+            f"no prompt of category {categories[missing[0]]!r} fits into half of length={options.length}: raise "
+            "--length or leave the category out of --mixture"
+        )
+    # From the bare beginning there is but one greedy text.
+    warm = lambda row: 1.0 if len(found[row]) == 1 else temperatures[row]
+    return [Opening(CATEGORIES.index(categories[row]), found[row], warm(row), seeds[row]) for row in rows]
+
+
+def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
+    """A key, by its share."""
+    at = rng.random() * sum(shares.values())
+    for key, share in shares.items():
+        at -= share
+        if at < 0:
+            return key
+    return key
+
+
+def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
+    """Prompts (category, text) as token ids: user messages in the chat template, free text as LLM.generate takes it."""
+    tokenizer = llm.tokenizer
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    ids: dict[int, list[int]] = {i: [first] for i, (_, text) in enumerate(prompts) if not text}
+    for free in (True, False):
+        chosen = [i for i, (category, text) in enumerate(prompts) if text and (category == "free") == free]
+        if chosen:
+            texts = [prompts[i][1] if free else conversation(tokenizer, prompts[i][1]) for i in chosen]
+            ids |= zip(chosen, tokenizer(texts, add_special_tokens=free)["input_ids"], strict=True)
+    return [ids[i] for i in range(len(prompts))]
+
+
+def conversation(tokenizer: Any, text: str) -> str:
+    """The user's message in the chat template, which is rendered once: that takes longer than all the rest."""
+    before, after = around(tokenizer)
+    return before + text + after
+
+
+@functools.lru_cache(maxsize=1)
+def around(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template puts before and after a user's message."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("this model has no chat template: generate with --mixture free:1")
+    mark = "\x01message\x01"
+    message = {"role": "user", "content": mark}
+    rendered = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    before, *rest = rendered.split(mark)
+    if len(rest) != 1:
+        raise ValueError("this model's chat template does not show a message once: generate with --mixture free:1")
+    return before, rest[0]

@@ -1,0 +1,246 @@
+"""The training loop: steps, measurements, checkpoints, and a draft on disk whenever it is the best so far."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import checkpoints
+from checkpoints import orbax
+from jaxspec.demo.run import say
+from jaxspec.engine.setup import Model
+from jaxspec.llm import PLATFORMS, compute_dtype, enable_compilation_cache, load
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers import Backend
+from jaxspec.parallel.mesh import make_mesh, sharding
+from jaxspec.progress import training_progress
+from jaxspec.train import build, data
+from jaxspec.train.loss import computed, own_ids_first
+from jaxspec.train.measure import make_measure
+from jaxspec.train.options import TrainOptions
+from jaxspec.train.plot import draw
+from jaxspec.train.step import State, dense_attention, first_state, learning_rate, make_step, place_rows
+
+RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
+METRIC = "acceptance_length"  # which draft is best
+LOG_EVERY = 10  # steps between lines of the journal; reading a number waits for its step
+SHARE_OF_STEPS = 0.93  # of the minutes that are given; the rest is for measurements
+LONGEST_PROMPT = 128  # of measurements, in tokens
+MAY_DIFFER = ("out", "resume", "minutes", "data")  # between a run and its resumption
+
+
+@dataclasses.dataclass
+class Setup:
+    """What a run works with. target: on one device, as the engine takes it; ids: the draft's vocabulary, if reduced."""
+
+    options: TrainOptions
+    target: Model
+    draft: ModelConfig
+    ids: dict[str, np.ndarray]
+    shards: data.Shards
+    stop_ids: tuple[int, ...]
+    fingerprint: str
+    platform: str
+    dtype: Any
+    mesh: Any  # of the engine
+    devices: Any  # mesh over all devices, which share a step's rows
+
+
+def train(options: TrainOptions) -> Path:
+    """Trains a draft; returns the folder that `speculative_config={"model": ...}` takes.
+
+    The folder holds the best draft so far, recipe.json, metrics.jsonl and curves.png; training/ in it, the checkpoints
+    that `resume` needs, may be removed. A run that was ended continues with the very numbers that it would have had:
+    batches depend on (seed, step) alone, and checkpoints hold all else.
+
+    Raises: ValueError, FileExistsError or FileNotFoundError with one line that names what is wrong.
+    """
+    started = time.perf_counter()
+    check_folder(options)
+    setup = prepare(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / RECIPE).write_text(json.dumps(recipe(options), indent=1) + "\n", encoding="utf-8")
+    history = orbax.History(options.out / WORK, METRIC)
+    try:
+        run(setup, history, started)
+    finally:
+        history.close()
+    return options.out
+
+
+def recipe(options: TrainOptions) -> dict[str, Any]:
+    """The options as JSON holds them, but for where and when."""
+    fields = dataclasses.asdict(options)
+    return {name: value for name, value in fields.items() if name not in MAY_DIFFER}
+
+
+def check_folder(options: TrainOptions) -> None:
+    """A run needs an empty folder; a resumption one that was begun with the same options."""
+    path = options.out / RECIPE
+    if not options.resume:
+        orbax.check_free(options.out)
+        return
+    if not path.is_file():
+        raise FileNotFoundError(f"--resume: {path} is missing, so no run was begun there: leave --resume out")
+    begun = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in recipe(options).items():
+        if begun.get(name) != value:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"--resume with {option} {value}, but the run was begun with {begun.get(name)}: use that")
+
+
+def prepare(options: TrainOptions) -> Setup:
+    """Loads the target and the data, and checks that they fit."""
+    enable_compilation_cache()
+    platform, count = PLATFORMS[jax.default_backend()], len(jax.devices())
+    if options.batch_size // options.accumulate % count:
+        raise ValueError(
+            f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"
+        )
+    shards = data.load(options.data)
+    data.batches(data.training(shards), options.seed, 0, options.batch_size, options.length)  # refuses too few tokens
+    source = checkpoints.resolve(options.target)
+    tokenizer, mesh = checkpoints.load_tokenizer(source), make_mesh()
+    dtype = compute_dtype(options.dtype, platform)
+    say(f"loading {options.target} ...")
+    target = load(source, dtype, mesh)
+    config = build.draft_config(target.config, options)
+    if (most := int(shards.tokens.max())) >= target.config.vocab_size:
+        raise ValueError(
+            f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
+            "generate the data with this target"
+        )
+    ids = {}
+    if config.reduced_vocab_size:
+        ids = build.vocabulary(data.frequencies(shards, config.vocab_size), config.reduced_vocab_size)
+    stop_ids = checkpoints.load_stop_ids(source, tokenizer)
+    digest = checkpoints.fingerprint(tokenizer)
+    return Setup(options, target, config, ids, shards, stop_ids, digest, platform, dtype, mesh, make_mesh(count))
+
+
+def run(setup: Setup, history: orbax.History, started: float) -> None:
+    o, everywhere = setup.options, sharding(setup.devices)
+    ids = jax.device_put(setup.ids, everywhere)
+    first = build.first_params(
+        setup.draft, setup.target, setup.ids, setup.mesh, seed=o.seed, from_target=o.init_from_target
+    )
+    state, at, begun = first_state(first, o, everywhere), 0, history.last
+    if begun is not None:
+        state, at = history.load(begun, state), begun
+        say(f"resuming after step {at}")
+    journal = Journal(o.out / JOURNAL, begun)
+
+    ordered, rows = own_ids_first(setup.target, setup.ids.get("d2t")), data.training(setup.shards)
+    target_params = jax.device_put(ordered.params, everywhere)
+    backend = Backend(setup.platform, None, "reference", dense_attention(setup.target.config, setup.dtype))
+    step = make_step(ordered.config, setup.draft, ids, o, backend)
+    place, measure = place_rows(setup.devices), measurer(setup, first)
+    size = sum(x.size for x in state.params.values())
+    say(f"{size / 1e6:.2f} million parameters, {len(rows)} sequences, {len(jax.devices())} devices")
+
+    def keep(at: int, state: State) -> None:
+        """Measures, writes the draft where it is the best so far, saves, draws."""
+        params = compact({**state.params, **ids})
+        found = measure(params)
+        length, best = found.mean_acceptance_length, history.best
+        if best is None or length > best:
+            orbax.save(o.out, params, setup.draft, fingerprint=setup.fingerprint, replace=True)
+        history.save(at, state, {METRIC: length})
+        accepted = [n / max(found.num_drafts, 1) for n in found.num_accepted_tokens_per_pos]
+        journal.add({"step": at, METRIC: length, "accepted_per_position": accepted})
+        draw(journal.rows, o.out / CURVES, num_speculative_tokens=o.num_speculative_tokens)
+        say(f"step {at}: acceptance length {length:.3f}, best {max(length, best or 0):.3f}{journal.losses()}")
+
+    window: list[dict[str, jax.Array]] = []
+    total = journal.total or o.steps
+    late, deadline = False, None if o.minutes is None else started + 60 * o.minutes
+    with training_progress(total) as report:
+        if begun is None:
+            keep(at, state)
+        since = time.perf_counter()
+        while at < total and not late:
+            rate = learning_rate(o, at, total)
+            batch = data.batches(rows, o.seed, at, o.batch_size, o.length)
+            state, metrics = step(state, rate, target_params, *place((batch["tokens"], batch["mask"])))
+            at += 1
+            window.append(metrics)
+            late = deadline is not None and time.perf_counter() > deadline
+            measuring = at % o.eval_every == 0 or at == total or late
+            if at % LOG_EVERY == 0 or measuring:
+                means = {name: float(np.mean([m[name] for m in jax.device_get(window)])) for name in metrics}
+                each = (time.perf_counter() - since) / len(window)
+                clocks = {"step_seconds": each, "seconds": time.perf_counter() - started}
+                journal.add({"step": at, **means, "learning_rate": rate, **clocks})
+                report(at, f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}")
+                if deadline and at == 3 * LOG_EVERY:  # the first ones compiled
+                    total = steps_that_fit(total, at, each, deadline - time.perf_counter())
+                    journal.add({"step": at, "total": total})
+                    say(f"{1e3 * each:.0f} ms a step: {total} steps")
+                window.clear()
+            if measuring:
+                keep(at, state)
+            if not window:
+                since = time.perf_counter()
+    if at < total:
+        say(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume goes on")
+
+
+def measurer(setup: Setup, first: dict[str, jax.Array]) -> Any:
+    """The measurement of acceptance on prompts of the held-out sequences, evenly spaced among them."""
+    o, held = setup.options, data.heldout(setup.shards)
+    chosen = np.linspace(0, len(held) - 1, min(o.eval_prompts, len(held))).astype(int)
+    prompts = [held.tokens[i, : max(1, min(held.prompt_length[i], LONGEST_PROMPT))].tolist() for i in chosen]
+    return make_measure(
+        setup.target,
+        Model(setup.draft, computed(first, setup.dtype)),
+        prompts,
+        num_speculative_tokens=o.num_speculative_tokens,
+        max_tokens=o.eval_tokens,
+        stop_ids=setup.stop_ids,
+        mesh=setup.mesh,
+        platform=setup.platform,
+    )
+
+
+def compact(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """As a draft is stored and measured: products in bfloat16."""
+    return {name: x.astype(jax.numpy.bfloat16) if x.ndim > 1 else x for name, x in params.items()}
+
+
+def steps_that_fit(total: int, at: int, each: float, left: float) -> int:
+    """Steps in all, at most `total`, after `at` of them; each, left: seconds a step takes, and that remain."""
+    return min(total, at + max(1, int(SHARE_OF_STEPS * left / each)))
+
+
+class Journal:
+    """metrics.jsonl: a line for every few steps and for every measurement."""
+
+    def __init__(self, path: Path, begun: int | None) -> None:
+        """Keeps what there is up to the step from which a run goes on."""
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        self.path, self.rows = (
+            path,
+            [row for row in map(json.loads, lines) if row["step"] <= (-1 if begun is None else begun)],
+        )
+        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+
+    @property
+    def total(self) -> int | None:
+        """How many steps fit into the minutes, where that was found already."""
+        return next((row["total"] for row in self.rows if "total" in row), None)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def losses(self) -> str:
+        """The newest means in words."""
+        row: dict[str, Any] = next((row for row in reversed(self.rows) if "loss" in row), {})
+        return "".join(f", {name} {row[name]:.3f}" for name in ("loss", "tv", "agree", "lost") if row)

@@ -1,0 +1,65 @@
+"""The acceptance length of a draft, measured by the engine on held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.setup import Model
+from jaxspec.models.decoder import Params
+from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.sampling_params import SamplingParams
+
+PAGE_SIZE = 16
+
+
+def make_measure(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_speculative_tokens: int,
+    max_tokens: int,
+    stop_ids: Sequence[int],
+    mesh: Any,
+    platform: str,
+) -> Callable[[Params], SpecDecodeMetrics]:
+    """measure(draft's params) -> counters of greedy answers to all prompts. Programs are compiled by its first call."""
+    longest = max(map(len, prompts)) + max_tokens
+    engine = Engine(
+        target,
+        EngineConfig(
+            max_model_len=longest,
+            max_num_seqs=len(prompts),
+            page_size=PAGE_SIZE,
+            num_pages=len(prompts) * -(-(longest + 2 * num_speculative_tokens) // PAGE_SIZE),
+            enable_prefix_caching=False,  # pages of an earlier draft must not be found
+            rounds_per_launch=32,
+        ),
+        mesh=mesh,
+        speculative=SpeculativeConfig(
+            model="the draft in training", num_speculative_tokens=num_speculative_tokens, adaptive=False
+        ),
+        draft=draft,
+        platform=platform,
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+
+    def measure(params: Params) -> SpecDecodeMetrics:
+        as_before = lambda old, new: jax.device_put(new.astype(old.dtype), old.sharding)
+        engine.params["draft"] = {name: as_before(old, params[name]) for name, old in draft.params.items()}
+        requests = [engine.add(prompt, greedy, stop_ids=stop_ids) for prompt in prompts]
+        while engine.busy:
+            engine.step()
+        if failed := next((request.error for request in requests if request.finish_reason == "error"), None):
+            raise RuntimeError(f"measuring the draft failed: {failed}")
+        total = engine.no_counts()
+        for request in requests:
+            total += request.metrics
+        return total
+
+    return measure

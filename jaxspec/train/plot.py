@@ -1,0 +1,32 @@
+"""The curves of a training run as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: int) -> None:
+    """Loss and acceptance length over the steps, from the rows of metrics.jsonl."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)  # no window, whatever the user's backend
+    left, right = figure.subplots(1, 2)
+    column = lambda name: zip(*((row["step"], row[name]) for row in rows if name in row), strict=True)
+    if any("loss" in row for row in rows):
+        left.plot(*column("loss"), color="#2a7de1", linewidth=1.2, label="loss")
+        left.plot(*column("tv"), color="#9aa5b1", linewidth=1.2, label="total variation = 1 - expected acceptance")
+        left.legend(frameon=False)
+    left.set(title="Loss", xlabel="step", ylim=(0, None))
+    right.plot(*column("acceptance_length"), color="#2a7de1", marker="o", markersize=3)
+    right.set(title=f"Acceptance length on held-out prompts, greedy, K = {num_speculative_tokens}", xlabel="step")
+    right.set_ylim(1, num_speculative_tokens + 1)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=0)
+        axes.grid(axis="y", color="#eeeeee")
+        axes.set_axisbelow(True)
+    figure.savefig(path, dpi=150)

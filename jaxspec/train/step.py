@@ -1,0 +1,107 @@
+"""One step of distillation: gradients of the draft's masters, over all devices, in parts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers import Backend
+from jaxspec.parallel.mesh import MODEL_AXES, sharding
+from jaxspec.train.build import VOCABULARY
+from jaxspec.train.loss import loss_sums
+from jaxspec.train.options import TrainOptions, loss_weights
+
+Params = dict[str, jax.Array]
+
+
+class State(NamedTuple):
+    """What a checkpoint holds: float32 masters and the optimiser's state, which counts the steps."""
+
+    params: Params
+    optimizer: Any
+
+
+def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
+    """AdamW for a learning rate of 1: a step multiplies its updates by the rate it is given."""
+    matrices = lambda params: {name: x.ndim > 1 for name, x in params.items()}
+    adamw = optax.adamw(1.0, b2=0.98, weight_decay=options.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(options.clip), adamw)
+
+
+def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
+    """Of the step after `step` of `steps`: a linear warm-up, then a cosine down to a tenth. In plain Python: the device
+    would answer only when the step that is under way is done."""
+    warmup = min(options.warmup, steps)
+    if step < warmup:
+        return options.learning_rate * (step + 1) / warmup
+    done = (step + 1 - warmup) / max(steps - warmup, 1)
+    return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def make_step(
+    target: ModelConfig, draft: ModelConfig, ids: Params, options: TrainOptions, backend: Backend
+) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
+    """step(state, rate, target's params, tokens i32[B,T], mask bool[B,T]) -> (state, metrics), the state donated.
+
+    target: of `own_ids_first`; ids: the draft's vocabulary. metrics: means over the tokens that count, of "loss", "tv",
+    "agree" and "lost" (see `loss_sums`), and "gradient", its norm before it is cut.
+    """
+    optimizer, configs, weights = make_optimizer(options), (target, draft), loss_weights(options.loss)
+
+    def sums(params, target_params, tokens, mask):
+        return loss_sums(configs, weights, backend, {**params, **ids}, target_params, tokens, mask)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: State, rate, target_params: Params, tokens, mask):
+        def part(total, xs):
+            (loss, told), grads = jax.value_and_grad(sums, has_aux=True)(state.params, target_params, *xs)
+            return jax.tree.map(jnp.add, total, ({"loss": loss, **told}, grads)), None
+
+        # Rows go to the parts in turns, so that every device keeps a share of each part.
+        split = lambda x: x.reshape(-1, options.accumulate, x.shape[1]).swapaxes(0, 1)
+        told = dict.fromkeys(("loss", "tv", "agree", "lost"), jnp.float32(0))
+        zero = (told, jax.tree.map(jnp.zeros_like, state.params))
+        (told, grads), _ = lax.scan(part, zero, (split(tokens), split(mask)))
+        count = jnp.maximum(jnp.sum(mask[:, 1:]), 1)
+        told, grads = jax.tree.map(lambda x: x / count, (told, grads))
+        updates, moments = optimizer.update(grads, state.optimizer, state.params)
+        updates = jax.tree.map(lambda x: rate * x, updates)
+        metrics = told | {"gradient": optax.tree.norm(grads)}
+        return State(optax.apply_updates(state.params, updates), moments), metrics
+
+    return step
+
+
+def dense_attention(config: ModelConfig, dtype: Any) -> Literal["xla", "cudnn"]:
+    """cuDNN's attention, which never writes the scores to memory, where this device and its libraries have it."""
+    if jax.default_backend() != "gpu" or jnp.dtype(dtype).itemsize != 2:
+        return "xla"
+    heads = lambda count: jax.ShapeDtypeStruct((1, 128, count, config.head_dim), dtype)
+    query, key = heads(config.num_heads), heads(config.num_kv_heads)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    try:
+        jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args)).astype(jnp.float32))).lower(query, key, key).compile()
+    except Exception:  # what JAX raises for a missing library or an old device differs from version to version
+        return "xla"
+    return "cudnn"
+
+
+def first_state(params: Params, options: TrainOptions, placed: Any) -> State:
+    """A state of its own arrays, placed alike: steps donate them."""
+    own = {name: jnp.copy(x) for name, x in params.items() if name not in VOCABULARY}
+    return jax.device_put(State(own, make_optimizer(options).init(own)), placed)
+
+
+def place_rows(mesh: Any) -> Callable[[Any], Any]:
+    """Puts a batch's rows on the devices, each a share of them."""
+    spread = sharding(mesh, P(MODEL_AXES))
+    return lambda batch: jax.device_put(batch, spread)

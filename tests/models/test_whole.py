@@ -1,0 +1,33 @@
+"""A pass without a cache computes what passes over pages do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.models.decoder import whole
+from jaxspec.models.layers import Backend
+from tests import lively, tiny
+from tests.models import forward
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_equals_the_paged_pass(family):
+    model, backend = lively.target(family), Backend(jax.default_backend())
+    tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, (2, 40)).astype(np.int32)
+
+    def logits(params):
+        decoder, hidden = whole(model.config, params, tokens, backend)
+        return decoder.logits(hidden, backend)
+
+    dense = np.asarray(jax.jit(logits)(model.params))
+    np.testing.assert_allclose(dense, forward.run(model.config, model.params, tokens, (17, 23)), rtol=2e-3, atol=2e-3)
+
+
+def test_a_soft_cap_is_refused():
+    model = tiny.model(dataclasses.replace(tiny.BASE, soft_cap=30.0))
+    with pytest.raises(NotImplementedError, match=r"soft cap \(30"):
+        whole(model.config, model.params, np.zeros((1, 4), np.int32), Backend("cpu"))

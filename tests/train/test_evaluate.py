@@ -1,0 +1,97 @@
+"""Acceptance of a draft: by category, position and temperature."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxspec import cli
+from jaxspec.train import evaluate
+from tests.folders import write_model
+
+PROMPTS = {"chat": ["The quick brown fox?", "One, two"], "code": ["def total(items):"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("models") / "target"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("models") / "draft", seed=1, layers=1))
+
+
+@pytest.fixture(scope="module")
+def itself(folder):
+    """The target as its own draft."""
+    return evaluate.evaluate(folder, folder, PROMPTS, num_speculative_tokens=3, max_tokens=12, progress=False)
+
+
+def rows(document):
+    return {(r["temperature"], r["category"]): r for r in document["rows"]}
+
+
+def test_a_perfect_draft(itself):
+    found = rows(itself)
+    assert list(found) == [(t, c) for t in (0.0, 0.7) for c in ("chat", "code", "all")]
+    for r in found.values():
+        assert r["tokens"] == 12 * r["prompts"]
+        assert r["mean_acceptance_length"] == pytest.approx(4.0)
+        assert r["accepted_at"] == pytest.approx([1.0] * 3)
+    assert [found[0.0, c]["prompts"] for c in ("chat", "code", "all")] == [2, 1, 3]
+    assert json.loads(json.dumps(itself)) == itself
+
+
+def test_a_draft_that_knows_nothing(folder, other):
+    options = {"num_speculative_tokens": 2, "max_tokens": 12, "temperatures": (0.7,), "progress": False}
+    document = evaluate.evaluate(folder, other, PROMPTS, **options)
+    found = rows(document)[0.7, "all"]
+    assert found["mean_acceptance_length"] < 2.0
+    assert found["mean_acceptance_length"] == pytest.approx(1 + sum(found["accepted_at"]))
+    assert found["accepted_at"][0] >= found["accepted_at"][1]
+    parts = [rows(document)[0.7, category] for category in PROMPTS]
+    assert found["num_drafts"] == sum(part["num_drafts"] for part in parts)
+    assert evaluate.evaluate(folder, other, PROMPTS, **options) == document  # seeded
+
+
+def test_table(itself, capsys):
+    evaluate.show(itself)
+    out = capsys.readouterr().out
+    for word in ("accept. length", "chat", "code", "all", "0.7", "4.00", "100%", "float32", "K = 3"):
+        assert word in out, word
+    assert max(map(len, out.splitlines()[1:])) <= 80
+
+
+def test_command(folder, tmp_path, capsys):
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps({"chat": ["Hello"]}))
+    arguments = ["evaluate-draft", "--target", folder, "--draft", folder, "--max-tokens", "6", "-k", "2"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*arguments, "--prompts", str(file), "--json"])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0, err
+    assert rows(json.loads(out))[0.0, "all"]["mean_acceptance_length"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist: give --prompts FILE.json"),
+        ("[]", "must hold"),
+        ('{"chat": []}', "must hold"),
+        ('{"chat": [1]}', "must hold"),
+        ('{"chat": "Hello"}', "must hold"),
+        ("{", "no JSON"),
+    ],
+)
+def test_bad_files_are_told_before_anything_is_loaded(text, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "LLM", lambda *_, **__: pytest.fail("loaded"))
+    file = tmp_path / "prompts.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["evaluate-draft", "--target", "x", "--draft", "y", "--prompts", str(file)])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""`jaxspec train-draft` from end to end with tiny models: the draft becomes good, the engine takes it, and a run that
+was killed ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import checkpoints
+from checkpoints import orbax
+from jaxspec import LLM, SamplingParams
+from jaxspec.cli import main
+from jaxspec.info import describe
+from jaxspec.train import loop
+from jaxspec.train.step import learning_rate
+from tests import folders
+from tests.train import runs
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("train")
+    runs.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(root) -> Path:
+    return loop.train(runs.options(root, "draft"))
+
+
+def journal(folder: Path, name: str) -> list:
+    rows = map(json.loads, (folder / loop.JOURNAL).read_text().splitlines())
+    return [row[name] for row in rows if name in row]
+
+
+def test_a_draft_learns_its_target_by_heart(trained):
+    """Measured by the engine at K = 4, where 5 is the most."""
+    lengths, losses = journal(trained, "acceptance_length"), journal(trained, "loss")
+    print("acceptance length", lengths, "loss", losses[0], losses[-1])
+    assert len(lengths) == 3
+    assert lengths[0] < 1.5
+    assert max(lengths) >= 3.5
+    assert losses[-1] < 0.5 * losses[0]
+    assert journal(trained, "agree")[-1] > 0.8
+
+
+def test_what_a_run_leaves(trained, root):
+    assert (trained / loop.CURVES).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((trained / loop.RECIPE).read_text())["learning_rate"] == 6e-3
+    config = checkpoints.load_config(checkpoints.resolve(str(trained)))
+    assert (config.num_layers, config.width, config.reduced_vocab_size, config.tied) == (1, 48, 200, True)
+    stored = orbax.stored_arrays(trained / orbax.PARAMS)
+    assert {str(stored[name].dtype) for name in ("embed", "layers.0.qkv")} == {"bfloat16"}
+    assert not list(trained.glob("tokenizer*.json"))
+
+
+def test_the_draft_speculates_for_its_target(trained, root):
+    """Text for text what plain decoding gives, most of it drafted; the measured length is the engine's."""
+    prompts = [
+        {"prompt_token_ids": ids} for ids in np.load(root / "data" / "shard-00000.npz")["tokens"][:4, :8].tolist()
+    ]
+    target = str(root / "target")
+    speculative = {"model": str(trained), "num_speculative_tokens": 4, "adaptive": False}
+    outputs = [
+        LLM(target, speculative_config=how, max_model_len=64).generate(prompts, GREEDY, progress=False)
+        for how in (None, speculative)
+    ]
+    plain, drafted = ([out.outputs[0].token_ids for out in found] for found in outputs)
+    assert plain == drafted
+    assert np.mean([out.metrics.mean_acceptance_length for out in outputs[1]]) >= 3.5
+
+
+def test_a_draft_without_a_tokenizer_knows_its_targets(trained, root, tmp_path):
+    assert describe(str(root / "target"), str(trained))["draft_fits"]
+    other = folders.write_model(tmp_path / "other", vocab_size=310, text="entirely other words here and there")
+    found = describe(str(other), str(trained))
+    assert not found["draft_fits"]
+    assert "trained for another tokenizer" in found["draft_problem"]
+    with pytest.raises(FileNotFoundError, match="uses its target's tokenizer"):
+        LLM(str(trained))
+
+
+def state(folder: Path) -> dict[str, np.ndarray]:
+    """The last checkpoint of a run."""
+    path = max((folder / loop.WORK).iterdir(), key=lambda path: int(path.name))
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that shardings are read too
+        found = ocp.load(path, checkpointable_name="state")
+    leaves = jax.tree_util.tree_flatten_with_path(found)[0]
+    return {path.name + jax.tree_util.keystr(at): np.asarray(leaf) for at, leaf in leaves}
+
+
+def test_a_killed_run_ends_as_if_it_had_not_been(root):
+    """The process is killed for good, somewhere behind its second checkpoint; every bit of the last state is as in a
+    run that was left alone."""
+    short = {"steps": 150, "eval_every": 25}
+    alone = loop.train(runs.options(root, "alone", **short))
+    killed = root / "killed"
+    code = "import pickle, sys; from jaxspec.train.loop import train; train(pickle.load(sys.stdin.buffer))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    process.stdin.write(pickle.dumps(runs.options(root, "killed", **short)))
+    process.stdin.close()
+    deadline = time.monotonic() + 120
+    while not (killed / loop.WORK / "25").is_dir():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert 25 <= max(journal(killed, "step")) < 150
+    loop.train(runs.options(root, "killed", **short, resume=True))
+    mine, theirs = state(killed), state(alone)
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        np.testing.assert_array_equal(mine[name], value, err_msg=name)
+    assert journal(killed, "loss") == journal(alone, "loss")
+    assert journal(killed, "acceptance_length") == journal(alone, "acceptance_length")
+
+
+def test_minutes_end_a_run(root, capsys):
+    folder = loop.train(runs.options(root, "brief", minutes=1e-4))
+    assert "--minutes 0.0001 are over: stopped after step 1 of 240; --resume goes on" in capsys.readouterr().err
+    assert len(journal(folder, "acceptance_length")) == 2
+
+
+def test_the_schedule_fits_into_the_minutes(tmp_path):
+    """And a resumption keeps it."""
+    assert loop.steps_that_fit(5000, 30, each=0.1, left=500.0) == 30 + 4650
+    assert loop.steps_that_fit(1000, 30, each=0.1, left=500.0) == 1000
+    assert loop.steps_that_fit(1000, 30, each=0.1, left=-1.0) == 31
+    journal = loop.Journal(tmp_path / "metrics.jsonl", None)
+    assert journal.total is None
+    journal.add({"step": 30, "total": 4680})
+    journal.add({"step": 40, "loss": 1.0})
+    assert loop.Journal(tmp_path / "metrics.jsonl", 35).total == 4680
+    assert len(loop.Journal(tmp_path / "metrics.jsonl", 35).rows) == 1
+    assert loop.Journal(tmp_path / "metrics.jsonl", 20).total is None
+
+
+def test_learning_rate():
+    options = runs.options(Path("x"), "y", learning_rate=1.0, warmup=10)
+    rates = [learning_rate(options, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[54] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+REFUSED = [
+    ({"--steps": "0"}, "steps=0 is below 1"),
+    ({"--loss": "js:1"}, "loss='js' is unknown: use one of kl, rkl, tv"),
+    ({"--loss": "kl:0"}, "the weight of kl must be above 0"),
+    ({"--layers": "3"}, "--layers 3 exceeds the target's 2"),
+    ({"--vocab-size": "321"}, "--vocab-size 321 exceeds the target's 320"),
+    ({"--batch-size": "12"}, "--batch-size 12 in 1 parts does not divide over 8 devices"),
+    ({"--accumulate": "3"}, "accumulate=3 does not divide batch_size=8"),
+    ({"--heads": "5", "--kv-heads": "2"}, "5 query heads do not divide among 2"),
+    ({"--learning-rate": "-1"}, "learning_rate=-1.0 must be above 0"),
+    ({"--length": "4096"}, "less than one batch"),
+    ({"--data": "nowhere"}, "nowhere holds no training data"),
+    ({"--resume": None}, "no run was begun there"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_options_are_told_in_one_line(root, change, said, capsys):
+    given = {"--target": root / "target", "--data": root / "data", "--out": root / "refused", "--layers": "1"}
+    given |= {"--batch-size": "8", "--length": "64", "--steps": "1"} | change
+    with pytest.raises(SystemExit) as stopped:
+        main(["train-draft", *(str(word) for pair in given.items() for word in pair if word is not None)])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert not (root / "refused").exists()
+
+
+def test_a_run_does_not_mix_with_another(trained, root):
+    with pytest.raises(FileExistsError, match="not empty"):
+        loop.train(runs.options(root, "draft"))
+    with pytest.raises(ValueError, match=r"--seed 2, but the run was begun with 1"):
+        loop.train(runs.options(root, "draft", resume=True, seed=2))
