@@ -27,7 +27,14 @@ LOGITS = ROWS * (K + 1) * QWEN.vocab_size * 4
 VARIANTS = {
     "ngram": ("v5e:1x1", layers("qwen3-0.6b", 2), None, Variant(), K, 2 * LOGITS),
     "draft_model": ("v5e:1x1", layers("qwen3-0.6b", 2), QWEN, Variant(), K, 2 * LOGITS),
-    "reduced vocabulary": ("v5e:1x1", QWEN, dataclasses.replace(QWEN, reduced_vocab_size=32768), Variant(), K, 2 * LOGITS),
+    "reduced vocabulary": (
+        "v5e:1x1",
+        QWEN,
+        dataclasses.replace(QWEN, reduced_vocab_size=32768),
+        Variant(),
+        K,
+        2 * LOGITS,
+    ),
     # Noise over the whole vocabulary, once a draft token, is what takes long to compile: one draft.
     "sampling": ("v6e:1x1", QWEN, QWEN, Variant(standard=True), 1, 8 * LOGITS),
     # Once a launch an embedding is copied whose width, 576, does not fill the lanes.
