@@ -54,7 +54,7 @@ def empty_table(first: str, *columns: str) -> Any:
 
 def method_table(document: Document) -> Any:
     """A line for each method, and for transformers where they were compared."""
-    table = empty_table("method", "K", "tokens/s", "speed-up", "accepted", "% at 1 2 3 4", "same")
+    table = empty_table("method", "K", "tokens/s", "speed-up", "accept.", "% at 1 2 3 4", "same")
     plain = document["methods"]["plain"]["tokens_per_second"]
     for name, m in document["methods"].items():
         spoken = ["", "", ""]
