@@ -20,7 +20,7 @@ DEFAULTS = {
     "self_attention": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
 }
 GPU_ONLY = ("feed_forward", "self_attention")  # and on CPU interpreted
-COMPOSED = ("self_attention",)  # whose plain form calls other ops, and wants the platform for them
+COMPOSED = ("feed_forward", "self_attention")  # whose plain form has parts, and wants the platform for them
 PLATFORMS = ("cpu", "gpu", "tpu")
 IMPLEMENTATIONS = ("reference", "pallas")
 

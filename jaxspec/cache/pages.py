@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 
 from jaxspec.models.config import ModelConfig
@@ -44,6 +45,12 @@ class CacheLayout:
         per_layer = self.page_size * 2 * self.num_kv_heads * self.head_dim
         return self.num_layers * per_layer * jnp.dtype(self.dtype).itemsize
 
+    def stored_bytes(self, num_devices: int, platform: str) -> int:
+        """Bytes of it in the memory of each device. A TPU stores more than four keys and values by eights."""
+        heads = 2 * self.num_kv_heads // num_devices
+        stored = -(-heads // 8) * 8 if platform == "tpu" and heads > 4 else heads
+        return self.page_bytes // (2 * self.num_kv_heads) * stored
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -57,7 +64,7 @@ class PagedKVCache:
 def padded_head_dim(head_dim: int, platform: str) -> int:
     """Head size as the platform's attention kernel stores it."""
     if platform == "tpu":
-        return -(-head_dim // 64) * 64  # lanes
+        return -(-head_dim // 128) * 128  # lanes: a narrower row takes as much memory
     if platform == "gpu":
         return max(16, 1 << (head_dim - 1).bit_length())  # Triton blocks are powers of two
     return head_dim
@@ -86,10 +93,16 @@ def copy_pages(
     return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
 
 
+def pages_format(mesh: Mesh) -> Format:
+    """Row by row, as kernels read them. Left the choice, the TPU compiler takes an order that pads less, and then each
+    launch copies all pages into the other and back."""
+    return Format(Layout((0, 1, 2, 3)), sharding(mesh, PAGES_SPEC))
+
+
 def allocate(layout: CacheLayout, mesh: Mesh) -> tuple[jax.Array, ...]:
-    """Zeroed pages, born on their sharding."""
+    """Zeroed pages, born where and how they lie."""
     zeros = jax.jit(
         lambda: tuple(jnp.zeros(layout.shape, layout.dtype) for _ in range(layout.num_layers)),
-        out_shardings=(sharding(mesh, PAGES_SPEC),) * layout.num_layers,
+        out_shardings=(pages_format(mesh),) * layout.num_layers,
     )
     return zeros()

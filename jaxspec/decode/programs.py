@@ -79,18 +79,22 @@ class Variants:
 def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> jax.stages.Lowered:
     """The program, lowered for these arguments (arrays, or ShapeDtypeStructs with shardings), the cache donated.
 
-    The cache leaves where it came in, so that it aliases; everything else is small and replicated.
+    The cache leaves where and as it came in, so that it aliases; everything else is small and replicated.
     """
 
     def program(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
         cache, rest = FUNCTIONS[name](config, params, cache, *packed.unpack())
         return cache, pack(rest)
 
-    placed = jax.tree.map(lambda x: x.sharding, cache)
-    out_shardings = placed, packed.words.sharding
-    options = compiler_options(packed.words.sharding)
-    jitted = jax.jit(program, donate_argnums=(1,), out_shardings=out_shardings, compiler_options=options)
-    return jitted.lower(params, cache, packed)
+    where = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+    pages = jax.tree.map(lambda x: x.format, cache)
+    options: dict[str, Any] = {
+        "donate_argnums": (1,),
+        "in_shardings": (where(params), pages, where(packed)),
+        "out_shardings": (pages, packed.words.sharding),
+        "compiler_options": compiler_options(packed.words.sharding),
+    }
+    return jax.jit(program, **options).lower(params, cache, packed)
 
 
 def compiler_options(place: Sharding) -> dict[str, Any] | None:

@@ -73,7 +73,7 @@ def page_layouts(
 
     pages = config.num_pages
     if pages is None:
-        page_bytes = [layout(model, 1).page_bytes // mesh.size for model in models.values()]
+        page_bytes = [layout(model, 1).stored_bytes(mesh.size, platform) for model in models.values()]
         temporary = temporary_bytes(models, config, speculative)
         memory = budget.free_memory(mesh.devices.flat[0], config.memory_utilization, temporary)
         # Beyond what all rows can use, prefix reuse takes as much again.

@@ -149,12 +149,25 @@ class Decoder(nnx.Module):
             preferred_element_type=jnp.float32,
         )
         if backend.mesh is not None and backend.mesh.size > 1:
-            logits = lax.with_sharding_constraint(logits, sharding(backend.mesh))
+            logits = gathered(logits, backend.mesh)
         if cap := self.config.logit_soft_cap:
             logits = cap * jnp.tanh(logits / cap)
         if self.config.reduced_vocab_size:
             logits = jnp.where(jnp.arange(logits.shape[-1]) < logits.shape[-1] - 1, logits, -jnp.inf)
         return logits
+
+
+def gathered(logits: jax.Array, mesh: Mesh) -> jax.Array:
+    """Logits [..., V], whole on every device.
+
+    They are first asked for in the parts that the devices compute, or else the compiler gathers the weights instead;
+    and as a table, since the TPU compiler pads a third axis to many times its size.
+    """
+    table = logits.reshape(-1, logits.shape[-1])
+    parts = param_sharding(mesh, "head", table.shape)
+    for placed in (parts, sharding(mesh)):
+        table = lax.with_sharding_constraint(table, placed)
+    return table.reshape(logits.shape)
 
 
 @functools.cache

@@ -16,14 +16,24 @@ def linear(weights, x):
     return lax.dot_general(x, weights, numbers, precision=precision, preferred_element_type=x.dtype)
 
 
+def whole(product, platform):
+    """A product whose columns are about to be split into groups.
+
+    The TPU compiler must not see that: of a pass over one token a row it makes a convolution over the groups, which
+    wants the weights transposed, so that each pass copies them.
+    """
+    return lax.optimization_barrier(product) if platform == "tpu" else product
+
+
 def feed_forward(
-    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *, eps, activation, block, linear=linear
-):
+    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *,
+    eps, activation, block, platform=None, linear=linear,
+):  # fmt: skip
     mixed = linear(out, mixed)
     if post_attention_norm is not None:
         mixed = rms_norm(post_attention_norm, mixed, eps)
     x = x + mixed
-    both = linear(gate_up, rms_norm(norm, x, eps))
+    both = whole(linear(gate_up, rms_norm(norm, x, eps)), platform)
     both = both.reshape(*x.shape[:-1], -1, 2, block)
     hidden = activate(activation, both[..., 0, :]) * both[..., 1, :]
     hidden = linear(down, hidden.reshape(*x.shape[:-1], -1))

@@ -13,7 +13,8 @@ def kv_write(
 ) -> jax.Array:
     """Writes new keys and values into the paged cache: `pages[slot // S, slot % S] = kv[m]`.
 
-    Where `pages` is donated, or the carry of a loop, the write happens in place.
+    Where `pages` is donated, or the carry of a loop, the write happens in place. On TPU its layout has to be row by row
+    (`jax.experimental.layout`), which for narrow heads is not what the compiler would choose.
 
     Args:
       pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head.

@@ -1,14 +1,19 @@
 """kv_write on TPU: one asynchronous copy per token from HBM to HBM, in place."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels._hbm import in_hbm
+
 IN_FLIGHT = 64  # copies started before the first is waited for
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def kv_write(pages, kv, slots, *, interpret=False):
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
@@ -24,7 +29,7 @@ def kv_write(pages, kv, slots, *, interpret=False):
         input_output_aliases={2: 0},  # counts the prefetched slots
         interpret=interpret,
         name="kv_write",
-    )(slots, kv, pages)
+    )(slots, kv, in_hbm(pages, interpret))
 
 
 def _kernel(slots, kv, _, pages, semaphore):

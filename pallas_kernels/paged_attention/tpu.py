@@ -12,12 +12,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels._hbm import in_hbm
+
 # Sizes of a program, within the 16 MiB of VMEM that v5e gives it by default.
 MAX_ROWS, ROWS_BYTES = 256, 4 * 2**20  # query rows of a key-value head; bytes of all heads' rows, results and sums
 MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # keys fetched at a time; bytes of the two page buffers
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret"))
 def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap, interpret=False):
     (b, t, h, d), (_, s, g2, _) = query.shape, pages.shape
     if d % 64:
@@ -53,7 +56,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         interpret=interpret,
         name="paged_attention",
-    )(block_table, kv_len, query, pages)
+    )(block_table, kv_len, query, in_hbm(pages, interpret))
     return out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
 
 

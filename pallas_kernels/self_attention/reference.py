@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.feed_forward.reference import linear, rms_norm
+from pallas_kernels.feed_forward.reference import linear, rms_norm, whole
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 
@@ -12,7 +12,7 @@ def self_attention(
     eps, scale, window, soft_cap, platform=None,
 ):  # fmt: skip
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
-    query, key, value = project(x, norm, qkv, bias, q_norm, k_norm, cos, sin, g, eps)
+    query, key, value = project(x, norm, qkv, bias, q_norm, k_norm, cos, sin, g, eps, platform)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
@@ -22,13 +22,13 @@ def self_attention(
     return mixed[..., :d].reshape(b, t, -1), pages
 
 
-def project(x, norm, qkv, bias, q_norm, k_norm, cos, sin, groups, eps):
+def project(x, norm, qkv, bias, q_norm, k_norm, cos, sin, groups, eps, platform=None):
     """-> query [B,T,H,D], key and value [B,T,G,D], G = groups."""
     (b, t, _), d = x.shape, 2 * cos.shape[-1]
     heads = linear(qkv, rms_norm(norm, x, eps))
     if bias is not None:
         heads = heads + bias
-    heads = heads.reshape(b, t, groups, -1, d)
+    heads = whole(heads, platform).reshape(b, t, groups, -1, d)
     query = heads[:, :, :, :-2].reshape(b, t, -1, d)
     key, value = heads[:, :, :, -2], heads[:, :, :, -1]
     if q_norm is not None:

@@ -48,10 +48,25 @@ def test_free_memory():
 
 @pytest.mark.parametrize(
     ("platform", "sizes"),
-    [("cpu", {8: 8, 80: 80}), ("tpu", {8: 64, 64: 64, 80: 128, 128: 128, 256: 256}), ("gpu", {8: 16, 64: 64, 80: 128})],
+    [
+        ("cpu", {8: 8, 80: 80}),
+        ("tpu", {8: 128, 64: 128, 80: 128, 128: 128, 256: 256}),
+        ("gpu", {8: 16, 64: 64, 80: 128}),
+    ],
 )
 def test_head_sizes_are_padded_for_the_kernels(platform, sizes):
     assert {size: padded_head_dim(size, platform) for size in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("heads", "devices", "stored"), [(1, 1, 2), (2, 1, 4), (3, 1, 8), (4, 1, 8), (8, 4, 4), (5, 1, 16)]
+)
+def test_a_tpu_stores_heads_by_eights(heads, devices, stored):
+    """tests/decode/test_tpu.py sees as many bytes in compiled programs."""
+    config = dataclasses.replace(tiny.BASE, num_heads=heads, num_kv_heads=heads)
+    layout = cache_layout(config, page_size=32, num_pages=5, dtype=jnp.bfloat16, platform="tpu")
+    assert layout.stored_bytes(devices, "tpu") == config.num_layers * 32 * stored * 128 * 2
+    assert layout.stored_bytes(devices, "cpu") == layout.page_bytes // devices
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,64 @@
+"""Whole models, every layer, compiled by the real TPU compiler for chips that are not there.
+
+16 rows, contexts of 4096, and a pool as large as the engine would make it on such a chip.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from jaxspec.bench.presets import preset
+from tests import hlo
+from tests.tpu_program import Program, check, check_loop, first_layers
+
+pytestmark = pytest.mark.slow
+
+K, TEMPORARY = 4, 300_000_000
+PAIRS = {
+    "v5e:1x1": ("qwen3-1.7b", "qwen3-0.6b"),
+    "v6e:1x1": ("qwen3-8b", "qwen3-0.6b"),
+    "v5e:2x2": ("qwen3-8b", "qwen3-0.6b"),
+}
+
+
+def program(chip: str, num_layers: int | None = None) -> Program:
+    target, draft = (first_layers(preset(name), num_layers) for name in PAIRS[chip])
+    return Program(chip, target, draft, num_drafts=K, max_model_len=4096)
+
+
+def layer_passes(whole: Program, num_drafts: int) -> int:
+    target, draft = (model.config.num_layers for model in whole.models.values())
+    return target + num_drafts * draft
+
+
+def sums(layer_passes: int, passes: int) -> int:
+    """All-reduces: attention's and the MLP's second product of each layer, and the embedding of each pass."""
+    return 2 * layer_passes + passes
+
+
+@pytest.mark.parametrize("chip", PAIRS)
+def test_the_launch(chip):
+    whole = program(chip)
+    read = check_loop(whole, whole.launch(), TEMPORARY)
+    layers = layer_passes(whole, K)
+    for kernel in ("kv_write", "paged_attention"):
+        assert hlo.kernels(read.loop, kernel) == hlo.kernels(read.all, kernel) == layers
+    # Of what is split, nothing but each pass's logits is ever put together.
+    several = {"all-reduce": sums(layers, 1 + K), "all-gather": 1 + K}
+    assert hlo.collectives(read.all) == Counter(several if whole.mesh.size > 1 else {})
+    assert not set(hlo.collectives(set(read.all) - set(read.loop)))
+
+
+@pytest.mark.parametrize("chip", PAIRS)
+def test_prefill(chip):
+    """Its activations, of 16 rows of 256 tokens, are what the engine reserves memory for."""
+    several = chip == "v5e:2x2"
+    whole = program(chip, num_layers=2 if several else None)  # all of them take minutes and show no more
+    read = check(whole, whole.prefill(), whole.reserved)
+    layers = layer_passes(whole, 1)
+    assert hlo.kernels(read.all, "kv_write") == layers
+    # Nobody reads what the last layer of each model attends to, nor its MLP.
+    assert hlo.kernels(read.all, "paged_attention") == layers - 2
+    assert hlo.collectives(read.all) == Counter({"all-reduce": sums(layers - 2, 2)} if several else {})

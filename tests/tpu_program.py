@@ -1,0 +1,170 @@
+"""The device program as the engine sets it up, compiled by the real TPU compiler for chips that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache import budget
+from jaxspec.cache.pages import CacheLayout, PagedKVCache, pages_format
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.decode.packing import pack
+from jaxspec.decode.prefill import Chunk
+from jaxspec.decode.programs import lower
+from jaxspec.decode.state import DecodeConfig, LaunchInput, RowLimits, Variant
+from jaxspec.engine.setup import Model, drafters, paged_models, temporary_bytes
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import abstract_params
+from jaxspec.parallel.mesh import make_mesh, sharding
+from jaxspec.sampling.distribution import SamplingRows
+from tests import hlo
+from tests.tpu_topology import tpu_mesh
+from tests.uncached import no_compilation_cache
+
+# What a program may use of a chip's memory: "Ran out of memory ... exceeds available HBM (15.75G)".
+MEMORY = {"v5e": int(15.75 * 2**30), "v6e": int(31.25 * 2**30)}
+LARGE = 1 << 20  # elements: a weight, not a norm
+
+
+def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
+    """The model, cut to so many layers."""
+    return dataclasses.replace(config, num_layers=count, windows=config.windows[:count]) if count else config
+
+
+class Program:
+    """Static config, and shapes with shardings for every argument, for all devices of a topology ("v5e:2x2").
+
+    Without `num_pages` the pool is the one that the engine would make on such a chip: compiling shows that it fits.
+    """
+
+    def __init__(
+        self,
+        chip: str,
+        target: ModelConfig,
+        draft: ModelConfig | None = None,
+        variant: Variant = Variant(),
+        *,
+        num_drafts: int = 4,
+        **options: Any,
+    ) -> None:
+        devices = list(tpu_mesh(chip).devices.flat)
+        self.mesh = make_mesh(len(devices), devices)
+        configs = {"target": target} | ({"draft": draft} if draft else {})
+        self.models = {n: Model(c, abstract_params(c, jnp.bfloat16, self.mesh)) for n, c in configs.items()}
+        self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
+        self.speculative = SpeculativeConfig(model="draft" if draft else None, num_speculative_tokens=num_drafts)
+        self.params = {name: dict(model.params) for name, model in self.models.items()}
+        paged = self.paged(num_pages=self.options.num_pages or self.pool(MEMORY[chip.split(":")[0]]))
+        self.layouts = [model.layout for model in paged.values()]
+        drafter = drafters(self.speculative, paged.get("draft"))[num_drafts]
+        self.config = DecodeConfig(paged["target"], drafter, variant)
+        self.cache = PagedKVCache(*map(self.pages, self.layouts))
+
+    def paged(self, num_pages: int):
+        options = EngineConfig(**vars(self.options) | {"num_pages": num_pages})
+        return paged_models(self.models, options, self.speculative, self.mesh, "tpu")
+
+    def pool(self, memory: int) -> int:
+        """Pages that the engine would find room for."""
+        weights = sum(map(per_device, jax.tree.leaves(self.params)))
+        free = int(self.options.memory_utilization * memory) - weights - self.reserved
+        layouts = [model.layout for model in self.paged(num_pages=1).values()]
+        return budget.num_pages(free, *(layout.stored_bytes(self.mesh.size, "tpu") for layout in layouts))
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the engine keeps for the programs' temporary memory."""
+        return temporary_bytes(self.models, self.options, self.speculative)
+
+    @property
+    def weights(self) -> set[int]:
+        """Elements of the large parameters, whole and as one device holds them."""
+        leaves = jax.tree.leaves(self.params)
+        sizes = [math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))]
+        return {size for size in sizes if size >= LARGE}
+
+    @property
+    def pools(self) -> set[int]:
+        """Elements of one layer's pages, likewise."""
+        leaves = jax.tree.leaves(self.cache)
+        return {math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))}
+
+    def pages(self, layout: CacheLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
+        page = jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=pages_format(self.mesh))
+        return (page,) * layout.num_layers
+
+    def array(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh))
+
+    def compile(self, name: str, *arrays: Any) -> jax.stages.Compiled:
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), no_compilation_cache():
+            packed = jax.eval_shape(pack, arrays)
+            packed = dataclasses.replace(packed, words=self.array(jnp.int32, *packed.words.shape))
+            return lower(name, self.config, self.params, self.cache, packed).compile()
+
+    @property
+    def table(self) -> jax.ShapeDtypeStruct:
+        positions = self.config.target.max_model_len + self.config.num_speculative_tokens
+        return self.array(jnp.int32, self.options.max_num_seqs, -(-positions // self.config.target.layout.page_size))
+
+    def launch(self) -> jax.stages.Compiled:
+        rows, row_pages = self.table.shape
+        column = lambda dtype: self.array(dtype, rows)
+        i32, f32 = jnp.int32, jnp.float32
+        sampling = SamplingRows(
+            temperature=column(f32),
+            top_k=column(i32),
+            top_p=column(f32),
+            min_p=column(f32),
+            seed=self.array(jnp.uint32, rows, 2),
+            coupled=column(jnp.bool_),
+        )
+        batch = LaunchInput(
+            tokens=self.array(i32, rows, row_pages * self.config.target.layout.page_size + 1),
+            num_tokens=column(i32),
+            draft_len=column(i32),
+            live=column(jnp.bool_),
+            block_table=self.table,
+            sampling=sampling,
+            limits=RowLimits(column(i32), column(i32), self.array(i32, rows, 4)),
+        )
+        return self.compile("launch", batch, self.array(i32), self.array(jnp.bool_), self.array(f32))
+
+    def prefill(self) -> jax.stages.Compiled:
+        i32, rows = jnp.int32, self.options.max_num_seqs
+        tokens = self.array(i32, rows, self.options.prefill_chunk)
+        return self.compile("prefill", Chunk(tokens, self.array(i32, rows), self.array(i32, rows), self.table))
+
+
+def per_device(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hlo.Program:
+    """In place, within `temporary` bytes a device, without the host, and no page or slice of a weight moved for
+    nothing; -> the program."""
+    memory, read = compiled.memory_analysis(), hlo.Program(compiled.as_text())
+    stored = [layout.num_pages * layout.stored_bytes(program.mesh.size, "tpu") for layout in program.layouts]
+    assert memory.alias_size_in_bytes == sum(stored)
+    table = re.search(r"input_output_alias=\{(.*?)\}, entry", read.text).group(1)
+    aliased = {int(out or 0): int(at) for out, at in re.findall(r"\{(\d*)\}: \((\d+), \{\}, ", table)}
+    assert aliased == {i: aliased[0] + i for i in range(len(jax.tree.leaves(program.cache)))}
+    assert memory.temp_size_in_bytes < temporary, f"{memory.temp_size_in_bytes / 1e6:.1f} MB"
+    for instruction in ("infeed", "outfeed", "send", "recv", "sort"):
+        assert not re.search(rf"\s{instruction}(-start|-done)?\(", read.text), instruction
+    assert not hlo.made(read.all, program.pools, prefetched=False), "pages are copied"
+    assert not read.dynamic_slices(LARGE), "weights or pages are sliced"
+    return read
+
+
+def check_loop(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hlo.Program:
+    """`check`, and in the loop each weight is read where it lies."""
+    read = check(program, compiled, temporary)
+    assert not hlo.made(read.loop, program.weights, prefetched=True), "weights are copied"
+    return read
