@@ -115,7 +115,8 @@ def test_tables(measured, capsys):
     theirs = {"tokens": 24, "seconds": 2.0, "tokens_per_second": 12.0, "same_answers": 3}
     report.show(document | {"transformers": {"float32": theirs}})
     out = capsys.readouterr().out
-    words = ("tokens/s", "speed-up", "accept. length", "plain", "n-gram", "draft", "yes", "transformers f32", "3/4")
+    rates = " ".join(f"{100 * rate:.0f}" for rate in report.acceptance_rates(document["methods"]["ngram"]))
+    words = ("tokens/s", "speed-up", "accept.", rates, "plain", "n-gram", "draft", "yes", "transformers f32", "3/4")
     for word in (*words, *document["titles"]):
         assert word in out, word
     assert max(map(len, out.splitlines())) <= 80

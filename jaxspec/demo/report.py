@@ -54,12 +54,12 @@ def empty_table(first: str, *columns: str) -> Any:
 
 def method_table(document: Document) -> Any:
     """A line for each method, and for transformers where they were compared."""
-    table = empty_table("method", "K", "tokens/s", "speed-up", "accept. length", "at 1 2 3 4", "same")
+    table = empty_table("method", "K", "tokens/s", "speed-up", "accept.", "% at 1 2 3 4", "same")
     plain = document["methods"]["plain"]["tokens_per_second"]
     for name, m in document["methods"].items():
         spoken = ["", "", ""]
         if "num_drafts" in m:
-            rates = " ".join(f"{rate:.0%}" for rate in acceptance_rates(m))
+            rates = " ".join(f"{100 * rate:.0f}" for rate in acceptance_rates(m))
             spoken = [f"{m['mean_acceptance_length']:.2f}", rates, "yes" if m["identical_to_plain"] else "NO"]
         speed = m["tokens_per_second"]
         k = str(m.get("num_speculative_tokens", ""))

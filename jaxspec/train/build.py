@@ -16,6 +16,9 @@ from jaxspec.models.decoder import random_params
 from jaxspec.train.options import TrainOptions
 
 MOST_IDS = 16384  # unless told otherwise
+# The last norm's scale where the target's does not fit. Projected embeddings are large, and with a larger one a draft
+# begins sure of wrong ids. Loss on SmolLM2's text after 24 steps: 4.3; 4.5 with 0.25 or 1; 5.9 with the target's.
+FLAT = 0.5
 VOCABULARY = ("d2t", "t2d")  # parameters that are not trained
 
 
@@ -73,10 +76,10 @@ def first_params(
     if not from_target:
         return params
     params["embed"] = place("embed", projected(np.asarray(target.params["embed"], np.float32), ids, config.width))
-    # Of another width: logits of about the target's scale.
-    own_width, scale = config.width == target.config.width, (target.config.width / config.width) ** 0.5
-    norm = np.asarray(target.params["norm"])
-    params["norm"] = place("norm", norm if own_width else np.full(config.width, scale * norm.mean()))
+    if config.width == target.config.width:
+        params["norm"] = place("norm", target.params["norm"])
+    else:
+        params["norm"] = place("norm", np.full(config.width, FLAT))
     for i, source in enumerate(target_layers(target.config.num_layers, config.num_layers)):
         start = f"layers.{i}."
         for name in [name for name in params if name.startswith(start)]:

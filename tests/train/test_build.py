@@ -78,6 +78,9 @@ def test_a_draft_of_the_targets_width_begins_with_its_layers():
 
 
 def test_what_does_not_fit_is_random():
+    _, _, own = params(width=48, heads=4, layers=1)
+    assert own["layers.0.qkv"].shape == (48, 128)
+    assert (own["norm"] == 0.5).all()
     _, _, own = params(width=32, layers=1, mlp_width=64)
     np.testing.assert_array_equal(own["layers.0.qkv"], TARGET.params["layers.0.qkv"])
     assert own["layers.0.gate_up"].shape == (32, 128)
