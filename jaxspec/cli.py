@@ -62,13 +62,24 @@ def say(text: str) -> None:
 @app.command()
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 64,
+    draft: Annotated[str | None, typer.Option(help="The draft; the trained one that comes with jaxspec.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    compare_transformers: Annotated[
+        bool, typer.Option("--compare-transformers", help="Answer with transformers too (needs torch).")
+    ] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance and speed.")] = None,
 ) -> None:
-    """Real weights, plain and speculative side by side."""
-    from jaxspec.demo import demo
+    """Real weights: plain decoding, n-grams and a draft model side by side."""
+    from jaxspec.demo.run import Options, demo, shipped_draft
 
-    demo(max_tokens, as_json=as_json, plot=plot)
+    options = Options(
+        max_tokens=max_tokens,
+        draft=draft or shipped_draft(),
+        dtype=dtype,
+        compare_transformers=compare_transformers,
+    )
+    demo(options, as_json=as_json, plot=plot)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import time
@@ -48,26 +49,40 @@ class LLM:
         self, model: str, *, speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         started = time.perf_counter()
-        config, speculative = EngineConfig(**options), SpeculativeConfig.of(speculative_config)
-        platform = PLATFORMS[jax.default_backend()]
-        if config.compilation_cache:
+        self.config, speculative = EngineConfig(**options), SpeculativeConfig.of(speculative_config)
+        if self.config.compilation_cache:
             enable_compilation_cache()
-        mesh = make_mesh(config.tensor_parallel_size)
-        source = checkpoints.resolve(model, revision=config.revision)
-        target = load(source, compute_dtype(config.dtype, platform), mesh)
+        self.mesh = make_mesh(self.config.tensor_parallel_size)
+        self.source = checkpoints.resolve(model, revision=self.config.revision)
+        self.target = self.load(self.source, self.config.dtype)
         self.tokenizer = checkpoints.load_tokenizer(
-            checkpoints.resolve(config.tokenizer, weights=False) if config.tokenizer else source
+            checkpoints.resolve(self.config.tokenizer, weights=False) if self.config.tokenizer else self.source
         )
-        self.stop_ids = checkpoints.load_stop_ids(source, self.tokenizer)
+        self.stop_ids = checkpoints.load_stop_ids(self.source, self.tokenizer)
+        self.begin(speculative, started)
+
+    def begin(self, speculative: SpeculativeConfig | None, started: float) -> None:
+        """Makes the engine, and what belongs to one."""
         draft = None
         if speculative and speculative.model:
-            draft_source = checkpoints.resolve(speculative.model, revision=speculative.revision)
-            check_same_tokenizer(source, self.tokenizer, draft_source)
-            draft = load(draft_source, compute_dtype(speculative.dtype or config.dtype, platform), mesh)
-        self.engine = Engine(target, config, mesh=mesh, speculative=speculative, draft=draft, platform=platform)
+            source = checkpoints.resolve(speculative.model, revision=speculative.revision)
+            check_same_tokenizer(self.source, self.tokenizer, source)
+            draft = self.load(source, speculative.dtype or self.config.dtype)
+        self.engine = Engine(
+            self.target, self.config, mesh=self.mesh, speculative=speculative, draft=draft, platform=this_platform()
+        )
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
         self.profile: Path | None = None  # the folder of the trace that is being taken
         self.engine.timing.load_seconds = time.perf_counter() - started
+
+    def load(self, source: checkpoints.Source, dtype: str) -> Model:
+        return load(source, compute_dtype(dtype, this_platform()), self.mesh)
+
+    def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
+        """Another LLM on the same target, whose weights the two share, that speculates in another way."""
+        started, other = time.perf_counter(), copy.copy(self)
+        other.begin(SpeculativeConfig.of(speculative_config), started)
+        return other
 
     @property
     def metrics(self) -> SpecDecodeMetrics:
@@ -231,6 +246,10 @@ def generate(
         speculative["num_speculative_tokens"] = k
     checked = SamplingParams(**params)  # before the loading
     return LLM(model, speculative_config=speculative).generate(prompts, checked)
+
+
+def this_platform() -> str:
+    return PLATFORMS[jax.default_backend()]
 
 
 def compute_dtype(name: str, platform: str) -> Any:

@@ -272,7 +272,7 @@ def test_commands_are_listed(capsys):
 
 def test_defaults_agree():
     """The command line does not import what it would take these from."""
-    from jaxspec import demo
+    from jaxspec.demo import run as demo
 
     assert cli.EMBEDDED == demo.MODEL == checkpoints.sources.DEFAULT_MODEL
     assert cli.demo.__defaults__[0] == demo.MAX_TOKENS

@@ -1,28 +1,46 @@
-"""The demo with its real weights, shortened."""
+"""The demo with its real weights, shortened, and a draft that knows nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from jaxspec import cli, demo
+import checkpoints
+from jaxspec import cli
+from jaxspec.demo import peer, report
+from jaxspec.demo import run as demo
+from jaxspec.models.decoder import random_params
 from jaxspec.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics
+from jaxspec.parallel.mesh import make_mesh
 
 pytestmark = pytest.mark.real
 
 
+def write_draft(folder):
+    """One random layer, 64 wide, for the demo's target."""
+    source = checkpoints.resolve(demo.MODEL)
+    config = checkpoints.load_config(source)
+    small = {"num_layers": 1, "windows": (None,), "width": 64, "num_heads": 1, "num_kv_heads": 1, "mlp_width": 64}
+    config = dataclasses.replace(config, **small)
+    fingerprint = checkpoints.fingerprint(checkpoints.load_tokenizer(source))
+    checkpoints.save(folder, random_params(config, jnp.bfloat16, make_mesh()), config, fingerprint=fingerprint)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(standard output, standard error, picture) of one run."""
-    capture = pytest.MonkeyPatch()
-    picture = tmp_path_factory.mktemp("demo") / "demo.png"
-    printed: dict[str, str] = {}
-    capture.setattr(demo, "show", lambda document: printed.update(document=document))
-    try:
-        demo.demo(6, plot=picture)
-    finally:
-        capture.undo()
+    """(document, picture) of one run."""
+    folder = tmp_path_factory.mktemp("demo")
+    picture = folder / "demo.png"
+    printed: dict[str, dict] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "DRAFT_CHOICES", (2, 4))  # one engine: each has to be compiled
+        patch.setattr(report, "show", lambda document: printed.update(document=document))
+        demo.demo(demo.Options(max_tokens=6, draft=write_draft(folder / "draft")), plot=picture)
     return printed["document"], picture
 
 
@@ -31,7 +49,8 @@ def test_document(measured):
     assert document.keys() >= {"model", "draft", "device", "prompts", "methods"}
     assert document["model"] == "smollm2-135m-instruct"
     assert len(document["prompts"]) == len(document["answers"]) >= 3
-    assert set(document["methods"]) == {"plain", "ngram"}  # methods that cannot run are absent
+    assert list(document["methods"]) == ["plain", "ngram", "draft_model"]
+    assert document["transformers"] is None
     for method in document["methods"].values():
         assert method["tokens"] == 6 * len(document["prompts"])
         assert method["tokens_per_second"] == pytest.approx(method["tokens"] / method["seconds"])
@@ -39,14 +58,40 @@ def test_document(measured):
         assert len(method["tokens_per_second_per_prompt"]) == len(document["prompts"])
     ngram = document["methods"]["ngram"]
     assert ngram["mean_acceptance_length"] > 2.0  # it copies a text and edits one
-    assert len(ngram["num_accepted_tokens_per_pos"]) == 4
+    assert len(ngram["num_accepted_tokens_per_pos"]) == ngram["num_speculative_tokens"] == 4
     assert json.loads(json.dumps(document)) == document
 
 
-def test_speculation_changes_nothing(measured):
+def test_the_fastest_number_of_drafts_is_shown(measured):
     document, _ = measured
-    ngram = document["methods"]["ngram"]
-    assert ngram["identical_to_plain"], ngram["differences"]
+    trials, draft = document["draft_trials"], document["methods"]["draft_model"]
+    assert [int(k) for k in trials] == [2, 4]
+    assert trials[str(draft["num_speculative_tokens"])] == max(trials.values())
+    assert len(draft["num_accepted_tokens_per_pos"]) == draft["num_speculative_tokens"]
+    assert draft["mean_acceptance_length"] < 1.5  # it knows nothing
+    assert document["draft"].endswith("draft")
+
+
+def test_two_engines_serve_all_numbers_of_drafts():
+    class Fake:
+        def speculating(self, options):
+            return dict(options)
+
+    ways = demo.draft_ways(Fake(), "the draft")
+    assert {k: (way.llm["num_speculative_tokens"], way.num_speculative_tokens) for k, way in ways.items()} == {
+        2: (4, 2),
+        3: (3, 3),
+        4: (4, 4),
+    }
+    assert ways[2].llm is ways[4].llm
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_speculation_changes_nothing(measured, name):
+    document, _ = measured
+    method = document["methods"][name]
+    assert method["num_drafts"] > 0
+    assert method["identical_to_plain"], method["differences"]
 
 
 def test_the_model_makes_sense(measured):
@@ -67,16 +112,41 @@ def test_picture(measured):
 
 def test_tables(measured, capsys):
     document, _ = measured
-    demo.show(document)
+    theirs = {"tokens": 24, "seconds": 2.0, "tokens_per_second": 12.0, "same_answers": 3}
+    report.show(document | {"transformers": {"float32": theirs}})
     out = capsys.readouterr().out
-    for word in ("tokens/s", "speed-up", "accept. length", "plain", "ngram", "yes", *document["titles"]):
+    rates = " ".join(f"{100 * rate:.0f}" for rate in report.acceptance_rates(document["methods"]["ngram"]))
+    words = ("tokens/s", "speed-up", "accept.", rates, "plain", "n-gram", "draft", "yes", "transformers f32", "3/4")
+    for word in (*words, *document["titles"]):
         assert word in out, word
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_without_a_draft(measured, tmp_path, capsys):
+    document, _ = measured
+    methods = {name: m for name, m in document["methods"].items() if name != "draft_model"}
+    fewer = document | {"methods": methods, "draft": None, "draft_trials": {}}
+    report.show(fewer)
+    assert "draft" not in capsys.readouterr().out
+    report.draw(fewer, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_the_shipped_draft_is_the_default(monkeypatch):
+    folder = Path(checkpoints.__file__).parent / demo.DRAFT
+    assert demo.shipped_draft() == (demo.DRAFT if folder.is_dir() else None)
+    asked = []
+    monkeypatch.setattr(demo, "demo", lambda options, **_: asked.append(options.draft))
+    for arguments, found in ((["--draft", "x"], "shipped"), ([], "shipped"), ([], None)):
+        monkeypatch.setattr(demo, "shipped_draft", lambda found=found: found)
+        with pytest.raises(SystemExit):
+            cli.main(["demo", *arguments])
+    assert asked == ["x", "shipped", None]
+
+
 def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
     document, _ = measured
-    monkeypatch.setattr(demo, "measure", lambda params: demo.say("loading") or document)
+    monkeypatch.setattr(demo, "measure", lambda options: demo.say("loading") or document)
     with pytest.raises(SystemExit) as stop:
         cli.main(["demo", "--json", "--max-tokens", "6"])
     assert stop.value.code == 0
@@ -91,10 +161,13 @@ def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
         (["--max-tokens", "0"], "max_tokens=0 is below 1"),
         (["--plot", "/no/such/folder/x.png"], "the folder /no/such/folder does not exist: make it first"),
         (["--plot", "x.jpg"], "give a name that ends in .png"),
+        (["--dtype", "int4"], "dtype='int4' is unknown"),
+        (["--compare-transformers"], "needs torch: pip install torch"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_loaded(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "measure", lambda params: pytest.fail("loaded"))
+    monkeypatch.setattr(demo, "measure", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stop:
         cli.main(["demo", *arguments])
     assert stop.value.code == 2
@@ -104,7 +177,8 @@ def test_bad_input_is_told_before_anything_is_loaded(arguments, message, monkeyp
 def test_differences_are_located():
     def run(*ids: int) -> demo.Run:
         completion = CompletionOutput(0, "", list(ids))
-        return demo.Run(RequestOutput(0, None, [], [completion], SpecDecodeMetrics(num_drafts=1)), 1.0)
+        metrics = SpecDecodeMetrics(num_drafts=1, num_accepted_tokens_per_pos=[1, 1, 0, 0])
+        return demo.Run(RequestOutput(0, None, [], [completion], metrics), 1.0)
 
     plain = [run(1, 2, 3), run(4, 5), run(6, 7)]
     taken = [run(1, 2, 3), run(4, 9), run(6, 7, 8)]
@@ -112,5 +186,28 @@ def test_differences_are_located():
         {"prompt": 1, "position": 1},
         {"prompt": 2, "position": 2},
     ]
-    assert demo.speculation(taken, plain)["identical_to_plain"] is False
-    assert demo.speculation(plain, plain)["identical_to_plain"] is True
+    assert demo.speculation(taken, plain, 4)["identical_to_plain"] is False
+    same = demo.speculation(plain, plain, 2)
+    assert same["identical_to_plain"] is True
+    assert (same["num_speculative_tokens"], same["num_accepted_tokens_per_pos"]) == (2, [3, 3])
+
+
+@pytest.mark.oracle
+def test_transformers_answers_from_the_same_weights(tmp_path):
+    """A tiny model: float32 gives the same ids, and so do the tensors' names and shapes."""
+    pytest.importorskip("torch")
+    from jaxspec.llm import LLM
+    from tests.folders import write_model
+
+    llm = LLM(str(write_model(tmp_path / "tiny", layers=3)))
+    prompts = [llm.render_chat([{"role": "user", "content": text}]) for text in ("The quick brown", "One, two,")]
+    greedy = demo.sampling(8, 0)
+    plain = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, progress=False)]
+    found = peer.compare(llm, prompts, 8, plain)
+    assert set(found) == {"float32", "bfloat16"}
+    assert found["float32"]["same_answers"] == 2
+    for figures in found.values():
+        assert figures["tokens"] == sum(map(len, plain))
+        assert figures["tokens_per_second"] == pytest.approx(figures["tokens"] / figures["seconds"])
+    wrong = peer.compare(llm, prompts, 8, [[], []])
+    assert wrong["float32"]["same_answers"] == 0

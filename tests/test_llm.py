@@ -55,6 +55,21 @@ def ids_of(output) -> list[int]:
     return output.outputs[0].token_ids
 
 
+def test_another_way_of_speculating_shares_the_weights(llm, folder):
+    other = llm.speculating({"method": "ngram", "num_speculative_tokens": 2})
+    mine, theirs = llm.engine.params["target"], other.engine.params["target"]
+    assert all(mine[name] is theirs[name] for name in mine)
+    assert (llm.engine.num_drafts, other.engine.num_drafts) == (3, 2)
+    before = llm.metrics.num_emitted_tokens
+    found = other.generate(PROMPTS[:2], GREEDY, progress=False)
+    assert llm.metrics.num_emitted_tokens == before
+    assert other.metrics.num_emitted_tokens == 48
+    assert list(map(ids_of, found)) == list(map(ids_of, llm.generate(PROMPTS[:2], GREEDY, progress=False)))
+    other.observers.append(print)
+    assert not llm.observers
+    assert llm.speculating(None).engine.num_drafts == 0
+
+
 # What goes in
 
 

@@ -18,7 +18,7 @@ from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
-from jaxspec.demo import say
+from jaxspec.demo.run import say
 from jaxspec.engine.engine import fetch
 from jaxspec.parallel.mesh import device_name
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import checkpoints
 from checkpoints import orbax
-from jaxspec.demo import say
+from jaxspec.demo.run import say
 from jaxspec.engine.setup import Model
 from jaxspec.llm import PLATFORMS, compute_dtype, enable_compilation_cache, load
 from jaxspec.models.config import ModelConfig

@@ -1,0 +1,118 @@
+"""The demo's prompts answered by transformers, on the same weights in the same run."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from checkpoints.names import HF
+
+if TYPE_CHECKING:
+    from jaxspec.engine.setup import Model
+    from jaxspec.llm import LLM
+
+DTYPES = ("float32", "bfloat16")
+WARM_UP_TOKENS = 4
+
+
+def compare(llm: LLM, prompts: Sequence[Any], max_tokens: int, plain: Sequence[list[int]]) -> dict[str, Any]:
+    """dtype -> tokens, seconds, tokens_per_second of greedy answers, one prompt at a time, and how many of them are
+    the `plain` ones.
+
+    Raises: ValueError, in one line, where torch is missing or the model is none that this can build.
+    """
+    check()
+    import torch
+
+    device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+    ids = [torch.tensor([prompt["prompt_token_ids"]], device=device) for prompt in prompts]
+    found: dict[str, Any] = {}
+    for dtype in DTYPES:
+        model = build(llm.target, list(llm.stop_ids)).to(device, getattr(torch, dtype))
+        answers, seconds = [], []
+        for prompt in ids:
+            answer(model, prompt, min(WARM_UP_TOKENS, max_tokens))
+            started = time.perf_counter()
+            answers.append(answer(model, prompt, max_tokens))
+            seconds.append(time.perf_counter() - started)
+        found[dtype] = {
+            "tokens": sum(map(len, answers)),
+            "seconds": sum(seconds),
+            "tokens_per_second": sum(map(len, answers)) / sum(seconds),
+            "tokens_per_second_per_prompt": [len(a) / s for a, s in zip(answers, seconds, strict=True)],
+            "same_answers": sum(a == b for a, b in zip(answers, plain, strict=True)),
+        }
+    return found
+
+
+def check() -> None:
+    """Raises ValueError where torch is missing."""
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("--compare-transformers needs torch: pip install torch, or leave the option out")
+
+
+def answer(model: Any, ids: Any, max_tokens: int) -> list[int]:
+    import torch
+
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens)
+    return out[0, ids.shape[1] :].tolist()
+
+
+def build(model: Model, stop_ids: list[int]) -> Any:
+    """A torch model with these weights. Raises ValueError for a family other than Llama with plain rotary angles."""
+    import torch
+    import transformers
+
+    c = model.config
+    if c.family != "llama" or c.rope.factors:
+        raise ValueError(f"--compare-transformers does not build this {c.family} model: leave the option out")
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.width,
+        intermediate_size=c.mlp_width,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=c.max_model_len,
+        rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
+        tie_word_embeddings=c.tied,
+        eos_token_id=stop_ids,
+        pad_token_id=stop_ids[0],
+    )
+    built = transformers.LlamaForCausalLM(config).eval()
+    missing, unexpected = built.load_state_dict(
+        {name: torch.from_numpy(x) for name, x in tensors(model).items()}, strict=False
+    )
+    assert set(missing) <= {"lm_head.weight"}, missing  # tied
+    assert not unexpected, unexpected
+    built.tie_weights()
+    return built
+
+
+def tensors(model: Model) -> dict[str, np.ndarray]:
+    """The parameters by Hugging Face's names, output-first and not merged, in float32."""
+    found = {}
+    for parameter, array in model.params.items():
+        x = np.array(array, np.float32)
+        if x.ndim > 1 and parameter != "embed":
+            x = x.T
+        columns = model.config.merged.get(parameter.rsplit(".", 1)[-1], {})
+        for part, name in HF.sources(parameter).items():
+            found[name] = np.ascontiguousarray(cut(x, columns, part) if part else x)
+    return found
+
+
+def cut(x: np.ndarray, columns: dict[str, int], part: str) -> np.ndarray:
+    """A part of a merged product [O, ...], whose rows are grouped."""
+    names = list(columns)
+    start = sum(columns[name] for name in names[: names.index(part)])
+    groups = x.reshape(-1, sum(columns.values()), *x.shape[1:])
+    return groups[:, start : start + columns[part]].reshape(-1, *x.shape[1:])

@@ -1,0 +1,134 @@
+"""The demo's document as tables and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+Document = dict[str, Any]
+NAMES = {"plain": "plain", "ngram": "n-gram", "draft_model": "draft"}
+PEERS = {"float32": "transformers f32", "bfloat16": "transformers bf16"}
+COLOURS = {"plain": "#9aa5b1", "ngram": "#2a7de1", "draft_model": "#e1812a"}
+
+
+def show(document: Document) -> None:
+    """Answers and tables on standard output."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for title, text in zip(document["titles"], document["answers"], strict=True):
+        console.print(Text(f"\n{title}", style="bold"))
+        console.print(Text(text.strip()))
+    methods = document["methods"]
+    where = f"{document['model']} on {document['device']}, {document['dtype']}"
+    console.print(f"\n{where}, greedy, one prompt at a time", highlight=False)
+    console.print(method_table(document))
+    console.print(prompt_table(document))
+    compiled = ", ".join(f"{m['compile_seconds']:.1f} s ({NAMES[name]})" for name, m in methods.items())
+    loaded = f"loading {document['load_seconds']:.1f} s"
+    console.print(f"Not counted above: {loaded}, compiling {compiled}.", highlight=False)
+    for name, m in speculative(document).items():
+        for d in m["differences"]:
+            place = f"{document['titles'][d['prompt']]!r}, output token {d['position']}"
+            why = "a tie that rounding decides differently, or a bug"
+            console.print(Text(f"{NAMES[name]} differs from plain: {place} ({why})"))
+
+
+def speculative(document: Document) -> dict[str, Any]:
+    """The methods that draft."""
+    return {name: m for name, m in document["methods"].items() if "num_drafts" in m}
+
+
+def empty_table(first: str, *columns: str) -> Any:
+    """Narrow enough for a terminal of 80 columns."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def method_table(document: Document) -> Any:
+    """A line for each method, and for transformers where they were compared."""
+    table = empty_table("method", "K", "tokens/s", "speed-up", "accept.", "% at 1 2 3 4", "same")
+    plain = document["methods"]["plain"]["tokens_per_second"]
+    for name, m in document["methods"].items():
+        spoken = ["", "", ""]
+        if "num_drafts" in m:
+            rates = " ".join(f"{100 * rate:.0f}" for rate in acceptance_rates(m))
+            spoken = [f"{m['mean_acceptance_length']:.2f}", rates, "yes" if m["identical_to_plain"] else "NO"]
+        speed = m["tokens_per_second"]
+        k = str(m.get("num_speculative_tokens", ""))
+        table.add_row(NAMES[name], k, f"{speed:.1f}", f"{speed / plain:.2f}x", *spoken)
+    for dtype, m in (document["transformers"] or {}).items():
+        same = f"{m['same_answers']}/{len(document['prompts'])}"
+        speed = m["tokens_per_second"]
+        table.add_row(PEERS[dtype], "", f"{speed:.1f}", f"{speed / plain:.2f}x", "", "", same)
+    return table
+
+
+def prompt_table(document: Document) -> Any:
+    """Tokens per second by prompt, and the acceptance lengths."""
+    methods, drafting = document["methods"], speculative(document)
+    lengths = [f"{NAMES[name]}, length" for name in drafting]
+    table = empty_table("prompt", *(f"{NAMES[name]}, tokens/s" for name in methods), *lengths)
+    speeds = zip(*(m["tokens_per_second_per_prompt"] for m in methods.values()), strict=True)
+    accepted = zip(*(m["mean_acceptance_length_per_prompt"] for m in drafting.values()), strict=True)
+    for title, row, own in zip(document["titles"], speeds, accepted, strict=True):
+        table.add_row(title, *(f"{speed:.1f}" for speed in row), *(f"{length:.2f}" for length in own))
+    return table
+
+
+def acceptance_rates(method: Document) -> list[float]:
+    """Of the rounds that drafted, the share that accepted the first, second, ... draft."""
+    return [n / max(method["num_drafts"], 1) for n in method["num_accepted_tokens_per_pos"]]
+
+
+def draw(document: Document, path: Path) -> None:
+    """Acceptance by position, and tokens per second by prompt, as a picture (format by the file's ending)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    methods, titles, drafting = document["methods"], document["titles"], speculative(document)
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)  # no window, whatever the user's backend
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.9))
+
+    positions = range(1, 1 + max(len(m["num_accepted_tokens_per_pos"]) for m in drafting.values()))
+    for name, m in drafting.items():
+        bars(left, list(drafting).index(name), len(drafting), acceptance_rates(m), name, "{:.0%}")
+    left.set(title="Drafts accepted, by position", xlabel="position in the round", ylabel="share of drafting rounds")
+    left.set(xticks=range(len(positions)), xticklabels=positions, ylim=(0, 1.09))
+    left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    for i, (name, m) in enumerate(methods.items()):
+        label = NAMES[name]
+        if name in drafting:
+            label += f", K = {m['num_speculative_tokens']}, acceptance length {m['mean_acceptance_length']:.2f}"
+        bars(
+            right, i, len(methods), [m["tokens_per_second"], *m["tokens_per_second_per_prompt"]], name, "{:.0f}", label
+        )
+    right.axvline(0.5, color="#cccccc", linewidth=1)
+    right.set(title="Tokens per second", xticks=range(1 + len(titles)), xticklabels=["all prompts", *titles])
+    right.set_ylim(top=right.get_ylim()[1] * 1.3)  # room for the legend
+    right.legend(loc="upper right", frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=0)
+        axes.grid(axis="y", color="#eeeeee")
+        axes.set_axisbelow(True)
+    figure.suptitle(f"{document['model']} on {document['device']}, greedy", weight="bold")
+    figure.savefig(path, dpi=150)
+
+
+def bars(axes: Any, i: int, count: int, values: list[float], name: str, form: str, label: str | None = None) -> None:
+    """The i-th of `count` bars of each group."""
+    width = 0.8 / count
+    at = [group + (i - (count - 1) / 2) * width for group in range(len(values))]
+    drawn = axes.bar(at, values, width=width * 0.94, color=COLOURS[name], label=label)
+    size = 10 if count < 3 else 8
+    axes.bar_label(drawn, [form.format(value) for value in values], padding=3, color="#333333", fontsize=size)

@@ -1,0 +1,259 @@
+"""The demo: real weights, plain decoding and speculation side by side on the same engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.config import DTYPES, one_of
+from jaxspec.demo import peer, report
+from jaxspec.outputs import RequestOutput, SpecDecodeMetrics
+from jaxspec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxspec.llm import LLM
+
+MODEL = "smollm2-135m-instruct"  # embedded: its weights come out of a package, no hub is asked
+DRAFT = "smollm2-135m-draft"  # part of this package
+NUM_SPECULATIVE_TOKENS = 4
+DRAFT_CHOICES = (2, 3, 4)  # K of the draft model, of which the fastest here is shown
+TRIAL_TOKENS = 24  # of each answer, to find it
+MAX_TOKENS = 64
+
+RIVER = (
+    "The Amazon river is 6,400 kilometres long. It rises in the Andes of Peru and flows east through Brazil to the "
+    "Atlantic Ocean. About one fifth of all river water on Earth flows through the Amazon."
+)
+CODE = """def total_price(items, tax):
+    price = 0
+    for item in items:
+        price += item.price * item.count
+    return price * (1 + tax)"""
+# Title -> what the user says. Repeating and editing is where prompt lookup shines; open questions are where it cannot.
+PROMPTS = {
+    "repeat a text": f"Repeat this text exactly:\n\n{RIVER}",
+    "fix spelling": "Fix the spelling mistakes in this text and change nothing else:\n\n"
+    + RIVER.replace("kilometres", "kilometrs").replace("flows east", "flaws east"),
+    "edit code": "Rename the variable `price` to `total` in this Python function. Reply with the code only.\n\n"
+    f"```python\n{CODE}\n```",
+    "open question": "What is the capital of France, and what is it known for? Answer in three sentences.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """max_tokens: of an answer; draft: a model's name, or None for n-grams only; dtype: as EngineConfig has it;
+    compare_transformers: answer the prompts with transformers too."""
+
+    max_tokens: int = MAX_TOKENS
+    draft: str | None = None
+    dtype: str = "auto"
+    compare_transformers: bool = False
+
+    def __post_init__(self) -> None:
+        sampling(self.max_tokens, 0)  # refuses a bad value
+        one_of("dtype", self.dtype, DTYPES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Decoding with this LLM and num_speculative_tokens drafts a round."""
+
+    llm: LLM
+    num_speculative_tokens: int
+
+
+@dataclasses.dataclass
+class Run:
+    """One prompt's answer by one method. seconds: prefill and decoding, compiling left out."""
+
+    output: RequestOutput
+    seconds: float
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.output.outputs[0].token_ids
+
+
+Runs = dict[str, list[Run]]  # method -> of every prompt
+
+
+def demo(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
+    """Runs the demo and prints it: tables, or one JSON document. Progress goes to standard error."""
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
+    if options.compare_transformers:
+        peer.check()
+    document = measure(options)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        report.show(document)
+    if plot is not None:
+        report.draw(document, plot)
+        say(f"plot written to {plot}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def sampling(max_tokens: int, num_speculative_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=num_speculative_tokens)
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Answers every prompt with every method, one at a time, and describes it. All share the target's weights."""
+    from jaxspec.llm import LLM
+
+    say(f"loading {MODEL} ...")
+    # One row and a short context: the pool holds what the demo needs and no more.
+    llm = LLM(
+        MODEL,
+        # Always K drafts: the table shows where they pay and where they do not.
+        speculative_config={"method": "ngram", "num_speculative_tokens": NUM_SPECULATIVE_TOKENS, "adaptive": False},
+        dtype=options.dtype,
+        max_num_seqs=1,
+        enable_prefix_caching=False,  # or the second method would find the first one's prompt
+        max_model_len=min(2048, 256 + options.max_tokens),
+    )
+    prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
+    ways = {"plain": Way(llm, 0), "ngram": Way(llm, NUM_SPECULATIVE_TOKENS)}
+    choices = {} if options.draft is None else draft_ways(llm, options.draft)
+    say(f"loaded in {llm.timing.load_seconds:.1f} s; compiling ...")
+    compiling = {name: warm_up(way, prompts, options.max_tokens) for name, way in ways.items()}
+    trials = {}
+    if choices:
+        compiling["draft_model"] = sum(warm_up(way, prompts, options.max_tokens) for way in choices.values())
+        trials = trial(choices, prompts, min(options.max_tokens, TRIAL_TOKENS))
+        best = max(trials, key=trials.__getitem__)
+        say("draft, tokens/s by K: " + ", ".join(f"{k}: {speed:.1f}" for k, speed in trials.items()))
+        ways["draft_model"] = choices[best]
+    say(f"compiled in {sum(compiling.values()):.1f} s; answering {len(prompts)} prompts, one at a time ...")
+    runs: Runs = {name: [] for name in ways}
+    for title, prompt in prompts.items():
+        for name, way in ways.items():
+            runs[name].append(answer(way, prompt, options.max_tokens))
+        say(f"  {title}: " + ", ".join(f"{name} {taken[-1].seconds:.1f} s" for name, taken in runs.items()))
+    document = describe(ways, runs, compiling)
+    peers = None
+    if options.compare_transformers:
+        say("answering with transformers ...")
+        peers = peer.compare(llm, list(prompts.values()), options.max_tokens, [r.token_ids for r in runs["plain"]])
+    return document | {
+        "draft": options.draft,
+        "draft_trials": {str(k): speed for k, speed in trials.items()},
+        "transformers": peers,
+    }
+
+
+def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
+    """K -> way. An engine is compiled for K and half of it, so two engines serve all choices."""
+    ways: dict[int, Way] = {}
+    for k in sorted(DRAFT_CHOICES, reverse=True):
+        half = next((way for most, way in ways.items() if most // 2 == k), None)
+        speculation = {"model": draft, "num_speculative_tokens": k, "adaptive": False}
+        ways[k] = Way(half.llm if half else llm.speculating(speculation), k)
+    return dict(sorted(ways.items()))
+
+
+def trial(ways: dict[int, Way], prompts: dict[str, Any], max_tokens: int) -> dict[int, float]:
+    """K -> tokens per second over the prompts, taken in turns."""
+    runs: dict[int, list[Run]] = {k: [] for k in ways}
+    for prompt in prompts.values():
+        for k, way in ways.items():
+            runs[k].append(answer(way, prompt, max_tokens))
+    return {k: tokens_per_second(taken) for k, taken in runs.items()}
+
+
+def tokens_per_second(runs: list[Run]) -> float:
+    return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
+
+
+def warm_up(way: Way, prompts: dict[str, Any], max_tokens: int) -> float:
+    """Compiles what these prompts need, by one round of each; the seconds that compiling took."""
+    before = way.llm.timing.compile_seconds
+    for prompt in prompts.values():
+        pieces = way.llm.stream(prompt, sampling(max_tokens, way.num_speculative_tokens))
+        next(pieces)
+        pieces.close()  # type: ignore[attr-defined]
+    return way.llm.timing.compile_seconds - before
+
+
+def answer(way: Way, prompt: Any, max_tokens: int) -> Run:
+    spent = lambda: way.llm.timing.prefill_seconds + way.llm.timing.decode_seconds
+    before = spent()
+    params = sampling(max_tokens, way.num_speculative_tokens)
+    output = way.llm.generate([prompt], params, progress=False)[0]
+    return Run(output, spent() - before)
+
+
+def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> dict[str, Any]:
+    """The JSON document, but for what only some runs have."""
+    from jaxspec.parallel.mesh import device_name
+
+    llm = ways["plain"].llm
+    methods: dict[str, Any] = {}
+    for name, taken in runs.items():
+        methods[name] = {
+            "tokens": sum(len(run.token_ids) for run in taken),
+            "seconds": sum(run.seconds for run in taken),
+            "tokens_per_second": tokens_per_second(taken),
+            "compile_seconds": compiling[name],
+            "tokens_per_second_per_prompt": [tokens_per_second([run]) for run in taken],
+        }
+        if k := ways[name].num_speculative_tokens:
+            methods[name] |= speculation(taken, runs["plain"], k)
+    return {
+        "model": MODEL,
+        "device": device_name(),
+        "dtype": str(llm.target.params["embed"].dtype),
+        "num_speculative_tokens": NUM_SPECULATIVE_TOKENS,
+        "load_seconds": llm.timing.load_seconds,
+        "prompts": list(PROMPTS.values()),
+        "titles": list(PROMPTS),
+        "answers": [run.output.outputs[0].text for run in runs["plain"]],
+        "methods": methods,
+    }
+
+
+def shipped_draft() -> str | None:
+    """The draft that this installation has for the demo's model."""
+    import checkpoints
+
+    try:
+        return checkpoints.resolve(DRAFT).name
+    except FileNotFoundError:
+        return None
+
+
+def speculation(taken: list[Run], plain: list[Run], k: int) -> dict[str, Any]:
+    """What a method of k drafts a round adds: its counters, and whether its answers are the plain ones."""
+    total = SpecDecodeMetrics()
+    for run in taken:
+        total += run.output.metrics
+    differences = list(first_differences(taken, plain))
+    return {
+        "num_speculative_tokens": k,
+        "mean_acceptance_length": total.mean_acceptance_length,
+        "num_drafts": total.num_drafts,
+        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos[:k],  # an engine counts up to its own K
+        "mean_acceptance_length_per_prompt": [run.output.metrics.mean_acceptance_length for run in taken],
+        "identical_to_plain": not differences,
+        "differences": differences,
+    }
+
+
+def first_differences(taken: list[Run], plain: list[Run]) -> Iterator[dict[str, int]]:
+    """Where each answer leaves the plain one: which prompt, and the first output position that differs."""
+    for prompt, (mine, other) in enumerate(zip(taken, plain, strict=True)):
+        a, b = mine.token_ids, other.token_ids
+        if a != b:
+            agree = [x == y for x, y in zip(a, b, strict=False)]
+            yield {"prompt": prompt, "position": agree.index(False) if False in agree else len(agree)}
