@@ -46,7 +46,7 @@ def test_looked_up_first_then_drafted(certain):
     rows = [[1, 2, 7, 8, 9, 1, 2], [5, 5, 5], [1, 2, 3]]
     seen = []
 
-    def choose(logits, drafts):
+    def choose(logits, drafts, vocabulary=None):
         seen.append([d.tolist() for d in drafts])
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None if certain else jax.nn.softmax(logits, axis=-1)
 

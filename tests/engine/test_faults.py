@@ -103,10 +103,10 @@ def test_an_interrupt_between_a_launch_and_its_taking_in(monkeypatch):
     engine = own()
     observe, seen = engine.controller.observe, itertools.count()
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **named):
         if next(seen) == 2:
             raise KeyboardInterrupt
-        observe(*arguments)
+        observe(*arguments, **named)
 
     monkeypatch.setattr(engine.controller, "observe", interrupted)
     requests = add_all(engine)
