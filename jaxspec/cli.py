@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec.progress import say
+
 if TYPE_CHECKING:
     from jaxspec.config import SpeculativeConfig
     from jaxspec.llm import LLM
@@ -52,11 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         say("jaxspec: " + " ".join(str(error).split()))
         sys.exit(2)
-
-
-def say(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @app.command()

@@ -1,11 +1,17 @@
-"""A progress bar for generation, on standard error and only where a person looks at it."""
+"""What long work says on standard error; its bars are drawn only where a person looks at them."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

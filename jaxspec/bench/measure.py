@@ -18,9 +18,9 @@ from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
-from jaxspec.demo.run import say
 from jaxspec.engine.engine import fetch
 from jaxspec.parallel.mesh import device_name
+from jaxspec.progress import say
 
 Row = dict[str, Any]
 # Name in a row -> how the never-slower table decodes: no speculation at all, always K, or K as the engine chooses.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.config import DTYPES, one_of
 from jaxspec.demo import peer, report
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics
+from jaxspec.progress import say
 from jaxspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -98,10 +98,6 @@ def demo(options: Options, *, as_json: bool = False, plot: Path | None = None) -
     if plot is not None:
         report.draw(document, plot)
         say(f"plot written to {plot}")
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def sampling(max_tokens: int, num_speculative_tokens: int) -> SamplingParams:

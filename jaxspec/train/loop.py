@@ -13,13 +13,12 @@ import numpy as np
 
 import checkpoints
 from checkpoints import orbax
-from jaxspec.demo.run import say
 from jaxspec.engine.setup import Model
 from jaxspec.llm import PLATFORMS, compute_dtype, enable_compilation_cache, load
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.mesh import make_mesh, sharding
-from jaxspec.progress import training_progress
+from jaxspec.progress import say, training_progress
 from jaxspec.train import build, data
 from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
@@ -224,10 +223,8 @@ class Journal:
     def __init__(self, path: Path, begun: int | None) -> None:
         """Keeps what there is up to the step from which a run goes on."""
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.path, self.rows = (
-            path,
-            [row for row in map(json.loads, lines) if row["step"] <= (-1 if begun is None else begun)],
-        )
+        last = -1 if begun is None else begun
+        self.path, self.rows = path, [row for row in map(json.loads, lines) if row["step"] <= last]
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     @property
