@@ -52,8 +52,8 @@ EMBEDDED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
-# Drafts that this project trained: folders of this package.
-SHIPPED = ("smollm2-135m-draft",)
+# Target -> the draft that this project trained for it: a folder of this package.
+DRAFTS = {"smollm2-135m-instruct": "smollm2-135m-draft"}
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -79,12 +79,12 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         return Source("gguf", path.resolve(), path.stem)
     if model in EMBEDDED:
         return Source("gguf", embedded(model), model)
-    if model in SHIPPED:
+    if model in DRAFTS.values():
         return shipped(model)
     if looks_like_path(model):
         raise FileNotFoundError(f"{model} does not exist: no such file or folder")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        known = ", ".join((*EMBEDDED, *SHIPPED))
+        known = ", ".join((*EMBEDDED, *DRAFTS.values()))
         raise FileNotFoundError(f"no model {model!r}: give a folder, a .gguf file, a hub id (org/name) or {known}")
     return Source("hf", from_hub(model, revision, weights=weights), model)
 

@@ -83,8 +83,9 @@ print(f"{len(devices)} x {devices[0].device_kind}{each}, jax {jax.__version__}")
 
 # %% [markdown]
 # ## 3. Load a pair
-# With network and enough memory: Qwen3 from the hub. Else a pair that needs no hub: SmolLM2-135M-Instruct with
-# n-gram drafts, which look the next words up in what was said before.
+# With network and enough memory: Qwen3 from the hub. Else a pair that needs no hub: SmolLM2-135M-Instruct with the
+# draft that comes with jaxspec, 9.5 million parameters trained for it, and n-gram drafts, which look the next words up
+# in what was said before, where there is something to be found.
 
 # %%
 import urllib.request
@@ -105,7 +106,7 @@ fitting = [name for name, needed in LARGE if memory >= needed]
 if fitting and online():
     model, drafting = fitting[0], {"model": "Qwen/Qwen3-0.6B"}
 else:
-    model, drafting = "smollm2-135m-instruct", {"method": "ngram"}
+    model, drafting = "smollm2-135m-instruct", {"method": "ngram+draft_model", "model": "smollm2-135m-draft"}
 
 # Always K drafts, so that the plots show what each K does; by default jaxspec chooses K itself.
 speculative = {**drafting, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
@@ -204,5 +205,6 @@ plt.show()
 # - Your own pair: `LLM("Qwen/Qwen3-8B", speculative_config={"model": "Qwen/Qwen3-0.6B"}, max_model_len=4096)`; the two
 #   need one tokenizer. `!jaxspec info MODEL --draft DRAFT` tells beforehand what fits.
 # - Leave `adaptive` out: jaxspec then measures what drafts cost and gain, and chooses K, 0 included, per launch.
+# - Your own draft: `!jaxspec generate-data --help` and `!jaxspec train-draft --help`.
 # - `!jaxspec bench --help` times every part beside what the device could do at best.
 # - Sampling, seeds, penalties, log-probabilities, several samples a prompt: all work under speculation; see the README.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxspec.outputs import RequestOutput
     from jaxspec.sampling_params import SamplingParams
 
-EMBEDDED = "smollm2-135m-instruct"
+EMBEDDED, DRAFT = "smollm2-135m-instruct", "smollm2-135m-draft"
 MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
 
 app = typer.Typer(
@@ -40,6 +40,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 class Method(enum.StrEnum):
     ngram = "ngram"
     draft_model = "draft_model"
+    both = "ngram+draft_model"
     none = "none"
 
 
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @app.command()
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 64,
-    draft: Annotated[str | None, typer.Option(help="The draft; the trained one that comes with jaxspec.")] = None,
+    draft: Annotated[str, typer.Option(help="The draft; the trained one comes with jaxspec.")] = DRAFT,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
     compare_transformers: Annotated[
         bool, typer.Option("--compare-transformers", help="Answer with transformers too (needs torch).")
@@ -68,14 +69,9 @@ def demo(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance and speed.")] = None,
 ) -> None:
     """Real weights: plain decoding, n-grams and a draft model side by side."""
-    from jaxspec.demo.run import Options, demo, shipped_draft
+    from jaxspec.demo.run import Options, demo
 
-    options = Options(
-        max_tokens=max_tokens,
-        draft=draft or shipped_draft(),
-        dtype=dtype,
-        compare_transformers=compare_transformers,
-    )
+    options = Options(max_tokens=max_tokens, draft=draft, dtype=dtype, compare_transformers=compare_transformers)
     demo(options, as_json=as_json, plot=plot)
 
 
@@ -83,8 +79,12 @@ def demo(
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", show_default=False)],
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = EMBEDDED,
-    draft: Annotated[str | None, typer.Option(help="A smaller model of the same family that drafts.")] = None,
-    method: Annotated[Method | None, typer.Option(help="Default: draft_model with --draft, else ngram.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="A smaller model of the same family that drafts; the embedded model has its own.")
+    ] = None,
+    method: Annotated[
+        Method | None, typer.Option(help="Default: draft_model with --draft, both with the embedded pair, else ngram.")
+    ] = None,
     k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round; 4.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest output, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
@@ -113,7 +113,7 @@ def generate(
     from jaxspec.sampling_params import SamplingParams
 
     # Options are checked before the model is loaded.
-    speculative = speculation(method, draft, k)
+    speculative = speculation(model, method, draft, k)
     if logprobs is not None and not as_json:
         raise ValueError(f"--logprobs {logprobs} is shown in the JSON document only: add --json")
     params = SamplingParams(
@@ -169,14 +169,18 @@ def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
             yield f"[{'.'.join(map(str, places))}] " if places else "", completion.text
 
 
-def speculation(method: Method | None, draft: str | None, k: int | None) -> SpeculativeConfig | None:
-    """The speculation that --method, --draft and -k ask for; n-gram where they ask for nothing."""
+def speculation(model: str, method: Method | None, draft: str | None, k: int | None) -> SpeculativeConfig | None:
+    """The speculation that --method, --draft and -k ask for. Where they ask for nothing: prompt lookup, and a trained
+    draft too where the model has one."""
+    from checkpoints.sources import DRAFTS
     from jaxspec.config import SpeculativeConfig
 
     if method is Method.none:
         if draft is not None or k is not None:
             raise ValueError("--method none decodes plainly: leave --draft and -k out")
         return None
+    if draft is None and method is not Method.ngram and model in DRAFTS:
+        draft, method = DRAFTS[model], method or Method.both
     chosen: dict[str, Any] = {} if k is None else {"num_speculative_tokens": k}
     return SpeculativeConfig(method=None if method is None else str(method), model=draft, **chosen)
 

@@ -77,6 +77,23 @@ def test_methods_and_streaming_agree(capsys, folder):
     assert plain["outputs"][0]["metrics"]["num_drafts"] == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "method", "draft"),
+    [
+        ((cli.EMBEDDED, None, None), "ngram+draft_model", cli.DRAFT),
+        ((cli.EMBEDDED, cli.Method.draft_model, None), "draft_model", cli.DRAFT),
+        ((cli.EMBEDDED, cli.Method.ngram, None), "ngram", None),
+        ((cli.EMBEDDED, None, "org/mine"), "draft_model", "org/mine"),
+        (("org/other", None, None), "ngram", None),
+        (("org/other", cli.Method.both, "org/mine"), "ngram+draft_model", "org/mine"),
+    ],
+)
+def test_what_speculates(options, method, draft):
+    """Prompt lookup, and its trained draft too for the embedded model; what is asked for goes first."""
+    found = cli.speculation(*options, None)
+    assert (found.method, found.model) == (method, draft)
+
+
 def test_several_prompts_are_numbered(capsys, folder):
     out, _ = run(capsys, "generate", "one", "two", "--model", folder, *SHORT)
     assert out.startswith("[0] ")
@@ -223,7 +240,7 @@ def test_convert(capsys, folder, tmp_path):
         (["--frequency-penalty", "-3"], "frequency_penalty=-3.0 must lie in [-2, 2]"),
         (["-k", "0"], "num_speculative_tokens=0 is below 1"),
         (["--method", "none", "-k", "3"], "--method none decodes plainly: leave --draft and -k out"),
-        (["--method", "draft_model"], "method='draft_model' needs model="),
+        (["--model", "org/x", "--method", "draft_model"], "method='draft_model' needs model="),
         (["--method", "ngram", "--draft", "x"], "method='ngram' uses no draft model"),
         (["--model", "./[bold]no such[/bold].gguf"], "./[bold]no such[/bold].gguf does not exist"),
         (["--model", "unheard-of"], "no model 'unheard-of': give a folder, a .gguf file, a hub id"),

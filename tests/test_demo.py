@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 import checkpoints
+from checkpoints import sources
 from jaxspec import cli
 from jaxspec.demo import peer, report
 from jaxspec.demo import run as demo
@@ -49,7 +49,7 @@ def test_document(measured):
     assert document.keys() >= {"model", "draft", "device", "prompts", "methods"}
     assert document["model"] == "smollm2-135m-instruct"
     assert len(document["prompts"]) == len(document["answers"]) >= 3
-    assert list(document["methods"]) == ["plain", "ngram", "draft_model"]
+    assert list(document["methods"]) == list(demo.METHODS)
     assert document["transformers"] is None
     for method in document["methods"].values():
         assert method["tokens"] == 6 * len(document["prompts"])
@@ -86,7 +86,7 @@ def test_two_engines_serve_all_numbers_of_drafts():
     assert ways[2].llm is ways[4].llm
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+@pytest.mark.parametrize("name", demo.METHODS[1:])
 def test_speculation_changes_nothing(measured, name):
     document, _ = measured
     method = document["methods"][name]
@@ -122,26 +122,14 @@ def test_tables(measured, capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_without_a_draft(measured, tmp_path, capsys):
-    document, _ = measured
-    methods = {name: m for name, m in document["methods"].items() if name != "draft_model"}
-    fewer = document | {"methods": methods, "draft": None, "draft_trials": {}}
-    report.show(fewer)
-    assert "draft" not in capsys.readouterr().out
-    report.draw(fewer, tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
-
-
-def test_the_shipped_draft_is_the_default(monkeypatch):
-    folder = Path(checkpoints.__file__).parent / demo.DRAFT
-    assert demo.shipped_draft() == (demo.DRAFT if folder.is_dir() else None)
+def test_the_trained_draft_is_the_default(monkeypatch):
     asked = []
     monkeypatch.setattr(demo, "demo", lambda options, **_: asked.append(options.draft))
-    for arguments, found in ((["--draft", "x"], "shipped"), ([], "shipped"), ([], None)):
-        monkeypatch.setattr(demo, "shipped_draft", lambda found=found: found)
+    for arguments in (["--draft", "x"], []):
         with pytest.raises(SystemExit):
             cli.main(["demo", *arguments])
-    assert asked == ["x", "shipped", None]
+    assert asked == ["x", *sources.DRAFTS.values()]
+    assert sources.DRAFTS == {demo.MODEL: demo.DRAFT}
 
 
 def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):

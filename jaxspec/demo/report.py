@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 Document = dict[str, Any]
-NAMES = {"plain": "plain", "ngram": "n-gram", "draft_model": "draft"}
+NAMES = {"plain": "plain", "ngram": "n-gram", "draft_model": "draft", "ngram+draft_model": "both"}
 PEERS = {"float32": "transformers f32", "bfloat16": "transformers bf16"}
-COLOURS = {"plain": "#9aa5b1", "ngram": "#2a7de1", "draft_model": "#e1812a"}
+COLOURS = {"plain": "#9aa5b1", "ngram": "#2a7de1", "draft_model": "#e1812a", "ngram+draft_model": "#3a9a5b"}
 
 
 def show(document: Document) -> None:
@@ -72,14 +72,15 @@ def method_table(document: Document) -> Any:
 
 
 def prompt_table(document: Document) -> Any:
-    """Tokens per second by prompt, and the acceptance lengths."""
+    """Tokens per second by prompt, with the acceptance length where there is one."""
     methods, drafting = document["methods"], speculative(document)
-    lengths = [f"{NAMES[name]}, length" for name in drafting]
-    table = empty_table("prompt", *(f"{NAMES[name]}, tokens/s" for name in methods), *lengths)
-    speeds = zip(*(m["tokens_per_second_per_prompt"] for m in methods.values()), strict=True)
-    accepted = zip(*(m["mean_acceptance_length_per_prompt"] for m in drafting.values()), strict=True)
-    for title, row, own in zip(document["titles"], speeds, accepted, strict=True):
-        table.add_row(title, *(f"{speed:.1f}" for speed in row), *(f"{length:.2f}" for length in own))
+    table = empty_table("tokens/s (accept.)", *(NAMES[name] for name in methods))
+    for i, title in enumerate(document["titles"]):
+        cells = []
+        for name, m in methods.items():
+            length = f" ({m['mean_acceptance_length_per_prompt'][i]:.2f})" if name in drafting else ""
+            cells.append(f"{m['tokens_per_second_per_prompt'][i]:.1f}{length}")
+        table.add_row(title, *cells)
     return table
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m-instruct"  # embedded: its weights come out of a package, no hub is asked
 DRAFT = "smollm2-135m-draft"  # part of this package
+BOTH = "ngram+draft_model"
+METHODS = ("plain", "ngram", "draft_model", BOTH)  # as they are shown
 NUM_SPECULATIVE_TOKENS = 4
 DRAFT_CHOICES = (2, 3, 4)  # K of the draft model, of which the fastest here is shown
 TRIAL_TOKENS = 24  # of each answer, to find it
@@ -46,11 +48,11 @@ PROMPTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """max_tokens: of an answer; draft: a model's name, or None for n-grams only; dtype: as EngineConfig has it;
-    compare_transformers: answer the prompts with transformers too."""
+    """max_tokens: of an answer; draft: a model's name; dtype: as EngineConfig has it; compare_transformers: answer the
+    prompts with transformers too."""
 
     max_tokens: int = MAX_TOKENS
-    draft: str | None = None
+    draft: str = DRAFT
     dtype: str = "auto"
     compare_transformers: bool = False
 
@@ -120,17 +122,20 @@ def measure(options: Options) -> dict[str, Any]:
         max_model_len=min(2048, 256 + options.max_tokens),
     )
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
-    ways = {"plain": Way(llm, 0), "ngram": Way(llm, NUM_SPECULATIVE_TOKENS)}
-    choices = {} if options.draft is None else draft_ways(llm, options.draft)
+    choices = draft_ways(llm, options.draft)
+    both = {"method": BOTH, "model": options.draft, "num_speculative_tokens": NUM_SPECULATIVE_TOKENS, "adaptive": False}
+    ways = {
+        "plain": Way(llm, 0),
+        "ngram": Way(llm, NUM_SPECULATIVE_TOKENS),
+        BOTH: Way(llm.speculating(both), NUM_SPECULATIVE_TOKENS),
+    }
     say(f"loaded in {llm.timing.load_seconds:.1f} s; compiling ...")
     compiling = {name: warm_up(way, prompts, options.max_tokens) for name, way in ways.items()}
-    trials = {}
-    if choices:
-        compiling["draft_model"] = sum(warm_up(way, prompts, options.max_tokens) for way in choices.values())
-        trials = trial(choices, prompts, min(options.max_tokens, TRIAL_TOKENS))
-        best = max(trials, key=trials.__getitem__)
-        say("draft, tokens/s by K: " + ", ".join(f"{k}: {speed:.1f}" for k, speed in trials.items()))
-        ways["draft_model"] = choices[best]
+    compiling["draft_model"] = sum(warm_up(way, prompts, options.max_tokens) for way in choices.values())
+    trials = trial(choices, prompts, min(options.max_tokens, TRIAL_TOKENS))
+    say("draft, tokens/s by K: " + ", ".join(f"{k}: {speed:.1f}" for k, speed in trials.items()))
+    ways["draft_model"] = choices[max(trials, key=trials.__getitem__)]
+    ways = {name: ways[name] for name in METHODS}
     say(f"compiled in {sum(compiling.values()):.1f} s; answering {len(prompts)} prompts, one at a time ...")
     runs: Runs = {name: [] for name in ways}
     for title, prompt in prompts.items():
@@ -217,16 +222,6 @@ def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> d
         "answers": [run.output.outputs[0].text for run in runs["plain"]],
         "methods": methods,
     }
-
-
-def shipped_draft() -> str | None:
-    """The draft that this installation has for the demo's model."""
-    import checkpoints
-
-    try:
-        return checkpoints.resolve(DRAFT).name
-    except FileNotFoundError:
-        return None
 
 
 def speculation(taken: list[Run], plain: list[Run], k: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_paths_that_do_not_exist_are_not_asked_of_the_hub(name, monkeypatch):
 
 
 def test_a_shipped_draft_is_part_of_the_package(tmp_path, monkeypatch):
-    (name,) = sources.SHIPPED
+    (name,) = sources.DRAFTS.values()
     monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
     with fails(FileNotFoundError, name, "missing from this installation"):
         checkpoints.resolve(name)

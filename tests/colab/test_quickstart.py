@@ -56,14 +56,14 @@ def test_it_says_what_it_found(executed):
     text = said(executed)
     assert "jaxspec is installed." in text
     assert "Only a CPU" in text
-    assert "smollm2-135m-instruct with" in text
+    assert "smollm2-135m-instruct with {'method': 'ngram+draft_model', 'model': 'smollm2-135m-draft'}" in text
 
 
 def test_it_generates(executed):
     text = said(executed)
     lengths = [float(x) for x in re.findall(r"\[([\d.]+) tokens a round\]", text)]
     assert len(lengths) == 4
-    assert max(lengths) > 1.5, "the first prompt asks for a repetition"
+    assert min(lengths) > 1.5, "the draft was trained for this target"
 
 
 def test_speculation_changes_no_text(executed):
