@@ -32,16 +32,21 @@ def launch(
     if batch.processors is not None:
         tables = processors.tables(batch.processors, batch.tokens, vocab_size)
 
-    def going(carry):
-        _, state = carry
+    def going(state):
+        """(rows that can run another round, whether there is one). Computed at the end of a round, not as the loop's
+        condition: what a GPU's host waits for between two rounds is then no more than a flag."""
+        live = runnable(config, batch, state)
         early = stop_on_finish & jnp.any(state.finish != RUNNING)
-        more = (state.round < jnp.minimum(num_rounds, MAX_ROUNDS)) & jnp.any(runnable(config, batch, state))
-        return more & ~early & ~losing(batch, state, worth)
+        more = (state.round < jnp.minimum(num_rounds, MAX_ROUNDS)) & jnp.any(live)
+        return live, more & ~early & ~losing(batch, state, worth)
 
     def body(carry):
-        return round(config, params, carry[0], batch, tables, carry[1])
+        cache, state, live, _ = carry
+        cache, state = round(config, params, cache, batch, tables, state, live)
+        return cache, state, *going(state)
 
-    cache, state = lax.while_loop(going, body, (cache, start_state(config, batch)))
+    start = start_state(config, batch)
+    cache, state, *_ = lax.while_loop(lambda carry: carry[-1], body, (cache, start, *going(start)))
     return cache, result(config, batch, state)
 
 

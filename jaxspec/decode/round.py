@@ -46,9 +46,12 @@ def round(
     batch: LaunchInput,
     tables: Tables | None,
     state: DecodeState,
+    live: Bool[Array, " B"],
 ) -> tuple[PagedKVCache, DecodeState]:
-    """The caches and the state after every runnable row has gained 1..K_b+1 tokens. tables: of batch.processors."""
-    live = runnable(config, batch, state)
+    """The caches and the state after every live row, of those that are runnable, has gained 1..K_b+1 tokens.
+
+    tables: of batch.processors.
+    """
     wanted = num_wanted(config, batch, state)
     adjust = None
     if batch.processors is not None and tables is not None and state.output_counts is not None:
@@ -200,9 +203,10 @@ def commit(
     emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
     extra = 1 if verdict.blocked is None else (~verdict.blocked).astype(jnp.int32)
     room = jnp.minimum(verdict.num_accepted + extra, limits.max_len - state.num_tokens)
-    is_stop = jnp.any(emitted[:, :, None] == limits.stop_ids[:, None, :], axis=-1) & (offset < room[:, None])
-    stopped = jnp.any(is_stop, axis=1)
-    num_kept = jnp.where(live, jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, room), 0).astype(jnp.int32)
+    is_stop = (emitted[:, :, None] == limits.stop_ids[:, None, :]) & (offset < room[:, None])[:, :, None]
+    first_stop = jnp.min(jnp.where(is_stop, offset[:, :, None], num_drafts + 1), axis=(1, 2))  # one small reduction
+    stopped = first_stop <= num_drafts
+    num_kept = jnp.where(live, jnp.minimum(first_stop + 1, room), 0).astype(jnp.int32)
 
     keep = offset < num_kept[:, None]
     target_at = jnp.where(keep, state.num_tokens[:, None] + offset, state.tokens.shape[1])
