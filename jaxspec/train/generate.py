@@ -43,7 +43,7 @@ MIXTURE = {
 }
 TEMPERATURES = {0.0: 0.5, 0.7: 0.25, 1.0: 0.25}
 ROWS = {"cpu": 16, "gpu": 2048, "tpu": 512}
-REFILL = 8  # an eighth of the rows is filled again at a time
+REFILL = 8  # eighths of the rows are filled again at a time
 
 
 @options
@@ -53,7 +53,8 @@ class DataOptions:
     Args:
       tokens: at least so many, prompts included.
       seed: of prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
-      length: longest sequence, prompt included, in tokens. A prompt takes at most half of it.
+      length: longest sequence, prompt included, in tokens. A prompt takes at most half of it, a message that the
+        target writes at most a quarter.
       shard_size: sequences of a shard.
       mixture: category (prompts.CATEGORIES) -> its share; temperatures: temperature -> its share. 0 is greedy.
       rows: sequences decoded together; changes the speed, not the data, but for rounding.
@@ -168,35 +169,34 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
         return ended + sum(s.num_tokens for s in under_way.values()) + sum(r.num_tokens for r in running)
 
     def refill() -> None:
-        """Starts messages and answers where rows are free: so many at a time, because newcomers interrupt the others
-        and every other number would compile another program."""
-        count = max(options.num_rows // REFILL, 1) if running else options.num_rows
-        if options.num_rows - len(running) < count:
+        """Starts messages and answers where rows are free: one, two or four eighths of the rows at a time, because
+        newcomers interrupt the others and every other number would compile another program."""
+        eighth = max(options.num_rows // REFILL, 1)
+        free = (options.num_rows - len(running)) // eighth
+        if not free:
             return
-        enough = num_tokens() >= options.tokens
-        if enough and len(waiting) < count and any(shard.openings[row].attempt for shard, row in running.values()):
-            return  # their answers will come
-        for _ in range(count):
+        for _ in range(eighth << (free.bit_length() - 1) if running else options.num_rows):
             if not waiting:
                 if num_tokens() >= options.tokens:
                     return
                 index, begun = next(fresh)
                 under_way[index] = shard = Shard(index, begun, options.length, engine.vocab_size)
-                # Messages first, so that at the end only answers are left, and none that waits for its message.
-                rows = sorted(range(options.shard_size), key=lambda row: not begun[row].attempt)
-                waiting.extend((shard, row) for row in rows)
+                # Messages first: at the end there are answers to start, so many at a time, and none has to wait.
+                waiting.extend(
+                    (shard, row) for row in sorted(range(len(begun)), key=lambda row: not begun[row].attempt)
+                )
             shard, row = waiting.popleft()
             opening = shard.openings[row]
             running[engine.add(opening.ids, opening.params(options.length), stop_ids=llm.stop_ids)] = shard, row
 
     def ended(request: Request) -> None:
-        """A message is followed by its answer, or by another attempt; an answer ends its sequence."""
+        """A message is followed by its answer, or by another attempt, at once; an answer ends its sequence."""
         if request.finish_reason == "error":
             raise RuntimeError(f"generation failed: {request.error}; where memory is short, lower --rows")
         shard, row = running.pop(request)
         if shard.openings[row].attempt:
-            shard.openings[row] = opening = with_message(llm, shard.openings[row], request)
-            (waiting.appendleft if opening.attempt else waiting.append)((shard, row))
+            shard.openings[row] = with_message(llm, shard.openings[row], request)
+            waiting.appendleft((shard, row))
             return
         shard.take(row, request)
         if not shard.left:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DRAWN = ("chat", "story", "code", "summary", "rewrite", "list", "translate", "free")
-# What the target writes itself is no symbol of the grammar. Shards hold a category's index.
+# Shards hold a category's index, so new ones come last. "self" is no symbol: the target writes the message.
 CATEGORIES = (*DRAWN, "self")
 # {symbol}, {symbol.2} a second draw of it, {symbol!change} changed; {{ and }} are braces.
 SLOT = re.compile(r"\{\{|\}\}|\{(?P<symbol>\w+)(?P<draw>\.\d)?(?:!(?P<change>\w+))?\}")
