@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from jaxspec.train.generate import DataOptions
 
 TRIES = 100  # draws of a prompt that is short enough
-# Of the user's messages: at 1 some of them fall apart, near 0 they are all the same.
+# Of the user's messages: below 1, so that most of them end and make sense; greedy there would be but one.
 MESSAGE_TEMPERATURE = 0.8
-MESSAGE_TRIES = 32  # a target that ends half of its messages is through in all of a billion
+MESSAGE_TRIES = 32  # a target that ends half of its messages runs out of them once in four billion
 
 
 @dataclasses.dataclass(frozen=True)
