@@ -263,7 +263,7 @@ def generate_data(
     shard_size: Annotated[int, typer.Option(help="Sequences of a shard.")] = 4096,
     mixture: Annotated[
         str | None,
-        typer.Option(help="Shares of chat, story, code, summary, rewrite, list, translate, free: chat:2,code:1."),
+        typer.Option(help="Shares of chat, story, code, summary, rewrite, list, translate, free, self: chat:2,self:1."),
     ] = None,
     temperatures: Annotated[str | None, typer.Option(help="Shares of temperatures; 0:0.5,0.7:0.25,1:0.25.")] = None,
     rows: Annotated[

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-import random
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,8 @@ from jaxspec.options import options
 from jaxspec.progress import token_progress
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.data import MANIFEST, read_manifest, read_shard, shard_path, write_manifest, write_shard
-from jaxspec.train.prompts import CATEGORIES, draw
+from jaxspec.train.openings import Opening, openings, with_message
+from jaxspec.train.prompts import CATEGORIES
 
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
@@ -40,11 +39,11 @@ MIXTURE = {
     "list": 0.06,
     "translate": 0.03,
     "free": 0.1,
+    "self": 1.5,  # three fifths: no grammar is as wide as what the target itself has seen
 }
 TEMPERATURES = {0.0: 0.5, 0.7: 0.25, 1.0: 0.25}
 ROWS = {"cpu": 16, "gpu": 2048, "tpu": 512}
-REFILL = 8  # an eighth of the rows is filled again at a time
-TRIES = 100  # draws of a prompt that is short enough
+REFILL = 8  # eighths of the rows are filled again at a time
 
 
 @options
@@ -54,7 +53,8 @@ class DataOptions:
     Args:
       tokens: at least so many, prompts included.
       seed: of prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
-      length: longest sequence, prompt included, in tokens. A prompt takes at most half of it.
+      length: longest sequence, prompt included, in tokens. A prompt takes at most half of it, a message that the
+        target writes at most a quarter.
       shard_size: sequences of a shard.
       mixture: category (prompts.CATEGORIES) -> its share; temperatures: temperature -> its share. 0 is greedy.
       rows: sequences decoded together; changes the speed, not the data, but for rounding.
@@ -107,16 +107,6 @@ def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, 
         raise ValueError(f"{name} {text}: give values with their shares, such as a:2,b:1") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Opening:
-    """What a sequence begins with, and how it goes on. category: index into CATEGORIES."""
-
-    category: int
-    ids: list[int]
-    temperature: float
-    seed: int
-
-
 def engine_options(options: DataOptions) -> dict[str, Any]:
     """Of an LLM that generates: pages for all rows, so that nobody waits or is put back, and prompts in one pass."""
     rows, page_size = options.num_rows, default_page_size(jax.default_backend())
@@ -141,7 +131,7 @@ class Shard:
         self.arrays = {
             "tokens": np.zeros((count, length), dtype),
             "length": np.zeros(count, np.int32),
-            "prompt_length": np.array([len(opening.ids) for opening in openings], np.int32),
+            "prompt_length": np.zeros(count, np.int32),
             "category": np.array([opening.category for opening in openings], np.uint8),
             "temperature": np.array([opening.temperature for opening in openings], np.float32),
         }
@@ -149,10 +139,9 @@ class Shard:
 
     def take(self, row: int, request: Request) -> None:
         """A sequence has ended."""
-        if request.finish_reason == "error":
-            raise RuntimeError(f"generation failed: {request.error}; where memory is short, lower --rows")
         self.arrays["tokens"][row, : request.num_tokens] = request.tokens
         self.arrays["length"][row] = request.num_tokens
+        self.arrays["prompt_length"][row] = len(request.prompt)
         self.left, self.num_tokens = self.left - 1, self.num_tokens + request.num_tokens
 
 
@@ -180,24 +169,40 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
         return ended + sum(s.num_tokens for s in under_way.values()) + sum(r.num_tokens for r in running)
 
     def refill() -> None:
-        """Starts sequences where rows are free: so many at a time, because newcomers interrupt the others and every
-        other number would compile another program."""
-        count = max(options.num_rows // REFILL, 1) if running else options.num_rows
-        if options.num_rows - len(running) < count:
+        """Starts messages and answers where rows are free: one, two or four eighths of the rows at a time, because
+        newcomers interrupt the others and every other number would compile another program."""
+        eighth = max(options.num_rows // REFILL, 1)
+        free = (options.num_rows - len(running)) // eighth
+        if not free:
             return
-        for _ in range(count):
+        for _ in range(eighth << (free.bit_length() - 1) if running else options.num_rows):
             if not waiting:
                 if num_tokens() >= options.tokens:
                     return
                 index, begun = next(fresh)
                 under_way[index] = shard = Shard(index, begun, options.length, engine.vocab_size)
-                waiting.extend((shard, row) for row in range(options.shard_size))
+                # Messages first: at the end there are answers to start, so many at a time, and none has to wait.
+                waiting.extend(
+                    (shard, row) for row in sorted(range(len(begun)), key=lambda row: not begun[row].attempt)
+                )
             shard, row = waiting.popleft()
             opening = shard.openings[row]
-            params = SamplingParams(
-                temperature=opening.temperature, seed=opening.seed, max_tokens=options.length - len(opening.ids)
-            )
-            running[engine.add(opening.ids, params, stop_ids=llm.stop_ids)] = shard, row
+            running[engine.add(opening.ids, opening.params(options.length), stop_ids=llm.stop_ids)] = shard, row
+
+    def ended(request: Request) -> None:
+        """A message is followed by its answer, or by another attempt, at once; an answer ends its sequence."""
+        if request.finish_reason == "error":
+            raise RuntimeError(f"generation failed: {request.error}; where memory is short, lower --rows")
+        shard, row = running.pop(request)
+        if shard.openings[row].attempt:
+            shard.openings[row] = with_message(llm, shard.openings[row], request)
+            waiting.appendleft((shard, row))
+            return
+        shard.take(row, request)
+        if not shard.left:
+            write_shard(shard_path(folder, shard.index), shard.arrays)
+            done[shard.index] = counts(under_way.pop(shard.index).arrays)
+            write_manifest(folder, manifest(recipe, done, options.tokens))
 
     try:
         with (
@@ -210,12 +215,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
                     break
                 for request in engine.step():
                     if request.finish_reason is not None:
-                        shard, row = running.pop(request)
-                        shard.take(row, request)
-                        if not shard.left:
-                            write_shard(shard_path(folder, shard.index), shard.arrays)
-                            done[shard.index] = counts(under_way.pop(shard.index).arrays)
-                            write_manifest(folder, manifest(recipe, done, options.tokens))
+                        ended(request)
                 report(num_tokens())
     finally:
         for request in running:  # after an interrupt
@@ -275,73 +275,3 @@ def manifest(recipe: dict[str, Any], done: dict[int, Counter[str]], tokens: int)
         **sizes,
         "categories": {name: total[name] for name in CATEGORIES},
     }
-
-
-def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
-    """What the sequences of a shard begin with: a function of the recipe and the shard's number.
-
-    Raises ValueError where a category has no prompt that is short enough.
-    """
-    rng = random.Random(f"{options.seed}/{shard}")
-    rows = range(options.shard_size)
-    categories = [pick(options.mixture, rng) for _ in rows]
-    temperatures = [pick(options.temperatures, rng) for _ in rows]
-    seeds = [int(rng.random() * 2**53) for _ in rows]
-    found: dict[int, list[int]] = {}
-    for _ in range(TRIES):
-        missing = [row for row in rows if row not in found]
-        if not missing:
-            break
-        ids = encoded(llm, [(categories[row], draw(categories[row], rng)) for row in missing])
-        found |= {row: prompt for row, prompt in zip(missing, ids, strict=True) if len(prompt) <= options.length // 2}
-    else:
-        raise ValueError(
-            f"no prompt of category {categories[missing[0]]!r} fits into half of length={options.length}: raise "
-            "--length or leave the category out of --mixture"
-        )
-    # From the bare beginning there is but one greedy text.
-    warm = lambda row: 1.0 if len(found[row]) == 1 else temperatures[row]
-    return [Opening(CATEGORIES.index(categories[row]), found[row], warm(row), seeds[row]) for row in rows]
-
-
-def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
-    """A key, by its share."""
-    at = rng.random() * sum(shares.values())
-    for key, share in shares.items():
-        at -= share
-        if at < 0:
-            return key
-    return key
-
-
-def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
-    """Prompts (category, text) as token ids: user messages in the chat template, free text as LLM.generate takes it."""
-    tokenizer = llm.tokenizer
-    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    ids: dict[int, list[int]] = {i: [first] for i, (_, text) in enumerate(prompts) if not text}
-    for free in (True, False):
-        chosen = [i for i, (category, text) in enumerate(prompts) if text and (category == "free") == free]
-        if chosen:
-            texts = [prompts[i][1] if free else conversation(tokenizer, prompts[i][1]) for i in chosen]
-            ids |= zip(chosen, tokenizer(texts, add_special_tokens=free)["input_ids"], strict=True)
-    return [ids[i] for i in range(len(prompts))]
-
-
-def conversation(tokenizer: Any, text: str) -> str:
-    """The user's message in the chat template, which is rendered once: that takes longer than all the rest."""
-    before, after = around(tokenizer)
-    return before + text + after
-
-
-@functools.lru_cache(maxsize=1)
-def around(tokenizer: Any) -> tuple[str, str]:
-    """What the chat template puts before and after a user's message."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("this model has no chat template: generate with --mixture free:1")
-    mark = "\x01message\x01"
-    message = {"role": "user", "content": mark}
-    rendered = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    before, *rest = rendered.split(mark)
-    if len(rest) != 1:
-        raise ValueError("this model's chat template does not show a message once: generate with --mixture free:1")
-    return before, rest[0]

@@ -10,7 +10,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-CATEGORIES = ("chat", "story", "code", "summary", "rewrite", "list", "translate", "free")
+DRAWN = ("chat", "story", "code", "summary", "rewrite", "list", "translate", "free")
+# Shards hold a category's index, so new ones come last. "self" is no symbol: the target writes the message.
+CATEGORIES = (*DRAWN, "self")
 # {symbol}, {symbol.2} a second draw of it, {symbol!change} changed; {{ and }} are braces.
 SLOT = re.compile(r"\{\{|\}\}|\{(?P<symbol>\w+)(?P<draw>\.\d)?(?:!(?P<change>\w+))?\}")
 MISSPELT = 0.12  # share of words

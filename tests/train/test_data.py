@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 
 import numpy as np
 import pytest
 
 from jaxspec import cli
+from jaxspec.engine.engine import sample_seed
 from jaxspec.llm import LLM
-from jaxspec.train import data, generate
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.train import data, generate, openings
 from jaxspec.train.generate import DataOptions, engine_options
 from jaxspec.train.prompts import CATEGORIES
-from tests.folders import BOS, EOS, write_model
+from tests.folders import BOS, CHAT_TEMPLATE, EOS, write_model
 
 MIXTURE = {"chat": 2.0, "free": 1.0, "list": 0.0}
 OPTIONS = {"tokens": 6000, "length": 128, "shard_size": 24, "rows": 8, "mixture": MIXTURE, "seed": 5}
+# One in six messages of the tiny model ends within a quarter of the length.
+MIXTURES = {"drawn": MIXTURE, "self": {"self": 2.0, "chat": 1.0, "free": 1.0}}
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +34,15 @@ def llm(folder):
     return LLM(folder, **engine_options(DataOptions(**OPTIONS)))
 
 
+@pytest.fixture(scope="module", params=MIXTURES)
+def options(request):
+    return OPTIONS | {"mixture": MIXTURES[request.param]}
+
+
 @pytest.fixture(scope="module")
-def out(llm, tmp_path_factory):
+def out(llm, options, tmp_path_factory):
     out = tmp_path_factory.mktemp("data")
-    generate.generate(llm, out, DataOptions(**OPTIONS), target="tiny", progress=False)
+    generate.generate(llm, out, DataOptions(**options), target="tiny", progress=False)
     return out
 
 
@@ -81,7 +91,7 @@ def test_sequences_are_what_the_target_says(llm, shards):
         row = shards.tokens[i].tolist()
         prompt, answer = row[: shards.prompt_length[i]], row[shards.prompt_length[i] : shards.length[i]]
         if shards.temperature[i] == 0:
-            params = generate.SamplingParams(temperature=0.0, max_tokens=128 - len(prompt))
+            params = SamplingParams(temperature=0.0, max_tokens=128 - len(prompt))
             assert llm.generate([prompt], params, progress=False)[0].outputs[0].token_ids == answer
 
 
@@ -94,37 +104,102 @@ def test_chat_prompts_are_in_the_template(llm, shards):
         assert shards.tokens[i, : shards.prompt_length[i]].tolist() == ids
 
 
-def test_mixture_and_temperatures(out, shards):
+def test_mixture_and_temperatures(llm, out, shards, options):
     counted = json.loads((out / "manifest.json").read_text())["categories"]
-    assert {name for name, count in counted.items() if count} == {"chat", "free"}
-    assert 0.55 < counted["chat"] / len(shards) < 0.78  # 2 of 3
+    assert counted == {name: (shards.category == i).sum() for i, name in enumerate(CATEGORIES)}
+    begun = openings.openings(llm, DataOptions(**options | {"shard_size": 1000}), 0)
+    for i, name in enumerate(CATEGORIES):
+        share = options["mixture"].get(name, 0.0) / sum(options["mixture"].values())
+        found = np.mean([opening.category == i for opening in begun])
+        assert abs(found - share) < 0.07 if share else found == counted[name] == 0
     greedy, warm = (np.mean(shards.temperature == np.float32(t)) for t in (0.0, 0.7))
     assert 0.35 < greedy < 0.62
     assert 0.12 < warm < 0.38
-    rng = generate.random.Random(0)
-    picked = [generate.pick({"a": 1.0, "b": 0.0, "c": 3.0}, rng) for _ in range(4000)]
+    rng = random.Random(0)
+    picked = [openings.pick({"a": 1.0, "b": 0.0, "c": 3.0}, rng) for _ in range(4000)]
     assert 0.72 < picked.count("c") / 4000 < 0.78
     assert "b" not in picked
+    assert generate.MIXTURE["self"] / sum(generate.MIXTURE.values()) == 0.6
+
+
+def test_messages_are_what_the_target_says(llm, tmp_path):
+    """And so are the answers to them."""
+    options = DataOptions(**OPTIONS | {"tokens": 1, "mixture": {"self": 1.0}})
+    generate.generate(llm, tmp_path, options, progress=False)
+    shard = data.load(tmp_path)
+    assert (shard.category == CATEGORIES.index("self")).all()
+    user, bot = llm.tokenizer.convert_tokens_to_ids(["<user>", "<bot>"])
+    says = lambda prompt, wishes: [
+        done.outputs[0] for done in llm.generate([prompt] * len(wishes), wishes, progress=False)
+    ]
+    tries = []
+    for i, opening in enumerate(openings.openings(llm, options, 0)[:5]):
+        prompt, answer = np.split(shard.tokens[i, : shard.length[i]], [shard.prompt_length[i]])
+        seeds = [sample_seed(opening.seed, attempt) for attempt in range(1, 33)]
+        tried = says([BOS, user], [SamplingParams(temperature=0.8, seed=seed, max_tokens=32) for seed in seeds])
+        tries.append(next(k for k, one in enumerate(tried) if one.finish_reason == "stop" and one.text.strip()))
+        *message, end = tried[tries[-1]].token_ids
+        assert end == EOS
+        assert prompt.tolist() == [BOS, user, *message, bot]
+        wish = SamplingParams(temperature=opening.temperature, seed=opening.seed, max_tokens=128 - len(prompt))
+        assert says(prompt.tolist(), [wish])[0].token_ids == answer.tolist()
+    assert max(tries) > 0
+
+
+def test_a_message_that_says_nothing_is_drawn_again(llm):
+    class Request:
+        finish_reason = "stop"
+
+    begun = openings.Opening(0, [BOS], 0.0, 1, attempt=1)
+    for text, attempt in {"": 2, "\n ": 2, "Hello.": 0}.items():
+        Request.output = [*llm.tokenizer(text, add_special_tokens=False)["input_ids"], EOS]
+        assert openings.with_message(llm, begun, Request).attempt == attempt
+
+
+def test_messages_that_never_end(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(llm, "stop_ids", ())
+    options = DataOptions(**OPTIONS | {"mixture": {"self": 1.0}})
+    with pytest.raises(ValueError, match="ended no message of its own within 32 tokens in 32 tries: leave self out"):
+        generate.generate(llm, tmp_path, options, progress=False)
+    assert not llm.engine.busy
+
+
+def test_newcomers_come_in_few_numbers(llm, tmp_path, monkeypatch):
+    """Every other number would compile another program."""
+    monkeypatch.setattr(generate, "REFILL", 2)
+    started, step = [], llm.engine.step
+
+    def counting():
+        started.append(len(llm.engine.scheduler.waiting))
+        return step(8)  # messages end one by one
+
+    monkeypatch.setattr(llm.engine, "step", counting)
+    generate.generate(llm, tmp_path, DataOptions(**OPTIONS | {"mixture": MIXTURES["self"]}), progress=False)
+    odd = [count for count in started if count not in (0, 4, 8)]
+    assert len(odd) <= 10 < started.count(4)  # the last message is drawn again and again, alone
 
 
 def test_from_the_bare_beginning_nothing_is_greedy(llm):
     options = DataOptions(**OPTIONS | {"shard_size": 200, "mixture": {"free": 1.0}, "temperatures": {0.0: 1.0}})
-    begun = generate.openings(llm, options, 0)
+    begun = openings.openings(llm, options, 0)
     bare = [opening for opening in begun if opening.ids == [BOS]]
     assert 0 < len(bare) < 40
     assert {opening.temperature for opening in bare} == {1.0}
     assert {opening.temperature for opening in begun if opening.ids != [BOS]} == {0.0}
 
 
-def test_same_seed_same_shards(llm, out, tmp_path):
-    generate.generate(llm, tmp_path / "again", DataOptions(**OPTIONS), target="tiny", progress=False)
+def test_same_seed_same_shards(llm, out, options, tmp_path, monkeypatch):
+    generate.generate(llm, tmp_path / "again", DataOptions(**options), target="tiny", progress=False)
     assert contents(tmp_path / "again") == contents(out)
-    generate.generate(llm, tmp_path / "other", DataOptions(**OPTIONS | {"seed": 6}), target="tiny", progress=False)
+    monkeypatch.setattr(generate, "REFILL", 2)  # other sequences come together
+    generate.generate(llm, tmp_path / "when", DataOptions(**options), target="tiny", progress=False)
+    assert contents(tmp_path / "when") == contents(out)
+    generate.generate(llm, tmp_path / "other", DataOptions(**options | {"seed": 6}), target="tiny", progress=False)
     assert contents(tmp_path / "other")["shard-00000.npz"] != contents(out)["shard-00000.npz"]
 
 
-def test_goes_on_where_it_was_stopped(llm, out, tmp_path, monkeypatch):
-    options, written = DataOptions(**OPTIONS), []
+def test_goes_on_where_it_was_stopped(llm, out, options, tmp_path, monkeypatch):
+    options, written = DataOptions(**options), []
     real = generate.write_shard
 
     def stops_at_the_second(path, arrays):
@@ -145,14 +220,14 @@ def test_goes_on_where_it_was_stopped(llm, out, tmp_path, monkeypatch):
     assert contents(tmp_path) == contents(out)
 
 
-def test_another_recipe_needs_another_folder(llm, out):
+def test_another_recipe_needs_another_folder(llm, out, options):
     before = contents(out)
     with pytest.raises(ValueError, match="seed=5, not 6: choose another folder"):
-        generate.generate(llm, out, DataOptions(**OPTIONS | {"seed": 6}), target="tiny", progress=False)
-    fewer = generate.generate(llm, out, DataOptions(**OPTIONS | {"tokens": 10}), target="tiny", progress=False)
+        generate.generate(llm, out, DataOptions(**options | {"seed": 6}), target="tiny", progress=False)
+    fewer = generate.generate(llm, out, DataOptions(**options | {"tokens": 10}), target="tiny", progress=False)
     assert fewer["shards"] == 1
     assert len(data.load(out)) == 24
-    generate.generate(llm, out, DataOptions(**OPTIONS), target="tiny", progress=False)
+    generate.generate(llm, out, DataOptions(**options), target="tiny", progress=False)
     assert contents(out) == before
 
 
@@ -243,11 +318,15 @@ def test_prompts_that_are_too_long(llm, tmp_path):
         generate.generate(llm, tmp_path, options, progress=False)
 
 
-def test_without_a_chat_template(folder, tmp_path):
+def test_without_a_chat_template(tmp_path):
     bare = write_model(tmp_path / "bare", chat=False)
-    options = DataOptions(**OPTIONS)
-    llm = LLM(str(bare), **engine_options(options))
-    with pytest.raises(ValueError, match="no chat template: generate with --mixture free:1"):
+    llm = LLM(str(bare), **engine_options(DataOptions(**OPTIONS)))
+    for mixture in (MIXTURE, {"self": 1.0}):
+        options = DataOptions(**OPTIONS | {"mixture": mixture})
+        with pytest.raises(ValueError, match="no chat template: generate with --mixture free:1"):
+            generate.generate(llm, tmp_path / "out", options, progress=False)
+    llm.tokenizer.chat_template = "One, two, three, four: count the words and count them again. " * 2 + CHAT_TEMPLATE
+    with pytest.raises(ValueError, match="no prompt of category 'self' fits into half of length=128: raise"):
         generate.generate(llm, tmp_path / "out", options, progress=False)
 
 

@@ -13,7 +13,7 @@ from jaxspec.train import prompts
 from jaxspec.train.evaluate import read_prompts
 
 HELDOUT = read_prompts(Path(__file__).parents[1] / "heldout.json")
-ASKED = [category for category in prompts.CATEGORIES if category != "free"]  # which is no user's message
+ASKED = [category for category in prompts.DRAWN if category != "free"]  # which is no user's message
 ANYTHING = ("passage", "talk")  # the instruction around it tells enough
 
 

@@ -11,17 +11,17 @@ from jaxspec.train import prompts
 
 def test_every_symbol_is_defined_and_used():
     used = {name.split(".")[0] for values in prompts.grammar().values() for v in values for name in prompts.slots(v)}
-    assert used | set(prompts.CATEGORIES) == set(prompts.grammar())
+    assert used | set(prompts.DRAWN) == set(prompts.grammar())
     braces = [v for values in prompts.grammar().values() for v in values if "{" in prompts.SLOT.sub("", v)]
     assert not braces
 
 
 def test_enough_for_a_training_run():
-    assert sum(map(prompts.num_texts, prompts.CATEGORIES)) > 200_000
-    for category in prompts.CATEGORIES:
+    assert sum(map(prompts.num_texts, prompts.DRAWN)) > 200_000
+    for category in prompts.DRAWN:
         assert prompts.num_texts(category) > 200_000, category
     rng = random.Random(0)
-    drawn = [prompts.draw(prompts.CATEGORIES[i % 8], rng) for i in range(4000)]
+    drawn = [prompts.draw(prompts.DRAWN[i % 8], rng) for i in range(4000)]
     assert len(set(drawn)) > 3200
 
 
