@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,6 +54,13 @@ def test_top_is_a_sort(n):
     np.testing.assert_array_equal(ids, order)
     expected = np.log(np.take_along_axis(laws.softmax(logits.astype(np.float64)), order, axis=-1))
     np.testing.assert_allclose(log_p, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_top_lowers_for_accelerators(platform):
+    logits = jax.ShapeDtypeStruct((2, 3, 49152), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x: top(x, 64)), platforms=[platform])(logits)
+    assert [x.shape for x in exported.out_avals] == [(2, 3, 64)] * 2
 
 
 def test_what_is_kept_is_what_the_target_says(folder):
@@ -121,6 +130,6 @@ def test_what_differs_is_found_anew(folder):
 
 
 def test_a_full_disk_is_told_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(likeliest.shutil, "disk_usage", lambda _: likeliest.shutil._ntuple_diskusage(2, 1, 1))
+    monkeypatch.setattr(likeliest.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     with pytest.raises(ValueError, match=r"needs 0.0 GB more, 0.0 are free: lower --top-n or --steps"):
         fill(tmp_path)
