@@ -301,7 +301,7 @@ def train_draft(
     data: Annotated[Path, typer.Option(help="The folder of training data that the target wrote.")],
     out: Annotated[Path, typer.Option(help="The folder to write; it is then the draft's name.")],
     target: Annotated[str, typer.Option(help=MODEL_HELP)] = EMBEDDED,
-    layers: Annotated[int, typer.Option(help="Of the draft.")] = 2,
+    layers: Annotated[int | None, typer.Option(help="Of the draft; two.")] = None,
     width: Annotated[int | None, typer.Option(help="Of the draft; two thirds of the target's.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads; as many as fit the width.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads; as the target's where they divide.")] = None,
@@ -310,6 +310,10 @@ def train_draft(
         int | None, typer.Option(help="Ids of its own, the most frequent ones; at most 16384.")
     ] = None,
     init_from_target: Annotated[bool, typer.Option(help="Begin with the target's layers and embeddings.")] = True,
+    init_from: Annotated[str | None, typer.Option(help="Begin with this draft, and train it further.")] = None,
+    top_n: Annotated[
+        int, typer.Option(help="Likeliest ids that the target teaches, found once; 0: all, in every step.")
+    ] = 64,
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 2000,
     minutes: Annotated[float | None, typer.Option(help="Make only as many steps as fit.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows of a step.")] = 32,

@@ -15,11 +15,20 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
 from jaxspec.train.options import TrainOptions
 
-MOST_IDS = 16384  # unless told otherwise
+LAYERS, MOST_IDS = 2, 16384  # unless told otherwise
 # The last norm's scale where the target's does not fit. Projected embeddings are large, and with a larger one a draft
 # begins sure of wrong ids. Loss on SmolLM2's text after 24 steps: 4.3; 4.5 with 0.25 or 1; 5.9 with the target's.
 FLAT = 0.5
 VOCABULARY = ("d2t", "t2d")  # parameters that are not trained
+# Option -> what it sets.
+SHAPE = {
+    "layers": "num_layers",
+    "width": "width",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "mlp_width": "mlp_width",
+    "vocab_size": "table_size",
+}
 
 
 def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
@@ -27,9 +36,9 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
 
     Raises: ValueError for heads that do not divide, or more layers or ids than the target has.
     """
-    c, o = target, options
-    if o.layers > c.num_layers:
-        raise ValueError(f"--layers {o.layers} exceeds the target's {c.num_layers}: a draft is smaller than its target")
+    c, o, layers = target, options, options.layers or LAYERS
+    if layers > c.num_layers:
+        raise ValueError(f"--layers {layers} exceeds the target's {c.num_layers}: a draft is smaller than its target")
     # With 16,384 ids two thirds of SmolLM2-135M's width make two layers that cost a 14th of a pass of its 30 on two CPU
     # cores (bench/NOTES.md).
     width = o.width or max(1, 2 * c.width // 3 // c.head_dim) * c.head_dim
@@ -40,8 +49,8 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         raise ValueError(f"--vocab-size {vocab_size} exceeds the target's {c.vocab_size}: lower it or leave it out")
     return dataclasses.replace(
         c,
-        num_layers=o.layers,
-        windows=tuple(c.windows[i] for i in target_layers(c.num_layers, o.layers)),
+        num_layers=layers,
+        windows=tuple(c.windows[i] for i in target_layers(c.num_layers, layers)),
         width=width,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -50,6 +59,19 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         embed_scale=c.embed_scale if c.embed_scale == 1.0 else math.sqrt(width),
         reduced_vocab_size=None if vocab_size == c.vocab_size else vocab_size,
     )
+
+
+def check_begun(config: ModelConfig, target: ModelConfig, options: TrainOptions) -> None:
+    """A draft that is trained further keeps its shape and its ids. Raises ValueError for another target, and for an
+    option that asks for another shape."""
+    begun = f"--init-from {options.init_from}"
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(f"{begun} is a draft for {config.vocab_size} ids, the target has {target.vocab_size}")
+    for option, name in SHAPE.items():
+        has, wanted = getattr(config, name), getattr(options, option)
+        if wanted not in (None, has):
+            flag = "--" + option.replace("_", "-")
+            raise ValueError(f"{begun} has {has} where {flag} {wanted} asks for another shape: leave {flag} out")
 
 
 def target_layers(of: int, count: int) -> list[int]:

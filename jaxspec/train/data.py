@@ -1,4 +1,4 @@
-"""Training data on disk: shards of sequences that the target itself wrote, and the batches they are cut into.
+"""Training data on disk: shards of sequences that the target itself wrote, and the rows they are cut into.
 
 A folder holds manifest.json and shard-00000.npz, ...; each shard has tokens [N, L] (padded with 0), and for each
 sequence length and prompt_length (in tokens), category (index into prompts.CATEGORIES) and temperature.
@@ -17,7 +17,6 @@ import numpy as np
 
 MANIFEST = "manifest.json"
 HELDOUT = 0.02  # share of the sequences
-Batch = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +39,18 @@ class Shards:
     def select(self, rows: slice) -> Shards:
         arrays = {name: getattr(self, name)[rows] for name in ARRAYS}
         return Shards(**arrays, manifest=self.manifest)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """N rows of T tokens: tokens [N, T]; mask bool[N, T]: tokens[b, t] is to be predicted, from tokens[b, :t]; never
+    t = 0."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 ARRAYS = tuple(field.name for field in dataclasses.fields(Shards) if field.name != "manifest")
@@ -104,44 +115,45 @@ def num_heldout(shards: Shards) -> int:
     return max(1, round(HELDOUT * len(shards)))
 
 
-def batches(shards: Shards, seed: int, step: int, batch_size: int, length: int, *, prompts: bool = False) -> Batch:
-    """The batch of a step: a pure function of its arguments.
+def packed(shards: Shards, seed: int, length: int) -> Rows:
+    """The sequences in an order of the seed's, joined in a stream that is cut into rows, so that no position is
+    padding. An incomplete last row is left out.
 
-    Every epoch the sequences are joined in another order, and the stream is cut into rows, so that no position is
-    padding. A row may begin inside a sequence; what it lacks of the beginning is lacking for the target too, whose
-    distribution is computed over the same row.
-
-    Args:
-      prompts: count the prompts' tokens too.
-
-    Returns:
-      tokens i32[B, L]; mask bool[B, L]: tokens[b, t] is to be predicted, from tokens[b, :t]. Never t = 0.
-
-    Raises: ValueError where the shards hold less than one batch.
+    A row may begin inside a sequence; what it lacks of the beginning is lacking for the target too, whose distribution
+    is computed over the same row.
     """
-    num_tokens = int(np.sum(shards.length, dtype=np.int64))
-    steps = num_tokens // (batch_size * length)
+    order = np.random.default_rng(seed).permutation(len(shards))
+    position = np.arange(shards.tokens.shape[1])
+    there = position < shards.length[order, None]
+    written = position >= shards.prompt_length[order, None]
+    cut = lambda stream: stream[: len(stream) // length * length].reshape(-1, length)
+    tokens, mask = cut(shards.tokens[order][there]), cut(written[there])
+    mask[:, 0] = False
+    return Rows(tokens, mask)
+
+
+def chosen(count: int, seed: int, step: int, batch_size: int) -> np.ndarray:
+    """Which of `count` rows a step takes, i64[B]: a pure function of its arguments.
+
+    The first epoch takes them as they lie, so that a run which ends in it needs the first ones only; every later epoch
+    takes them in another order.
+
+    Raises: ValueError where there are less than one batch.
+    """
+    steps = count // batch_size
     if not steps:
         raise ValueError(
-            f"{num_tokens} tokens are less than one batch of {batch_size} x {length}: generate more or lower them"
+            f"the data makes {count} rows, less than one batch of {batch_size}: generate more, or lower --batch-size "
+            "or --length"
         )
     epoch, step = divmod(step, steps)
-    order, ends = arranged(shards, seed, epoch)
-    at = step * batch_size * length + np.arange(batch_size * length)
-    place = np.searchsorted(ends, at, side="right")
-    sequence = order[place]
-    offset = at - ends[place] + shards.length[sequence]
-    first = 1 if prompts else shards.prompt_length[sequence]
-    mask = (offset >= first).reshape(batch_size, length)
-    mask[:, 0] = False
-    return {"tokens": shards.tokens[sequence, offset].astype(np.int32).reshape(batch_size, length), "mask": mask}
+    return arranged(count, seed, epoch)[step * batch_size : (step + 1) * batch_size]
 
 
 @functools.lru_cache(maxsize=2)
-def arranged(shards: Shards, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sequences' order in an epoch, and where each ends in the stream of their tokens."""
-    order = np.random.default_rng([seed, epoch]).permutation(len(shards))
-    return order, np.cumsum(shards.length[order], dtype=np.int64)
+def arranged(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(count) if epoch else np.arange(count)
 
 
 def frequencies(shards: Shards, vocab_size: int) -> np.ndarray:

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from jaxspec.engine.request import Request
 from jaxspec.options import options
 from jaxspec.progress import token_progress
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.train.ahead import ahead
 from jaxspec.train.data import MANIFEST, read_manifest, read_shard, shard_path, write_manifest, write_shard
 from jaxspec.train.openings import Opening, openings, with_message
 from jaxspec.train.prompts import CATEGORIES
@@ -223,16 +223,6 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     described = manifest(recipe, done, options.tokens)
     write_manifest(folder, described)
     return described
-
-
-def ahead(function: Callable[[Any], Any], arguments: Iterator[Any]) -> Generator[Any, None, None]:
-    """The function's results in order, each computed while the one before is in use: the host draws the next prompts
-    while the device is at work."""
-    with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(function, next(arguments))
-        while True:
-            result, coming = coming.result(), pool.submit(function, next(arguments))
-            yield result
 
 
 def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:

@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-import checkpoints
 from checkpoints import orbax
 from jaxspec.engine.setup import Model
-from jaxspec.llm import PLATFORMS, compute_dtype, enable_compilation_cache, load
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers import Backend
-from jaxspec.parallel.mesh import make_mesh, sharding
+from jaxspec.parallel.mesh import sharding
 from jaxspec.progress import say, training_progress
-from jaxspec.train import build, data
-from jaxspec.train.loss import computed, own_ids_first
-from jaxspec.train.measure import make_measure
+from jaxspec.train.ahead import ahead
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.plot import draw
-from jaxspec.train.step import State, dense_attention, first_state, learning_rate, make_step, place_rows
+from jaxspec.train.setup import Setup, measurer, prepare, teacher
+from jaxspec.train.step import State, dense_backend, first_state, learning_rate, make_step, place_rows
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 METRIC = "acceptance_length"  # which draft is best
 LOG_EVERY = 10  # steps between lines of the journal; reading a number waits for its step
 SHARE_OF_STEPS = 0.93  # of the minutes that are given; the rest is for measurements
-LONGEST_PROMPT = 128  # of measurements, in tokens
 MAY_DIFFER = ("out", "resume", "minutes", "data")  # between a run and its resumption
-
-
-@dataclasses.dataclass
-class Setup:
-    """What a run works with. target: on one device, as the engine takes it; ids: the draft's vocabulary, if reduced."""
-
-    options: TrainOptions
-    target: Model
-    draft: ModelConfig
-    ids: dict[str, np.ndarray]
-    shards: data.Shards
-    stop_ids: tuple[int, ...]
-    fingerprint: str
-    platform: str
-    dtype: Any
-    mesh: Any  # of the engine
-    devices: Any  # mesh over all devices, which share a step's rows
 
 
 def train(options: TrainOptions) -> Path:
@@ -63,11 +43,12 @@ def train(options: TrainOptions) -> Path:
     started = time.perf_counter()
     check_folder(options)
     setup = prepare(options)
+    target, batch = teacher(setup)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / RECIPE).write_text(json.dumps(recipe(options), indent=1) + "\n", encoding="utf-8")
     history = orbax.History(options.out / WORK, METRIC)
     try:
-        run(setup, history, started)
+        run(setup, target, batch, history, started)
     finally:
         history.close()
     return options.out
@@ -94,54 +75,23 @@ def check_folder(options: TrainOptions) -> None:
             raise ValueError(f"--resume with {option} {value}, but the run was begun with {begun.get(name)}: use that")
 
 
-def prepare(options: TrainOptions) -> Setup:
-    """Loads the target and the data, and checks that they fit."""
-    enable_compilation_cache()
-    platform, count = PLATFORMS[jax.default_backend()], len(jax.devices())
-    if options.batch_size // options.accumulate % count:
-        raise ValueError(
-            f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"
-        )
-    shards = data.load(options.data)
-    data.batches(data.training(shards), options.seed, 0, options.batch_size, options.length)  # refuses too few tokens
-    source = checkpoints.resolve(options.target)
-    tokenizer, mesh = checkpoints.load_tokenizer(source), make_mesh()
-    dtype = compute_dtype(options.dtype, platform)
-    say(f"loading {options.target} ...")
-    target = load(source, dtype, mesh)
-    config = build.draft_config(target.config, options)
-    if (most := int(shards.tokens.max())) >= target.config.vocab_size:
-        raise ValueError(
-            f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
-            "generate the data with this target"
-        )
-    ids = {}
-    if config.reduced_vocab_size:
-        ids = build.vocabulary(data.frequencies(shards, config.vocab_size), config.reduced_vocab_size)
-    stop_ids = checkpoints.load_stop_ids(source, tokenizer)
-    digest = checkpoints.fingerprint(tokenizer)
-    return Setup(options, target, config, ids, shards, stop_ids, digest, platform, dtype, mesh, make_mesh(count))
-
-
-def run(setup: Setup, history: orbax.History, started: float) -> None:
+def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax.History, started: float) -> None:
+    """target, batch: of `teacher`."""
     o, everywhere = setup.options, sharding(setup.devices)
     ids = jax.device_put(setup.ids, everywhere)
-    first = build.first_params(
-        setup.draft, setup.target, setup.ids, setup.mesh, seed=o.seed, from_target=o.init_from_target
-    )
-    state, at, begun = first_state(first, o, everywhere), 0, history.last
+    state, at, begun = first_state(setup.draft.params, o, everywhere), 0, history.last
     if begun is not None:
         state, at = history.load(begun, state), begun
         say(f"resuming after step {at}")
     journal = Journal(o.out / JOURNAL, begun)
 
-    ordered, rows = own_ids_first(setup.target, setup.ids.get("d2t")), data.training(setup.shards)
-    target_params = jax.device_put(ordered.params, everywhere)
-    backend = Backend(setup.platform, None, "reference", dense_attention(setup.target.config, setup.dtype))
-    step = make_step(ordered.config, setup.draft, ids, o, backend)
-    place, measure = place_rows(setup.devices), measurer(setup, first)
+    config = setup.draft.config
+    target_params = jax.device_put(target.params, everywhere)
+    backend = dense_backend(config, setup.platform, setup.dtype)
+    step = make_step(target.config, config, ids, o, backend, setup.dtype)
+    place, measure = place_rows(setup.devices), measurer(setup)
     size = sum(x.size for x in state.params.values())
-    say(f"{size / 1e6:.2f} million parameters, {len(rows)} sequences, {len(jax.devices())} devices")
+    say(f"{size / 1e6:.2f} million parameters, {len(setup.rows)} rows, {len(jax.devices())} devices")
 
     def keep(at: int, state: State) -> None:
         """Measures, writes the draft where it is the best so far, saves, draws."""
@@ -149,7 +99,7 @@ def run(setup: Setup, history: orbax.History, started: float) -> None:
         found = measure(params)
         length, best = found.mean_acceptance_length, history.best
         if best is None or length > best:
-            orbax.save(o.out, params, setup.draft, fingerprint=setup.fingerprint, replace=True)
+            orbax.save(o.out, params, config, fingerprint=setup.fingerprint, replace=True)
         history.save(at, state, {METRIC: length})
         accepted = [n / max(found.num_drafts, 1) for n in found.num_accepted_tokens_per_pos]
         journal.add({"step": at, METRIC: length, "accepted_per_position": accepted})
@@ -159,14 +109,16 @@ def run(setup: Setup, history: orbax.History, started: float) -> None:
     window: list[dict[str, jax.Array]] = []
     total = journal.total or o.steps
     late, deadline = False, None if o.minutes is None else started + 60 * o.minutes
-    with training_progress(total) as report:
+    with (
+        training_progress(total) as report,
+        contextlib.closing(ahead(lambda at: place(batch(at)), itertools.count(at))) as batches,
+    ):
         if begun is None:
             keep(at, state)
         since = time.perf_counter()
         while at < total and not late:
             rate = learning_rate(o, at, total)
-            batch = data.batches(rows, o.seed, at, o.batch_size, o.length)
-            state, metrics = step(state, rate, target_params, *place((batch["tokens"], batch["mask"])))
+            state, metrics = step(state, rate, target_params, next(batches))
             at += 1
             window.append(metrics)
             late = deadline is not None and time.perf_counter() > deadline
@@ -188,23 +140,6 @@ def run(setup: Setup, history: orbax.History, started: float) -> None:
                 since = time.perf_counter()
     if at < total:
         say(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume goes on")
-
-
-def measurer(setup: Setup, first: dict[str, jax.Array]) -> Any:
-    """The measurement of acceptance on prompts of the held-out sequences, evenly spaced among them."""
-    o, held = setup.options, data.heldout(setup.shards)
-    chosen = np.linspace(0, len(held) - 1, min(o.eval_prompts, len(held))).astype(int)
-    prompts = [held.tokens[i, : max(1, min(held.prompt_length[i], LONGEST_PROMPT))].tolist() for i in chosen]
-    return make_measure(
-        setup.target,
-        Model(setup.draft, computed(first, setup.dtype)),
-        prompts,
-        num_speculative_tokens=o.num_speculative_tokens,
-        max_tokens=o.eval_tokens,
-        stop_ids=setup.stop_ids,
-        mesh=setup.mesh,
-        platform=setup.platform,
-    )
 
 
 def compact(params: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -7,8 +7,8 @@ https://arxiv.org/abs/2211.17192. Distilling with it: Zhou et al., https://arxiv
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,32 @@ from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, bind, whole
 from jaxspec.models.layers import Backend
-from jaxspec.shapes import Array, Bool, Float, Int
+from jaxspec.shapes import Array, Float, Int
 
-PIECE = 1 << 28  # numbers of the target's logits that are held at a time
+PIECE = 1 << 28  # logits that are held at a time
+NEVER = -1e4  # log-probability of what cannot be; finite, because 0 x inf is no number
+LEAST = 1e-6  # what is left beside other probabilities is not known better in float32
 
-# Log-probabilities over the draft's ids, of the target (they may sum to less than 1) and of the draft -> [...].
-LOSSES: dict[str, Callable[[Float[Array, "*n R"], Float[Array, "*n R"]], Float[Array, "*n"]]] = {
-    "kl": lambda log_p, log_q: jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1),
-    "rkl": lambda log_p, log_q: jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1),
-    # What the draft lacks counts as lost.
-    "tv": lambda log_p, log_q: 1.0 - jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1),
+TOLD = ("tv", "agree", "lost")
+
+# Log-probabilities of an outcome, of the target and of the draft -> its part of the divergence.
+DIVERGENCES: dict[str, Callable[[Float[Array, "*n"], Float[Array, "*n"]], Float[Array, "*n"]]] = {
+    "kl": lambda log_p, log_q: jnp.exp(log_p) * (log_p - log_q),
+    "rkl": lambda log_p, log_q: jnp.exp(log_q) * (log_q - log_p),
 }
+
+
+class Teacher(NamedTuple):
+    """What the target says of the tokens that come next, in the draft's ids.
+
+    own: i32[..., n], or [n] where they are 0, 1, ...; what is not below the draft's number of ids it lacks. log_p
+    f32[..., n]: their log-probabilities; rest f32[...]: that of all other ids together; likeliest i32[...]: one id.
+    """
+
+    own: jax.Array
+    log_p: jax.Array
+    rest: jax.Array
+    likeliest: jax.Array
 
 
 def own_ids_first(target: Model, d2t: np.ndarray | None) -> Model:
@@ -47,49 +62,99 @@ def computed(params: Params, dtype: Any) -> Params:
     return {name: x.astype(dtype) if x.ndim > 1 else x for name, x in params.items()}
 
 
+def stored(draft: Params, ids: Int[Array, "*rest n"], log_p: Float[Array, "*rest n"]) -> Teacher:
+    """Of the target's n likeliest ids, likeliest first, as `likeliest.kept` has them."""
+    own, log_p = ids.astype(jnp.int32), log_p.astype(jnp.float32)
+    if "t2d" in draft:
+        own = jnp.take(draft["t2d"], own, mode="clip")
+    return Teacher(own, log_p, left(log_p), own[..., 0])
+
+
+def computed_now(logits: Float[Array, "*rest V"], table_size: int) -> Teacher:
+    """Of the logits of a target with the draft's `own_ids_first`."""
+    log_p = logits[..., :table_size] - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    rest = jnp.full(logits.shape[:-1], jnp.log(LEAST))  # ids beyond these the draft lacks, or there are none
+    return Teacher(jnp.arange(table_size), log_p, rest, jnp.argmax(logits, axis=-1))
+
+
+def left(log_probs: Float[Array, "*rest n"]) -> Float[Array, "*rest"]:
+    """The log-probability of all other outcomes."""
+    return jnp.log(jnp.maximum(1.0 - jnp.sum(jnp.exp(log_probs), axis=-1), LEAST))
+
+
+def distances(
+    names: Iterable[str], teacher: Teacher, logits: Float[Array, "*rest R"], num_own: int
+) -> dict[str, Float[Array, "*rest"]]:
+    """Each of the losses, and "tv", "agree" and "lost" (see `loss_sums`), between the target and the draft's logits.
+
+    The outcomes are the listed ids that the draft has, and all ids that are not listed as one. Of these it is not known
+    what the two have in common: total variation counts it as lost, as it does what the draft lacks.
+    """
+    log_q = logits if teacher.own.ndim == 1 else jnp.take_along_axis(logits, teacher.own, axis=-1, mode="clip")
+    has = teacher.own < num_own
+    log_q = jnp.where(has, log_q - jax.nn.logsumexp(logits, axis=-1, keepdims=True), NEVER)
+    log_p = jnp.where(has, teacher.log_p, NEVER)
+    outcomes, rest = (log_p, log_q), (teacher.rest, left(log_q))
+    parts = ((name, DIVERGENCES[name]) for name in names if name in DIVERGENCES)
+    return {
+        **{name: jnp.sum(part(*outcomes), axis=-1) + part(*rest) for name, part in parts},
+        "tv": 1.0 - jnp.sum(jnp.exp(jnp.minimum(*outcomes)), axis=-1),
+        "agree": jnp.argmax(logits, axis=-1) == teacher.likeliest,
+        "lost": 1.0 - jnp.sum(jnp.exp(log_p), axis=-1) - jnp.exp(teacher.rest),
+    }
+
+
 def loss_sums(
     configs: tuple[ModelConfig, ModelConfig],
     weights: Mapping[str, float],
     backend: Backend,
+    dtype: Any,
     draft: Params,
     target: Params,
-    tokens: Int[Array, "B T"],
-    counted: Bool[Array, "B T"],
+    batch: Mapping[str, jax.Array],
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """-> (weighted loss, {"tv", "agree", "lost"}), all summed over the positions that count.
 
-    configs: (target as `own_ids_first` made it, draft); draft: float32, computed in the target's dtype; counted: tokens
-    that the draft shall predict from those before them. agree: both find the same id likeliest; lost: the target's
-    probability of ids that the draft lacks.
+    configs: (target as `own_ids_first` made it, draft); draft: float32, computed in dtype; batch: tokens i32[B,T]; mask
+    bool[B,T], of those that the draft shall predict from the tokens before them; and ids and log_p [B,T,n] of `stored`.
+    Without these the target is computed here. agree: both find the same id likeliest; lost: the target's probability of
+    ids that the draft lacks, as far as they are listed.
     """
-    dtype = target["embed"].dtype
-    theirs = whole(configs[0], target, tokens, backend)[1]
-    mine = whole(configs[1], computed(draft, dtype), tokens, backend)[1]
-    num_own = configs[1].table_size - (configs[1].reduced_vocab_size is not None)
+    draft_config, tokens, listed = configs[1], batch["tokens"], "ids" in batch
+    num_own = draft_config.table_size - (draft_config.reduced_vocab_size is not None)
+    hidden = whole(draft_config, computed(draft, dtype), tokens, backend)[1]
+    if listed:
+        said = {name: batch[name] for name in ("ids", "log_p")}
+    else:
+        said = {"hidden": whole(configs[0], target, tokens, backend)[1]}
+
+    def teach(said: Mapping[str, jax.Array]) -> Teacher:
+        if listed:
+            return stored(draft, **said)
+        return computed_now(bind(configs[0], target).logits(said["hidden"], backend), draft_config.table_size)
 
     @jax.checkpoint
-    def distances(draft, hidden, log_p, likeliest, counted):
+    def sums(draft, teacher, hidden, counted):
         # Converted here, so that the pieces' gradients of the table are added up in float32.
-        log_q = jax.nn.log_softmax(bind(configs[1], computed(draft, dtype)).logits(hidden, backend)[..., :num_own])
-        each = {name: LOSSES[name](log_p, log_q) for name in {*weights, "tv"}}
-        same = jnp.argmax(log_q, axis=-1) == likeliest
-        told = {"tv": each["tv"], "agree": same, "lost": 1.0 - jnp.sum(jnp.exp(log_p), axis=-1)}
-        loss = sum(weight * each[name] for name, weight in weights.items())
-        summed = lambda x: jnp.sum(jnp.where(counted, x, 0.0))
-        return summed(loss), jax.tree.map(summed, told)
+        logits = bind(draft_config, computed(draft, dtype)).logits(hidden, backend)
+        each = distances(weights, teacher, logits, num_own)
+        summed = {name: jnp.sum(jnp.where(counted, x, 0.0)) for name, x in each.items()}
+        return sum(weight * summed[name] for name, weight in weights.items()), {name: summed[name] for name in TOLD}
 
     def add(total, piece):
-        theirs, mine, counted = piece
-        logits = bind(configs[0], target).logits(theirs, backend)
-        log_p = logits[..., :num_own] - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        now = distances(draft, mine, log_p, jnp.argmax(logits, axis=-1), counted)
-        return jax.tree.map(jnp.add, total, now), None
+        said, hidden, counted = piece
+        return jax.tree.map(jnp.add, total, sums(draft, teach(said), hidden, counted)), None
 
-    follows = jnp.pad(counted[:, 1:], ((0, 0), (0, 1)))  # the last token predicts nothing
-    pieces = num_pieces(tokens.shape[0], tokens.shape[1], configs[0].vocab_size)
-    cut = lambda x: x.reshape(x.shape[0], pieces, -1, *x.shape[2:]).swapaxes(0, 1)
-    zero = (jnp.float32(0), dict.fromkeys(("tv", "agree", "lost"), jnp.float32(0)))
-    return lax.scan(add, zero, (cut(theirs), cut(mine), cut(follows)))[0]
+    follows = jnp.pad(batch["mask"][:, 1:], ((0, 0), (0, 1)))  # the last token predicts nothing
+    rows, length = tokens.shape
+    pieces = num_pieces(rows, length, draft_config.table_size if listed else configs[0].vocab_size)
+    zero = (jnp.float32(0), dict.fromkeys(TOLD, jnp.float32(0)))
+    return lax.scan(add, zero, jax.tree.map(lambda x: cut(x, pieces), (said, hidden, follows)))[0]
+
+
+def cut(x: jax.Array, pieces: int) -> jax.Array:
+    """[B, T, ...] -> [pieces, B, T / pieces, ...]"""
+    return x.reshape(x.shape[0], pieces, -1, *x.shape[2:]).swapaxes(0, 1)
 
 
 def num_pieces(rows: int, length: int, vocab_size: int) -> int:

@@ -20,12 +20,15 @@ class TrainOptions:
     """How a draft is built and distilled.
 
     Args:
-      layers, width, heads, kv_heads, mlp_width: the draft's shape; by default two thirds of the target's width and the
-        rest in proportion. The head size is always the target's.
+      layers, width, heads, kv_heads, mlp_width: the draft's shape; by default two layers of two thirds of the target's
+        width and the rest in proportion. The head size is always the target's.
       vocab_size: ids that the draft has of its own: the most frequent ones of the data, one of them for all others.
         None: at most 16,384.
       init_from_target: begin with the target's embeddings, projected where the widths differ, and with its layers,
         evenly spaced, where the shapes agree. False: random.
+      init_from: begin with this draft instead, to train it further: its shape and its vocabulary stay.
+      top_n: of the target's distribution, so many likeliest ids are found once, kept on disk beside the data and taught
+        from; all other ids count as one. 0: all ids are, and the target is computed in every step.
       steps, minutes: ends after so many steps; where fewer fit into so many minutes, after those.
       batch_size, length: rows of a step and tokens of a row; accumulate: parts that a step's rows are computed in.
       loss: a weighted sum of "kl" (forward), "rkl" (reverse) and "tv" (total variation), as "kl:1,tv:0.5".
@@ -41,13 +44,15 @@ class TrainOptions:
     target: str
     data: Path
     out: Path
-    layers: int = 2
+    layers: int | None = None
     width: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
     mlp_width: int | None = None
     vocab_size: int | None = None
     init_from_target: bool = True
+    init_from: str | None = None
+    top_n: int = 64
     steps: int = 2000
     minutes: float | None = None
     batch_size: int = 32
@@ -67,22 +72,24 @@ class TrainOptions:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "steps", "batch_size", "accumulate", "eval_every", "eval_prompts", "eval_tokens"):
+        for name in ("steps", "batch_size", "accumulate", "eval_every", "eval_prompts", "eval_tokens"):
             at_least(name, getattr(self, name), 1)
-        for name in ("width", "heads", "kv_heads", "mlp_width"):
+        for name in ("layers", "width", "heads", "kv_heads", "mlp_width"):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, 1)
         if self.vocab_size is not None:
             at_least("vocab_size", self.vocab_size, 2)
         at_least("length", self.length, 2)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
-        for name in ("warmup", "weight_decay", "seed"):
+        for name in ("warmup", "weight_decay", "seed", "top_n"):
             at_least(name, getattr(self, name), 0)
         for name in ("learning_rate", "clip", "minutes"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be above 0")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
+        if self.init_from and not self.init_from_target:
+            raise ValueError(f"init_from={self.init_from} and init_from_target=False exclude each other: leave one out")
         one_of("dtype", self.dtype, DTYPES)
         loss_weights(self.loss)
 

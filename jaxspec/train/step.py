@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.mesh import MODEL_AXES, sharding
 from jaxspec.train.build import VOCABULARY
-from jaxspec.train.loss import loss_sums
+from jaxspec.train.loss import TOLD, loss_sums
 from jaxspec.train.options import TrainOptions, loss_weights
 
 Params = dict[str, jax.Array]
@@ -48,30 +49,31 @@ def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
 
 
 def make_step(
-    target: ModelConfig, draft: ModelConfig, ids: Params, options: TrainOptions, backend: Backend
+    target: ModelConfig, draft: ModelConfig, ids: Params, options: TrainOptions, backend: Backend, dtype: Any
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
-    """step(state, rate, target's params, tokens i32[B,T], mask bool[B,T]) -> (state, metrics), the state donated.
+    """step(state, rate, target's params, batch of `loss_sums`) -> (state, metrics), the state donated.
 
-    target: of `own_ids_first`; ids: the draft's vocabulary. metrics: means over the tokens that count, of "loss", "tv",
-    "agree" and "lost" (see `loss_sums`), and "gradient", its norm before it is cut.
+    target: of `own_ids_first`; it and its params are not looked at where the batch has what the target says. ids: the
+    draft's vocabulary; dtype: of the computation. metrics: means over the tokens that count, of "loss", "tv", "agree"
+    and "lost" (see `loss_sums`), and "gradient", its norm before it is cut.
     """
     optimizer, configs, weights = make_optimizer(options), (target, draft), loss_weights(options.loss)
 
-    def sums(params, target_params, tokens, mask):
-        return loss_sums(configs, weights, backend, {**params, **ids}, target_params, tokens, mask)
+    def sums(params, target_params, batch):
+        return loss_sums(configs, weights, backend, dtype, {**params, **ids}, target_params, batch)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, rate, target_params: Params, tokens, mask):
-        def part(total, xs):
-            (loss, told), grads = jax.value_and_grad(sums, has_aux=True)(state.params, target_params, *xs)
+    def step(state: State, rate, target_params: Params, batch):
+        def part(total, batch):
+            (loss, told), grads = jax.value_and_grad(sums, has_aux=True)(state.params, target_params, batch)
             return jax.tree.map(jnp.add, total, ({"loss": loss, **told}, grads)), None
 
         # Rows go to the parts in turns, so that every device keeps a share of each part.
-        split = lambda x: x.reshape(-1, options.accumulate, x.shape[1]).swapaxes(0, 1)
-        told = dict.fromkeys(("loss", "tv", "agree", "lost"), jnp.float32(0))
+        split = lambda x: x.reshape(-1, options.accumulate, *x.shape[1:]).swapaxes(0, 1)
+        told = dict.fromkeys(("loss", *TOLD), jnp.float32(0))
         zero = (told, jax.tree.map(jnp.zeros_like, state.params))
-        (told, grads), _ = lax.scan(part, zero, (split(tokens), split(mask)))
-        count = jnp.maximum(jnp.sum(mask[:, 1:]), 1)
+        (told, grads), _ = lax.scan(part, zero, jax.tree.map(split, batch))
+        count = jnp.maximum(jnp.sum(batch["mask"][:, 1:]), 1)
         told, grads = jax.tree.map(lambda x: x / count, (told, grads))
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         updates = jax.tree.map(lambda x: rate * x, updates)
@@ -81,21 +83,23 @@ def make_step(
     return step
 
 
-def dense_attention(config: ModelConfig, dtype: Any) -> Literal["xla", "cudnn"]:
-    """cuDNN's attention, which never writes the scores to memory, where this device and its libraries have it."""
-    if jax.default_backend() != "gpu" or jnp.dtype(dtype).itemsize != 2:
-        return "xla"
+def dense_backend(config: ModelConfig, platform: str, dtype: Any) -> Backend:
+    """Of passes over whole rows: with cuDNN's attention, which never writes the scores to memory, where this device and
+    its libraries have it."""
+    backend = Backend(platform, None, "reference")
+    if platform != "gpu" or jnp.dtype(dtype).itemsize != 2:
+        return backend
     heads = lambda count: jax.ShapeDtypeStruct((1, 128, count, config.head_dim), dtype)
     query, key = heads(config.num_heads), heads(config.num_kv_heads)
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     try:
         jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args)).astype(jnp.float32))).lower(query, key, key).compile()
     except Exception:  # what JAX raises for a missing library or an old device differs from version to version
-        return "xla"
-    return "cudnn"
+        return backend
+    return dataclasses.replace(backend, dense_attention="cudnn")
 
 
-def first_state(params: Params, options: TrainOptions, placed: Any) -> State:
+def first_state(params: Mapping[str, jax.Array], options: TrainOptions, placed: Any) -> State:
     """A state of its own arrays, placed alike: steps donate them."""
     own = {name: jnp.copy(x) for name, x in params.items() if name not in VOCABULARY}
     return jax.device_put(State(own, make_optimizer(options).init(own)), placed)

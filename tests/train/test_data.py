@@ -14,6 +14,7 @@ from jaxspec.engine.engine import sample_seed
 from jaxspec.llm import LLM
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train import data, generate, openings
+from jaxspec.train.ahead import ahead
 from jaxspec.train.generate import DataOptions, engine_options
 from jaxspec.train.prompts import CATEGORIES
 from tests.folders import BOS, CHAT_TEMPLATE, EOS, write_model
@@ -241,44 +242,68 @@ def test_a_failure_is_told(llm, tmp_path, monkeypatch):
     assert not llm.engine.busy
 
 
-def test_batches_are_a_function_of_seed_and_step():
-    shards, copy = made_of(50), made_of(50)
-    first = [data.batches(shards, 1, step, 4, 16) for step in range(9)]
-    again = [data.batches(copy, 1, step, 4, 16) for step in reversed(range(9))][::-1]
-    for a, b in zip(first, again, strict=True):
-        assert (a["tokens"] == b["tokens"]).all()
-        assert (a["mask"] == b["mask"]).all()
-    assert any((a["tokens"] != b["tokens"]).any() for a, b in itertools.pairwise(first))
-    assert (data.batches(shards, 2, 0, 4, 16)["tokens"] != first[0]["tokens"]).any()
+def test_rows_are_a_function_of_the_seed():
+    rows, again, other = (data.packed(made_of(50), seed, 16) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(rows.tokens, again.tokens)
+    np.testing.assert_array_equal(rows.mask, again.mask)
+    assert (rows.tokens != other.tokens).any()
 
 
-@pytest.mark.parametrize("prompts", [False, True])
-def test_packing_and_mask(prompts):
+def test_packing_and_mask():
     shards = made_of(50)
-    steps = int(shards.length.sum()) // (4 * 16)
-    epoch = [data.batches(shards, 1, step, 4, 16, prompts=prompts) for step in range(steps)]
-    for batch in epoch:
-        assert batch["tokens"].shape == batch["mask"].shape == (4, 16)
-        assert batch["tokens"].dtype == np.int32
-        assert batch["mask"].dtype == bool
-        sequence, offset = batch["tokens"] // 100 - 1, batch["tokens"] % 100
-        assert (sequence >= 0).all()  # no padding
-        first = 1 if prompts else shards.prompt_length[sequence]
-        expected = offset >= first
-        expected[:, 0] = False
-        assert (batch["mask"] == expected).all()
-        follows = (sequence[:, 1:] == sequence[:, :-1]) & (offset[:, 1:] == offset[:, :-1] + 1)
-        assert (follows | (offset[:, 1:] == 0)).all()
-    seen = np.concatenate([batch["tokens"].ravel() for batch in epoch])
-    assert len(set(seen.tolist())) == len(seen)  # an epoch shows no token twice
-    assert len(seen) > shards.length.sum() - 4 * 16
-    second = np.concatenate([data.batches(shards, 1, steps + s, 4, 16)["tokens"].ravel() for s in range(steps)])
-    assert (second != seen).any()
+    rows = data.packed(shards, 1, 16)
+    assert rows.tokens.shape == rows.mask.shape == (shards.length.sum() // 16, 16)
+    assert rows.tokens.dtype == shards.tokens.dtype
+    assert rows.mask.dtype == bool
+    sequence, offset = rows.tokens // 100 - 1, rows.tokens % 100
+    assert (sequence >= 0).all()  # no padding
+    expected = offset >= shards.prompt_length[sequence]
+    expected[:, 0] = False
+    assert (rows.mask == expected).all()
+    stream, at = sequence.ravel(), offset.ravel()
+    follows = (stream[1:] == stream[:-1]) & (at[1:] == at[:-1] + 1)
+    begins = (at[1:] == 0) & (at[:-1] == shards.length[stream[:-1]] - 1)
+    assert (follows | begins).all()
+    assert len(set(rows.tokens.ravel().tolist())) == rows.tokens.size  # no token twice
+
+
+def test_an_epoch_takes_every_row_once():
+    """The first as they lie; every other one in an order of its own."""
+    epochs = [np.concatenate([data.chosen(43, 1, 10 * epoch + step, 4) for step in range(10)]) for epoch in range(3)]
+    np.testing.assert_array_equal(epochs[0], np.arange(40))
+    for rows in epochs[1:]:
+        assert len(set(rows.tolist())) == 40
+        assert set(rows.tolist()) < set(range(43))
+    assert (epochs[1] != epochs[2]).any()
+    np.testing.assert_array_equal(data.chosen(43, 1, 13, 4), epochs[1][12:16])
+    assert (data.chosen(43, 2, 13, 4) != epochs[1][12:16]).any()
 
 
 def test_too_little_data_for_a_batch():
-    with pytest.raises(ValueError, match="are less than one batch of 64 x 512: generate more or lower them"):
-        data.batches(made_of(5), 0, 0, 64, 512)
+    with pytest.raises(ValueError, match="the data makes 43 rows, less than one batch of 64: generate more, or lower"):
+        data.chosen(43, 0, 0, 64)
+
+
+def test_ahead_computes_the_next_one_only():
+    """In order, to the end; an error is told where its result was due."""
+    begun = []
+
+    def square(i):
+        begun.append(i)
+        if i == 4:
+            raise KeyError(i)
+        return i * i
+
+    results = ahead(square, itertools.count())
+    assert [next(results) for _ in range(3)] == [0, 1, 4]
+    results.close()
+    assert len(begun) <= 4
+    assert list(ahead(square, range(3))) == [0, 1, 4]
+    assert list(ahead(square, ())) == []
+    results = ahead(square, itertools.count())
+    assert [next(results) for _ in range(4)] == [0, 1, 4, 9]
+    with pytest.raises(KeyError):
+        next(results)
 
 
 def test_heldout_is_not_trained_on(shards):

@@ -1,4 +1,5 @@
-"""The losses are what their names say, and cutting the sequence, the batch or the vocabulary changes nothing."""
+"""The losses are what their names say, with all ids and with the n likeliest, and cutting the sequence, the batch or
+the vocabulary changes nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.train import loss as losses
 from jaxspec.train import step as steps
 from jaxspec.train.build import vocabulary
+from jaxspec.train.likeliest import top
 from jaxspec.train.loss import loss_sums, own_ids_first
 from tests import laws, lively, tiny
 from tests.train import runs
 
 BACKEND = Backend("cpu", None, "reference")
-SIZE = 24
+SIZE, VOCAB = 24, tiny.BASE.vocab_size
 IDS = vocabulary(np.random.default_rng(3).permutation(tiny.BASE.vocab_size), SIZE)
 TARGET = lively.target()
+ORDERED = own_ids_first(TARGET, IDS["d2t"])
 FULL = tiny.model(tiny.small(), 5)
 REDUCED = tiny.model(dataclasses.replace(tiny.small(), reduced_vocab_size=SIZE), 5)
 REDUCED = dataclasses.replace(REDUCED, params={**REDUCED.params, **{n: jnp.asarray(x) for n, x in IDS.items()}})
@@ -34,11 +37,19 @@ MASK[:, 0] = MASK[0, 10:] = False
 WEIGHTS = {"kl": 1.0, "rkl": 0.5, "tv": 2.0}
 
 
-def sums(draft, weights, target=TARGET, tokens=TOKENS, mask=MASK):
+def listed(n):
+    """What a target says of TOKENS by its n likeliest ids, in float32."""
+    decoder, hidden = whole(TARGET.config, TARGET.params, jnp.asarray(TOKENS), BACKEND)
+    ids, log_p = top(decoder.logits(hidden, BACKEND), n)
+    return {"ids": ids, "log_p": log_p}
+
+
+def sums(draft, weights, target=TARGET, tokens=TOKENS, mask=MASK, **told):
     ordered = own_ids_first(target, IDS["d2t"] if draft is REDUCED else None)
-    configs = (ordered.config, draft.config)
-    run = jax.jit(lambda d, t: loss_sums(configs, weights, BACKEND, d, t, tokens, mask))
-    total, told = run(draft.params, ordered.params)
+    configs, batch = (ordered.config, draft.config), {"tokens": tokens, "mask": mask, **told}
+    params = {} if told else ordered.params
+    run = jax.jit(lambda d, t: loss_sums(configs, weights, BACKEND, jnp.float32, d, t, batch))
+    total, told = run(draft.params, params)
     return float(total), {name: float(x) for name, x in told.items()}
 
 
@@ -54,23 +65,86 @@ def distributions(draft):
     return found
 
 
+def coarsened(p, q, n):
+    """p, q [tokens, n] of the target's n likeliest ids, and [tokens, 1] of all others together."""
+    ids = np.argsort(-p, axis=-1)[:, :n]
+    pick = lambda x: np.take_along_axis(x, ids, axis=-1)
+    return pick(p), pick(q), *(1.0 - pick(x).sum(axis=-1, keepdims=True) for x in (p, q))
+
+
+@pytest.mark.parametrize("n", [None, 1, 5, VOCAB])
 @pytest.mark.parametrize("draft", [FULL, REDUCED], ids=["full", "reduced"])
-def test_against_numpy(draft):
+def test_against_numpy(draft, n):
     p, q = distributions(draft)
+    agree, told = np.sum(p.argmax(axis=-1) == q.argmax(axis=-1)), {}
+    if n is None:
+        p_rest, q_rest = np.zeros((2, len(p), 1))
+    else:
+        told = listed(n)
+        p, q, p_rest, q_rest = coarsened(p, q, n)
     own = q > 0
-    log = lambda x: np.log(np.where(own, x, 1.0))
+    log = lambda x: np.log(np.where(x > 1e-9, x, 1.0))
+    kl = lambda p, q: np.sum(np.where(q > 1e-9, p * (log(p) - log(q)), 0.0))
     expected = {
-        "kl": np.sum(np.where(own, p, 0.0) * (log(p) - log(q))),
-        "rkl": np.sum(q * (log(q) - log(p))),
+        "kl": kl(p, q) + kl(p_rest, q_rest),
+        "rkl": kl(np.where(own, q, 0.0), np.where(own, p, 0.0)) + kl(q_rest, p_rest),
         "tv": np.sum(1.0 - np.minimum(p, q).sum(axis=-1)),
     }
     for name, value in expected.items():
-        assert sums(draft, {name: 1.0})[0] == pytest.approx(value, rel=1e-4), name
-    told = sums(draft, {"kl": 1.0})[1]
-    assert told["tv"] == pytest.approx(expected["tv"], rel=1e-4)
-    assert told["lost"] == pytest.approx(np.sum(np.where(own, 0.0, p)), rel=1e-4, abs=1e-4)
-    assert told["agree"] == np.sum(p.argmax(axis=-1) == q.argmax(axis=-1))
-    assert sums(draft, WEIGHTS)[0] == pytest.approx(sum(w * expected[n] for n, w in WEIGHTS.items()), rel=1e-4)
+        assert sums(draft, {name: 1.0}, **told)[0] == pytest.approx(value, rel=2e-4), name
+    found = sums(draft, {"kl": 1.0}, **told)[1]
+    assert found["tv"] == pytest.approx(expected["tv"], rel=1e-4)
+    assert found["lost"] == pytest.approx(np.sum(np.where(own, 0.0, p)), rel=1e-4, abs=1e-4)
+    assert found["agree"] == agree
+    assert sums(draft, WEIGHTS, **told)[0] == pytest.approx(sum(w * expected[n] for n, w in WEIGHTS.items()), rel=1e-4)
+
+
+@pytest.mark.parametrize("draft", [FULL, REDUCED], ids=["full", "reduced"])
+def test_all_ids_listed_are_all_ids(draft):
+    (loss, told), (also_loss, also_told) = sums(draft, WEIGHTS), sums(draft, WEIGHTS, **listed(VOCAB))
+    assert also_loss == pytest.approx(loss, rel=1e-4)
+    assert also_told == pytest.approx(told, rel=1e-4, abs=1e-3)
+
+
+def test_fewer_ids_never_flatter():
+    lengths = [sums(REDUCED, {"tv": 1.0}, **listed(n))[0] for n in (1, 2, 4, 8, 16, VOCAB)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1] + 1.0
+
+
+@pytest.mark.parametrize("n", [1, 5, VOCAB])
+@pytest.mark.parametrize("draft", [FULL, REDUCED], ids=["full", "reduced"])
+def test_gradients_are_those_of_the_dense_formula(draft, n):
+    """Written out over all V ids of the target, with what is listed as a mask."""
+    num_own, size = SIZE - 1 if draft is REDUCED else VOCAB, draft.config.table_size
+    rng = np.random.default_rng(n)
+    p = laws.softmax(3 * rng.standard_normal((6, VOCAB)))
+    t2d = IDS["t2d"] if draft is REDUCED else np.arange(VOCAB)
+    logits = (2 * rng.standard_normal((6, size))).astype(np.float32)
+    logits[:, num_own:] = -np.inf
+    ids, log_p = top(jnp.log(jnp.asarray(p, jnp.float32)), n)
+    among = np.zeros((6, VOCAB), bool)
+    np.put_along_axis(among, np.asarray(ids), True, axis=-1)
+    has = among & (t2d < num_own)
+
+    def dense(logits):
+        q = jax.nn.softmax(logits)[:, t2d]
+        mean = lambda x: jnp.sum(jnp.where(has, x, 0.0))
+        safe = jnp.where(has, q, 1.0)
+        rest_p = jnp.maximum(1.0 - jnp.sum(jnp.where(among, p, 0.0), axis=-1), losses.LEAST)
+        rest_q = jnp.maximum(1.0 - jnp.sum(jnp.where(has, q, 0.0), axis=-1), losses.LEAST)
+        ratio, rest = jnp.log(p / safe), jnp.log(rest_p / rest_q)
+        kl, rkl = mean(p * ratio) + jnp.sum(rest_p * rest), -mean(q * ratio) - jnp.sum(rest_q * rest)
+        return WEIGHTS["kl"] * kl + WEIGHTS["rkl"] * rkl + WEIGHTS["tv"] * (6.0 - mean(jnp.minimum(p, q)))
+
+    def listed(logits):
+        each = losses.distances(WEIGHTS, losses.stored(draft.params, ids, log_p), logits, num_own)
+        return sum(jnp.sum(weight * each[name]) for name, weight in WEIGHTS.items())
+
+    (value, slope), (expected, dense_slope) = (jax.value_and_grad(f)(jnp.asarray(logits)) for f in (listed, dense))
+    assert float(value) == pytest.approx(float(expected), rel=1e-4)
+    assert np.abs(dense_slope).max() > 0.05
+    np.testing.assert_allclose(slope, dense_slope, atol=2e-4)
 
 
 def test_a_draft_that_is_its_target_loses_nothing():
@@ -79,11 +153,13 @@ def test_a_draft_that_is_its_target_loses_nothing():
     assert told["agree"] == MASK.sum()
 
 
-def test_pieces_add_up(monkeypatch):
-    whole_sum = sums(REDUCED, WEIGHTS)
-    monkeypatch.setattr(losses, "PIECE", 4 * 3 * tiny.BASE.vocab_size)
-    assert losses.num_pieces(4, 12, tiny.BASE.vocab_size) == 4
-    assert sums(REDUCED, WEIGHTS)[0] == pytest.approx(whole_sum[0], rel=1e-5)
+@pytest.mark.parametrize(("n", "size"), [(None, VOCAB), (5, SIZE)], ids=["all", "5"])
+def test_pieces_add_up(monkeypatch, n, size):
+    told = {} if n is None else listed(n)
+    whole_sum = sums(REDUCED, WEIGHTS, **told)
+    monkeypatch.setattr(losses, "PIECE", 4 * 3 * size)
+    assert losses.num_pieces(4, 12, size) == 4
+    assert sums(REDUCED, WEIGHTS, **told)[0] == pytest.approx(whole_sum[0], rel=1e-5)
 
 
 def test_what_does_not_count_changes_nothing():
@@ -96,17 +172,18 @@ def test_what_does_not_count_changes_nothing():
     assert sums(FULL, WEIGHTS, tokens=after)[0] == pytest.approx(sums(FULL, WEIGHTS)[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("n", [None, 5])
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_parts_of_a_batch_make_the_same_step(accumulate, tmp_path):
+def test_parts_of_a_batch_make_the_same_step(accumulate, n, tmp_path):
     """Also where the parts hold different numbers of tokens that count."""
-    ordered = own_ids_first(TARGET, IDS["d2t"])
+    batch = {"tokens": TOKENS, "mask": MASK, **({} if n is None else listed(n))}
     ids = {name: REDUCED.params[name] for name in IDS}
 
     def after(parts):
         options = runs.options(tmp_path, "x", batch_size=4, accumulate=parts, warmup=0, steps=10)
         state = steps.first_state(REDUCED.params, options, sharding(make_mesh()))
-        step = steps.make_step(ordered.config, REDUCED.config, ids, options, BACKEND)
-        state, metrics = step(state, 0.01, ordered.params, TOKENS, MASK)
+        step = steps.make_step(ORDERED.config, REDUCED.config, ids, options, BACKEND, jnp.float32)
+        state, metrics = step(state, 0.01, ORDERED.params if n is None else {}, batch)
         return state, metrics
 
     (once, told), (parts, also_told) = after(1), after(accumulate)
@@ -119,15 +196,19 @@ def test_parts_of_a_batch_make_the_same_step(accumulate, tmp_path):
         assert not np.array_equal(once.params[name], REDUCED.params[name]), name
 
 
+@pytest.mark.parametrize("n", [None, 5])
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_a_step_lowers_for_accelerators(platform, tmp_path):
-    ordered, options = own_ids_first(TARGET, IDS["d2t"]), runs.options(tmp_path, "x", batch_size=4, accumulate=2)
+def test_a_step_lowers_for_accelerators(platform, n, tmp_path):
+    options = runs.options(tmp_path, "x", batch_size=4, accumulate=2)
     ids = {name: REDUCED.params[name] for name in IDS}
     backend = Backend({"cuda": "gpu"}.get(platform, platform), None, "reference")
-    step = steps.make_step(ordered.config, REDUCED.config, ids, options, backend)
+    step = steps.make_step(ORDERED.config, REDUCED.config, ids, options, backend, jnp.bfloat16)
     state = steps.first_state(REDUCED.params, options, sharding(make_mesh()))
-    target = {name: x.astype(jnp.bfloat16) for name, x in ordered.params.items()}
-    exported = jax.export.export(step, platforms=[platform])(state, jnp.float32(1), target, TOKENS, MASK)
+    target, told = {name: x.astype(jnp.bfloat16) for name, x in ORDERED.params.items()}, {}
+    if n is not None:
+        target, told = {}, {"ids": np.zeros((4, 12, n), np.uint16), "log_p": np.zeros((4, 12, n), np.float16)}
+    batch = {"tokens": TOKENS, "mask": MASK, **told}
+    exported = jax.export.export(step, platforms=[platform])(state, jnp.float32(1), target, batch)
     assert exported.platforms == (platform,)
     metrics = exported.out_tree.unflatten(exported.out_avals)[1]
     assert {name: x.dtype for name, x in metrics.items()} == dict.fromkeys(metrics, jnp.float32)

@@ -20,7 +20,7 @@ from checkpoints import orbax
 from jaxspec import LLM, SamplingParams
 from jaxspec.cli import main
 from jaxspec.info import describe
-from jaxspec.train import loop
+from jaxspec.train import likeliest, loop
 from jaxspec.train.step import learning_rate
 from tests import folders
 from tests.train import runs
@@ -131,6 +131,58 @@ def test_a_killed_run_ends_as_if_it_had_not_been(root):
     assert journal(killed, "acceptance_length") == journal(alone, "acceptance_length")
 
 
+def test_all_ids_teach_too(root):
+    """The target in every step, as without a file of what it says."""
+    folder = loop.train(runs.options(root, "all", top_n=0, steps=120))
+    assert max(journal(folder, "acceptance_length")) >= 2.5
+    assert journal(folder, "tv")[-1] < 0.7 * journal(folder, "tv")[0]
+
+
+def test_the_target_is_asked_once(trained, root, monkeypatch):
+    """A draft of another shape, with another vocabulary, learns from the same file."""
+    (path,) = (root / "data").glob("top-64-*.bin")
+    stamp = path.stat().st_mtime_ns
+    monkeypatch.setattr(likeliest, "ahead", None)
+    folder = loop.train(runs.options(root, "second", steps=20, vocab_size=50, width=32, heads=4))
+    assert path.stat().st_mtime_ns == stamp
+    assert journal(folder, "loss")[-1] < journal(folder, "loss")[0]
+    assert len(list((root / "data").glob("*.bin"))) == 1
+
+
+def test_a_short_run_asks_for_its_own_rows_only(root):
+    folder = loop.train(runs.options(root, "short", steps=3, eval_every=3, top_n=7))
+    (path,) = (root / "data").glob("top-7-*.bin")
+    assert path.stat().st_size == 3 * 8 * runs.LENGTH * 7 * 4
+    path.unlink()
+    assert folder.is_dir()
+
+
+def test_a_draft_is_trained_further(trained, root):
+    """It begins as good as it was, with its shape and its ids; what contradicts them is refused."""
+    shape = dict.fromkeys(("layers", "width", "heads", "kv_heads", "mlp_width", "vocab_size"))
+    begun = {"init_from": str(trained), "steps": 20, "eval_every": 20, "learning_rate": 1e-4}
+    folder = loop.train(runs.options(root, "further", **begun, **shape))
+    best = max(journal(trained, "acceptance_length"))
+    assert journal(folder, "acceptance_length")[0] == best
+    assert journal(folder, "loss")[0] < 0.5 * journal(trained, "loss")[0]
+    one, other = (checkpoints.load_config(checkpoints.resolve(str(path))) for path in (trained, folder))
+    assert one == other
+    for change, said in (({"width": 32}, "--width 32"), ({"vocab_size": 100}, "--vocab-size 100")):
+        with pytest.raises(ValueError, match=f"{said} asks for another shape: leave {said.split()[0]} out"):
+            loop.train(runs.options(root, "further2", **begun, **shape | change))
+    assert not (root / "further2").exists()
+
+
+def test_a_draft_of_another_tokenizer_is_not_trained_further(trained, root, tmp_path):
+    text = "entirely other words here and there"
+    other = folders.write_model(tmp_path / "other", vocab_size=runs.VOCAB, text=text)
+    with pytest.raises(ValueError, match="trained for another tokenizer"):
+        loop.train(runs.options(root, "x", target=str(other), init_from=str(trained)))
+    smaller = folders.write_model(tmp_path / "smaller", vocab_size=310)
+    with pytest.raises(ValueError, match=r"is a draft for 310 ids, the target has 320"):
+        loop.train(runs.options(root, "x", init_from=str(smaller)))
+
+
 def test_minutes_end_a_run(root, capsys):
     folder = loop.train(runs.options(root, "brief", minutes=1e-4))
     assert "--minutes 0.0001 are over: stopped after step 1 of 240; --resume goes on" in capsys.readouterr().err
@@ -169,6 +221,9 @@ REFUSED = [
     ({"--vocab-size": "321"}, "--vocab-size 321 exceeds the target's 320"),
     ({"--batch-size": "12"}, "--batch-size 12 in 1 parts does not divide over 8 devices"),
     ({"--accumulate": "3"}, "accumulate=3 does not divide batch_size=8"),
+    ({"--top-n": "-1"}, "top_n=-1 is below 0"),
+    ({"--top-n": "321"}, "--top-n 321 exceeds the target's 320 ids: lower it, or give 0 for all"),
+    ({"--init-from": "x", "--no-init-from-target": None}, "init_from=x and init_from_target=False exclude each other"),
     ({"--heads": "5", "--kv-heads": "2"}, "5 query heads do not divide among 2"),
     ({"--learning-rate": "-1"}, "learning_rate=-1.0 must be above 0"),
     ({"--length": "4096"}, "less than one batch"),

@@ -1,0 +1,134 @@
+"""What a training run begins with: target, draft and data, checked against one another, and what the target teaches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import checkpoints
+from jaxspec.engine.setup import Model
+from jaxspec.llm import PLATFORMS, check_same_tokenizer, compute_dtype, enable_compilation_cache, load
+from jaxspec.parallel.mesh import make_mesh
+from jaxspec.progress import say
+from jaxspec.train import build, data, likeliest
+from jaxspec.train.loss import computed, own_ids_first
+from jaxspec.train.measure import make_measure
+from jaxspec.train.options import TrainOptions
+from jaxspec.train.step import dense_backend
+
+LONGEST_PROMPT = 128  # of measurements, in tokens
+
+
+@dataclasses.dataclass
+class Setup:
+    """What a run works with. target: on one device, as the engine takes it; draft: float32, as it begins; ids: its
+    vocabulary, if reduced; rows: of the sequences that are trained on."""
+
+    options: TrainOptions
+    target: Model
+    draft: Model
+    ids: dict[str, jax.Array]
+    shards: data.Shards
+    rows: data.Rows
+    stop_ids: tuple[int, ...]
+    fingerprint: str
+    platform: str
+    dtype: Any
+    mesh: Any  # of the engine
+    devices: Any  # mesh over all devices, which share a step's rows
+
+
+def prepare(options: TrainOptions) -> Setup:
+    """Loads the target and the data, and checks that they fit."""
+    enable_compilation_cache()
+    platform, count = PLATFORMS[jax.default_backend()], len(jax.devices())
+    if options.batch_size // options.accumulate % count:
+        raise ValueError(
+            f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"
+        )
+    shards = data.load(options.data)
+    rows = data.packed(data.training(shards), options.seed, options.length)
+    data.chosen(len(rows), options.seed, 0, options.batch_size)  # refuses too few
+    source = checkpoints.resolve(options.target)
+    tokenizer, mesh = checkpoints.load_tokenizer(source), make_mesh()
+    dtype = compute_dtype(options.dtype, platform)
+    say(f"loading {options.target} ...")
+    target = load(source, dtype, mesh)
+    if (most := int(shards.tokens.max())) >= target.config.vocab_size:
+        raise ValueError(
+            f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
+            "generate the data with this target"
+        )
+    if options.top_n > target.config.vocab_size:
+        raise ValueError(
+            f"--top-n {options.top_n} exceeds the target's {target.config.vocab_size} ids: lower it, or give 0 for all"
+        )
+    if options.init_from:
+        begun = checkpoints.resolve(options.init_from)
+        build.check_begun(checkpoints.load_config(begun), target.config, options)
+        check_same_tokenizer(source, tokenizer, begun)
+        draft = load(begun, jnp.float32, mesh)
+    else:
+        draft = new_draft(options, target, shards, mesh)
+    ids = {name: draft.params[name] for name in build.VOCABULARY if name in draft.params}
+    stop_ids = checkpoints.load_stop_ids(source, tokenizer)
+    digest = checkpoints.fingerprint(tokenizer)
+    return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, platform, dtype, mesh, make_mesh(count))
+
+
+def new_draft(options: TrainOptions, target: Model, shards: data.Shards, mesh: Any) -> Model:
+    config, ids = build.draft_config(target.config, options), {}
+    if config.reduced_vocab_size:
+        ids = build.vocabulary(data.frequencies(shards, config.vocab_size), config.reduced_vocab_size)
+    seed, from_target = options.seed, options.init_from_target
+    return Model(config, build.first_params(config, target, ids, mesh, seed=seed, from_target=from_target))
+
+
+def teacher(setup: Setup) -> tuple[Model, Callable[[int], dict[str, np.ndarray]]]:
+    """(the target as the steps take it, batch(step) of `loss_sums`). Where its likeliest ids are kept, the batches hold
+    what it says, and it has no parameters."""
+    o, rows, target = setup.options, setup.rows, setup.target
+    told: np.ndarray | None = None
+    if o.top_n:
+        told = likeliest.kept(
+            o.data,
+            target,
+            rows,
+            min(len(rows), o.steps * o.batch_size),
+            o.top_n,
+            batch_size=o.batch_size // o.accumulate,
+            backend=dense_backend(target.config, setup.platform, setup.dtype),
+            devices=setup.devices,
+        )
+        target = Model(target.config, {})
+    else:
+        target = own_ids_first(target, np.asarray(setup.ids["d2t"]) if setup.ids else None)
+
+    def batch(step: int) -> dict[str, np.ndarray]:
+        at = data.chosen(len(rows), o.seed, step, o.batch_size)
+        found = {"tokens": rows.tokens[at].astype(np.int32), "mask": rows.mask[at]}
+        return found if told is None else found | {"ids": told["ids"][at], "log_p": told["log_p"][at]}
+
+    return target, batch
+
+
+def measurer(setup: Setup) -> Any:
+    """The measurement of acceptance on prompts of the held-out sequences, evenly spaced among them."""
+    o, held = setup.options, data.heldout(setup.shards)
+    chosen = np.linspace(0, len(held) - 1, min(o.eval_prompts, len(held))).astype(int)
+    prompts = [held.tokens[i, : max(1, min(held.prompt_length[i], LONGEST_PROMPT))].tolist() for i in chosen]
+    return make_measure(
+        setup.target,
+        Model(setup.draft.config, computed(setup.draft.params, setup.dtype)),
+        prompts,
+        num_speculative_tokens=o.num_speculative_tokens,
+        max_tokens=o.eval_tokens,
+        stop_ids=setup.stop_ids,
+        mesh=setup.mesh,
+        platform=setup.platform,
+    )
