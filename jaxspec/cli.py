@@ -265,7 +265,7 @@ def generate_data(
         str | None,
         typer.Option(help="Shares of chat, story, code, summary, rewrite, list, translate, free, self: chat:2,self:1."),
     ] = None,
-    temperatures: Annotated[str | None, typer.Option(help="Shares of temperatures; 0:0.5,0.7:0.25,1:0.25.")] = None,
+    temperatures: Annotated[str | None, typer.Option(help="Shares of temperatures; 0:0.5,0.7:0.4,1:0.1.")] = None,
     rows: Annotated[
         int | None, typer.Option(help="Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU.")
     ] = None,

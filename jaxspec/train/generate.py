@@ -39,9 +39,10 @@ MIXTURE = {
     "list": 0.06,
     "translate": 0.03,
     "free": 0.1,
-    "self": 1.5,  # three fifths: no grammar is as wide as what the target itself has seen
+    "self": 1.0,  # half: no grammar is as wide as what the target itself has seen, but it hardly ever asks for code
 }
-TEMPERATURES = {0.0: 0.5, 0.7: 0.25, 1.0: 0.25}
+# At 1 a small target often loses its thread, and what follows teaches little of what it is used for.
+TEMPERATURES = {0.0: 0.5, 0.7: 0.4, 1.0: 0.1}
 ROWS = {"cpu": 16, "gpu": 2048, "tpu": 512}
 REFILL = 8  # eighths of the rows are filled again at a time
 

@@ -115,12 +115,12 @@ def test_mixture_and_temperatures(llm, out, shards, options):
         assert abs(found - share) < 0.07 if share else found == counted[name] == 0
     greedy, warm = (np.mean(shards.temperature == np.float32(t)) for t in (0.0, 0.7))
     assert 0.35 < greedy < 0.62
-    assert 0.12 < warm < 0.38
+    assert 0.27 < warm < 0.53
     rng = random.Random(0)
     picked = [openings.pick({"a": 1.0, "b": 0.0, "c": 3.0}, rng) for _ in range(4000)]
     assert 0.72 < picked.count("c") / 4000 < 0.78
     assert "b" not in picked
-    assert generate.MIXTURE["self"] / sum(generate.MIXTURE.values()) == 0.6
+    assert generate.MIXTURE["self"] / sum(generate.MIXTURE.values()) == 0.5
 
 
 def test_messages_are_what_the_target_says(llm, tmp_path):
@@ -137,7 +137,7 @@ def test_messages_are_what_the_target_says(llm, tmp_path):
     for i, opening in enumerate(openings.openings(llm, options, 0)[:5]):
         prompt, answer = np.split(shard.tokens[i, : shard.length[i]], [shard.prompt_length[i]])
         seeds = [sample_seed(opening.seed, attempt) for attempt in range(1, 33)]
-        tried = says([BOS, user], [SamplingParams(temperature=0.8, seed=seed, max_tokens=32) for seed in seeds])
+        tried = says([BOS, user], [SamplingParams(temperature=1.0, seed=seed, max_tokens=32) for seed in seeds])
         tries.append(next(k for k, one in enumerate(tried) if one.finish_reason == "stop" and one.text.strip()))
         *message, end = tried[tries[-1]].token_ids
         assert end == EOS
