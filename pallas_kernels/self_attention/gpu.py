@@ -4,8 +4,8 @@ The second kernel is flash attention over pages, split as in `paged_attention`, 
 queries it needs. One more program a row and head norms, rotates, attends to and writes the tokens of this pass, so that
 the others need not wait for them.
 
-A single token's product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a
-head finishes last combines what all have left. With more tokens the compiler's own product is faster, and a small jnp
+Few tokens' product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a head
+finishes last combines what all have left. With more tokens the compiler's own product is faster, and a small jnp
 epilogue combines.
 """
 
@@ -23,7 +23,7 @@ from pallas_kernels.feed_forward.reference import rms_norm
 
 MIN_ROWS, MAX_ROWS = 16, 64  # rows (token, query head) of a key-value head: one program has them all
 MAX_TOKENS = 256  # of a pass; prompt chunks are other work
-SPLIT_KEYS, MAX_SPLITS = 128, 16  # half as many keys where one token is all there is
+SPLIT_KEYS, MAX_SPLITS = 128, 16  # half as many keys where the product comes in parts
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
@@ -46,11 +46,11 @@ def self_attention(
     operands = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
     operands |= {"block_table": block_table, "kv_len": kv_len}
     operands |= {"cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1), "old_pages": pages.reshape(p * s, g2, d)}
-    in_parts = b * t == 1 and x.dtype == jnp.bfloat16 and _split_product.covers(qkv)
+    in_parts = x.dtype == jnp.bfloat16 and _split_product.covers(b * t, qkv)
     splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
     if in_parts:
-        product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=b * g, interpret=interpret)
-        operands |= {"heads": product["sums"][:, None], "squares": product["squares"], "old_counts": product["zeros"]}
+        product = _split_product.split_product(x.reshape(b * t, -1), qkv, norm=norm, zeros=b * g, interpret=interpret)
+        operands |= {"heads": product["sums"], "squares": product["squares"], "old_counts": product["zeros"]}
     else:
         operands["heads"] = linear(qkv, rms_norm(norm, x, eps)).reshape(1, b * t, -1)
     operands = {name: value for name, value in operands.items() if value is not None}
@@ -107,14 +107,23 @@ def _kernel(
     position = ref["kv_len"][b] - num_tokens  # of the first token of this pass
     query_at = position + token
 
+    part_numbers = [jnp.int32(part) for part in range(heads.shape[0])]
+
+    def shrink_of(line):
+        """1 / rms of x at a line of a known number."""
+        squares = [plgpu.load(ref["squares"].at[part, jnp.int32(line)]) for part in part_numbers]
+        return lax.rsqrt(sum(squares) / width + eps)
+
     def product(line, columns, mask):
         """The normed x times qkv, at these lines and columns: its parts added up."""
-        parts = [jnp.int32(part) for part in range(heads.shape[0])]
         mask = jnp.broadcast_to(mask[:, None], columns.shape)
         load = lambda part: plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0)
-        y = sum(load(part).astype(jnp.float32) for part in parts)
+        y = sum(load(part).astype(jnp.float32) for part in part_numbers)
         if "squares" in ref:
-            y *= lax.rsqrt(sum(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
+            shrink = shrink_of(0)
+            for other in range(1, heads.shape[1]):
+                shrink = jnp.where(line[:, None] == other, shrink_of(other), shrink)
+            y *= shrink
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
     def rotated(line, first, mask, norm):
