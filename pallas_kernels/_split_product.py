@@ -106,7 +106,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, b
     column = column_block * columns + jnp.arange(columns, dtype=jnp.int32)
     firsts = [split * depth + at for at in range(0, depth, size)]
     at = jnp.arange(size, dtype=jnp.int32)
-    rows = range(sums.shape[1])
+    rows = range(sums.shape[1])  # as indices jnp.int32: the interpreter takes no plain numbers
 
     def parts(array, row, at):
         """Parts [their number, at] of a row under way; whoever needs them adds them up."""
@@ -147,7 +147,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, b
     products, squares = [0] * len(rows), [0] * len(rows)
     for first, read, scale, tile in zip(firsts, reads, scales, tiles, strict=True):
         tile = tile.astype(jnp.float32)
-        for row in rows:  # inside: the other way round float32 weights would fill the registers from row to row
+        for row in rows:  # the inner loop: as the outer one it would keep whole tiles of float32 in registers
             h = source(row, first, read[row])
             if scale is not None:
                 squares[row] += h * h
