@@ -28,7 +28,7 @@ def feed_forward(
         arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm
         options = {"eps": eps, "activation": activation, "block": block, "linear": _one_row.linear}
         return reference.feed_forward(*arrays, **options)
-    columns, _ = _split_product.tile(*down.shape, rows)
+    columns, _ = _split_product.tile(down.shape[0], width, rows)
     first = split_product(mixed.reshape(rows, -1), out, zeros=width // columns, interpret=interpret)
     both = split_product(x.reshape(rows, -1), gate_up, norm=norm, parts=first["parts"], interpret=interpret)
     done = split_product(
