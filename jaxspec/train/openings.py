@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jaxspec.train.generate import DataOptions
 
 TRIES = 100  # draws of a prompt that is short enough
-# Of the user's messages. At 0.8 SmolLM2's begin alike ("Can you", "I'm considering") and keep to few subjects; at 1 three
-# of four still end and make sense.
+# Of the user's messages. At 0.8 SmolLM2's begin alike ("Can you", "I'm considering") and keep to few subjects; at 1
+# three of four still end and make sense.
 MESSAGE_TEMPERATURE = 1.0
 MESSAGE_TRIES = 32  # a target that ends half of its messages runs out of them once in four billion
 
