@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.sources import DEFAULT_MODEL, DRAFTS
 from jaxspec.config import DTYPES, one_of
 from jaxspec.demo import peer, report
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics
@@ -17,10 +18,10 @@ from jaxspec.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
-MODEL = "smollm2-135m-instruct"  # embedded: its weights come out of a package, no hub is asked
-DRAFT = "smollm2-135m-draft"  # part of this package
+MODEL = DEFAULT_MODEL  # embedded: its weights come out of a package, no hub is asked
+DRAFT = DRAFTS[MODEL]
 BOTH = "ngram+draft_model"
-METHODS = ("plain", "ngram", "draft_model", BOTH)  # as they are shown
+METHODS = tuple(report.NAMES)
 NUM_SPECULATIVE_TOKENS = 4
 DRAFT_CHOICES = (2, 3, 4)  # K of the draft model, of which the fastest here is shown
 TRIAL_TOKENS = 24  # of each answer, to find it

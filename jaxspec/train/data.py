@@ -56,6 +56,11 @@ class Rows:
 ARRAYS = tuple(field.name for field in dataclasses.fields(Shards) if field.name != "manifest")
 
 
+def id_dtype(vocab_size: int) -> np.dtype:
+    """Of token ids on disk."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+
+
 def shard_path(folder: Path, index: int) -> Path:
     return folder / f"shard-{index:05d}.npz"
 

@@ -22,7 +22,7 @@ from jaxspec.options import options
 from jaxspec.progress import token_progress
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.ahead import ahead
-from jaxspec.train.data import MANIFEST, read_manifest, read_shard, shard_path, write_manifest, write_shard
+from jaxspec.train.data import MANIFEST, id_dtype, read_manifest, read_shard, shard_path, write_manifest, write_shard
 from jaxspec.train.openings import Opening, openings, with_message
 from jaxspec.train.prompts import CATEGORIES
 
@@ -128,9 +128,8 @@ class Shard:
     def __init__(self, index: int, openings: list[Opening], length: int, vocab_size: int) -> None:
         self.index, self.openings = index, openings
         count = len(openings)
-        dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
         self.arrays = {
-            "tokens": np.zeros((count, length), dtype),
+            "tokens": np.zeros((count, length), id_dtype(vocab_size)),
             "length": np.zeros(count, np.int32),
             "prompt_length": np.zeros(count, np.int32),
             "category": np.array([opening.category for opening in openings], np.uint8),

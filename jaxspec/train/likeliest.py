@@ -20,7 +20,7 @@ from jaxspec.parallel.mesh import sharding
 from jaxspec.progress import say, token_progress
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.train.ahead import ahead
-from jaxspec.train.data import Rows
+from jaxspec.train.data import Rows, id_dtype
 from jaxspec.train.loss import cut, num_pieces
 from jaxspec.train.step import place_rows
 
@@ -48,8 +48,7 @@ def kept(
     Raises: ValueError where the disk has no room for them.
     """
     vocab_size, length = target.config.vocab_size, rows.tokens.shape[1]
-    small = vocab_size <= 1 << 16
-    record = np.dtype([("ids", np.uint16 if small else np.int32, (length, n)), ("log_p", np.float16, (length, n))])
+    record = np.dtype([("ids", id_dtype(vocab_size), (length, n)), ("log_p", np.float16, (length, n))])
     path = folder / f"top-{n}-{digest(target, rows)}.bin"
     done = path.stat().st_size // record.itemsize if path.is_file() else 0
     size, free = (count - done) * record.itemsize, shutil.disk_usage(folder).free
