@@ -269,27 +269,33 @@ def generate_data(
     rows: Annotated[
         int | None, typer.Option(help="Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU.")
     ] = None,
+    part: Annotated[
+        str, typer.Option(metavar="I/N", help="The I-th of N processes, a device each, that fill the folder together.")
+    ] = "1/1",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Let a model write what a draft is trained on."""
-    from jaxspec.train.generate import MIXTURE, TEMPERATURES, DataOptions, engine_options, generate, shares
+    from jaxspec.train import generate as writing
+    from jaxspec.train.generate import DataOptions, shares
 
     options = DataOptions(
         tokens=tokens,
         seed=seed,
         length=length,
         shard_size=shard_size,
-        mixture=MIXTURE if mixture is None else shares("--mixture", mixture),
-        temperatures=TEMPERATURES if temperatures is None else shares("--temperatures", temperatures, float),
+        mixture=writing.MIXTURE if mixture is None else shares("--mixture", mixture),
+        temperatures=writing.TEMPERATURES if temperatures is None else shares("--temperatures", temperatures, float),
         rows=rows,
+        part=writing.part(part),
     )
     import checkpoints
     from jaxspec.llm import LLM
 
     say(f"loading {target} ...")
     name = checkpoints.resolve(target).name
-    written = generate(LLM(target, dtype=dtype, **engine_options(options)), out, options, target=name)
+    llm = LLM(target, dtype=dtype, **writing.engine_options(options))
+    written = writing.generate(llm, out, options, target=name)
     if as_json:
         print(json.dumps(written))
     else:
@@ -320,7 +326,7 @@ def train_draft(
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
     accumulate: Annotated[int, typer.Option(help="Parts that a step's rows are computed in, for memory.")] = 1,
     loss: Annotated[str | None, typer.Option(help="Shares of kl, rkl and tv: kl:1,tv:1.")] = None,
-    learning_rate: Annotated[float, typer.Option(help="At its highest; a cosine takes it to a tenth.")] = 2e-3,
+    learning_rate: Annotated[float, typer.Option(help="At its highest; a cosine takes it to a hundredth.")] = 2e-3,
     warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 100,
     weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices.")] = 0.01,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradients.")] = 1.0,

@@ -79,7 +79,7 @@ def read_shard(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    partial = folder / f"{MANIFEST}.partial"
+    partial = folder / f"{MANIFEST}.{os.getpid()}"  # other processes may be filling the folder too
     partial.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, folder / MANIFEST)
 

@@ -59,6 +59,8 @@ class DataOptions:
       shard_size: sequences of a shard.
       mixture: category (prompts.CATEGORIES) -> its share; temperatures: temperature -> its share. 0 is greedy.
       rows: sequences decoded together; changes the speed, not the data, but for rounding.
+      part: (i, n) is the i-th of n processes, one a device say, that fill the folder together: every n-th shard, and
+        that share of the tokens.
     """
 
     tokens: int
@@ -68,8 +70,11 @@ class DataOptions:
     mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(MIXTURE))
     temperatures: Mapping[float, float] = dataclasses.field(default_factory=lambda: dict(TEMPERATURES))
     rows: int | None = None
+    part: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
+        if not 1 <= self.part[0] <= self.part[1]:
+            raise ValueError(f"part {self.part[0]}/{self.part[1]}: give i/n with i in 1..n")
         for name, least in {"tokens": 1, "seed": 0, "length": 16, "shard_size": 1}.items():
             at_least(name, getattr(self, name), least)
         if self.rows is not None:
@@ -86,6 +91,10 @@ class DataOptions:
     @property
     def num_rows(self) -> int:
         return self.rows or ROWS.get(jax.default_backend(), ROWS["gpu"])
+
+    def takes(self, shard: int) -> bool:
+        """Whether the shard of this number is this part's."""
+        return shard % self.part[1] == self.part[0] - 1
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -106,6 +115,15 @@ def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, 
         return {kind(key.strip()): float(share) for key, share in pairs}
     except ValueError:
         raise ValueError(f"{name} {text}: give values with their shares, such as a:2,b:1") from None
+
+
+def part(text: str) -> tuple[int, int]:
+    """ "2/4" -> (2, 4). Raises ValueError."""
+    try:
+        i, n = map(int, text.split("/"))
+    except ValueError:
+        raise ValueError(f"--part {text}: give i/n, such as 2/4 for the second of four") from None
+    return i, n
 
 
 def engine_options(options: DataOptions) -> dict[str, Any]:
@@ -158,14 +176,16 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     folder.mkdir(parents=True, exist_ok=True)
     recipe = {"target": target, "vocab_size": engine.vocab_size, **options.recipe}
     check_recipe(folder, recipe)
-    done = {index: counts(read_shard(shard_path(folder, index))) for index in on_disk(folder)}
-    indices = (index for index in itertools.count() if index not in done)
+    done: dict[int, Counter[str]] = {}
+    look(folder, done)
+    mine = -(-options.tokens // options.part[1])
+    indices = (index for index in itertools.count() if options.takes(index) and index not in done)
     waiting: deque[tuple[Shard, int]] = deque()
     running: dict[Request, tuple[Shard, int]] = {}
     under_way: dict[int, Shard] = {}
 
     def num_tokens() -> int:
-        ended = sum(count["tokens"] for count in done.values())
+        ended = sum(count["tokens"] for index, count in done.items() if options.takes(index))
         return ended + sum(s.num_tokens for s in under_way.values()) + sum(r.num_tokens for r in running)
 
     def refill() -> None:
@@ -177,7 +197,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
             return
         for _ in range(eighth << (free.bit_length() - 1) if running else options.num_rows):
             if not waiting:
-                if num_tokens() >= options.tokens:
+                if num_tokens() >= mine:
                     return
                 index, begun = next(fresh)
                 under_way[index] = shard = Shard(index, begun, options.length, engine.vocab_size)
@@ -202,12 +222,18 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
         if not shard.left:
             write_shard(shard_path(folder, shard.index), shard.arrays)
             done[shard.index] = counts(under_way.pop(shard.index).arrays)
-            write_manifest(folder, manifest(recipe, done, options.tokens))
+            describe()
+
+    def describe() -> dict[str, Any]:
+        look(folder, done)
+        described = manifest(recipe, done, options.tokens)
+        write_manifest(folder, described)
+        return described
 
     try:
         with (
             contextlib.closing(ahead(lambda index: (index, openings(llm, options, index)), indices)) as fresh,
-            token_progress(options.tokens, num_tokens(), enabled=progress) as report,
+            token_progress(mine, num_tokens(), enabled=progress) as report,
         ):
             while True:
                 refill()
@@ -220,9 +246,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     finally:
         for request in running:  # after an interrupt
             engine.abort(request)
-    described = manifest(recipe, done, options.tokens)
-    write_manifest(folder, described)
-    return described
+    return describe()
 
 
 def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
@@ -237,8 +261,11 @@ def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
             )
 
 
-def on_disk(folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("shard-")) for path in folder.glob("shard-*.npz"))
+def look(folder: Path, done: dict[int, Counter[str]]) -> None:
+    """Adds what the shards on disk hold that are not in `done` yet: those of earlier runs, and of other parts."""
+    for index in sorted(int(path.stem.removeprefix("shard-")) for path in folder.glob("shard-*.npz")):
+        if index not in done:
+            done[index] = counts(read_shard(shard_path(folder, index)))
 
 
 def counts(arrays: dict[str, np.ndarray]) -> Counter[str]:

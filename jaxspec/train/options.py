@@ -33,7 +33,7 @@ class TrainOptions:
       batch_size, length: rows of a step and tokens of a row; accumulate: parts that a step's rows are computed in.
       loss: a weighted sum of "kl" (forward), "rkl" (reverse) and "tv" (total variation), as "kl:1,tv:0.5".
       learning_rate, warmup, weight_decay, clip: AdamW with a linear warm-up of `warmup` steps and a cosine down to a
-        tenth; gradients are cut at the norm `clip`.
+        hundredth; gradients are cut at the norm `clip`.
       eval_every: steps between measurements and checkpoints; eval_prompts, eval_tokens: held-out prompts that are
         answered then and the longest answer; num_speculative_tokens: K.
       dtype: that of the computation; masters are float32. "auto": float32 on CPU, else bfloat16.

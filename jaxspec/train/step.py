@@ -39,13 +39,13 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
 
 
 def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
-    """Of the step after `step` of `steps`: a linear warm-up, then a cosine down to a tenth. In plain Python: the device
-    would answer only when the step that is under way is done."""
+    """Of the step after `step` of `steps`: a linear warm-up, then a cosine down to a hundredth. In plain Python: the
+    device would answer only when the step that is under way is done."""
     warmup = min(options.warmup, steps)
     if step < warmup:
         return options.learning_rate * (step + 1) / warmup
     done = (step + 1 - warmup) / max(steps - warmup, 1)
-    return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+    return options.learning_rate * (0.505 + 0.495 * math.cos(math.pi * done))
 
 
 def make_step(

@@ -221,6 +221,25 @@ def test_goes_on_where_it_was_stopped(llm, out, options, tmp_path, monkeypatch):
     assert contents(tmp_path) == contents(out)
 
 
+def test_parts_fill_a_folder_together(llm, out, options, tmp_path):
+    """The shards are those that one process writes, whichever part ends first."""
+    manifests = []
+    for i in (2, 1):
+        part = DataOptions(**options | {"part": (i, 2)})
+        manifests.append(generate.generate(llm, tmp_path, part, target="tiny", progress=False))
+        if i == 2:
+            names = sorted(path.name for path in tmp_path.glob("*.npz"))
+            assert names == [f"shard-{index:05d}.npz" for index in range(1, 2 * len(names), 2)]
+    assert manifests[0]["shards"] == 0
+    whole, parts = contents(out), contents(tmp_path)
+    common = whole.keys() & parts.keys() - {data.MANIFEST}
+    assert len(common) >= 2
+    assert manifests[1]["shards"] >= 2
+    assert all(whole[name] == parts[name] for name in common)
+    assert generate.generate(llm, tmp_path, DataOptions(**options), target="tiny", progress=False)
+    assert contents(tmp_path)[data.MANIFEST] == whole[data.MANIFEST]
+
+
 def test_another_recipe_needs_another_folder(llm, out, options):
     before = contents(out)
     with pytest.raises(ValueError, match="seed=5, not 6: choose another folder"):
@@ -329,6 +348,7 @@ def test_frequencies_count_answers(shards):
         ({"mixture": {"chats": 1}}, "no category 'chats': choose among chat, story"),
         ({"mixture": {"chat": 0.0}}, "one must be positive"),
         ({"temperatures": {-1.0: 1}}, "temperature=-1.0 must be 0"),
+        ({"part": (3, 2)}, "part 3/2: give i/n with i in 1..n"),
         ({"mixtures": {}}, "did you mean 'mixture'"),
     ],
 )
@@ -374,3 +394,7 @@ def test_command(folder, tmp_path, capsys):
         cli.main([*arguments[:-2], "chat=1"])
     assert stop.value.code == 2
     assert "--mixture chat=1: give values with their shares" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*arguments, "--part", "2"])
+    assert stop.value.code == 2
+    assert "--part 2: give i/n" in capsys.readouterr().err

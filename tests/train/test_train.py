@@ -208,8 +208,8 @@ def test_learning_rate():
     rates = [learning_rate(options, step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == 1.0
-    assert rates[54] == pytest.approx(0.55)
-    assert rates[-1] == pytest.approx(0.1)
+    assert rates[54] == pytest.approx(0.505)
+    assert rates[-1] == pytest.approx(0.01)
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
