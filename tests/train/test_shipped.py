@@ -25,11 +25,11 @@ def test_small_enough_to_ship():
 @pytest.mark.real
 def test_it_drafts_for_its_target():
     texts = json.loads((Path(__file__).parents[1] / "heldout.json").read_text(encoding="utf-8"))
-    llm = LLM(TARGET, speculative_config={"model": DRAFT, "adaptive": False}, max_num_seqs=4, max_model_len=256)
-    prompts = [llm.render_chat([{"role": "user", "content": said[0]}]) for said in texts.values()]
+    llm = LLM(TARGET, speculative_config={"model": DRAFT, "adaptive": False}, max_num_seqs=8, max_model_len=256)
+    prompts = [llm.render_chat([{"role": "user", "content": text}]) for said in texts.values() for text in said[:2]]
     answers = lambda k: llm.generate(
-        prompts, SamplingParams(temperature=0.0, max_tokens=32, num_speculative_tokens=k), progress=False
+        prompts, SamplingParams(temperature=0.0, max_tokens=64, num_speculative_tokens=k), progress=False
     )
     drafted = answers(4)
-    assert llm.metrics.mean_acceptance_length > 1.7  # an untrained one has 1.0; all 64 prompts: see its model card
+    assert llm.metrics.mean_acceptance_length > 2.1  # 2.24 of eight prompts; for all 64, see its model card
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in answers(0)]
