@@ -38,7 +38,7 @@ def feed_forward(
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation or platform.
-      NotImplementedError: implementation "pallas" on TPU, or with more rows than its kernels take.
+      NotImplementedError: implementation "pallas" on TPU, or with several rows.
     """
     (f, e), (a, _) = down.shape, out.shape
     check_shape("feed_forward", "x", x, *x.shape[:-1], e)

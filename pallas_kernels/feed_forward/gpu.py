@@ -1,4 +1,4 @@
-"""feed_forward on GPU for few rows.
+"""feed_forward on GPU for one row.
 
 Small matrices: three products, each of which finishes the one before it (see `_split_product`). Others: the plain form
 with products of more rows than one (see `_one_row`).
@@ -13,26 +13,24 @@ from pallas_kernels.feed_forward import reference
 
 def fits(x) -> bool:
     """The shapes that this form is meant for."""
-    return x.size <= _split_product.MAX_ROWS * x.shape[-1] and x.dtype == jnp.bfloat16
+    return x.size == x.shape[-1] and x.dtype == jnp.bfloat16
 
 
 def feed_forward(
     x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *, eps, activation, block, interpret=False
 ):
-    rows, width = x.size // x.shape[-1], x.shape[-1]
-    if rows > _split_product.MAX_ROWS:
-        limit = f"at most {_split_product.MAX_ROWS} row(s), not {rows}"
-        raise NotImplementedError(f"feed_forward's kernels take {limit}: use implementation=None")
+    if x.size != x.shape[-1]:
+        raise NotImplementedError("feed_forward's kernels take one row: use implementation=None")
     sandwich = post_attention_norm is not None or post_mlp_norm is not None
-    if sandwich or block % _split_product.STEP or not _split_product.covers(rows, out, gate_up, down):
+    if sandwich or block % _split_product.STEP or not _split_product.covers(out, gate_up, down):
         arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm
         options = {"eps": eps, "activation": activation, "block": block, "linear": _one_row.linear}
         return reference.feed_forward(*arrays, **options)
-    columns, _ = _split_product.tile(down.shape[0], width, rows)
-    first = split_product(mixed.reshape(rows, -1), out, zeros=width // columns, interpret=interpret)
-    both = split_product(x.reshape(rows, -1), gate_up, norm=norm, parts=first["parts"], interpret=interpret)
+    columns, _ = _split_product.tile(down.shape[0], down.shape[1])
+    first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, interpret=interpret)
+    both = split_product(x.reshape(-1), gate_up, norm=norm, parts=first["parts"], interpret=interpret)
     done = split_product(
-        None, down, gated=(both["parts"], activation, block, width), finish=(both["new_x"], first["zeros"]), eps=eps,
+        None, down, gated=(both["parts"], activation, block, x.size), finish=(both["new_x"], first["zeros"]), eps=eps,
         interpret=interpret,
     )  # fmt: skip
     return done["out"].reshape(x.shape)

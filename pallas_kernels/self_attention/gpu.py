@@ -4,8 +4,8 @@ The second kernel is flash attention over pages, split as in `paged_attention`, 
 queries it needs. One more program a row and head norms, rotates, attends to and writes the tokens of this pass, so that
 the others need not wait for them.
 
-Few tokens' product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a head
-finishes last combines what all have left. With more tokens the compiler's own product is faster, and a small jnp
+A single token's product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a
+head finishes last combines what all have left. With more tokens the compiler's own product is faster, and a small jnp
 epilogue combines.
 """
 
@@ -23,7 +23,8 @@ from pallas_kernels.feed_forward.reference import rms_norm
 
 MIN_ROWS, MAX_ROWS = 16, 64  # rows (token, query head) of a key-value head: one program has them all
 MAX_TOKENS = 256  # of a pass; prompt chunks are other work
-SPLIT_KEYS, MAX_SPLITS = 128, 16  # half as many keys where the product comes in parts
+SPLIT_KEYS, MAX_SPLITS = 128, 16  # half as many keys where one token is all there is
+UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
@@ -46,11 +47,11 @@ def self_attention(
     operands = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
     operands |= {"block_table": block_table, "kv_len": kv_len}
     operands |= {"cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1), "old_pages": pages.reshape(p * s, g2, d)}
-    in_parts = x.dtype == jnp.bfloat16 and _split_product.covers(b * t, qkv)
+    in_parts = b * t == 1 and x.dtype == jnp.bfloat16 and _split_product.covers(qkv)
     splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
     if in_parts:
-        product = _split_product.split_product(x.reshape(b * t, -1), qkv, norm=norm, zeros=b * g, interpret=interpret)
-        operands |= {"heads": product["sums"], "squares": product["squares"], "old_counts": product["zeros"]}
+        product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=b * g, interpret=interpret)
+        operands |= {"heads": product["sums"][:, None], "squares": product["squares"], "old_counts": product["zeros"]}
     else:
         operands["heads"] = linear(qkv, rms_norm(norm, x, eps)).reshape(1, b * t, -1)
     operands = {name: value for name, value in operands.items() if value is not None}
@@ -65,9 +66,9 @@ def self_attention(
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*operands, *outputs), num_tokens=t, page_size=s, splits=splits,
-            block_rows=max(pl.next_power_of_2(rows), MIN_ROWS), block_keys=64 if d <= 128 else 32,
-            block_new=max(pl.next_power_of_2(t), 16), width=x.shape[-1], eps=eps, scale=scale, window=window,
-            soft_cap=soft_cap, barrier=not interpret,
+            block_rows=max(pl.next_power_of_2(rows), MIN_ROWS), block_out=pl.next_power_of_2(rows),
+            block_keys=64 if d <= 128 else 32, block_new=max(pl.next_power_of_2(t), 16), width=x.shape[-1], eps=eps,
+            scale=scale, window=window, soft_cap=soft_cap, barrier=not interpret,
         ),
         grid=(splits + 1, g, b),
         out_shape=list(outputs.values()),
@@ -88,7 +89,7 @@ def self_attention(
 
 
 def _kernel(
-    *refs, names, num_tokens, page_size, splits, block_rows, block_keys, block_new, width, eps, scale,
+    *refs, names, num_tokens, page_size, splits, block_rows, block_out, block_keys, block_new, width, eps, scale,
     window, soft_cap, barrier,
 ):  # fmt: skip
     ref = dict(zip(names, refs, strict=True))
@@ -107,23 +108,14 @@ def _kernel(
     position = ref["kv_len"][b] - num_tokens  # of the first token of this pass
     query_at = position + token
 
-    part_numbers = [jnp.int32(part) for part in range(heads.shape[0])]
-
-    def shrink_of(line):
-        """1 / rms of x at a line of a known number."""
-        squares = [plgpu.load(ref["squares"].at[part, jnp.int32(line)]) for part in part_numbers]
-        return lax.rsqrt(sum(squares) / width + eps)
-
     def product(line, columns, mask):
         """The normed x times qkv, at these lines and columns: its parts added up."""
+        parts = [jnp.int32(part) for part in range(heads.shape[0])]
         mask = jnp.broadcast_to(mask[:, None], columns.shape)
         load = lambda part: plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0)
-        y = sum(load(part).astype(jnp.float32) for part in part_numbers)
+        y = sum(load(part).astype(jnp.float32) for part in parts)
         if "squares" in ref:
-            shrink = shrink_of(0)
-            for other in range(1, heads.shape[1]):
-                shrink = jnp.where(line[:, None] == other, shrink_of(other), shrink)
-            y *= shrink
+            y *= lax.rsqrt(sum(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
     def rotated(line, first, mask, norm):
@@ -221,22 +213,30 @@ def _kernel(
     @pl.when(before == splits)
     def _combine():
         line = b * g + head
+        row = jnp.arange(block_out, dtype=jnp.int32)
+        here = row < num_tokens * group
         parts = jnp.arange(pl.next_power_of_2(splits + 1), dtype=jnp.int32)
         mask = (parts <= splits)[:, None] & here[None, :]
         at = (line, parts[:, None], row[None, :])
         top = plgpu.load(ref["top"].at[at], mask=mask, other=MASKED)
         total = plgpu.load(ref["total"].at[at], mask=mask, other=0)
-        highest = jnp.max(top, axis=0)
-        total = jnp.sum(total * jnp.exp(top - highest[None, :]), axis=0)
-        mask = jnp.broadcast_to(here[:, None], (block_rows, d))
-        acc = jnp.zeros((block_rows, d), jnp.float32)
-        for first in range(0, splits + 1, 4):  # four reads under way at a time
-            some = range(first, min(first + 4, splits + 1))
+        mask = jnp.broadcast_to(here[:, None], (block_out, d))
+        at_once = max(1, UNDER_WAY // (block_out * d))
+
+        def read(first):
+            """(top, acc) of some parts, under way."""
+            some = range(first, min(first + at_once, splits + 1))
             tops = [plgpu.load(ref["top"].at[line, i, row], mask=here, other=MASKED) for i in some]
             accs = [plgpu.load(ref["acc"].at[line, i, row[:, None], column[None, :]], mask=mask, other=0) for i in some]
-            for part_top, part in zip(tops, accs, strict=True):
+            return zip(tops, accs, strict=True)
+
+        reads = read(0)
+        highest = jnp.max(top, axis=0)
+        total = jnp.sum(total * jnp.exp(top - highest[None, :]), axis=0)
+        acc = jnp.zeros((block_out, d), jnp.float32)
+        for first in range(0, splits + 1, at_once):
+            for part_top, part in reads if first == 0 else read(first):
                 acc += part * jnp.exp(part_top - highest)[:, None]
         acc /= jnp.where(total > 0, total, 1)[:, None]
-        to = (head * group + row % group) * d
-        place = ref["out"].at[(b * num_tokens + token)[:, None], to[:, None] + column[None, :]]
-        plgpu.store(place, acc.astype(dtype), mask=mask)
+        to = (b * num_tokens + row // group)[:, None], ((head * group + row % group) * d)[:, None] + column[None, :]
+        plgpu.store(ref["out"].at[to], acc.astype(dtype), mask=mask)

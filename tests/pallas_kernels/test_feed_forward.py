@@ -33,23 +33,20 @@ def relative_error(out, expected):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("rows", [(1, 1), (1, 2)], ids=str)
-def test_every_flavour_equals_the_plain_form(name, shape, dtype, activation, rows, monkeypatch):
-    monkeypatch.setattr(_split_product, "MAX_ROWS", 2)
-    x, mixed, out, gate_up, down, norm = random_arguments(shape, rows, dtype)
+def test_every_flavour_equals_the_plain_form(name, shape, dtype, activation):
+    x, mixed, out, gate_up, down, norm = random_arguments(shape, (1, 1), dtype)
     options = {"eps": 1e-6, "activation": activation, "block": shape[3]}
     arguments = x, mixed, out, norm, gate_up, down, None, None
     plain = flavour("feed_forward", "reference")
     wide = [None if array is None else array.astype(jnp.float32) for array in arguments]
-    got, expected = kernel("feed_forward", name, **options)(*arguments), plain(*wide, **options)
-    for at in np.ndindex(rows):
-        assert relative_error(got[at], expected[at]) < TOLERANCE[dtype]
+    assert (
+        relative_error(kernel("feed_forward", name, **options)(*arguments), plain(*wide, **options)) < TOLERANCE[dtype]
+    )
 
 
-@pytest.mark.parametrize(("rows", "max_rows"), [((1, 1), 1), ((1, 2), 1), ((1, 2), 2), ((2, 1), 2), ((3, 5), 2)])
+@pytest.mark.parametrize("rows", [(1, 1), (3, 5)])
 @pytest.mark.parametrize("post", [False, True])
-def test_public_function(rows, max_rows, post, monkeypatch):
-    monkeypatch.setattr(_split_product, "MAX_ROWS", max_rows)
+def test_public_function(rows, post):
     x, mixed, *weights, norm = random_arguments(SHAPES[0], rows, "float32")
     options = {"norm": norm, "eps": 1e-6, "activation": "silu", "block": 128, "platform": "cpu"}
     if post:
@@ -57,42 +54,38 @@ def test_public_function(rows, max_rows, post, monkeypatch):
     expected = feed_forward(x, mixed, *weights, **options, implementation="reference")
     assert expected.shape == x.shape
     np.testing.assert_array_equal(feed_forward(x, mixed, *weights, **options), expected)
-    if x.shape[0] * x.shape[1] > max_rows:
-        with pytest.raises(NotImplementedError, match=f"at most {max_rows} row"):
+    if rows != (1, 1):
+        with pytest.raises(NotImplementedError, match="take one row"):
             feed_forward(x, mixed, *weights, **options, implementation="pallas")
     else:
         out = feed_forward(x, mixed, *weights, **options, implementation="pallas")
         assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
-def num_kernels(shape, rows=1, implementation="pallas"):
+def num_kernels(shape, implementation="pallas"):
     a, e, f, block = shape
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, rows, e), (1, rows, a), (a, e), (e, 2 * f), (f, e))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 1, e), (1, 1, a), (a, e), (e, 2 * f), (f, e))]
     options = {"eps": 1e-6, "block": block, "platform": "cpu", "implementation": implementation}
     layer = lambda *arrays: feed_forward(*arrays[:-1], norm=arrays[-1], **options)
     return str(jax.make_jaxpr(layer)(*shapes, jax.ShapeDtypeStruct((e,), jnp.float32))).count("pallas_call[")
 
 
-@pytest.mark.parametrize("max_rows", [1, 2])
-def test_small_matrices_have_kernels_and_large_ones_more_rows(max_rows, monkeypatch):
-    monkeypatch.setattr(_split_product, "MAX_ROWS", max_rows)
-    assert num_kernels((2048, 1024, 3072, 128), max_rows) == 3
-    assert num_kernels((4096, 4096, 12288, 128), max_rows) == 0
-    fits = lambda shape, dtype: module("feed_forward", "gpu").fits(jax.ShapeDtypeStruct(shape, dtype))
-    assert fits((1, max_rows, 1024), jnp.bfloat16)
-    assert fits((max_rows, 1, 1024), jnp.bfloat16)
-    assert not fits((1, max_rows + 1, 1024), jnp.bfloat16)
-    assert not fits((1, max_rows, 1024), jnp.float32)
+def test_small_matrices_have_kernels_and_large_ones_more_rows():
+    assert num_kernels((2048, 1024, 3072, 128)) == 3
+    assert num_kernels((4096, 4096, 12288, 128)) == 0
+    gpu = module("feed_forward", "gpu")
+    assert gpu.fits(jax.ShapeDtypeStruct((1, 1, 1024), jnp.bfloat16))
+    assert not gpu.fits(jax.ShapeDtypeStruct((1, 2, 1024), jnp.bfloat16))
+    assert not gpu.fits(jax.ShapeDtypeStruct((1, 1, 1024), jnp.float32))
 
 
 @pytest.mark.parametrize(
     ("depth", "width"), [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (2048, 8128), (704, 64)]
 )
-@pytest.mark.parametrize("rows", [1, 2])
-def test_what_a_program_reads_fits_into_its_registers(depth, width, rows):
-    columns, splits = _split_product.tile(depth, width, rows)
+def test_what_a_program_reads_fits_into_its_registers(depth, width):
+    columns, splits = _split_product.tile(depth, width)
     assert width % columns == 0 == depth % (splits * _split_product.STEP)
-    assert rows * depth // splits * columns <= _split_product.MAX_SHARE
+    assert depth // splits * columns <= _split_product.MAX_SHARE
 
 
 def test_wrong_arguments_are_named():
