@@ -8,6 +8,10 @@ from typing import Any
 from jaxspec.options import options, refuse_unsupported
 
 METHODS = ("draft_model", "ngram", "ngram+draft_model")
+# Method -> the (shortest, longest) n-gram that is looked up. A short match is a better guess than none, but not than a
+# draft model's: on the held-out prompts SmolLM2's draft alone has an acceptance length of 2.48, behind a look for 2 to
+# 4 tokens 2.46, for 4 to 6 tokens 2.52.
+LOOKUP = {"ngram": (2, 4), "ngram+draft_model": (4, 6)}
 REJECTION_METHODS = ("standard", "coupled", "synthetic")
 LATER_REJECTION_METHODS = ("block", "typical")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -33,7 +37,8 @@ class SpeculativeConfig:
       adaptive: choose the drafts of each launch among 0, K/2 and K by what they cost and how many of them are accepted,
         so that speculation is not slower than plain decoding. False: always K.
       disable_by_batch_size: no speculation while at least this many requests are running.
-      prompt_lookup_min, prompt_lookup_max: lengths of the n-gram that is looked up.
+      prompt_lookup_min, prompt_lookup_max: lengths of the n-gram that is looked up. Default: 2 and 4, beside a
+        draft model 4 and 6.
 
     Raises: ValueError for a value out of its range, NotImplementedError for what is not supported yet.
     """
@@ -53,8 +58,8 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     adaptive: bool = True
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,11 +71,10 @@ class SpeculativeConfig:
         if self.method == "ngram" and self.model:
             raise ValueError(f"method='ngram' uses no draft model, but model={self.model!r} is given: drop one of them")
         at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
-        at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
-        if self.prompt_lookup_max < self.prompt_lookup_min:
-            raise ValueError(
-                f"prompt_lookup_max={self.prompt_lookup_max} is below prompt_lookup_min={self.prompt_lookup_min}"
-            )
+        shortest, longest = self.lookup
+        at_least("prompt_lookup_min", shortest, 1)
+        if longest < shortest:
+            raise ValueError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}")
         one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
         if self.rejection_sample_method in LATER_REJECTION_METHODS:
             raise NotImplementedError(
@@ -95,6 +99,13 @@ class SpeculativeConfig:
                 "posterior_alpha": "it belongs to typical acceptance",
             },
         )
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """(shortest, longest) n-gram that is looked up."""
+        shortest, longest = LOOKUP.get(str(self.method), LOOKUP["ngram"])
+        given = lambda value, default: default if value is None else value
+        return given(self.prompt_lookup_min, shortest), given(self.prompt_lookup_max, longest)
 
     def synthetic_rates(self) -> tuple[float, ...] | None:
         """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""

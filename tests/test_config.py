@@ -170,7 +170,11 @@ def test_the_method_follows_from_the_model():
 
 
 def test_a_draft_model_behind_prompt_lookup():
-    assert SpeculativeConfig(method="ngram+draft_model", model="x").method == "ngram+draft_model"
+    both = {"method": "ngram+draft_model", "model": "x"}
+    assert SpeculativeConfig(**both).method == "ngram+draft_model"
+    assert SpeculativeConfig(**both).lookup == (4, 6)
+    assert SpeculativeConfig(**both, prompt_lookup_min=1).lookup == (1, 6)
+    assert SpeculativeConfig(method="ngram").lookup == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def drafters(speculative: Speculation, draft: PagedModel | None) -> dict[int, Dr
 
 
 def drafter(speculative: SpeculativeConfig, draft: Any, k: int) -> Drafter:
-    lookup = NGram(k, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+    lookup = NGram(k, *speculative.lookup)
     if speculative.method == "ngram":
         return lookup
     model = DraftModel(k, draft)
