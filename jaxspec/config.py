@@ -74,7 +74,7 @@ class SpeculativeConfig:
         shortest, longest = self.lookup
         at_least("prompt_lookup_min", shortest, 1)
         if longest < shortest:
-            raise ValueError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}")
+            raise ValueError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}: give both")
         one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
         if self.rejection_sample_method in LATER_REJECTION_METHODS:
             raise NotImplementedError(
