@@ -276,26 +276,24 @@ def generate_data(
     as_json: AsJson = False,
 ) -> None:
     """Let a model write what a draft is trained on."""
-    from jaxspec.train import generate as writing
-    from jaxspec.train.generate import DataOptions, shares
+    from jaxspec.train.generate import MIXTURE, TEMPERATURES, DataOptions, engine_options, generate, part_of, shares
 
     options = DataOptions(
         tokens=tokens,
         seed=seed,
         length=length,
         shard_size=shard_size,
-        mixture=writing.MIXTURE if mixture is None else shares("--mixture", mixture),
-        temperatures=writing.TEMPERATURES if temperatures is None else shares("--temperatures", temperatures, float),
+        mixture=MIXTURE if mixture is None else shares("--mixture", mixture),
+        temperatures=TEMPERATURES if temperatures is None else shares("--temperatures", temperatures, float),
         rows=rows,
-        part=writing.part(part),
+        part=part_of(part),
     )
     import checkpoints
     from jaxspec.llm import LLM
 
     say(f"loading {target} ...")
     name = checkpoints.resolve(target).name
-    llm = LLM(target, dtype=dtype, **writing.engine_options(options))
-    written = writing.generate(llm, out, options, target=name)
+    written = generate(LLM(target, dtype=dtype, **engine_options(options)), out, options, target=name)
     if as_json:
         print(json.dumps(written))
     else:

@@ -117,7 +117,7 @@ def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, 
         raise ValueError(f"{name} {text}: give values with their shares, such as a:2,b:1") from None
 
 
-def part(text: str) -> tuple[int, int]:
+def part_of(text: str) -> tuple[int, int]:
     """ "2/4" -> (2, 4). Raises ValueError."""
     try:
         i, n = map(int, text.split("/"))

@@ -26,7 +26,7 @@ def feed_forward(
         arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm
         options = {"eps": eps, "activation": activation, "block": block, "linear": _one_row.linear}
         return reference.feed_forward(*arrays, **options)
-    columns, _ = _split_product.tile(down.shape[0], down.shape[1])
+    columns, _ = _split_product.tile(*down.shape)
     first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, interpret=interpret)
     both = split_product(x.reshape(-1), gate_up, norm=norm, parts=first["parts"], interpret=interpret)
     done = split_product(

@@ -230,7 +230,7 @@ def _kernel(
             accs = [plgpu.load(ref["acc"].at[line, i, row[:, None], column[None, :]], mask=mask, other=0) for i in some]
             return zip(tops, accs, strict=True)
 
-        reads = read(0)
+        reads = read(0)  # before the first maximum is waited for
         highest = jnp.max(top, axis=0)
         total = jnp.sum(total * jnp.exp(top - highest[None, :]), axis=0)
         acc = jnp.zeros((block_out, d), jnp.float32)
