@@ -97,7 +97,8 @@ GGUF = Table(
 
 
 def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape, for every parameter of the model: the decoder's own, which the tests compare."""
+    """Parameter name -> shape, for every parameter that the model has of its own: the decoder's, which the tests
+    compare, but for the table that a draft reads in its target."""
     c = config
     layer: dict[str, tuple[int, ...]] = {"input_norm": (c.width,), "mlp_norm": (c.width,)}
     if c.sandwich_norm:
@@ -112,11 +113,14 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "gate_up": (c.width, 2 * c.mlp_width),
         "down": (c.mlp_width, c.width),
     }
-    shapes: dict[str, tuple[int, ...]] = {"embed": (c.table_size, c.width), "norm": (c.width,)}
+    table: tuple[str, int] = ("embed_in", c.embed_width) if c.embed_width else ("embed", c.vocab_size)
+    shapes: dict[str, tuple[int, ...]] = {table[0]: (table[1], c.width), "norm": (c.width,)}
     if c.reduced_vocab_size:
-        shapes |= {"d2t": (c.table_size,), "t2d": (c.vocab_size,)}
+        shapes |= {"d2t": (c.head_size,), "t2d": (c.vocab_size,)}
     if not c.tied:
-        shapes["head"] = (c.width, c.table_size)
+        shapes["head"] = (c.width, c.head_size - c.rare_vocab_size)
+    if c.rare_vocab_size:
+        shapes |= {"rare_in": (c.width, c.rare_width), "rare_head": (c.rare_width, c.rare_vocab_size)}
     for i in range(c.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes

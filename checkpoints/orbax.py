@@ -81,7 +81,7 @@ def load_params(
 
 
 def stored_dtype(folder: Path) -> str:
-    return stored_arrays(folder / PARAMS)["embed"].dtype.name
+    return stored_arrays(folder / PARAMS)["layers.0.qkv"].dtype.name
 
 
 # The only place that knows orbax's API.

@@ -311,8 +311,10 @@ def train_draft(
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads; as the target's where they divide.")] = None,
     mlp_width: Annotated[int | None, typer.Option(help="In proportion to the width.")] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Ids of its own, the most frequent ones; at most 16384.")
+        int | None, typer.Option(help="Ids that it can propose, the most frequent ones; at most 16384.")
     ] = None,
+    rare_ids: Annotated[int | None, typer.Option(help="The rarest of them, by a narrower way; half.")] = None,
+    rare_width: Annotated[int | None, typer.Option(help="Of that way; a quarter of the width.")] = None,
     init_from_target: Annotated[bool, typer.Option(help="Begin with the target's layers and embeddings.")] = True,
     init_from: Annotated[str | None, typer.Option(help="Begin with this draft, and train it further.")] = None,
     top_n: Annotated[

@@ -48,7 +48,11 @@ def facts(source: checkpoints.Source, platform: str, tokenizer_source: checkpoin
     """One model by itself. dtype and bytes are those of the default engine on this platform."""
     config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(tokenizer_source)
     dtype = compute_dtype("auto", platform)
-    arrays = abstract_params(config, dtype, make_mesh()).values()
+    arrays = [
+        array
+        for name, array in abstract_params(config, dtype, make_mesh()).items()
+        if name != "embed" or not config.embed_width  # that is the target's
+    ]
     page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=platform)
     return {
         "name": source.name,

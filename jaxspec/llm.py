@@ -67,7 +67,7 @@ class LLM:
         if speculative and speculative.model:
             source = checkpoints.resolve(speculative.model, revision=speculative.revision)
             check_same_tokenizer(self.source, self.tokenizer, source)
-            draft = self.load(source, speculative.dtype or self.config.dtype)
+            draft = self.load(source, speculative.dtype or self.config.dtype, self.target)
         self.engine = Engine(
             self.target, self.config, mesh=self.mesh, speculative=speculative, draft=draft, platform=this_platform()
         )
@@ -75,8 +75,8 @@ class LLM:
         self.profile: Path | None = None  # the folder of the trace that is being taken
         self.engine.timing.load_seconds = time.perf_counter() - started
 
-    def load(self, source: checkpoints.Source, dtype: str) -> Model:
-        return load(source, compute_dtype(dtype, this_platform()), self.mesh)
+    def load(self, source: checkpoints.Source, dtype: str, target: Model | None = None) -> Model:
+        return load(source, compute_dtype(dtype, this_platform()), self.mesh, target)
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
         """Another LLM on the same target, whose weights the two share, that speculates in another way."""
@@ -256,9 +256,22 @@ def compute_dtype(name: str, platform: str) -> Any:
     return jnp.dtype(("float32" if platform == "cpu" else "bfloat16") if name == "auto" else name)
 
 
-def load(source: Any, dtype: Any, mesh: Any) -> Model:
+def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Model:
+    """target: of the draft that is loaded, which may read ids in its table. Raises ValueError where that does not fit,
+    else as loading does."""
     config = checkpoints.load_config(source)
-    return Model(config, checkpoints.load_params(source, config, abstract_params(config, dtype, mesh)))
+    abstract, borrowed = abstract_params(config, dtype, mesh), {}
+    if config.embed_width:
+        wanted = abstract.pop("embed").shape
+        if target is None:
+            raise ValueError(f"{source.name} is a draft, which reads ids in its target's table: load its target, too")
+        if (found := target.params["embed"].shape) != wanted:
+            raise ValueError(
+                f"the draft {source.name!r} reads a table of {wanted[0]} ids and width {wanted[1]}, the target's has "
+                f"{found[0]} and {found[1]}: give it the target that it was trained for, or train one for this target"
+            )
+        borrowed["embed"] = jnp.asarray(target.params["embed"], dtype)  # the same buffer, where the dtype is
+    return Model(config, checkpoints.load_params(source, config, abstract) | borrowed)
 
 
 def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:

@@ -40,11 +40,18 @@ def write_tokenizer(folder: Path, *, vocab_size: int = 320, text: str = TEXT, ch
 
 
 def write_model(
-    folder: Path, *, seed: int = 0, layers: int = 2, vocab_size: int = 320, chat: bool = True, text: str = TEXT
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 2,
+    width: int = 32,
+    vocab_size: int = 320,
+    chat: bool = True,
+    text: str = TEXT,
 ) -> Path:
     """A random Llama of `layers` layers. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    width, mlp, heads, kv_heads, head_dim = 32, 48, 4, 2, 8
+    mlp, heads, kv_heads, head_dim = 48, 4, 2, 8
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

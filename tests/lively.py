@@ -74,16 +74,24 @@ def vocabulary(m: Model, size: int) -> Model:
 
 
 def reduced(m: Model) -> Model:
-    """The target without every fourth of its ids; the last row of its table stands for all of these."""
+    """The target, which never says every fourth of its ids; half of the others have logits by way of a second product,
+    and ids are read in a table of twice the width."""
     own = [i for i in range(m.config.vocab_size) if i % 4]
-    size = len(own) + 1
-    d2t = jnp.array([*own, m.config.vocab_size], jnp.int32)
-    t2d = jnp.full(m.config.vocab_size, size - 1, jnp.int32).at[d2t].set(jnp.arange(size), mode="drop")
-    rows = jnp.array([*own, 0])
-    tables = {"embed": m.params["embed"][rows]} | ({} if m.config.tied else {"head": m.params["head"][:, rows]})
-    ids = jax.device_put({"d2t": d2t, "t2d": t2d}, m.params["norm"].sharding)
-    params = {**m.params, **tables, **ids}
-    return Model(dataclasses.replace(m.config, reduced_vocab_size=size), params)
+    d2t, size, width = jnp.array(own, jnp.int32), len(own), m.config.width
+    t2d = jnp.full(m.config.vocab_size, size, jnp.int32).at[d2t].set(jnp.arange(size))
+    head = (m.params["embed"].T if m.config.tied else m.params["head"])[:, d2t]
+    turn = jnp.linalg.qr(jax.random.normal(jax.random.key(6), (2 * width, width)))[0]
+    own_params = {
+        "embed": m.params["embed"] @ turn.T,
+        "embed_in": turn,
+        "head": head[:, : size // 2],
+        "rare_in": turn[:width],
+        "rare_head": jnp.linalg.inv(turn[:width]) @ head[:, size // 2 :],
+    }
+    placed = jax.device_put(own_params | {"d2t": d2t, "t2d": t2d}, m.params["norm"].sharding)
+    shape = {"reduced_vocab_size": size, "rare_vocab_size": size - size // 2, "rare_width": width}
+    config = dataclasses.replace(m.config, **shape, embed_width=2 * width, tied=False)
+    return Model(config, {**m.params, **placed})
 
 
 DRAFTS = {

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params
+from jaxspec.models.decoder import HEAD, Params, weight_bytes
 from jaxspec.models.paged import PagedModel
-
-
-def weight_bytes(config: ModelConfig, params: Params, *, logits: bool = True) -> int:
-    """Read by one pass. Of an embedding table that is not the head, a pass reads single rows only; without logits
-    (prefill) it reads neither head nor table."""
-    single = {"embed", "head"} if not logits else set() if config.tied else {"embed"}
-    return sum(w.nbytes for name, w in params.items() if name not in single)
 
 
 def seen(config: ModelConfig, context: int) -> list[int]:
@@ -32,6 +25,6 @@ def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> fl
 
 def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -> float:
     """Two a weight and token; scores and mixing, two each a query, key and channel, half of the square being causal."""
-    weights = sum(w.size for name, w in params.items() if w.ndim == 2 and name not in ("embed", "head"))
+    weights = sum(w.size for name, w in params.items() if w.ndim == 2 and name not in HEAD)
     pairs = sum(context * n - n * n / 2 for n in seen(config, context))
     return rows * (2 * weights * context + 4 * config.num_heads * config.head_dim * pairs)

@@ -19,6 +19,7 @@ from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
 from jaxspec.engine.engine import fetch
+from jaxspec.models.decoder import weight_bytes
 from jaxspec.parallel.mesh import device_name
 from jaxspec.progress import say
 
@@ -203,7 +204,7 @@ class Point:
         sample = measure(raw.prefill(), self.launches)
         config, params, count = self.setup.target.config, self.setup.target.params, self.context - 1
         chunks = -(-count // raw.engine.config.prefill_chunk)
-        moved = chunks * floors.weight_bytes(config, params, logits=False)
+        moved = chunks * weight_bytes(config, params, logits=False)
         computed = self.limits.flop_ms(floors.prefill_flop(config, params, self.batch_size, count))
         speed = 1e3 * self.batch_size * count / sample.ms
         return self.row("prefill", sample, max(computed, self.limits.bytes_ms(moved)), tokens_per_second=speed)

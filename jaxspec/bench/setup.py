@@ -133,9 +133,10 @@ def real(model: str, draft: str | None, dtype: Any, mesh: Any) -> tuple[list[Mod
 
     source = checkpoints.resolve(model)
     tokenizer = checkpoints.load_tokenizer(source)
-    models: list[Model | None] = [llm.load(source, dtype, mesh), None]
+    target = llm.load(source, dtype, mesh)
+    models: list[Model | None] = [target, None]
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
         llm.check_same_tokenizer(source, tokenizer, draft_source)
-        models[1] = llm.load(draft_source, dtype, mesh)
+        models[1] = llm.load(draft_source, dtype, mesh, target)
     return models, tokenizer

@@ -14,7 +14,7 @@ from jaxspec.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeConfig, Dec
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.models.decoder import Vocabulary
 from jaxspec.sampling import rng
-from jaxspec.sampling.distribution import process
+from jaxspec.sampling.distribution import likeliest, process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
 from jaxspec.sampling.processors import Adjust, Tables, adjuster, count
@@ -89,19 +89,19 @@ def propose(
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
         greedy = config.greedy_draft or not (config.variant.standard or config.variant.coupled)
         if greedy and adjust is None and vocabulary is not None:  # on CPU, V logits would cost as much as making them
-            return jnp.take(vocabulary.d2t, jnp.argmax(logits, axis=-1), mode="clip"), None
+            return jnp.take(vocabulary.d2t, likeliest(logits), mode="clip"), None
         logits, i = fit_vocabulary(logits, vocab_size, vocabulary), len(drafts)
         if adjust is not None:
             logits = adjust(logits, drafts)
         if greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+            return likeliest(logits), None
         z = process(logits[:, None], rows, filters=config.variant.filters)[:, 0]
         keys = rng.keys(rows.seed, state.num_tokens, "draft", i)
         if config.variant.coupled:
             # The coupled rule's noise belongs to the absolute position, the standard rule's to the round's start.
             keys = jnp.where(rows.coupled, rng.keys(rows.seed, state.num_tokens + i, "shared"), keys)
         noise = jnp.where(rows.greedy[:, None], 0.0, rng.gumbel(keys, vocab_size))
-        token = jnp.argmax(z + noise, axis=-1).astype(jnp.int32)
+        token = likeliest(z + noise)
         if not config.variant.standard:
             return token, None
         # Zeros, not NaN, where the draft has none of the allowed ids: then it is rejected, and p is what remains.
@@ -117,7 +117,7 @@ def fit_vocabulary(
     """Over the target's ids, -inf for those that a reduced vocabulary lacks. A draft padded differently never proposes
     ids that the target lacks."""
     if vocabulary is not None:
-        logits = jnp.take(logits, vocabulary.t2d, axis=-1, mode="clip")
+        logits = jnp.take(logits, vocabulary.t2d, axis=-1, mode="fill", fill_value=-jnp.inf)
     missing = vocab_size - logits.shape[-1]
     return jnp.pad(logits, ((0, 0), (0, max(missing, 0))), constant_values=-jnp.inf)[:, :vocab_size]
 

@@ -15,7 +15,7 @@ from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params
+from jaxspec.models.decoder import Params, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.parallel.mesh import check_divides
@@ -114,5 +114,5 @@ def draft_cost(models: dict[str, Model]) -> float:
     """Of a draft step, in target passes, from above: by bytes, but a small model is slower than its bytes."""
     if "draft" not in models:
         return 0.0
-    size = {name: sum(x.nbytes for x in model.params.values()) for name, model in models.items()}
+    size = {name: weight_bytes(model.config, model.params) for name, model in models.items()}
     return max(0.5, size["draft"] / size["target"])

@@ -49,7 +49,12 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    reduced_vocab_size: int | None = None  # of a draft: rows of its embedding table, see Vocabulary in decoder.py
+    # Of a draft. It proposes only so many ids, see Vocabulary in decoder.py; the last rare_vocab_size of these, which
+    # are rare, by way of rare_width channels. It reads ids in its target's table, which is embed_width wide.
+    reduced_vocab_size: int | None = None
+    rare_vocab_size: int = 0
+    rare_width: int = 0
+    embed_width: int | None = None
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -64,6 +69,13 @@ class ModelConfig:
             raise ValueError(
                 f"reduced_vocab_size={self.reduced_vocab_size} must lie in 2..{self.vocab_size}, vocab_size"
             )
+        if self.tied and (self.reduced_vocab_size or self.rare_vocab_size or self.embed_width):
+            raise ValueError("tied=True, but a draft with fewer ids or its target's table has a head of its own")
+        if not 0 <= self.rare_vocab_size < self.head_size or (self.rare_vocab_size > 0) != (self.rare_width > 0):
+            raise ValueError(
+                f"rare_vocab_size={self.rare_vocab_size} must lie in 0..{self.head_size - 1}, and rare_width="
+                f"{self.rare_width} be above 0 where it is"
+            )
         if self.query_scale == 0.0:
             object.__setattr__(self, "query_scale", self.head_dim**-0.5)
 
@@ -72,8 +84,8 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def table_size(self) -> int:
-        """R, rows of the embedding table."""
+    def head_size(self) -> int:
+        """R, how many ids have logits."""
         return self.reduced_vocab_size or self.vocab_size
 
     @property

@@ -30,13 +30,13 @@ from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.feed_forward.reference import rms_norm
 
 Params = Mapping[str, jax.Array]
+HEAD = ("embed", "head", "rare_in", "rare_head")  # with the table, which is the head where they are tied
 
 
 class Vocabulary(NamedTuple):
-    """The ids of a draft that has only R of the target's V, the frequent ones.
+    """The ids that a draft can propose, where these are only R of the target's V, the frequent ones. It reads all.
 
-    d2t i32[R]: the target's id of each; t2d i32[V]: its own id of each of the target's. Its last id stands for any that
-    it lacks: it is read and never proposed, and has d2t = V.
+    d2t i32[R]: the target's id of each; t2d i32[V]: its own id of each of the target's, R of those that it lacks.
     """
 
     d2t: jax.Array
@@ -100,14 +100,20 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any) -> None:
         self.config = config
-        self.embed = nnx.Param(jnp.zeros((config.table_size, config.width), dtype))
-        if config.reduced_vocab_size:
-            self.d2t = nnx.Variable(jnp.zeros((config.table_size,), jnp.int32))
-            self.t2d = nnx.Variable(jnp.zeros((config.vocab_size,), jnp.int32))
-        self.layers = nnx.List([Layer(config, i, dtype) for i in range(config.num_layers)])
-        self.norm = nnx.Param(jnp.zeros((config.width,), jnp.float32))
-        if not config.tied:
-            self.head = nnx.Param(jnp.zeros((config.width, config.table_size), dtype))
+        c, weight = config, lambda *shape: nnx.Param(jnp.zeros(shape, dtype))
+        self.embed = weight(c.vocab_size, c.embed_width or c.width)
+        if c.embed_width:
+            self.embed_in = weight(c.embed_width, c.width)
+        if c.reduced_vocab_size:
+            self.d2t = nnx.Variable(jnp.zeros((c.head_size,), jnp.int32))
+            self.t2d = nnx.Variable(jnp.zeros((c.vocab_size,), jnp.int32))
+        self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
+        self.norm = nnx.Param(jnp.zeros((c.width,), jnp.float32))
+        if not c.tied:
+            self.head = weight(c.width, c.head_size - c.rare_vocab_size)
+        if c.rare_vocab_size:
+            self.rare_in = weight(c.width, c.rare_width)
+            self.rare_head = weight(c.rare_width, c.rare_vocab_size)
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -119,8 +125,6 @@ class Decoder(nnx.Module):
         pages: of each layer, or None for a pass without a cache.
         """
         c = self.config
-        if vocabulary := self.vocabulary:
-            tokens = jnp.take(vocabulary.t2d, tokens, mode="clip")
         # clip: a draft with fewer ids than the target may be shown one it lacks, and the default would make it NaN.
         table = self.embed[...]
         if None in pages:  # the gradient of a lookup adds up as many rows as an id occurs: in float32
@@ -128,6 +132,8 @@ class Decoder(nnx.Module):
         else:
             x = jnp.take(table, tokens, axis=0, mode="clip")
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
+        if c.embed_width:
+            x = product(x, self.embed_in[...]).astype(x.dtype)
         ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
         new_pages, tapped = [], []
         for i, (layer, layer_pages) in enumerate(zip(self.layers, pages, strict=True)):
@@ -139,22 +145,27 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden, backend: Backend):
         """hidden [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own R ids."""
-        x = rms_norm(self.norm[...], hidden, self.config.norm_eps)
-        weights, axis = (self.embed[...], 1) if self.config.tied else (self.head[...], 0)
-        logits = lax.dot_general(
-            x,
-            weights,
-            (((x.ndim - 1,), (axis,)), ((), ())),
-            precision=matmul_precision(x.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        c, x = self.config, rms_norm(self.norm[...], hidden, self.config.norm_eps)
+        parts = [product(x, self.embed[...], 1) if c.tied else product(x, self.head[...])]
+        if c.rare_vocab_size:
+            parts.append(product(product(x, self.rare_in[...]).astype(x.dtype), self.rare_head[...]))
         if backend.mesh is not None and backend.mesh.size > 1:
-            logits = gathered(logits, backend.mesh)
-        if cap := self.config.logit_soft_cap:
+            parts = [gathered(logits, backend.mesh) for logits in parts]
+        logits = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        if cap := c.logit_soft_cap:
             logits = cap * jnp.tanh(logits / cap)
-        if self.config.reduced_vocab_size:
-            logits = jnp.where(jnp.arange(logits.shape[-1]) < logits.shape[-1] - 1, logits, -jnp.inf)
         return logits
+
+
+def product(x: jax.Array, weights: jax.Array, axis: int = 0) -> jax.Array:
+    """x [..., E] with weights that have E as their axis `axis`, in float32."""
+    return lax.dot_general(
+        x,
+        weights,
+        (((x.ndim - 1,), (axis,)), ((), ())),
+        precision=matmul_precision(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def gathered(logits: jax.Array, mesh: Mesh) -> jax.Array:
@@ -207,15 +218,22 @@ def abstract_params(config: ModelConfig, dtype: Any, mesh: Mesh) -> dict[str, ja
     }
 
 
-def random_params(config: ModelConfig, dtype: Any, mesh: Mesh, seed: int = 0) -> dict[str, jax.Array]:
-    """Random weights of a plausible scale, for tests and benchmarks."""
-    abstract = abstract_params(config, dtype, mesh)
+def weight_bytes(config: ModelConfig, params: Params, *, logits: bool = True) -> int:
+    """Read by one pass. Of an embedding table that is not the head, a pass reads single rows only; without logits
+    (prefill) it reads neither head nor table."""
+    unread = HEAD if not logits else () if config.tied else ("embed",)
+    return sum(w.nbytes for name, w in params.items() if name not in unread)
+
+
+def random_params(
+    config: ModelConfig, dtype: Any, mesh: Mesh, seed: int = 0, *, known: Params | None = None
+) -> dict[str, jax.Array]:
+    """Random weights of a plausible scale, for tests and benchmarks, beside those that are known."""
+    abstract = {name: s for name, s in abstract_params(config, dtype, mesh).items() if name not in (known or {})}
 
     def leaf(index: int, name: str, s: jax.ShapeDtypeStruct) -> jax.Array:
         if name in ("d2t", "t2d"):  # a reduced vocabulary has the first ids
-            own = jnp.arange(s.shape[0], dtype=s.dtype)
-            last = config.table_size - 1
-            return jnp.minimum(own, last) if name == "t2d" else jnp.where(own < last, own, config.vocab_size)
+            return jnp.minimum(jnp.arange(s.shape[0], dtype=s.dtype), config.head_size)
         if name.endswith("norm"):
             return jnp.ones(s.shape, s.dtype)
         fan_in = s.shape[-1] if name == "embed" else s.shape[0]
@@ -223,4 +241,4 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh, seed: int = 0) ->
         return (jax.random.normal(key, s.shape, jnp.float32) * fan_in**-0.5).astype(s.dtype)
 
     init = lambda: {name: leaf(i, name, s) for i, (name, s) in enumerate(abstract.items())}
-    return jax.jit(init, out_shardings={name: s.sharding for name, s in abstract.items()})()
+    return jax.jit(init, out_shardings={name: s.sharding for name, s in abstract.items()})() | dict(known or {})

@@ -18,6 +18,7 @@ MODEL_AXES = ("tp_draft", "tp_rest")
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "embed": ("vocab", None),
     "head": (None, "vocab"),
+    "rare_head": (None, "vocab"),
     "qkv": (None, "heads"),  # columns grouped by kv head: q..., k, v (ModelConfig.merged)
     "qkv_bias": ("heads",),
     "out": ("heads", None),

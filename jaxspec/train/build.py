@@ -19,7 +19,8 @@ LAYERS, MOST_IDS = 2, 16384  # unless told otherwise
 # The last norm's scale where the target's does not fit. Projected embeddings are large, and with a larger one a draft
 # begins sure of wrong ids. Loss on SmolLM2's text after 24 steps: 4.3; 4.5 with 0.25 or 1; 5.9 with the target's.
 FLAT = 0.5
-VOCABULARY = ("d2t", "t2d")  # parameters that are not trained
+VOCABULARY = ("d2t", "t2d")  # parameters that are not trained, as is the target's table
+RARE = {"ids": 1 / 2, "width": 1 / 4}  # of the draft's ids and of its width, where its ids are fewer than the target's
 # Option -> what it sets.
 SHAPE = {
     "layers": "num_layers",
@@ -27,12 +28,14 @@ SHAPE = {
     "heads": "num_heads",
     "kv_heads": "num_kv_heads",
     "mlp_width": "mlp_width",
-    "vocab_size": "table_size",
+    "vocab_size": "head_size",
+    "rare_ids": "rare_vocab_size",
+    "rare_width": "rare_width",
 }
 
 
 def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
-    """A small decoder of the target's family, with tied embeddings.
+    """A small decoder of the target's family, which reads ids in the target's own table.
 
     Raises: ValueError for heads that do not divide, or more layers or ids than the target has.
     """
@@ -47,6 +50,10 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     vocab_size = min(MOST_IDS, c.vocab_size) if o.vocab_size is None else o.vocab_size
     if vocab_size > c.vocab_size:
         raise ValueError(f"--vocab-size {vocab_size} exceeds the target's {c.vocab_size}: lower it or leave it out")
+    reduced = vocab_size < c.vocab_size
+    rare = (int(RARE["ids"] * vocab_size) if reduced else 0) if o.rare_ids is None else o.rare_ids
+    if rare >= vocab_size:
+        raise ValueError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
     return dataclasses.replace(
         c,
         num_layers=layers,
@@ -55,9 +62,11 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         mlp_width=o.mlp_width or (c.mlp_width if width == c.width else -(-c.mlp_width * width // c.width // 64) * 64),
-        tied=True,
-        embed_scale=c.embed_scale if c.embed_scale == 1.0 else math.sqrt(width),
-        reduced_vocab_size=None if vocab_size == c.vocab_size else vocab_size,
+        tied=False,
+        reduced_vocab_size=vocab_size if reduced else None,
+        rare_vocab_size=rare,
+        rare_width=(o.rare_width or max(1, int(RARE["width"] * width))) if rare else 0,
+        embed_width=c.width,
     )
 
 
@@ -79,25 +88,29 @@ def target_layers(of: int, count: int) -> list[int]:
     return np.linspace(0, of - 1, count).round().astype(int).tolist() if count > 1 else [0]
 
 
-def vocabulary(counts: np.ndarray, size: int) -> dict[str, np.ndarray]:
-    """d2t i32[size] and t2d i32[V] of the size - 1 ids with the largest counts i64[V], in the order of the ids."""
-    most = np.sort(np.argsort(-counts, kind="stable")[: size - 1])
-    d2t = np.append(most, len(counts)).astype(np.int32)
-    t2d = np.full(len(counts), size - 1, np.int32)
-    t2d[most] = np.arange(size - 1)
+def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
+    """d2t i32[R] and t2d i32[V] of the ids with the largest counts i64[V]: the frequent ones in their order, then the
+    rare ones. Empty for a draft that has all ids."""
+    size = config.head_size
+    if config.reduced_vocab_size is None:
+        return {}
+    frequent, rare = np.split(np.argsort(-counts, kind="stable")[:size], [size - config.rare_vocab_size])
+    d2t = np.concatenate([np.sort(frequent), np.sort(rare)]).astype(np.int32)
+    t2d = np.full(len(counts), size, np.int32)
+    t2d[d2t] = np.arange(size)
     return {"d2t": d2t, "t2d": t2d}
 
 
 def first_params(
     config: ModelConfig, target: Model, ids: dict[str, np.ndarray], mesh: Any, *, seed: int, from_target: bool
 ) -> dict[str, jax.Array]:
-    """The draft's float32 parameters on mesh; ids: of `vocabulary`, empty where the draft has the target's."""
-    params = random_params(config, jnp.float32, mesh, seed)
+    """The draft's float32 parameters on mesh, and the target's table as it is; ids: of `vocabulary`."""
+    params = random_params(config, jnp.float32, mesh, seed, known={"embed": target.params["embed"]})
     place = lambda name, x: jax.device_put(jnp.asarray(x, params[name].dtype), params[name].sharding)
     params |= {name: place(name, x) for name, x in ids.items()}
     if not from_target:
         return params
-    params["embed"] = place("embed", projected(np.asarray(target.params["embed"], np.float32), ids, config.width))
+    params |= {name: place(name, x) for name, x in projected(config, target, ids).items()}
     if config.width == target.config.width:
         params["norm"] = place("norm", target.params["norm"])
     else:
@@ -111,14 +124,26 @@ def first_params(
     return params
 
 
-def projected(table: np.ndarray, ids: dict[str, np.ndarray], width: int) -> np.ndarray:
-    """The target's embedding table [V, E] for the draft's ids and width: the coordinates along the `width` directions
-    that keep most of it (the right singular vectors). The row for all other ids is their mean."""
-    if ids:
-        own = ids["d2t"][:-1]
-        lacking = np.delete(table, own, axis=0)
-        table = np.concatenate([table[own], (lacking if len(lacking) else table).mean(axis=0, keepdims=True)])
-    if width >= table.shape[1]:
-        return np.pad(table, ((0, 0), (0, width - table.shape[1])))
+def projected(config: ModelConfig, target: Model, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What leads into the draft's layers and out of them: the target's table and head, in the coordinates that keep
+    most of the table; of the rare ids' rows of the head, in those that keep most of these."""
+    table = np.asarray(target.params["embed"], np.float32)
+    rows = table if target.config.tied else np.asarray(target.params["head"], np.float32).T
+    found = {"embed_in": coordinates(table, config.width)}
+    own = (rows[ids["d2t"]] if ids else rows) @ found["embed_in"]
+    frequent, rare = np.split(own, [len(own) - config.rare_vocab_size])
+    found["head"] = frequent.T
+    if len(rare):
+        found["rare_in"] = coordinates(rare, config.rare_width)
+        found["rare_head"] = (rare @ found["rare_in"]).T
+    return found
+
+
+def coordinates(table: np.ndarray, width: int) -> np.ndarray:
+    """[E, width]: the directions in which the rows [..., E] are largest (right singular vectors); all E, and zeros,
+    where width has room for them."""
+    size = table.shape[1]
+    if width >= size:
+        return np.eye(size, width, dtype=np.float32)
     _, vectors = np.linalg.eigh(table.T @ table)  # of the Gram matrix, by rising singular value
-    return table @ vectors[:, ::-1][:, :width]
+    return vectors[:, ::-1][:, :width]

@@ -78,24 +78,23 @@ def check_folder(options: TrainOptions) -> None:
 def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax.History, started: float) -> None:
     """target, batch: of `teacher`."""
     o, everywhere = setup.options, sharding(setup.devices)
-    ids = jax.device_put(setup.ids, everywhere)
-    state, at, begun = first_state(setup.draft.params, o, everywhere), 0, history.last
+    state, at, begun = first_state(setup.draft.params, setup.frozen, o, everywhere), 0, history.last
     if begun is not None:
         state, at = history.load(begun, state), begun
         say(f"resuming after step {at}")
     journal = Journal(o.out / JOURNAL, begun)
 
     config = setup.draft.config
-    target_params = jax.device_put(target.params, everywhere)
+    fixed = jax.device_put((setup.frozen, target.params), everywhere)
     backend = dense_backend(config, setup.platform, setup.dtype)
-    step = make_step(target.config, config, ids, o, backend, setup.dtype)
+    step = make_step(target.config, config, o, backend, setup.dtype)
     place, measure = place_rows(setup.devices), measurer(setup)
     size = sum(x.size for x in state.params.values())
     say(f"{size / 1e6:.2f} million parameters, {len(setup.rows)} rows, {len(jax.devices())} devices")
 
     def keep(at: int, state: State) -> None:
         """Measures, writes the draft where it is the best so far, saves, draws."""
-        params = compact({**state.params, **ids})
+        params = compact({**state.params, **setup.ids})
         found = measure(params)
         length, best = found.mean_acceptance_length, history.best
         if best is None or length > best:
@@ -118,7 +117,7 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
         since = time.perf_counter()
         while at < total and not late:
             rate = learning_rate(o, at, total)
-            state, metrics = step(state, rate, target_params, next(batches))
+            state, metrics = step(state, rate, fixed, next(batches))
             at += 1
             window.append(metrics)
             late = deadline is not None and time.perf_counter() > deadline

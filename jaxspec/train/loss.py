@@ -52,8 +52,7 @@ def own_ids_first(target: Model, d2t: np.ndarray | None) -> Model:
     of these are then a slice."""
     head = target.params["embed"].T if target.config.tied else target.params["head"]
     if d2t is not None:
-        own = d2t[:-1]
-        head = head[:, np.concatenate([own, np.setdiff1d(np.arange(head.shape[1]), own)])]
+        head = head[:, np.concatenate([d2t, np.setdiff1d(np.arange(head.shape[1]), d2t)])]
     return Model(dataclasses.replace(target.config, tied=False), {**target.params, "head": head})
 
 
@@ -70,11 +69,11 @@ def stored(draft: Params, ids: Int[Array, "*rest n"], log_p: Float[Array, "*rest
     return Teacher(own, log_p, left(log_p), own[..., 0])
 
 
-def computed_now(logits: Float[Array, "*rest V"], table_size: int) -> Teacher:
+def computed_now(logits: Float[Array, "*rest V"], num_own: int) -> Teacher:
     """Of the logits of a target with the draft's `own_ids_first`."""
-    log_p = logits[..., :table_size] - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    log_p = logits[..., :num_own] - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     rest = jnp.full(logits.shape[:-1], jnp.log(LEAST))  # ids beyond these the draft lacks, or there are none
-    return Teacher(jnp.arange(table_size), log_p, rest, jnp.argmax(logits, axis=-1))
+    return Teacher(jnp.arange(num_own), log_p, rest, jnp.argmax(logits, axis=-1))
 
 
 def left(log_probs: Float[Array, "*rest n"]) -> Float[Array, "*rest"]:
@@ -83,7 +82,7 @@ def left(log_probs: Float[Array, "*rest n"]) -> Float[Array, "*rest"]:
 
 
 def distances(
-    names: Iterable[str], teacher: Teacher, logits: Float[Array, "*rest R"], num_own: int
+    names: Iterable[str], teacher: Teacher, logits: Float[Array, "*rest R"]
 ) -> dict[str, Float[Array, "*rest"]]:
     """Each of the losses, and "tv", "agree" and "lost" (see `loss_sums`), between the target and the draft's logits.
 
@@ -91,7 +90,7 @@ def distances(
     what the two have in common: total variation counts it as lost, as it does what the draft lacks.
     """
     log_q = logits if teacher.own.ndim == 1 else jnp.take_along_axis(logits, teacher.own, axis=-1, mode="clip")
-    has = teacher.own < num_own
+    has = teacher.own < logits.shape[-1]
     log_q = jnp.where(has, log_q - jax.nn.logsumexp(logits, axis=-1, keepdims=True), NEVER)
     log_p = jnp.where(has, teacher.log_p, NEVER)
     outcomes, rest = (log_p, log_q), (teacher.rest, left(log_q))
@@ -121,7 +120,6 @@ def loss_sums(
     ids that the draft lacks, as far as they are listed.
     """
     draft_config, tokens, listed = configs[1], batch["tokens"], "ids" in batch
-    num_own = draft_config.table_size - (draft_config.reduced_vocab_size is not None)
     hidden = whole(draft_config, computed(draft, dtype), tokens, backend)[1]
     if listed:
         said = {name: batch[name] for name in ("ids", "log_p")}
@@ -131,13 +129,13 @@ def loss_sums(
     def teach(said: Mapping[str, jax.Array]) -> Teacher:
         if listed:
             return stored(draft, **said)
-        return computed_now(bind(configs[0], target).logits(said["hidden"], backend), draft_config.table_size)
+        return computed_now(bind(configs[0], target).logits(said["hidden"], backend), draft_config.head_size)
 
     @jax.checkpoint
     def sums(draft, teacher, hidden, counted):
         # Converted here, so that the pieces' gradients of the table are added up in float32.
         logits = bind(draft_config, computed(draft, dtype)).logits(hidden, backend)
-        each = distances(weights, teacher, logits, num_own)
+        each = distances(weights, teacher, logits)
         summed = {name: jnp.sum(jnp.where(counted, x, 0.0)) for name, x in each.items()}
         return sum(weight * summed[name] for name, weight in weights.items()), {name: summed[name] for name in TOLD}
 
@@ -147,7 +145,7 @@ def loss_sums(
 
     follows = jnp.pad(batch["mask"][:, 1:], ((0, 0), (0, 1)))  # the last token predicts nothing
     rows, length = tokens.shape
-    pieces = num_pieces(rows, length, draft_config.table_size if listed else configs[0].vocab_size)
+    pieces = num_pieces(rows, length, draft_config.head_size if listed else configs[0].vocab_size)
     zero = (jnp.float32(0), dict.fromkeys(TOLD, jnp.float32(0)))
     return lax.scan(add, zero, jax.tree.map(lambda x: cut(x, pieces), (said, hidden, follows)))[0]
 

@@ -28,7 +28,8 @@ def make_measure(
     mesh: Any,
     platform: str,
 ) -> Callable[[Params], SpecDecodeMetrics]:
-    """measure(draft's params) -> counters of greedy answers to all prompts. Programs are compiled by its first call."""
+    """measure(draft's params, those that differ from `draft`'s) -> counters of greedy answers to all prompts. Programs
+    are compiled by its first call."""
     longest = max(map(len, prompts)) + max_tokens
     engine = Engine(
         target,
@@ -51,7 +52,8 @@ def make_measure(
 
     def measure(params: Params) -> SpecDecodeMetrics:
         as_before = lambda old, new: jax.device_put(new.astype(old.dtype), old.sharding)
-        engine.params["draft"] = {name: as_before(old, params[name]) for name, old in draft.params.items()}
+        changed = {name: as_before(draft.params[name], x) for name, x in params.items()}
+        engine.params["draft"] = {**draft.params, **changed}
         requests = [engine.add(prompt, greedy, stop_ids=stop_ids) for prompt in prompts]
         while engine.busy:
             engine.step()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.engine.engine import sample_seed
 from jaxspec.engine.request import Request
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.train.prompts import CATEGORIES, draw
+from jaxspec.train.prompts import CATEGORIES, DRAWN, WRITTEN, draw
 
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
@@ -30,7 +30,7 @@ class Opening:
     """What a sequence begins with, and how it goes on.
 
     category: index into CATEGORIES; temperature, seed: of the answer. attempt: where the target has still to write the
-    user's message, which follows ids, the number of the try, from 1 on; else 0.
+    user's message, or the rest of it, which follows ids, the number of the try, from 1 on; else 0.
     """
 
     category: int
@@ -57,21 +57,23 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
     categories = [pick(options.mixture, rng) for _ in rows]
     temperatures = [pick(options.temperatures, rng) for _ in rows]
     seeds = [int(rng.random() * 2**53) for _ in rows]
-    own = [row for row in rows if categories[row] == "self"]
+    most = dict.fromkeys(categories, options.length // 2)
     found: dict[int, list[int]] = {}
+    for category in most.keys() & WRITTEN:
+        before, after = around_ids(llm.tokenizer)
+        most[category] -= options.length // 4 + len(after)
+        if len(before) > most[category]:
+            raise too_long(category, options.length)
+        found |= {row: before for row in rows if categories[row] == "self"}
     for _ in range(TRIES):
-        missing = [row for row in rows if row not in found and categories[row] != "self"]
+        missing = [row for row in rows if row not in found]
         if not missing:
             break
-        ids = encoded(llm, [(categories[row], draw(categories[row], rng)) for row in missing])
-        found |= {row: prompt for row, prompt in zip(missing, ids, strict=True) if len(prompt) <= options.length // 2}
+        drawn = [draw(categories[row], rng) if categories[row] in DRAWN else begun(options, rng) for row in missing]
+        ids = encoded(llm, [(categories[row], text) for row, text in zip(missing, drawn, strict=True)])
+        found |= {row: prompt for row, prompt in zip(missing, ids, strict=True) if len(prompt) <= most[categories[row]]}
     else:
         raise too_long(categories[missing[0]], options.length)
-    if own:
-        before, after = around_ids(llm.tokenizer)
-        if len(before) + options.length // 4 + len(after) > options.length // 2:
-            raise too_long("self", options.length)
-        found |= dict.fromkeys(own, before)
     return [
         Opening(
             category=CATEGORIES.index(categories[row]),
@@ -79,10 +81,19 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
             # From the bare beginning there is but one greedy text.
             temperature=1.0 if categories[row] == "free" and len(found[row]) == 1 else temperatures[row],
             seed=seeds[row],
-            attempt=int(categories[row] == "self"),
+            attempt=int(categories[row] in WRITTEN),
         )
         for row in rows
     ]
+
+
+def begun(options: DataOptions, rng: random.Random) -> str:
+    """The first words of a message, up to half of one, of a category of the mixture that the grammar has. What the
+    target makes of them is about far more subjects than the grammar is, and more like what users ask than what it says
+    by itself."""
+    drawn = {name: options.mixture.get(name, 0.0) for name in DRAWN if name != "free"}
+    words = draw(pick(drawn if any(drawn.values()) else dict.fromkeys(drawn, 1.0), rng), rng).split(" ")
+    return " ".join(words[: 1 + int(rng.random() * len(words) / 2)])
 
 
 def too_long(category: str, length: int) -> ValueError:
@@ -98,16 +109,20 @@ def with_message(llm: LLM, opening: Opening, request: Request) -> Opening:
 
     Raises ValueError after MESSAGE_TRIES.
     """
-    *message, _ = request.output
-    if request.finish_reason == "stop" and llm.tokenizer.decode(message, skip_special_tokens=True).strip():
+    before, after = around_ids(llm.tokenizer)
+    ids = [*opening.ids, *request.output[:-1]]
+    message = llm.tokenizer.decode(ids[len(before) :], skip_special_tokens=True)
+    if request.finish_reason == "stop" and message.strip():
         # The ids as the target wrote them: the text may have other ones, of which it did not say what follows.
-        return dataclasses.replace(opening, ids=[*opening.ids, *message, *around_ids(llm.tokenizer)[1]], attempt=0)
+        return dataclasses.replace(opening, ids=[*ids, *after], attempt=0)
     if opening.attempt == MESSAGE_TRIES:
         raise ValueError(
             f"the target ended no message of its own within {request.params.max_tokens} tokens in {MESSAGE_TRIES} "
-            "tries: leave self out of --mixture, or raise --length, a quarter of which it may take"
+            f"tries: leave {' and '.join(WRITTEN)} out of --mixture, or raise --length, a quarter of which it may take"
         )
-    return dataclasses.replace(opening, attempt=opening.attempt + 1)
+    # Words that it does not go on from as a user would are given up.
+    kept = opening.ids if opening.attempt < MESSAGE_TRIES // 2 else before
+    return dataclasses.replace(opening, ids=kept, attempt=opening.attempt + 1)
 
 
 def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
@@ -121,14 +136,18 @@ def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
 
 
 def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
-    """Prompts (category, text) as token ids: user messages in the chat template, free text as LLM.generate takes it."""
+    """Prompts (category, text) as token ids: user messages in the chat template, the first words of one behind what it
+    puts before a message, free text as LLM.generate takes it."""
     tokenizer = llm.tokenizer
+    shape = {"free": lambda text: text, "begun": lambda text: around(tokenizer)[0] + text}
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids: dict[int, list[int]] = {i: [first] for i, (_, text) in enumerate(prompts) if not text}
     for free in (True, False):
         chosen = [i for i, (category, text) in enumerate(prompts) if text and (category == "free") == free]
         if chosen:
-            texts = [prompts[i][1] if free else conversation(tokenizer, prompts[i][1]) for i in chosen]
+            texts = [
+                shape.get(prompts[i][0], functools.partial(conversation, tokenizer))(prompts[i][1]) for i in chosen
+            ]
             ids |= zip(chosen, tokenizer(texts, add_special_tokens=free)["input_ids"], strict=True)
     return [ids[i] for i in range(len(prompts))]
 

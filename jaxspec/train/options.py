@@ -22,8 +22,9 @@ class TrainOptions:
     Args:
       layers, width, heads, kv_heads, mlp_width: the draft's shape; by default two layers of two thirds of the target's
         width and the rest in proportion. The head size is always the target's.
-      vocab_size: ids that the draft has of its own: the most frequent ones of the data, one of them for all others.
-        None: at most 16,384.
+      vocab_size: ids that the draft can propose, the most frequent ones of the data; it reads all, in the target's own
+        table. None: at most 16,384. rare_ids: the rarest so many of these have logits by way of rare_width channels,
+        which costs less; by default half of them and a quarter of the width, and none where the draft has all ids.
       init_from_target: begin with the target's embeddings, projected where the widths differ, and with its layers,
         evenly spaced, where the shapes agree. False: random.
       init_from: begin with this draft instead, to train it further: its shape and its vocabulary stay.
@@ -50,6 +51,8 @@ class TrainOptions:
     kv_heads: int | None = None
     mlp_width: int | None = None
     vocab_size: int | None = None
+    rare_ids: int | None = None
+    rare_width: int | None = None
     init_from_target: bool = True
     init_from: str | None = None
     top_n: int = 64
@@ -74,11 +77,12 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every", "eval_prompts", "eval_tokens"):
             at_least(name, getattr(self, name), 1)
-        for name in ("layers", "width", "heads", "kv_heads", "mlp_width"):
+        for name in ("layers", "width", "heads", "kv_heads", "mlp_width", "rare_width"):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, 1)
-        if self.vocab_size is not None:
-            at_least("vocab_size", self.vocab_size, 2)
+        for name, least in {"vocab_size": 2, "rare_ids": 0}.items():
+            if (value := getattr(self, name)) is not None:
+                at_least(name, value, least)
         at_least("length", self.length, 2)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         for name in ("warmup", "weight_decay", "seed", "top_n"):

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 DRAWN = ("chat", "story", "code", "summary", "rewrite", "list", "translate", "free")
-# Shards hold a category's index, so new ones come last. "self" is no symbol: the target writes the message.
-CATEGORIES = (*DRAWN, "self")
+# Shards hold a category's index, so new ones come last. These two are no symbols: the target writes the message, all of
+# "self" and what follows the first words of a drawn one in "begun".
+WRITTEN = ("self", "begun")
+CATEGORIES = (*DRAWN, *WRITTEN)
 # {symbol}, {symbol.2} a second draw of it, {symbol!change} changed; {{ and }} are braces.
 SLOT = re.compile(r"\{\{|\}\}|\{(?P<symbol>\w+)(?P<draw>\.\d)?(?:!(?P<change>\w+))?\}")
 MISSPELT = 0.12  # share of words

@@ -26,8 +26,8 @@ LONGEST_PROMPT = 128  # of measurements, in tokens
 
 @dataclasses.dataclass
 class Setup:
-    """What a run works with. target: on one device, as the engine takes it; draft: float32, as it begins; ids: its
-    vocabulary, if reduced; rows: of the sequences that are trained on."""
+    """What a run works with. target: on one device, as the engine takes it; draft: float32, as it begins, all but a
+    table that it reads in the target; ids: its vocabulary, if reduced; rows: of the sequences that are trained on."""
 
     options: TrainOptions
     target: Model
@@ -41,6 +41,11 @@ class Setup:
     dtype: Any
     mesh: Any  # of the engine
     devices: Any  # mesh over all devices, which share a step's rows
+
+    @property
+    def frozen(self) -> dict[str, jax.Array]:
+        """The draft's parameters that are not trained."""
+        return self.ids | ({"embed": self.draft.params["embed"]} if self.draft.config.embed_width else {})
 
 
 def prepare(options: TrainOptions) -> Setup:
@@ -72,7 +77,7 @@ def prepare(options: TrainOptions) -> Setup:
         begun = checkpoints.resolve(options.init_from)
         build.check_begun(checkpoints.load_config(begun), target.config, options)
         check_same_tokenizer(source, tokenizer, begun)
-        draft = load(begun, jnp.float32, mesh)
+        draft = load(begun, jnp.float32, mesh, target)
     else:
         draft = new_draft(options, target, shards, mesh)
     ids = {name: draft.params[name] for name in build.VOCABULARY if name in draft.params}
@@ -82,9 +87,8 @@ def prepare(options: TrainOptions) -> Setup:
 
 
 def new_draft(options: TrainOptions, target: Model, shards: data.Shards, mesh: Any) -> Model:
-    config, ids = build.draft_config(target.config, options), {}
-    if config.reduced_vocab_size:
-        ids = build.vocabulary(data.frequencies(shards, config.vocab_size), config.reduced_vocab_size)
+    config = build.draft_config(target.config, options)
+    ids = build.vocabulary(data.frequencies(shards, config.vocab_size), config)
     seed, from_target = options.seed, options.init_from_target
     return Model(config, build.first_params(config, target, ids, mesh, seed=seed, from_target=from_target))
 

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.mesh import MODEL_AXES, sharding
-from jaxspec.train.build import VOCABULARY
 from jaxspec.train.loss import TOLD, loss_sums
 from jaxspec.train.options import TrainOptions, loss_weights
 
@@ -49,23 +48,24 @@ def learning_rate(options: TrainOptions, step: int, steps: int) -> float:
 
 
 def make_step(
-    target: ModelConfig, draft: ModelConfig, ids: Params, options: TrainOptions, backend: Backend, dtype: Any
+    target: ModelConfig, draft: ModelConfig, options: TrainOptions, backend: Backend, dtype: Any
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
-    """step(state, rate, target's params, batch of `loss_sums`) -> (state, metrics), the state donated.
+    """step(state, rate, fixed, batch of `loss_sums`) -> (state, metrics), the state donated.
 
-    target: of `own_ids_first`; it and its params are not looked at where the batch has what the target says. ids: the
-    draft's vocabulary; dtype: of the computation. metrics: means over the tokens that count, of "loss", "tv", "agree"
-    and "lost" (see `loss_sums`), and "gradient", its norm before it is cut.
+    target: of `own_ids_first`; it and its params are not looked at where the batch has what the target says. fixed: the
+    draft's parameters that are not trained, and the target's; dtype: of the computation. metrics: means over the tokens
+    that count, of "loss", "tv", "agree" and "lost" (see `loss_sums`), and "gradient", its norm before it is cut.
     """
     optimizer, configs, weights = make_optimizer(options), (target, draft), loss_weights(options.loss)
 
-    def sums(params, target_params, batch):
-        return loss_sums(configs, weights, backend, dtype, {**params, **ids}, target_params, batch)
+    def sums(params, fixed, batch):
+        frozen, target_params = fixed
+        return loss_sums(configs, weights, backend, dtype, {**params, **frozen}, target_params, batch)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, rate, target_params: Params, batch):
+    def step(state: State, rate, fixed: tuple[Params, Params], batch):
         def part(total, batch):
-            (loss, told), grads = jax.value_and_grad(sums, has_aux=True)(state.params, target_params, batch)
+            (loss, told), grads = jax.value_and_grad(sums, has_aux=True)(state.params, fixed, batch)
             return jax.tree.map(jnp.add, total, ({"loss": loss, **told}, grads)), None
 
         # Rows go to the parts in turns, so that every device keeps a share of each part.
@@ -99,9 +99,9 @@ def dense_backend(config: ModelConfig, platform: str, dtype: Any) -> Backend:
     return dataclasses.replace(backend, dense_attention="cudnn")
 
 
-def first_state(params: Mapping[str, jax.Array], options: TrainOptions, placed: Any) -> State:
-    """A state of its own arrays, placed alike: steps donate them."""
-    own = {name: jnp.copy(x) for name, x in params.items() if name not in VOCABULARY}
+def first_state(params: Mapping[str, jax.Array], frozen: Params, options: TrainOptions, placed: Any) -> State:
+    """A state of its own arrays, those that are not frozen, placed alike: steps donate them."""
+    own = {name: jnp.copy(x) for name, x in params.items() if name not in frozen}
     return jax.device_put(State(own, make_optimizer(options).init(own)), placed)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
+from jaxspec.sampling.distribution import likeliest
 from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
 
@@ -27,7 +27,7 @@ def shared_noise(
 
 def verify(perturbed: Float[Array, "B T V"], proposal: Proposal) -> Verdict:
     """perturbed, T = K + 1: the target's processed logits plus noise (none for greedy rows)."""
-    y = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+    y = likeliest(perturbed)
     num_accepted = leading(proposal.tokens == y[:, :-1], proposal.num_proposed)
     return Verdict(num_accepted, rng.take_row(y, num_accepted))
 

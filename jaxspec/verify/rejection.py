@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
+from jaxspec.sampling.distribution import likeliest
 from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
 
@@ -31,7 +32,7 @@ def verify(
         num_accepted = jnp.zeros_like(num_tokens)
     extra = extra_distribution(p, proposal, num_accepted)
     noise = rng.gumbel(rng.keys(seed, num_tokens, "residual", num_accepted), p.shape[-1])
-    return Verdict(num_accepted, jnp.argmax(jnp.log(extra) + noise, axis=-1).astype(jnp.int32))
+    return Verdict(num_accepted, likeliest(jnp.log(extra) + noise))
 
 
 def at_tokens(distribution: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:

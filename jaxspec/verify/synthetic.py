@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
+from jaxspec.sampling.distribution import likeliest
 from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
 
@@ -26,5 +27,4 @@ def verify(
         before = jnp.concatenate([jnp.ones(1), rates[:-1]])
         accepted = jnp.stack(uniforms, axis=1) * before < rates
         num_accepted = leading(accepted, proposal.num_proposed)
-    extra = jnp.argmax(rng.take_row(logits, num_accepted), axis=-1)
-    return Verdict(num_accepted, extra.astype(jnp.int32))
+    return Verdict(num_accepted, likeliest(rng.take_row(logits, num_accepted)))

@@ -19,8 +19,11 @@ from tests.tiny import FAMILIES
 def test_shapes_and_names_of_every_parameter(config):
     decoder = {name: leaf.shape for name, leaf in abstract_params(config, "float32", make_mesh()).items()}
     assert param_shapes(config) == decoder
-    reduced = dataclasses.replace(config, reduced_vocab_size=24)
-    assert param_shapes(reduced) == {n: x.shape for n, x in abstract_params(reduced, "float32", make_mesh()).items()}
+    shape = {"reduced_vocab_size": 24, "rare_vocab_size": 8, "rare_width": 4, "embed_width": 40}
+    draft = dataclasses.replace(config, tied=False, **shape)
+    abstract = {name: leaf.shape for name, leaf in abstract_params(draft, "float32", make_mesh()).items()}
+    assert abstract.pop("embed") == (config.vocab_size, 40)  # the target's
+    assert param_shapes(draft) == abstract
     for table in (HF_SANDWICH if config.sandwich_norm else HF, GGUF):
         names = [table.sources(parameter) for parameter in decoder]
         for parameter, parts in zip(decoder, names, strict=True):

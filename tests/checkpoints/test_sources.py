@@ -53,7 +53,7 @@ def test_a_shipped_draft_is_part_of_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
     with fails(FileNotFoundError, name, "missing from this installation"):
         checkpoints.resolve(name)
-    config = dataclasses.replace(tiny.BASE, reduced_vocab_size=24)
+    config = dataclasses.replace(tiny.BASE, tied=False, reduced_vocab_size=24)
     checkpoints.save(tmp_path / name, tiny.model(config).params, config, fingerprint="x")
     source = checkpoints.resolve(name)
     assert (source.kind, source.name) == ("orbax", name)

@@ -30,7 +30,9 @@ VARIANTS = {
     "reduced vocabulary": (
         "v5e:1x1",
         QWEN,
-        dataclasses.replace(QWEN, reduced_vocab_size=32768),
+        dataclasses.replace(
+            QWEN, tied=False, reduced_vocab_size=32768, rare_vocab_size=16384, rare_width=256, embed_width=2048
+        ),
         Variant(),
         K,
         2 * LOGITS,

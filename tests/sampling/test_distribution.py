@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.sampling.distribution import SamplingRows, ordered, process, threshold
+from jaxspec.sampling.distribution import SamplingRows, likeliest, ordered, process, threshold
 from tests import laws
 
 V, T, B = 12, 2, 16
@@ -167,3 +167,16 @@ def test_nothing_is_sorted():
     names = primitives(jaxpr.jaxpr)
     assert "exp" in names  # the softmax in the middle: the walk goes inside
     assert not {n for n in names if "sort" in n or "top_k" in n}
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 500), (2, 5, 49)])
+def test_likeliest(shape):
+    """The first of the largest, as jnp.argmax finds it: among few values, with infinities, and all of them alike."""
+    rng = np.random.default_rng(0)
+    for values in (rng.normal(size=shape), rng.integers(-2, 2, shape), np.full(shape, -np.inf), np.zeros(shape)):
+        x = np.where(rng.random(shape) < 0.2, -np.inf, values).astype(np.float32)
+        found = jax.jit(likeliest)(x)
+        assert found.dtype == jnp.int32
+        np.testing.assert_array_equal(found, np.argmax(x, axis=-1))
+    broken = np.full((2, 5), np.nan, np.float32)
+    assert 0 <= int(likeliest(jnp.asarray(broken)).max()) < 5

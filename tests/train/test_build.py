@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.parallel.mesh import make_mesh
-from jaxspec.train.build import draft_config, first_params, projected, target_layers, vocabulary
+from jaxspec.train.build import coordinates, draft_config, first_params, target_layers, vocabulary
 from jaxspec.train.options import TrainOptions
 from tests import lively, tiny
 
@@ -34,21 +34,37 @@ def options(**given) -> TrainOptions:
 
 def params(**given):
     config = draft_config(TARGET.config, options(**given))
-    counts = np.arange(TARGET.config.vocab_size)
-    ids = vocabulary(counts, config.reduced_vocab_size) if config.reduced_vocab_size else {}
+    ids = vocabulary(np.arange(TARGET.config.vocab_size), config)
     return config, ids, first_params(config, TARGET, ids, make_mesh(), seed=3, from_target=True)
 
 
-def test_the_frequent_ids_are_kept():
-    ids = vocabulary(np.array([5, 0, 7, 7, 1, 9]), 4)
-    np.testing.assert_array_equal(ids["d2t"], [2, 3, 5, 6])
-    np.testing.assert_array_equal(ids["t2d"], [3, 3, 0, 1, 3, 2])
+def test_the_frequent_ids_come_first():
+    config = dataclasses.replace(TARGET.config, tied=False, reduced_vocab_size=4, rare_vocab_size=2, rare_width=1)
+    ids = vocabulary(np.array([5, 1, 7, 7, 2, 9]), config)
+    np.testing.assert_array_equal(ids["d2t"], [2, 5, 0, 3])
+    np.testing.assert_array_equal(ids["t2d"], [2, 4, 0, 3, 4, 1])
+    assert vocabulary(np.arange(9), TARGET.config) == {}
 
 
 def test_default_shape():
     c = draft_config(SMOLLM2, options())
-    shape = (c.num_layers, c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.mlp_width, c.table_size)
+    shape = (c.num_layers, c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.mlp_width, c.head_size)
     assert shape == (2, 384, 6, 3, 64, 1024, 16384)
+    assert (c.rare_vocab_size, c.rare_width, c.embed_width) == (8192, 96, 576)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"vocab_size": 49152}, (None, 0, 0)),
+        ({"vocab_size": 49152, "rare_ids": 40000}, (None, 40000, 96)),
+        ({"rare_ids": 0}, (16384, 0, 0)),
+        ({"vocab_size": 1000, "rare_ids": 300, "rare_width": 7}, (1000, 300, 7)),
+    ],
+)
+def test_rare_ids(given, found):
+    c = draft_config(SMOLLM2, options(**given))
+    assert (c.reduced_vocab_size, c.rare_vocab_size, c.rare_width) == found
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -58,9 +74,8 @@ def test_the_family_stays(family):
     kept = ("family", "rope", "local_rope", "qk_norm", "qkv_bias", "sandwich_norm", "head_dim", "eos_ids")
     assert [getattr(c, name) for name in kept] == [getattr(target, name) for name in kept]
     assert c.windows == target.windows[:1]
-    assert c.tied
-    assert c.reduced_vocab_size is None
-    assert c.embed_scale == (48**0.5 if family == "gemma3" else 1.0)
+    assert (c.tied, c.reduced_vocab_size, c.rare_vocab_size) == (False, None, 0)
+    assert (c.embed_width, c.embed_scale) == (32, 32**0.5 if family == "gemma3" else 1.0)
 
 
 def test_layers_are_spread_over_the_target():
@@ -68,13 +83,22 @@ def test_layers_are_spread_over_the_target():
 
 
 def test_a_draft_of_the_targets_width_begins_with_its_layers():
-    config, ids, own = params(width=32, layers=1, vocab_size=40)
-    for name in ("layers.0.qkv", "layers.0.down", "layers.0.mlp_norm", "norm"):
+    _, ids, own = params(width=32, layers=1, vocab_size=40, rare_width=32)
+    for name in ("layers.0.qkv", "layers.0.down", "layers.0.mlp_norm", "norm", "embed"):
         np.testing.assert_array_equal(own[name], TARGET.params[name], err_msg=name)
-    kept = ids["d2t"][:-1]
-    np.testing.assert_array_equal(own["embed"][:-1], TARGET.params["embed"][kept])
-    lacking = np.setdiff1d(np.arange(config.vocab_size), kept)
-    np.testing.assert_allclose(own["embed"][-1], TARGET.params["embed"][lacking].mean(axis=0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(own["embed_in"], np.eye(32))
+    np.testing.assert_array_equal(own["head"].T, TARGET.params["embed"][ids["d2t"][:20]])
+    np.testing.assert_array_equal((own["rare_in"] @ own["rare_head"]).T, TARGET.params["embed"][ids["d2t"][20:]])
+
+
+@pytest.mark.parametrize("vocab_size", [None, 40])
+def test_a_head_of_its_own_is_taken_over_too(vocab_size):
+    untied = lively.wrong(TARGET)
+    config = draft_config(untied.config, options(width=32, layers=1, vocab_size=vocab_size, rare_ids=0))
+    ids = vocabulary(np.arange(TARGET.config.vocab_size), config)
+    own = first_params(config, untied, ids, make_mesh(), seed=3, from_target=True)
+    kept = ids["d2t"] if ids else np.arange(TARGET.config.vocab_size)
+    np.testing.assert_array_equal(own["head"], untied.params["head"][:, kept])
 
 
 def test_what_does_not_fit_is_random():
@@ -89,10 +113,10 @@ def test_what_does_not_fit_is_random():
 
 @pytest.mark.parametrize("width", [8, 16])
 def test_the_projection_is_the_best_of_its_rank(width):
-    """Inner products of rows, which a tied head scores by, are kept as well as any table of this width can: what the
+    """Inner products of rows, which a head scores by, are kept as well as any table of this width can: what the
     singular values beyond it lose (Eckart and Young)."""
     table = np.random.default_rng(2).standard_normal((50, 32)).astype(np.float32) * np.linspace(3, 0.1, 32)
-    small = projected(table, {}, width)
+    small = table @ coordinates(table, width)
     assert small.shape == (50, width)
     values = np.linalg.svd(table, compute_uv=False)
     error = np.linalg.norm(table @ table.T - small @ small.T)
@@ -101,4 +125,4 @@ def test_the_projection_is_the_best_of_its_rank(width):
 
 def test_a_wider_draft_keeps_the_table():
     table = np.random.default_rng(2).standard_normal((5, 4)).astype(np.float32)
-    np.testing.assert_array_equal(projected(table, {}, 6), np.pad(table, ((0, 0), (0, 2))))
+    np.testing.assert_array_equal(table @ coordinates(table, 6), np.pad(table, ((0, 0), (0, 2))))

@@ -25,11 +25,12 @@ from tests.train import runs
 
 BACKEND = Backend("cpu", None, "reference")
 SIZE, VOCAB = 24, tiny.BASE.vocab_size
-IDS = vocabulary(np.random.default_rng(3).permutation(tiny.BASE.vocab_size), SIZE)
+SHAPE = dataclasses.replace(tiny.small(), tied=False, reduced_vocab_size=SIZE, rare_vocab_size=8, rare_width=4)
+IDS = vocabulary(np.random.default_rng(3).permutation(tiny.BASE.vocab_size), SHAPE)
 TARGET = lively.target()
 ORDERED = own_ids_first(TARGET, IDS["d2t"])
 FULL = tiny.model(tiny.small(), 5)
-REDUCED = tiny.model(dataclasses.replace(tiny.small(), reduced_vocab_size=SIZE), 5)
+REDUCED = tiny.model(SHAPE, 5)
 REDUCED = dataclasses.replace(REDUCED, params={**REDUCED.params, **{n: jnp.asarray(x) for n, x in IDS.items()}})
 TOKENS = np.random.default_rng(0).integers(0, tiny.BASE.vocab_size, (4, 12)).astype(np.int32)
 MASK = np.random.default_rng(1).random((4, 12)) < 0.6
@@ -60,7 +61,7 @@ def distributions(draft):
         decoder, hidden = whole(m.config, m.params, jnp.asarray(TOKENS), BACKEND)
         logits = np.asarray(decoder.logits(hidden, BACKEND), np.float64)
         if m is REDUCED:
-            logits = logits[..., IDS["t2d"]]
+            logits = np.pad(logits, [(0, 0), (0, 0), (0, 1)], constant_values=-np.inf)[..., IDS["t2d"]]
         found.append(laws.softmax(logits)[:, :-1][MASK[:, 1:]])
     return found
 
@@ -116,19 +117,18 @@ def test_fewer_ids_never_flatter():
 @pytest.mark.parametrize("draft", [FULL, REDUCED], ids=["full", "reduced"])
 def test_gradients_are_those_of_the_dense_formula(draft, n):
     """Written out over all V ids of the target, with what is listed as a mask."""
-    num_own, size = SIZE - 1 if draft is REDUCED else VOCAB, draft.config.table_size
+    size = draft.config.head_size
     rng = np.random.default_rng(n)
     p = laws.softmax(3 * rng.standard_normal((6, VOCAB)))
     t2d = IDS["t2d"] if draft is REDUCED else np.arange(VOCAB)
     logits = (2 * rng.standard_normal((6, size))).astype(np.float32)
-    logits[:, num_own:] = -np.inf
     ids, log_p = top(jnp.log(jnp.asarray(p, jnp.float32)), n)
     among = np.zeros((6, VOCAB), bool)
     np.put_along_axis(among, np.asarray(ids), True, axis=-1)
-    has = among & (t2d < num_own)
+    has = among & (t2d < size)
 
     def dense(logits):
-        q = jax.nn.softmax(logits)[:, t2d]
+        q = jax.nn.softmax(logits)[:, np.minimum(t2d, size - 1)]
         mean = lambda x: jnp.sum(jnp.where(has, x, 0.0))
         safe = jnp.where(has, q, 1.0)
         rest_p = jnp.maximum(1.0 - jnp.sum(jnp.where(among, p, 0.0), axis=-1), losses.LEAST)
@@ -138,7 +138,7 @@ def test_gradients_are_those_of_the_dense_formula(draft, n):
         return WEIGHTS["kl"] * kl + WEIGHTS["rkl"] * rkl + WEIGHTS["tv"] * (6.0 - mean(jnp.minimum(p, q)))
 
     def listed(logits):
-        each = losses.distances(WEIGHTS, losses.stored(draft.params, ids, log_p), logits, num_own)
+        each = losses.distances(WEIGHTS, losses.stored(draft.params, ids, log_p), logits)
         return sum(jnp.sum(weight * each[name]) for name, weight in WEIGHTS.items())
 
     (value, slope), (expected, dense_slope) = (jax.value_and_grad(f)(jnp.asarray(logits)) for f in (listed, dense))
@@ -181,9 +181,9 @@ def test_parts_of_a_batch_make_the_same_step(accumulate, n, tmp_path):
 
     def after(parts):
         options = runs.options(tmp_path, "x", batch_size=4, accumulate=parts, warmup=0, steps=10)
-        state = steps.first_state(REDUCED.params, options, sharding(make_mesh()))
-        step = steps.make_step(ORDERED.config, REDUCED.config, ids, options, BACKEND, jnp.float32)
-        state, metrics = step(state, 0.01, ORDERED.params if n is None else {}, batch)
+        state = steps.first_state(REDUCED.params, ids, options, sharding(make_mesh()))
+        step = steps.make_step(ORDERED.config, REDUCED.config, options, BACKEND, jnp.float32)
+        state, metrics = step(state, 0.01, (ids, ORDERED.params if n is None else {}), batch)
         return state, metrics
 
     (once, told), (parts, also_told) = after(1), after(accumulate)
@@ -202,13 +202,13 @@ def test_a_step_lowers_for_accelerators(platform, n, tmp_path):
     options = runs.options(tmp_path, "x", batch_size=4, accumulate=2)
     ids = {name: REDUCED.params[name] for name in IDS}
     backend = Backend({"cuda": "gpu"}.get(platform, platform), None, "reference")
-    step = steps.make_step(ORDERED.config, REDUCED.config, ids, options, backend, jnp.bfloat16)
-    state = steps.first_state(REDUCED.params, options, sharding(make_mesh()))
+    step = steps.make_step(ORDERED.config, REDUCED.config, options, backend, jnp.bfloat16)
+    state = steps.first_state(REDUCED.params, ids, options, sharding(make_mesh()))
     target, told = {name: x.astype(jnp.bfloat16) for name, x in ORDERED.params.items()}, {}
     if n is not None:
         target, told = {}, {"ids": np.zeros((4, 12, n), np.uint16), "log_p": np.zeros((4, 12, n), np.float16)}
     batch = {"tokens": TOKENS, "mask": MASK, **told}
-    exported = jax.export.export(step, platforms=[platform])(state, jnp.float32(1), target, batch)
+    exported = jax.export.export(step, platforms=[platform])(state, jnp.float32(1), (ids, target), batch)
     assert exported.platforms == (platform,)
     metrics = exported.out_tree.unflatten(exported.out_avals)[1]
     assert {name: x.dtype for name, x in metrics.items()} == dict.fromkeys(metrics, jnp.float32)

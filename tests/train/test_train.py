@@ -60,9 +60,11 @@ def test_what_a_run_leaves(trained, root):
     assert (trained / loop.CURVES).read_bytes().startswith(b"\x89PNG")
     assert json.loads((trained / loop.RECIPE).read_text())["learning_rate"] == 6e-3
     config = checkpoints.load_config(checkpoints.resolve(str(trained)))
-    assert (config.num_layers, config.width, config.reduced_vocab_size, config.tied) == (1, 48, 200, True)
+    assert (config.num_layers, config.width, config.reduced_vocab_size, config.embed_width) == (1, 48, 200, 32)
+    assert (config.rare_vocab_size, config.rare_width) == (100, 12)
     stored = orbax.stored_arrays(trained / orbax.PARAMS)
-    assert {str(stored[name].dtype) for name in ("embed", "layers.0.qkv")} == {"bfloat16"}
+    assert {str(stored[name].dtype) for name in ("embed_in", "layers.0.qkv")} == {"bfloat16"}
+    assert "embed" not in stored  # the target's
     assert not list(trained.glob("tokenizer*.json"))
 
 
@@ -88,8 +90,17 @@ def test_a_draft_without_a_tokenizer_knows_its_targets(trained, root, tmp_path):
     found = describe(str(other), str(trained))
     assert not found["draft_fits"]
     assert "trained for another tokenizer" in found["draft_problem"]
-    with pytest.raises(FileNotFoundError, match="uses its target's tokenizer"):
+    with pytest.raises(ValueError, match="draft is a draft, which reads ids in its target's table: load its target"):
         LLM(str(trained))
+
+
+def test_a_draft_reads_its_targets_own_table(trained, root, tmp_path):
+    llm = LLM(str(root / "target"), speculative_config={"model": str(trained)}, max_model_len=64)
+    target, draft = (llm.engine.params[name]["embed"] for name in ("target", "draft"))
+    assert target.unsafe_buffer_pointer() == draft.unsafe_buffer_pointer()
+    wider = folders.write_model(tmp_path / "wider", vocab_size=runs.VOCAB, width=64)
+    with pytest.raises(ValueError, match="'draft' reads a table of 320 ids and width 32, the target's has 320 and 64"):
+        LLM(str(wider), speculative_config={"model": str(trained)}, max_model_len=64)
 
 
 def state(folder: Path) -> dict[str, np.ndarray]:
