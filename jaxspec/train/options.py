@@ -33,8 +33,8 @@ class TrainOptions:
       steps, minutes: ends after so many steps; where fewer fit into so many minutes, after those.
       batch_size, length: rows of a step and tokens of a row; accumulate: parts that a step's rows are computed in.
       loss: a weighted sum of "kl" (forward), "rkl" (reverse) and "tv" (total variation), as "kl:1,tv:0.5".
-      learning_rate, warmup, weight_decay, clip: AdamW with a linear warm-up of `warmup` steps and a cosine down to a
-        hundredth; gradients are cut at the norm `clip`.
+      learning_rate, warmup, weight_decay, clip: Muon and Adam (step.py) with a linear warm-up of `warmup` steps and a
+        cosine down to a hundredth; weights of Muon's products decay, gradients are cut at the norm `clip`.
       eval_every: steps between measurements and checkpoints; eval_prompts, eval_tokens: held-out prompts that are
         answered then and the longest answer; num_speculative_tokens: K.
       dtype: that of the computation; masters are float32. "auto": float32 on CPU, else bfloat16.
@@ -62,7 +62,7 @@ class TrainOptions:
     length: int = 512
     accumulate: int = 1
     loss: str = DEFAULT_LOSS
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     warmup: int = 100
     weight_decay: float = 0.01
     clip: float = 1.0
