@@ -31,5 +31,5 @@ def test_it_drafts_for_its_target():
         prompts, SamplingParams(temperature=0.0, max_tokens=64, num_speculative_tokens=k), progress=False
     )
     drafted = answers(4)
-    assert llm.metrics.mean_acceptance_length > 2.1  # 2.24 of eight prompts; for all 64, see its model card
+    assert llm.metrics.mean_acceptance_length > 2.35  # 2.46 of eight prompts; for all 64, see its model card
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in answers(0)]
