@@ -11,7 +11,7 @@ import checkpoints
 from jaxspec.cache import budget
 from jaxspec.cache.pages import cache_layout, default_page_size
 from jaxspec.config import EngineConfig
-from jaxspec.llm import PLATFORMS, check_same_tokenizer, compute_dtype
+from jaxspec.llm import PLATFORMS, check_same_tokenizer, check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
@@ -33,6 +33,7 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
         document["draft"] = facts(draft_source, platform, source if shares else draft_source)
         try:
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
+            check_table(checkpoints.load_config(source), draft_source.name, checkpoints.load_config(draft_source))
             document["draft_fits"] = True
         except ValueError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}

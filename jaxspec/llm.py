@@ -20,6 +20,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request
 from jaxspec.job import Job, failures
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.mesh import make_mesh
@@ -262,16 +263,22 @@ def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Mod
     config = checkpoints.load_config(source)
     abstract, borrowed = abstract_params(config, dtype, mesh), {}
     if config.embed_width:
-        wanted = abstract.pop("embed").shape
         if target is None:
             raise ValueError(f"{source.name} is a draft, which reads ids in its target's table: load its target, too")
-        if (found := target.params["embed"].shape) != wanted:
-            raise ValueError(
-                f"the draft {source.name!r} reads a table of {wanted[0]} ids and width {wanted[1]}, the target's has "
-                f"{found[0]} and {found[1]}: give it the target that it was trained for, or train one for this target"
-            )
+        check_table(target.config, source.name, config)
+        del abstract["embed"]
         borrowed["embed"] = jnp.asarray(target.params["embed"], dtype)  # the same buffer, where the dtype is
     return Model(config, checkpoints.load_params(source, config, abstract) | borrowed)
+
+
+def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
+    """Raises ValueError where the draft `name` reads ids in a table that is not the target's."""
+    wanted, found = (draft.vocab_size, draft.embed_width), (target.vocab_size, target.width)
+    if draft.embed_width and wanted != found:
+        raise ValueError(
+            f"the draft {name!r} reads a table of {wanted[0]} ids and width {wanted[1]}, the target's has {found[0]} "
+            f"and {found[1]}: give it the target that it was trained for, or train one for this target"
+        )
 
 
 def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:

@@ -54,6 +54,8 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     rare = (int(RARE["ids"] * vocab_size) if reduced else 0) if o.rare_ids is None else o.rare_ids
     if rare >= vocab_size:
         raise ValueError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
+    if o.rare_width and not rare:
+        raise ValueError(f"--rare-width {o.rare_width} is of rare ids, and there are none: give --rare-ids too")
     return dataclasses.replace(
         c,
         num_layers=layers,

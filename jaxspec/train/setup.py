@@ -45,7 +45,7 @@ class Setup:
     @property
     def frozen(self) -> dict[str, jax.Array]:
         """The draft's parameters that are not trained."""
-        return self.ids | ({"embed": self.draft.params["embed"]} if self.draft.config.embed_width else {})
+        return self.ids | ({"embed": self.target.params["embed"]} if self.draft.config.embed_width else {})
 
 
 def prepare(options: TrainOptions) -> Setup:

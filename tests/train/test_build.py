@@ -67,6 +67,18 @@ def test_rare_ids(given, found):
     assert (c.reduced_vocab_size, c.rare_vocab_size, c.rare_width) == found
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rare_ids": 16384}, "--rare-ids 16384 must be less than all 16384 of the draft's ids"),
+        ({"rare_ids": 0, "rare_width": 8}, "--rare-width 8 is of rare ids, and there are none"),
+    ],
+)
+def test_rare_ids_that_cannot_be(given, message):
+    with pytest.raises(ValueError, match=message):
+        draft_config(SMOLLM2, options(**given))
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_family_stays(family):
     target = dataclasses.replace(tiny.FAMILIES[family], num_layers=2)

@@ -202,6 +202,22 @@ def test_parts_of_a_batch_make_the_same_step(accumulate, n, tmp_path):
         assert not np.array_equal(once.params[name], REDUCED.params[name]), name
 
 
+def test_which_matrices_change_alike_in_all_directions(tmp_path):
+    """Muon's do: the singular values of an update differ little, however the gradient's do."""
+    rng, shapes = np.random.default_rng(4), {"embed_in": (24, 16), "layers.0.down": (24, 16), "head": (16, 24)}
+    steep = lambda rows, columns: rng.normal(size=(rows, columns)) * 0.7 ** np.arange(columns)
+    grads = {name: jnp.asarray(steep(*shape), jnp.float32) for name, shape in shapes.items()}
+    grads["norm"] = jnp.ones(16)
+    params = jax.tree.map(jnp.zeros_like, grads)
+    optimizer = steps.make_optimizer(runs.options(tmp_path, "x"))
+    updates = optimizer.update(grads, optimizer.init(params), params)[0]
+    values = {name: np.linalg.svd(updates[name], compute_uv=False) for name in shapes}
+    spread = {name: found[-1] / found[0] for name, found in values.items()}
+    assert min(spread["embed_in"], spread["layers.0.down"]) > 0.4
+    assert spread["head"] < 0.3
+    assert all(0.1 < np.sqrt(np.mean(np.square(x))) < 3.0 for x in updates.values())  # for one learning rate
+
+
 @pytest.mark.parametrize("n", [None, 5])
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_step_lowers_for_accelerators(platform, n, tmp_path):

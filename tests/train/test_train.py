@@ -101,6 +101,9 @@ def test_a_draft_reads_its_targets_own_table(trained, root, tmp_path):
     wider = folders.write_model(tmp_path / "wider", vocab_size=runs.VOCAB, width=64)
     with pytest.raises(ValueError, match="'draft' reads a table of 320 ids and width 32, the target's has 320 and 64"):
         LLM(str(wider), speculative_config={"model": str(trained)}, max_model_len=64)
+    found = describe(str(wider), str(trained))
+    assert not found["draft_fits"]
+    assert "the target's has 320 and 64" in found["draft_problem"]
 
 
 def state(folder: Path) -> dict[str, np.ndarray]:
