@@ -264,7 +264,10 @@ def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Mod
     abstract, borrowed = abstract_params(config, dtype, mesh), {}
     if config.embed_width:
         if target is None:
-            raise ValueError(f"{source.name} is a draft, which reads ids in its target's table: load its target, too")
+            raise ValueError(
+                f"{source.name} is a draft, which reads ids in its target's table: give its target as the model, and "
+                "this as the draft"
+            )
         check_table(target.config, source.name, config)
         del abstract["embed"]
         borrowed["embed"] = jnp.asarray(target.params["embed"], dtype)  # the same buffer, where the dtype is

@@ -70,7 +70,10 @@ class ModelConfig:
                 f"reduced_vocab_size={self.reduced_vocab_size} must lie in 2..{self.vocab_size}, vocab_size"
             )
         if self.tied and (self.reduced_vocab_size or self.rare_vocab_size or self.embed_width):
-            raise ValueError("tied=True, but a draft with fewer ids or its target's table has a head of its own")
+            raise ValueError(
+                "tied=True, but a draft with fewer ids, or its target's table, has a head of its own: one of an earlier "
+                "version has to be trained again"
+            )
         if not 0 <= self.rare_vocab_size < self.head_size or (self.rare_vocab_size > 0) != (self.rare_width > 0):
             raise ValueError(
                 f"rare_vocab_size={self.rare_vocab_size} must lie in 0..{self.head_size - 1}, and rare_width="

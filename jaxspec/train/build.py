@@ -50,8 +50,8 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     vocab_size = min(MOST_IDS, c.vocab_size) if o.vocab_size is None else o.vocab_size
     if vocab_size > c.vocab_size:
         raise ValueError(f"--vocab-size {vocab_size} exceeds the target's {c.vocab_size}: lower it or leave it out")
-    reduced = vocab_size < c.vocab_size
-    rare = (int(RARE["ids"] * vocab_size) if reduced else 0) if o.rare_ids is None else o.rare_ids
+    fewer = vocab_size < c.vocab_size
+    rare = (int(RARE["ids"] * vocab_size) if fewer else 0) if o.rare_ids is None else o.rare_ids
     if rare >= vocab_size:
         raise ValueError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
     if o.rare_width and not rare:
@@ -65,7 +65,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         num_kv_heads=kv_heads,
         mlp_width=o.mlp_width or (c.mlp_width if width == c.width else -(-c.mlp_width * width // c.width // 64) * 64),
         tied=False,
-        reduced_vocab_size=vocab_size if reduced else None,
+        reduced_vocab_size=vocab_size if fewer or rare else None,  # rare ids stand last, so that all have new places
         rare_vocab_size=rare,
         rare_width=(o.rare_width or max(1, int(RARE["width"] * width))) if rare else 0,
         embed_width=c.width,
@@ -92,7 +92,7 @@ def target_layers(of: int, count: int) -> list[int]:
 
 def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
     """d2t i32[R] and t2d i32[V] of the ids with the largest counts i64[V]: the frequent ones in their order, then the
-    rare ones. Empty for a draft that has all ids."""
+    rare ones. Empty for a draft that has all ids as its target has them."""
     size = config.head_size
     if config.reduced_vocab_size is None:
         return {}

@@ -57,7 +57,7 @@ def test_default_shape():
     ("given", "found"),
     [
         ({"vocab_size": 49152}, (None, 0, 0)),
-        ({"vocab_size": 49152, "rare_ids": 40000}, (None, 40000, 96)),
+        ({"vocab_size": 49152, "rare_ids": 40000}, (49152, 40000, 96)),
         ({"rare_ids": 0}, (16384, 0, 0)),
         ({"vocab_size": 1000, "rare_ids": 300, "rare_width": 7}, (1000, 300, 7)),
     ],

@@ -90,7 +90,7 @@ def test_a_draft_without_a_tokenizer_knows_its_targets(trained, root, tmp_path):
     found = describe(str(other), str(trained))
     assert not found["draft_fits"]
     assert "trained for another tokenizer" in found["draft_problem"]
-    with pytest.raises(ValueError, match="draft is a draft, which reads ids in its target's table: load its target"):
+    with pytest.raises(ValueError, match="draft is a draft, which reads ids in its target's table: give its target"):
         LLM(str(trained))
 
 
