@@ -71,8 +71,8 @@ class ModelConfig:
             )
         if self.tied and (self.reduced_vocab_size or self.rare_vocab_size or self.embed_width):
             raise ValueError(
-                "tied=True, but a draft with fewer ids, or its target's table, has a head of its own: one of an earlier "
-                "version has to be trained again"
+                "tied=True, but a draft with fewer ids, or its target's table, has a head of its own: one of an "
+                "earlier version has to be trained again"
             )
         if not 0 <= self.rare_vocab_size < self.head_size or (self.rare_vocab_size > 0) != (self.rare_width > 0):
             raise ValueError(
