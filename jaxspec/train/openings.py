@@ -139,23 +139,21 @@ def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
     """Prompts (category, text) as token ids: user messages in the chat template, the first words of one behind what it
     puts before a message, free text as LLM.generate takes it."""
     tokenizer = llm.tokenizer
-    shape = {"free": lambda text: text, "begun": lambda text: around(tokenizer)[0] + text}
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids: dict[int, list[int]] = {i: [first] for i, (_, text) in enumerate(prompts) if not text}
     for free in (True, False):
         chosen = [i for i, (category, text) in enumerate(prompts) if text and (category == "free") == free]
         if chosen:
-            texts = [
-                shape.get(prompts[i][0], functools.partial(conversation, tokenizer))(prompts[i][1]) for i in chosen
-            ]
+            texts = [prompts[i][1] if free else conversation(tokenizer, *prompts[i]) for i in chosen]
             ids |= zip(chosen, tokenizer(texts, add_special_tokens=free)["input_ids"], strict=True)
     return [ids[i] for i in range(len(prompts))]
 
 
-def conversation(tokenizer: Any, text: str) -> str:
-    """The user's message in the chat template, which is rendered once: that takes longer than all the rest."""
+def conversation(tokenizer: Any, category: str, text: str) -> str:
+    """The user's message in the chat template, which is rendered once: that takes longer than all the rest. Of one that
+    is only begun, the template up to there."""
     before, after = around(tokenizer)
-    return before + text + after
+    return before + text + ("" if category == "begun" else after)
 
 
 @functools.lru_cache(maxsize=1)
@@ -176,7 +174,8 @@ def around(tokenizer: Any) -> tuple[str, str]:
 def around_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The ids of `around`: those that two conversations share. On their own its texts may have others, as where a
     tokenizer puts a space in front."""
-    one, other = tokenizer([conversation(tokenizer, text) for text in "ab"], add_special_tokens=False)["input_ids"]
+    texts = [conversation(tokenizer, "chat", text) for text in "ab"]
+    one, other = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return common(one, other), common(one[::-1], other[::-1])[::-1]
 
 

@@ -63,7 +63,8 @@ def test_it_generates(executed):
     text = said(executed)
     lengths = [float(x) for x in re.findall(r"\[([\d.]+) tokens a round\]", text)]
     assert len(lengths) == 4
-    # 2.4 measured. A single answer is of too few tokens here to tell: the lowest of the four is 1.45.
+    # 2.4 measured. A single answer is of too few tokens here to tell much: the lowest of the four is 1.45.
+    assert min(lengths) > 1.2
     assert sum(lengths) / 4 > 2.0, "the draft was trained for this target"
 
 
