@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels._overlap import start_next
+
 STEP, MAX_STEP = 64, 256  # rows of weights in one read, at least and at most
 MAX_SHARE = 1 << 15  # numbers that a program reads: they all have to fit into its registers
 MAX_SIZE = 1 << 24  # of a matrix
@@ -81,7 +83,7 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*operands, *outputs), columns=columns, splits=splits, eps=eps, activation=activation,
-            block=block, norm_width=norm_width, barrier=not interpret,
+            block=block, norm_width=norm_width, interpret=interpret,
         ),
         grid=(width // columns, splits),
         out_shape=list(outputs.values()),
@@ -94,12 +96,12 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
     return {"parts": Parts(named["sums"], named.get("squares")), **named}
 
 
-def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, barrier):
+def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, interpret):
     ref = dict(zip(names, refs, strict=True))
     weights, sums = ref["weights"], ref["sums"]
     depth = weights.shape[0] // splits  # of this program
     size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # of a read
-    column_block, split = pl.program_id(0), pl.program_id(1)
+    column_block, split = pl.program_id(0), start_next(pl.program_id(1), interpret)
     column = column_block * columns + jnp.arange(columns, dtype=jnp.int32)
     firsts = [split * depth + at for at in range(0, depth, size)]
     at = jnp.arange(size, dtype=jnp.int32)
@@ -147,7 +149,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, b
         mask = (at < ref["zeros"].shape[0]) & (column_block + split == 0)
         plgpu.store(ref["zeros"].at[at], jnp.zeros_like(at), mask=mask)
     if "out" in ref:
-        if barrier:  # all of this program's numbers are out before it is counted
+        if not interpret:  # all of this program's numbers are out before it is counted
             plgpu.debug_barrier()
         before = plgpu.atomic_add(ref["counts"], (column_block,), jnp.int32(1))
 

@@ -100,6 +100,7 @@ def _kernel(
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
     split, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     low = jnp.arange(half, dtype=jnp.int32)
+    halves = low, low + half
     column = jnp.arange(d, dtype=jnp.int32)
 
     row = jnp.arange(block_rows, dtype=jnp.int32)
@@ -108,8 +109,9 @@ def _kernel(
     position = ref["kv_len"][b] - num_tokens  # of the first token of this pass
     query_at = position + token
 
-    def product(line, columns, mask):
+    def added(line, columns, mask):
         """The normed x times qkv, at these lines and columns: its parts added up."""
+        columns = jnp.broadcast_to(columns, (line.shape[0], half))
         parts = [jnp.int32(part) for part in range(heads.shape[0])]
         mask = jnp.broadcast_to(mask[:, None], columns.shape)
         load = lambda part: plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0)
@@ -122,70 +124,89 @@ def _kernel(
         """The two halves of the heads [lines, D] at column `first`, normed and rotated."""
         tile = (line.shape[0], half)
         first = jnp.broadcast_to(first, line.shape)[:, None]
-        x = [product(line, first + at[None, :], mask) for at in (low, low + half)]
+        x = [added(line, first + at[None, :], mask) for at in halves]
         mask = jnp.broadcast_to(mask[:, None], tile)
         at = (line[:, None], jnp.broadcast_to(low[None, :], tile))
         cos, sin = (plgpu.load(ref[name].at[at], mask=mask, other=0) for name in ("cos", "sin"))
         if norm in ref:
             shrink = lax.rsqrt((jnp.sum(x[0] * x[0], axis=1) + jnp.sum(x[1] * x[1], axis=1)) / d + eps)[:, None]
-            weights = [plgpu.load(ref[norm].at[at])[None, :] for at in (low, low + half)]
+            weights = [plgpu.load(ref[norm].at[at])[None, :] for at in halves]
             x = [(a * shrink * w).astype(dtype).astype(jnp.float32) for a, w in zip(x, weights, strict=True)]
         return (x[0] * cos - x[1] * sin).astype(dtype), (x[1] * cos + x[0] * sin).astype(dtype)
 
     own = head * (group + 2) * d  # first column of this key-value head's queries
-    q_low, q_high = rotated(b * num_tokens + token, own + row % group * d, here, "q_norm")
 
-    def attend(carry, k_low, k_high, value, key_at, used):
-        top, total, acc = carry
-        scores = (dot(q_low, k_low, trans_b=True) + dot(q_high, k_high, trans_b=True)) * scale
+    def queries():
+        return rotated(b * num_tokens + token, own + row % group * d, here, "q_norm")
+
+    def visible(key_at, used):
+        """[rows, keys]: which of the keys no window hides."""
+        every = jnp.broadcast_to(used[None, :], (block_rows, used.shape[0]))
+        return every if window is None else every & (key_at[None, :] > query_at[:, None] - window)
+
+    def attend(carry, query, key, value, visible):
+        """carry after some more keys and values [keys, D / 2] of either half of a head."""
+        top, total, *acc = carry
+        scores = sum(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True)) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        visible = used[None, :] & (key_at[None, :] <= query_at[:, None]) & (query_at >= 0)[:, None]
-        if window is not None:
-            visible &= key_at[None, :] > query_at[:, None] - window
         scores = jnp.where(visible, scores, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp(scores - new_top[:, None]), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=1)
-        return new_top, total, acc * shrink[:, None] + dot(weights.astype(dtype), value)
+        return (
+            new_top,
+            total,
+            *(a * shrink[:, None] + dot(weights.astype(dtype), v) for a, v in zip(acc, value, strict=True)),
+        )
 
     def leave(carry):
-        top, total, acc = carry
+        top, total, *acc = carry
         line = b * g + head
         plgpu.store(ref["top"].at[line, split, row], top, mask=here)
         plgpu.store(ref["total"].at[line, split, row], total, mask=here)
-        mask = jnp.broadcast_to(here[:, None], acc.shape)
-        plgpu.store(ref["acc"].at[line, split, row[:, None], column[None, :]], acc, mask=mask)
+        mask = jnp.broadcast_to(here[:, None], (block_rows, half))
+        for at, numbers in zip(halves, acc, strict=True):
+            plgpu.store(ref["acc"].at[line, split, row[:, None], at[None, :]], numbers, mask=mask)
 
     nothing = (
         jnp.full(block_rows, MASKED, jnp.float32),
         jnp.zeros(block_rows, jnp.float32),
-        jnp.zeros((block_rows, d), jnp.float32),
+        *[jnp.zeros((block_rows, half), jnp.float32)] * 2,
     )
 
-    @pl.when(split < splits)
+    begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
+    end = jnp.clip(position, 0, row_pages * page_size)
+    split_keys = pl.cdiv(pl.cdiv(jnp.maximum(end - begin, 0), splits), block_keys) * block_keys
+    split_begin = begin + split * split_keys
+    split_end = jnp.minimum(split_begin + split_keys, end)
+
+    @pl.when((split < splits) & (split_begin >= split_end))
+    def _no_tokens():
+        leave(nothing)
+
+    @pl.when((split < splits) & (split_begin < split_end))
     def _earlier_tokens():
-        begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
-        end = jnp.clip(position, 0, row_pages * page_size)
-        split_keys = pl.cdiv(pl.cdiv(jnp.maximum(end - begin, 0), splits), block_keys) * block_keys
-        split_begin = begin + split * split_keys
-        split_end = jnp.minimum(split_begin + split_keys, end)
+        query = queries()
 
         def step(i, carry):
             key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
             used = key_at < split_end
             key_at = jnp.where(used, key_at, 0)
-            page = jnp.minimum(plgpu.load(block_table.at[b, key_at // page_size]), num_slots // page_size - 1)
-            slot = page * page_size + key_at % page_size
+            page = jnp.minimum(plgpu.load(block_table.at[b, lax.div(key_at, page_size)]), num_slots // page_size - 1)
+            slot = page * page_size + lax.rem(key_at, page_size)
+            mask = jnp.broadcast_to(used[:, None], (block_keys, half))
 
-            def load(part, columns):
-                mask = jnp.broadcast_to(used[:, None], (block_keys, columns.shape[0]))
-                return plgpu.load(pages.at[slot[:, None], 2 * head + part, columns[None, :]], mask=mask, other=0)
+            def load(part):  # in halves, as the queries are, so that all tiles have their rows at the same threads
+                return [
+                    plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
+                    for at in halves
+                ]
 
-            return attend(carry, load(0, low), load(0, low + half), load(1, column), key_at, used)
+            return attend(carry, query, load(0), load(1), visible(key_at, used))
 
-        num_blocks = pl.cdiv(jnp.maximum(split_end - split_begin, 0), block_keys)
+        num_blocks = pl.cdiv(split_end - split_begin, block_keys)
         leave(lax.fori_loop(0, num_blocks, step, nothing))
 
     @pl.when(split == splits)
@@ -193,16 +214,17 @@ def _kernel(
         new = jnp.arange(block_new, dtype=jnp.int32)
         used = new < num_tokens
         line = b * num_tokens + new
-        k_low, k_high = rotated(line, own + group * d, used, "k_norm")
-        columns = jnp.broadcast_to(own + (group + 1) * d + column[None, :], (block_new, d))
-        value = product(line, columns, used).astype(dtype)
+        key = rotated(line, own + group * d, used, "k_norm")
+        value = [added(line, own + (group + 1) * d + at[None, :], used).astype(dtype) for at in halves]
         slot = plgpu.load(ref["slots"].at[line], mask=used, other=-1)
         live = (slot >= 0) & (slot < num_slots)
         slot = jnp.where(live, slot, num_slots)  # written nowhere
-        for part, columns, numbers in ((0, low, k_low), (0, low + half, k_high), (1, column, value)):
-            mask = jnp.broadcast_to(live[:, None], numbers.shape)
-            plgpu.store(pages.at[slot[:, None], 2 * head + part, columns[None, :]], numbers, mask=mask)
-        leave(attend(nothing, k_low, k_high, value, position + new, used))
+        mask = jnp.broadcast_to(live[:, None], (block_new, half))
+        for part, tiles in enumerate((key, value)):
+            for at, numbers in zip(halves, tiles, strict=True):
+                plgpu.store(pages.at[slot[:, None], 2 * head + part, at[None, :]], numbers, mask=mask)
+        seen = visible(position + new, used) & (new[None, :] <= token[:, None]) & (query_at >= 0)[:, None]
+        leave(attend(nothing, queries(), key, value, seen))
 
     if "out" not in ref:
         return
