@@ -63,9 +63,9 @@ class AsyncLLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[StreamOutput, None]:
-        """Yields pieces of a prompt's completion as rounds end, of each of its n samples. What is wrong with the prompt
-        or the parameters is raised here, before anything is queued."""
-        return self.results(self.prepare(prompt, sampling_params), Job.pieces, num_rounds=1)
+        """Yields pieces of a prompt's completion as they are made, of each of its n samples. What is wrong with the
+        prompt or the parameters is raised here, before anything is queued."""
+        return self.results(self.prepare(prompt, sampling_params), Job.pieces, streaming=True)
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """Completes a prompt. Raises ValueError for one that cannot be served; an output whose completion failed on the
@@ -82,10 +82,10 @@ class AsyncLLM:
         return asked[0]
 
     async def results(
-        self, ask: Ask, take: Callable[[Job], list[Any]], num_rounds: int | None = None
+        self, ask: Ask, take: Callable[[Job], list[Any]], *, streaming: bool = False
     ) -> AsyncGenerator[Any, None]:
         """Yields what `take` finds in the job after each step, until the job has ended."""
-        call = Call(ask, take, num_rounds, asyncio.get_running_loop())
+        call = Call(ask, take, streaming, asyncio.get_running_loop())
         try:
             self.thread.tell(self.thread.open, call)
             self.thread.check_open()  # afterwards: a thread that ended before does not hear this call
@@ -107,13 +107,13 @@ class AsyncLLM:
 class Call:
     """One caller's request, and the way back to its event loop.
 
-    take: what of the job is handed over after a step; num_rounds: the most rounds of a launch meanwhile, None for the
-    engine's own; results: read in the caller's loop, an exception or None is the last.
+    take: what of the job is handed over after a step; streaming: launches are to be short meanwhile; results: read in
+    the caller's loop, an exception or None is the last.
     """
 
     ask: Ask
     take: Callable[[Job], list[Any]]
-    num_rounds: int | None
+    streaming: bool
     loop: asyncio.AbstractEventLoop
     results: asyncio.Queue[Any] = dataclasses.field(default_factory=asyncio.Queue)
     job: Job | None = None
@@ -212,8 +212,7 @@ class EngineThread(threading.Thread):
 
     def advance(self) -> None:
         """One step, and to every call what is new in its job."""
-        wanted = [call.num_rounds for call in self.calls.values() if call.num_rounds is not None]
-        ran = self.llm.step(min(wanted, default=None))
+        ran = self.llm.step(streaming=any(call.streaming for call in self.calls.values()))
         for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
             self.hand_over(call)
 

@@ -134,7 +134,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Yields pieces of the completions as rounds end: of one prompt or, decoded together, of several.
+        """Yields pieces of the completions as they are made: of one prompt or, decoded together, of several. What
+        comes within a twentieth of a second may come as one piece.
 
         A piece says by prompt_index and sample whose it is. All prompts are checked at once, before the first piece.
         Dropping the iterator ends what has not ended.
@@ -153,7 +154,7 @@ class LLM:
                     left = [job for job in left if not job.streamed]
                     yield from fresh
                 else:
-                    self.step(num_rounds=1)
+                    self.step(streaming=True)
         finally:
             for job in jobs:
                 self.abort(job)
@@ -190,9 +191,9 @@ class LLM:
         add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=ask.bad_words)
         return Job(self.tokenizer, ask, named(ask.index, add, ask.ids, ask.params))
 
-    def step(self, num_rounds: int | None = None) -> list[Request]:
+    def step(self, *, streaming: bool = False) -> list[Request]:
         """One step of the engine: the requests, one a sample, that ran or ended."""
-        ran = self.engine.step(num_rounds)
+        ran = self.engine.step(streaming=streaming)
         self.tell(request for request in ran if request.finish_reason is not None)
         return ran
 

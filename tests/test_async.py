@@ -85,13 +85,13 @@ async def until(condition) -> None:
         await asyncio.sleep(0.005)
 
 
-def spied(llm: AsyncLLM, monkeypatch) -> list[tuple[int | None, int]]:
-    """(rounds asked for, requests that ran) of each step from now on."""
+def spied(llm: AsyncLLM, monkeypatch) -> list[tuple[bool, int]]:
+    """(whether somebody reads along, requests that ran) of each step from now on."""
     steps, step = [], llm.llm.engine.step
 
-    def spy(num_rounds=None):
-        ran = step(num_rounds)
-        steps.append((num_rounds, len(ran)))
+    def spy(streaming):
+        ran = step(streaming=streaming)
+        steps.append((streaming, len(ran)))
         return ran
 
     monkeypatch.setattr(llm.llm.engine, "step", spy)
@@ -111,7 +111,7 @@ def test_calls_that_overlap_share_batches(llm, expected, monkeypatch):
     assert texts(outputs) == texts(expected(PROMPTS))
     assert [o.prompt for o in outputs] == PROMPTS
     assert max(ran for _, ran in steps) == 4, "as many as there are rows"
-    assert {rounds for rounds, _ in steps} == {None}, "nobody streams: launches of full length"
+    assert not any(streaming for streaming, _ in steps), "launches of full length"
 
 
 def test_streams_and_generations_together(llm, expected, monkeypatch):
@@ -127,11 +127,14 @@ def test_streams_and_generations_together(llm, expected, monkeypatch):
     (first, _, reason), whole, (third, *_) = run(main())
     assert [first, whole.outputs[0].text, third] == texts(expected(PROMPTS[:3]))
     assert reason == "length"
-    assert 1 in {rounds for rounds, _ in steps}
+    assert any(streaming for streaming, _ in steps)
     assert max(ran for _, ran in steps) > 1
 
 
-def test_pieces_come_as_rounds_end(llm):
+def test_pieces_come_as_rounds_end(llm, monkeypatch):
+    """Where no more than one round fits between two looks."""
+    monkeypatch.setattr(llm.llm.engine.controller, "rounds_within", lambda *_: 1)
+
     async def main():
         return [piece async for piece in llm.stream(PROMPTS[0], GREEDY)]
 
@@ -292,10 +295,10 @@ def test_the_thread_sleeps_while_nothing_runs(llm, monkeypatch):
 def test_an_engine_that_fails_lets_nobody_wait(own, monkeypatch):
     step = own.llm.engine.step
 
-    def failing(num_rounds=None):
+    def failing(streaming):
         if len(own.thread.calls) == 3:
             raise MemoryError("the device is full")
-        return step(num_rounds)
+        return step(streaming=streaming)
 
     monkeypatch.setattr(own.llm.engine, "step", failing)
 

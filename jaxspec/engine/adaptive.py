@@ -128,6 +128,11 @@ class Controller:
         low, high = self.costs[kind, 0], self.costs[kind, full]
         return low + (high - low) * k / full
 
+    def rounds_within(self, seconds: float, kind: Hashable, k: int) -> int:
+        """Rounds of k drafts that take so long as far as is known, one at least."""
+        cost = self.costs.get((kind, k))
+        return 1 if cost is None else max(1, int(seconds / cost))
+
     def observe(
         self, kind: Hashable, k: int, seconds: float, num_rounds: int, *, tokens: int, catch_up: float = 0.0
     ) -> None:

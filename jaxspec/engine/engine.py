@@ -22,13 +22,14 @@ from jaxspec.decode.programs import Programs, Variants
 from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
 from jaxspec.engine import batch, setup
 from jaxspec.engine.account import counters, stopwatch
-from jaxspec.engine.adaptive import PROBE_ROUNDS, Acceptance, Controller
+from jaxspec.engine.adaptive import Acceptance, Controller
 from jaxspec.engine.request import Request, TokenLogprobs
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
 from jaxspec.sampling_params import SamplingParams
 
+SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as if one by one
 NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
 )
@@ -173,9 +174,10 @@ class Engine:
 
     # A step.
 
-    def step(self, num_rounds: int | None = None) -> list[Request]:
+    def step(self, num_rounds: int | None = None, *, streaming: bool = False) -> list[Request]:
         """Admits, prefills one chunk, launches once; returns the requests that took part, those that ended with a
-        finish_reason. A pass that fails ends its requests with finish_reason "error" and raises nothing."""
+        finish_reason. A pass that fails ends its requests with finish_reason "error" and raises nothing. streaming:
+        somebody reads along, so that the launch is to be short."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache)):
             self.lose_caches()  # a step was interrupted while the device had them
         if not self.scheduler.running:
@@ -194,7 +196,7 @@ class Engine:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted]
         if decoding:  # or all have given way to an older one in prefill
-            self.decode(decoding, num_rounds)
+            self.decode(decoding, num_rounds, streaming)
         failed, self.failed = self.failed, []
         return sorted({*took_part, *decoding, *failed}, key=lambda r: r.id)
 
@@ -245,9 +247,9 @@ class Engine:
         """Without a draft cache there is nothing that could lag behind; with one, its context may be shorter."""
         request.draft_len = min(length, self.decoding.position_limit) if self.has_draft_cache else request.target_len
 
-    def decode(self, requests: list[Request], num_rounds: int) -> None:
+    def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """One launch over these requests, whose prompts are in the caches."""
-        kind = self.grown_shape(requests)[0], num_rounds < PROBE_ROUNDS  # a stream's launches cost more a round
+        kind = self.grown_shape(requests)[0], streaming  # short launches cost more a round
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
         limit = self.speculative.disable_by_batch_size if self.speculative else None
         if limit is not None and len(self.scheduler.running) >= limit:
@@ -255,6 +257,9 @@ class Engine:
         # Tokens of the standard rule with a seed of its own depend on the number of drafts.
         pinned = any(r.params.seed is not None and not r.coupled and not r.params.greedy for r in requests)
         choice = self.controller.choose(kind, rows, pinned=pinned)
+        if streaming:  # what is first is shown at once
+            first = any(not r.output for r in requests)
+            num_rounds = 1 if first else min(num_rounds, self.controller.rounds_within(SHOWN_EVERY, kind, choice.k))
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
         with self.blame(requests):
             with self.timed("prefill_seconds") as reading:

@@ -153,6 +153,14 @@ def test_costs_follow_what_is_measured():
     assert c.cost("kind", 2, 4) == 2.0
 
 
+@pytest.mark.parametrize(("cost", "rounds"), [(0.004, 5), (0.021, 1), (0.5, 1)])
+def test_rounds_of_a_launch_that_is_waited_for(cost, rounds):
+    c = Controller((0, 3))
+    assert c.rounds_within(0.02, "kind", 3) == 1, "nothing is known"
+    c.costs["kind", 3] = cost
+    assert c.rounds_within(0.02, "kind", 3) == rounds
+
+
 def test_acceptance_by_position():
     """Each position among the rounds that came so far; what was not seen is the prior."""
     a = Acceptance(4)

@@ -40,6 +40,19 @@ def narrow(method: str, short: str) -> Engine:
     return new_engine(method, K, **options)
 
 
+def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(monkeypatch):
+    served, launched = new_engine(), []
+    launch = served.launch
+    monkeypatch.setattr(served, "launch", lambda r, k, n, *rest: launched.append(n) or launch(r, k, n, *rest))
+    monkeypatch.setattr(served.controller, "rounds_within", lambda seconds, kind, k: round(100 * seconds))
+    sampling = params(12)
+    request = served.add(PROMPTS[0], *sampling)
+    while served.busy:
+        served.step(streaming=True)
+    assert launched == [1, 5, 5, 5]
+    assert texts([request]) == plain(PROMPTS[:1], tuple(sampling))
+
+
 @pytest.mark.parametrize(("method", "rounds"), [("noisy", 1), ("noisy", 4), ("noisy", 32), ("ngram", 4)])
 @pytest.mark.parametrize("short", ["rows", "pages"])
 def test_requests_wait_for_rows_and_pages(method, rounds, short):
