@@ -22,7 +22,7 @@ from jaxspec.decode.programs import Programs, Variants
 from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
 from jaxspec.engine import batch, setup
 from jaxspec.engine.account import counters, stopwatch
-from jaxspec.engine.adaptive import Acceptance, Controller
+from jaxspec.engine.adaptive import PROBE_ROUNDS, Acceptance, Controller
 from jaxspec.engine.request import Request, TokenLogprobs
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
@@ -249,7 +249,8 @@ class Engine:
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """One launch over these requests, whose prompts are in the caches."""
-        kind = self.grown_shape(requests)[0], streaming  # short launches cost more a round
+        short = streaming or num_rounds < PROBE_ROUNDS
+        kind = self.grown_shape(requests)[0], short  # which cost more a round
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
         limit = self.speculative.disable_by_batch_size if self.speculative else None
         if limit is not None and len(self.scheduler.running) >= limit:

@@ -109,7 +109,7 @@ def _kernel(
     position = ref["kv_len"][b] - num_tokens  # of the first token of this pass
     query_at = position + token
 
-    def added(line, columns, mask):
+    def product(line, columns, mask):
         """The normed x times qkv, at these lines and columns: its parts added up."""
         columns = jnp.broadcast_to(columns, (line.shape[0], half))
         parts = [jnp.int32(part) for part in range(heads.shape[0])]
@@ -124,7 +124,7 @@ def _kernel(
         """The two halves of the heads [lines, D] at column `first`, normed and rotated."""
         tile = (line.shape[0], half)
         first = jnp.broadcast_to(first, line.shape)[:, None]
-        x = [added(line, first + at[None, :], mask) for at in halves]
+        x = [product(line, first + at[None, :], mask) for at in halves]
         mask = jnp.broadcast_to(mask[:, None], tile)
         at = (line[:, None], jnp.broadcast_to(low[None, :], tile))
         cos, sin = (plgpu.load(ref[name].at[at], mask=mask, other=0) for name in ("cos", "sin"))
@@ -144,15 +144,15 @@ def _kernel(
         every = jnp.broadcast_to(used[None, :], (block_rows, used.shape[0]))
         return every if window is None else every & (key_at[None, :] > query_at[:, None] - window)
 
-    def attend(carry, query, key, value, visible):
+    def attend(carry, query, key, value, seen):
         """carry after some more keys and values [keys, D / 2] of either half of a head."""
         top, total, *acc = carry
         scores = sum(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True)) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(visible, scores, MASKED)
+        scores = jnp.where(seen, scores, MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.where(visible, jnp.exp(scores - new_top[:, None]), 0.0)
+        weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=1)
         return (
@@ -215,7 +215,7 @@ def _kernel(
         used = new < num_tokens
         line = b * num_tokens + new
         key = rotated(line, own + group * d, used, "k_norm")
-        value = [added(line, own + (group + 1) * d + at[None, :], used).astype(dtype) for at in halves]
+        value = [product(line, own + (group + 1) * d + at[None, :], used).astype(dtype) for at in halves]
         slot = plgpu.load(ref["slots"].at[line], mask=used, other=-1)
         live = (slot >= 0) & (slot < num_slots)
         slot = jnp.where(live, slot, num_slots)  # written nowhere

@@ -1,11 +1,14 @@
 """The GPU forms lowered for a GPU that is not there: what Triton's dialect refuses shows here."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels import feed_forward, kv_write, merge_tokens, paged_attention, self_attention, slot_mapping
+from pallas_kernels import _overlap, feed_forward, kv_write, merge_tokens, paged_attention, self_attention, slot_mapping
+from pallas_kernels._split_product import split_product
 
 GPU = {"implementation": "pallas", "platform": "gpu"}
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
@@ -16,10 +19,13 @@ def shape(*dims, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def assert_lowers(function, *shapes):
+def lowered(function, *shapes) -> str:
     with jax.sharding.use_abstract_mesh(MESH):
-        text = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert "xla.gpu.triton" in text
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def assert_lowers(function, *shapes):
+    assert "xla.gpu.triton" in lowered(function, *shapes)
 
 
 def test_merge_tokens():
@@ -72,3 +78,20 @@ def test_self_attention(rows, heads):
     }  # fmt: skip
     options = {"eps": 1e-6, "scale": d**-0.5, "window": 100, "soft_cap": 20.0, **GPU}
     assert_lowers(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("9.0", True), ("10.3", True), ("8.9", False), ("gfx942", False), (None, False)]
+)
+def test_the_next_kernel_can_be_asked_for_from_hopper_on(monkeypatch, capability, expected):
+    device = types.SimpleNamespace(**({} if capability is None else {"compute_capability": capability}))
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert _overlap.available() is expected
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_a_kernel_asks_for_the_next_only_where_that_can_be_done(monkeypatch, available):
+    monkeypatch.setattr(_overlap, "available", lambda: available)
+    shapes = shape(1024, dtype=jnp.bfloat16), shape(1024, 512, dtype=jnp.bfloat16)
+    text = lowered(lambda *a: split_product(*a)["sums"], *shapes)
+    assert ("griddepcontrol.launch_dependents" in text) == available
