@@ -39,7 +39,7 @@ def run(op: str, implementation: str | None, platform: str | None, *args: Any, *
     chosen = DEFAULTS[op][platform] if implementation is None else implementation
     if chosen not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation {implementation!r} is not one of {(None, *IMPLEMENTATIONS)}")
-    plain = functools.partial(flavour(op, "reference"), **({"platform": platform} if op in COMPOSED else {}))
+    plain = functools.partial(call, op, "reference", **({"platform": platform} if op in COMPOSED else {}))
     if chosen == "reference":
         return plain(*args, **options)
     if op in GPU_ONLY and platform == "tpu":
@@ -48,7 +48,18 @@ def run(op: str, implementation: str | None, platform: str | None, *args: Any, *
     if implementation is None and fits is not None and not fits(module(op, name)):
         return plain(*args, **options)
     # No Pallas compiler for CPU: interpret.
-    return flavour(op, name)(*args, **options, **({"interpret": True} if platform == "cpu" else {}))
+    return call(op, name, *args, **options, **({"interpret": True} if platform == "cpu" else {}))
+
+
+def call(op: str, name: str, *args: Any, **options: Any) -> Any:
+    """That form of `op`. All layers of a program that call it alike share what is traced and lowered: for a kernel on
+    GPU that takes longer than compiling it."""
+    return shared(op, name, tuple(options))(*args, **options)
+
+
+@functools.cache
+def shared(op: str, name: str, options: tuple[str, ...]) -> Callable:
+    return jax.jit(flavour(op, name), static_argnames=options)
 
 
 def module(op: str, name: str) -> Any:

@@ -80,6 +80,13 @@ def test_self_attention(rows, heads):
     assert_lowers(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())
 
 
+def test_layers_share_what_is_lowered():
+    """Lowering a kernel takes longer than compiling it, and a model calls each dozens of times."""
+    pages, kv = shape(1000, 16, 16, 128, dtype=jnp.bfloat16), shape(40, 16, 128, dtype=jnp.bfloat16)
+    three = lambda pages, kv, slots: [kv_write(p, kv, slots, **GPU) for p in pages]
+    assert lowered(three, [pages] * 3, kv, shape(40)).count("xla.gpu.triton") == 1
+
+
 @pytest.mark.parametrize(
     ("capability", "expected"), [("9.0", True), ("10.3", True), ("8.9", False), ("gfx942", False), (None, False)]
 )
