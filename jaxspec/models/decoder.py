@@ -7,11 +7,12 @@ checkpoints fill and shardings are looked up for. The nnx module is the descript
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
@@ -233,12 +234,17 @@ def random_params(
 
     def leaf(index: int, name: str, s: jax.ShapeDtypeStruct) -> jax.Array:
         if name in ("d2t", "t2d"):  # a reduced vocabulary has the first ids
-            return jnp.minimum(jnp.arange(s.shape[0], dtype=s.dtype), config.head_size)
+            return jax.device_put(np.minimum(np.arange(s.shape[0], dtype=s.dtype), config.head_size), s.sharding)
         if name.endswith("norm"):
-            return jnp.ones(s.shape, s.dtype)
+            return jax.device_put(np.ones(s.shape, s.dtype), s.sharding)
         fan_in = s.shape[-1] if name == "embed" else s.shape[0]
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        return (jax.random.normal(key, s.shape, jnp.float32) * fan_in**-0.5).astype(s.dtype)
+        return normal(s, fan_in**-0.5)(jax.random.fold_in(jax.random.key(seed), index))
 
-    init = lambda: {name: leaf(i, name, s) for i, (name, s) in enumerate(abstract.items())}
-    return jax.jit(init, out_shardings={name: s.sharding for name, s in abstract.items()})() | dict(known or {})
+    return {name: leaf(i, name, s) for i, (name, s) in enumerate(abstract.items())} | dict(known or {})
+
+
+@functools.cache
+def normal(s: jax.ShapeDtypeStruct, deviation: float) -> Callable[[jax.Array], jax.Array]:
+    """key -> random numbers. A program a shape: one for all weights would take minutes to compile on a GPU."""
+    draw = lambda key: (jax.random.normal(key, s.shape, jnp.float32) * deviation).astype(s.dtype)
+    return jax.jit(draw, out_shardings=s.sharding)
