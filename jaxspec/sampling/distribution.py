@@ -1,12 +1,13 @@
 """Logits -> the distribution a request asked for: temperature, then min-p, top-k, top-p. No sort anywhere.
 
-Thresholds are found by bisecting on the bits of the values, 32 counting passes, exactly: a sort inside the decoding
-loop is slow on every backend and breaks CUDA graphs into pieces. Values tied with the threshold are kept.
+Thresholds are found from the bits of the values, by counting, exactly: a sort inside the decoding loop is slow on every
+backend, and on GPU both it and a loop break CUDA graphs into pieces. Values tied with the threshold are kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +74,29 @@ def ordered(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
 def threshold(
     values: UInt[Array, "*rows V"], weights: Float[Array, "*rows V"], need: Float[Array, "*#rows 1"]
 ) -> UInt[Array, "*rows 1"]:
-    """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1)."""
+    """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1).
 
-    def bit(i, t):
-        candidate = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        weight = jnp.sum(jnp.where(values >= candidate, weights, 0.0), axis=-1, keepdims=True)
-        return jnp.where(weight >= need, candidate, t)
+    On GPU a loop inside the decoding loop costs more than what it counts (H200, top-k and top-p: 0.69 ms a token, 0.15
+    without loops); on CPU comparing is what costs.
+    """
+    by_bits = functools.partial(bits_at_a_time, 1)
+    without_loops = functools.partial(bits_at_a_time, 4)
+    return lax.platform_dependent(values, weights, need, cuda=without_loops, rocm=without_loops, default=by_bits)
 
-    return lax.fori_loop(0, 32, bit, jnp.zeros((*values.shape[:-1], 1), jnp.uint32))
+
+def bits_at_a_time(bits: int, values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+    """`threshold` in 32 / bits passes, each over 2**bits - 1 candidates; a loop where it is one bit at a time."""
+    digits = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
+
+    def refine(i: int | jax.Array, t: jax.Array) -> jax.Array:
+        shift = jnp.uint32(32 - bits) - jnp.uint32(bits) * jnp.asarray(i, jnp.uint32)
+        reached = values[..., None, :] >= (t | digits << shift)[..., :, None]
+        enough = jnp.sum(jnp.where(reached, weights[..., None, :], 0.0), axis=-1) >= need
+        return t | jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.uint32) << shift
+
+    t = jnp.zeros((*values.shape[:-1], 1), jnp.uint32)
+    if bits == 1:
+        return lax.fori_loop(0, 32, refine, t)
+    for i in range(32 // bits):
+        t = refine(i, t)
+    return t

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.sampling.distribution import SamplingRows, likeliest, ordered, process, threshold
+from jaxspec.sampling.distribution import SamplingRows, bits_at_a_time, likeliest, ordered, process, threshold
 from tests import laws
 
 V, T, B = 12, 2, 16
@@ -145,11 +147,28 @@ def test_ordered_keeps_the_order_of_floats():
     assert (np.diff(keys.astype(np.uint64)) > 0).all()
 
 
-def test_threshold_is_the_largest_that_suffices():
+# By bits on CPU, by sixteenths on GPU.
+WAYS = {"as here": threshold, **{f"{n} bits": functools.partial(bits_at_a_time, n) for n in (1, 4)}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_threshold_is_the_largest_that_suffices(way):
     values = jnp.array([[5, 9, 2, 9, 7]], jnp.uint32)
     weights = jnp.array([[0.1, 0.2, 0.3, 0.1, 0.3]])
     for need, expected in ((0.05, 9), (0.3, 9), (0.35, 7), (0.65, 5), (0.9, 2)):
-        assert threshold(values, weights, jnp.array([[need]])).tolist() == [[expected]]
+        assert WAYS[way](values, weights, jnp.array([[need]])).tolist() == [[expected]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_threshold_is_the_largest_that_suffices_for_any_bits(way):
+    """Weights are whole numbers, so that sums are exact in any order."""
+    rng = np.random.default_rng(5)
+    values = rng.integers(0, 1 << 32, (6, 40), dtype=np.uint32)
+    values[0, :3], values[1] = (0, 2**32 - 1, 2**31), values[1, 0]
+    weights, need = rng.integers(0, 5, values.shape), rng.integers(1, 40, (6, 1))
+    enough = [[v for v in row if w[row >= v].sum() >= n] for row, w, n in zip(values, weights, need, strict=True)]
+    found = WAYS[way](jnp.asarray(values), jnp.asarray(weights, jnp.float32), jnp.asarray(need, jnp.float32))
+    assert found.tolist() == [[max(row)] for row in enough]
 
 
 def primitives(jaxpr) -> set[str]:
