@@ -76,8 +76,8 @@ def threshold(
 ) -> UInt[Array, "*rows 1"]:
     """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1).
 
-    On GPU a loop inside the decoding loop costs more than what it counts (H200, top-k and top-p: 0.69 ms a token, 0.15
-    without loops); on CPU comparing is what costs.
+    On GPU a loop inside the decoding loop costs more than what it counts (H200, Qwen3-0.6B with top-k and top-p: 1.52 ms
+    a token, 0.98 without loops); on CPU comparing is what costs.
     """
     by_bits = functools.partial(bits_at_a_time, 1)
     without_loops = functools.partial(bits_at_a_time, 4)
