@@ -76,8 +76,8 @@ def threshold(
 ) -> UInt[Array, "*rows 1"]:
     """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1).
 
-    On GPU a loop inside the decoding loop costs more than what it counts (H200, Qwen3-0.6B with top-k and top-p: 1.52 ms
-    a token, 0.98 without loops); on CPU comparing is what costs.
+    On GPU a loop inside the decoding loop costs more than what it counts (see jaxspec/bench/NOTES.md, "Sixth series");
+    on CPU comparing is what costs.
     """
     by_bits = functools.partial(bits_at_a_time, 1)
     without_loops = functools.partial(bits_at_a_time, 4)
@@ -85,14 +85,20 @@ def threshold(
 
 
 def bits_at_a_time(bits: int, values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
-    """`threshold` in 32 / bits passes, each over 2**bits - 1 candidates; a loop where it is one bit at a time."""
-    digits = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
+    """`threshold` in 32 / bits passes, a loop where it is one bit at a time.
+
+    A pass is one reduction to 2**bits - 1 sums, one a candidate, and reads each value once.
+    """
+    zeros = [jnp.float32(0)] * ((1 << bits) - 1)
+    each_with_each = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
 
     def refine(i: int | jax.Array, t: jax.Array) -> jax.Array:
-        shift = jnp.uint32(32 - bits) - jnp.uint32(bits) * jnp.asarray(i, jnp.uint32)
-        reached = values[..., None, :] >= (t | digits << shift)[..., :, None]
-        enough = jnp.sum(jnp.where(reached, weights[..., None, :], 0.0), axis=-1) >= need
-        return t | jnp.sum(enough, axis=-1, keepdims=True, dtype=jnp.uint32) << shift
+        shift = jnp.asarray(32 - bits * (i + 1), jnp.uint32)
+        candidates = [t | jnp.uint32(digit) << shift for digit in range(1, 1 << bits)]
+        kept = [jnp.where(values >= candidate, weights, 0.0) for candidate in candidates]
+        sums = lax.reduce(kept, zeros, each_with_each, (values.ndim - 1,))
+        digit = sum((s[..., None] >= need).astype(jnp.uint32) for s in sums)
+        return t | digit << shift
 
     t = jnp.zeros((*values.shape[:-1], 1), jnp.uint32)
     if bits == 1:
