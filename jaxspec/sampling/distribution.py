@@ -92,7 +92,7 @@ def bits_at_a_time(bits: int, values: jax.Array, weights: jax.Array, need: jax.A
     zeros = [jnp.float32(0)] * ((1 << bits) - 1)
     each_with_each = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
 
-    def refine(i: int | jax.Array, t: jax.Array) -> jax.Array:
+    def refine(i: jax.Array, t: jax.Array) -> jax.Array:
         shift = jnp.asarray(32 - bits * (i + 1), jnp.uint32)
         candidates = [t | jnp.uint32(digit) << shift for digit in range(1, 1 << bits)]
         kept = [jnp.where(values >= candidate, weights, 0.0) for candidate in candidates]
@@ -101,8 +101,4 @@ def bits_at_a_time(bits: int, values: jax.Array, weights: jax.Array, need: jax.A
         return t | digit << shift
 
     t = jnp.zeros((*values.shape[:-1], 1), jnp.uint32)
-    if bits == 1:
-        return lax.fori_loop(0, 32, refine, t)
-    for i in range(32 // bits):
-        t = refine(i, t)
-    return t
+    return lax.fori_loop(0, 32 // bits, refine, t, unroll=bits > 1)

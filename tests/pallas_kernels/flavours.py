@@ -2,13 +2,12 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pallas_kernels._dispatch import flavour
+from pallas_kernels._dispatch import call
 
 FLAVOURS = [
     "reference",
@@ -20,12 +19,11 @@ few_examples = settings(max_examples=12, deadline=None, derandomize=True, databa
 seeds = st.integers(0, 2**32 - 1)
 
 
-@functools.cache
 def kernel(op: str, name: str, **options):
-    """The jitted flavour `name` of `op`: one program for each set of shapes, whatever the examples hold."""
+    """The flavour `name` of `op`, jitted: one program for each set of shapes, whatever the examples hold."""
     if name in ("tpu", "gpu"):
         options["interpret"] = True
-    return jax.jit(functools.partial(flavour(op, name.split()[0]), **options))
+    return functools.partial(call, op, name.split()[0], **options)
 
 
 @st.composite
