@@ -12,6 +12,7 @@ rows, or larger matrices, the compiler's own products are faster (see jaxspec/be
 import dataclasses
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -138,12 +139,12 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, i
     reads = [start_reading(first) for first in firsts]
     tiles = [plgpu.load(weights.at[(first + at)[:, None], column[None, :]]) for first in firsts]
     if activation is not None:
-        shrink = lax.rsqrt(sum(squares) / norm_width + eps)
+        shrink = lax.rsqrt(added(squares) / norm_width + eps)
     sources = [source(first, read) for first, read in zip(firsts, reads, strict=True)]
     products = [tile.astype(jnp.float32) * h[:, None] for tile, (h, _) in zip(tiles, sources, strict=True)]
-    plgpu.store(sums.at[split, column], jnp.sum(sum(products), axis=0))
+    plgpu.store(sums.at[split, column], jnp.sum(added(products), axis=0))
     if "norm" in ref:
-        plgpu.store(ref["squares"].at[split], jnp.sum(sum(square for _, square in sources)))
+        plgpu.store(ref["squares"].at[split], jnp.sum(added(square for _, square in sources)))
     if "zeros" in ref:
         at = jnp.arange(pl.next_power_of_2(ref["zeros"].shape[0]), dtype=jnp.int32)
         mask = (at < ref["zeros"].shape[0]) & (column_block + split == 0)
@@ -157,6 +158,11 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, i
         def _finish():
             y = plgpu.load(ref["residual"].at[column]).astype(jnp.float32) + jnp.sum(parts(sums, column), axis=0)
             plgpu.store(ref["out"].at[column], y.astype(weights.dtype))
+
+
+def added(numbers):
+    """Their sum. Python's begins with 0, and to leave that out is not the compiler's to do: it makes 0 of -0."""
+    return functools.reduce(operator.add, numbers)
 
 
 def _activate(kind, x):

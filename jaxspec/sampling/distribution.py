@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.shapes import Array, Float, Int, UInt
+
+PIECES = 256  # of all rows, where threshold has no loop
 
 
 @jax.tree_util.register_dataclass
@@ -80,25 +83,37 @@ def threshold(
     on CPU comparing is what costs.
     """
     by_bits = functools.partial(bits_at_a_time, 1)
-    without_loops = functools.partial(bits_at_a_time, 4)
+    without_loops = lambda values, weights, need: bits_at_a_time(4, in_pieces(values), in_pieces(weights), need)
     return lax.platform_dependent(values, weights, need, cuda=without_loops, rocm=without_loops, default=by_bits)
+
+
+def in_pieces(x: jax.Array) -> jax.Array:
+    """[*rows, V] -> [*rows, pieces, V / pieces], zeros behind. The compiler gives a piece to one multiprocessor: there
+    are to be enough for all."""
+    pieces = max(1, PIECES // math.prod(x.shape[:-1]))
+    width = -(-x.shape[-1] // pieces)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, pieces * width - x.shape[-1])]
+    return jnp.pad(x, padding).reshape(*x.shape[:-1], pieces, width)
 
 
 def bits_at_a_time(bits: int, values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
     """`threshold` in 32 / bits passes, a loop where it is one bit at a time.
 
-    A pass is one reduction to 2**bits - 1 sums, one a candidate, and reads each value once.
+    A pass is one reduction to 2**bits - 1 sums, one a candidate, and reads each value once. Rows may be in pieces.
     """
+    rows = need.ndim - 1
     zeros = [jnp.float32(0)] * ((1 << bits) - 1)
     each_with_each = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
 
     def refine(i: jax.Array, t: jax.Array) -> jax.Array:
         shift = jnp.asarray(32 - bits * (i + 1), jnp.uint32)
         candidates = [t | jnp.uint32(digit) << shift for digit in range(1, 1 << bits)]
-        kept = [jnp.where(values >= candidate, weights, 0.0) for candidate in candidates]
-        sums = lax.reduce(kept, zeros, each_with_each, (values.ndim - 1,))
+        wide = [c.reshape(c.shape[:-1] + (1,) * (values.ndim - rows)) for c in candidates]
+        sums = [jnp.where(values >= candidate, weights, 0.0) for candidate in wide]
+        for axis in reversed(range(rows, values.ndim)):
+            sums = lax.reduce(sums, zeros, each_with_each, (axis,))
         digit = sum((s[..., None] >= need).astype(jnp.uint32) for s in sums)
         return t | digit << shift
 
-    t = jnp.zeros((*values.shape[:-1], 1), jnp.uint32)
+    t = jnp.zeros((*values.shape[:rows], 1), jnp.uint32)
     return lax.fori_loop(0, 32 // bits, refine, t, unroll=bits > 1)

@@ -115,9 +115,9 @@ def _kernel(
         parts = [jnp.int32(part) for part in range(heads.shape[0])]
         mask = jnp.broadcast_to(mask[:, None], columns.shape)
         load = lambda part: plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0)
-        y = sum(load(part).astype(jnp.float32) for part in parts)
+        y = _split_product.added(load(part).astype(jnp.float32) for part in parts)
         if "squares" in ref:
-            y *= lax.rsqrt(sum(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
+            y *= lax.rsqrt(_split_product.added(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
     def rotated(line, first, mask, norm):
@@ -147,7 +147,7 @@ def _kernel(
     def attend(carry, query, key, value, seen):
         """carry after some more keys and values [keys, D / 2] of either half of a head."""
         top, total, *acc = carry
-        scores = sum(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True)) * scale
+        scores = _split_product.added(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True)) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(seen, scores, MASKED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.sampling.distribution import SamplingRows, bits_at_a_time, likeliest, ordered, process, threshold
+from jaxspec.sampling.distribution import (
+    SamplingRows,
+    bits_at_a_time,
+    in_pieces,
+    likeliest,
+    ordered,
+    process,
+    threshold,
+)
 from tests import laws
 
 V, T, B = 12, 2, 16
@@ -147,8 +156,12 @@ def test_ordered_keeps_the_order_of_floats():
     assert (np.diff(keys.astype(np.uint64)) > 0).all()
 
 
-# By bits on CPU, by sixteenths on GPU.
-WAYS = {"as here": threshold, **{f"{n} bits": functools.partial(bits_at_a_time, n) for n in (1, 4)}}
+# By bits on CPU, by sixteenths of rows in pieces on GPU.
+WAYS = {
+    "as here": threshold,
+    **{f"{n} bits": functools.partial(bits_at_a_time, n) for n in (1, 4)},
+    "pieces": lambda values, weights, need: bits_at_a_time(4, in_pieces(values), in_pieces(weights), need),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -169,6 +182,17 @@ def test_threshold_is_the_largest_that_suffices_for_any_bits(way):
     enough = [[v for v in row if w[row >= v].sum() >= n] for row, w, n in zip(values, weights, need, strict=True)]
     found = WAYS[way](jnp.asarray(values), jnp.asarray(weights, jnp.float32), jnp.asarray(need, jnp.float32))
     assert found.tolist() == [[max(row)] for row in enough]
+
+
+@pytest.mark.parametrize("shape", [(40,), (3, 1001), (20, 16, 50)])
+def test_pieces_hold_every_number_once_and_zeros(shape):
+    x = jnp.arange(1, math.prod(shape) + 1).reshape(shape)
+    pieces = in_pieces(x)
+    together = pieces.reshape(*shape[:-1], -1)
+    assert pieces.shape[: len(shape) - 1] == shape[:-1]
+    assert math.prod(pieces.shape[:-1]) <= max(256, math.prod(shape[:-1]))
+    assert (together[..., : shape[-1]] == x).all()
+    assert not together[..., shape[-1] :].any()
 
 
 def primitives(jaxpr) -> set[str]:
