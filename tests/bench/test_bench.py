@@ -234,6 +234,7 @@ def test_json_is_all_there_is_on_standard_output(capsys, quick, tmp_path):
     assert document["rows"][0]["floor_ms"] < 0.1  # n-gram drafts cost no pass
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert "making tiny (float32)" in err
+    assert "times its floor" in err
 
 
 def test_a_real_model(capsys, quick, tmp_path):
