@@ -80,8 +80,8 @@ def told(row: Row) -> str:
     """A row as a line of progress."""
     where = f"batch {row['batch_size']}, context {row['context']}" + (f", K {row['k']}" if row["k"] else "")
     speed = f", {row['tokens_per_second']:.1f} tokens/s" if row["tokens_per_second"] else ""
-    ratio = f", {row['ratio']:.2f} times its floor"
-    return f"  {row['way'] or row['stage']} ({where}): {row['ms']:.3f} ms{ratio}{speed}"
+    took = f"{row['ms']:.3f} ms, {row['ratio']:.2f} times its floor"
+    return f"  {row['way'] or row['stage']} ({where}): {took}{speed}"
 
 
 def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:

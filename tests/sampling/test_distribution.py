@@ -20,6 +20,7 @@ from jaxspec.sampling.distribution import (
     ordered,
     process,
     threshold,
+    without_loops,
 )
 from tests import laws
 
@@ -160,7 +161,7 @@ def test_ordered_keeps_the_order_of_floats():
 WAYS = {
     "as here": threshold,
     **{f"{n} bits": functools.partial(bits_at_a_time, n) for n in (1, 4)},
-    "pieces": lambda values, weights, need: bits_at_a_time(4, in_pieces(values), in_pieces(weights), need),
+    "pieces": without_loops,
 }
 
 
