@@ -125,7 +125,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, i
         """x [first : first + size] as it goes into the product, and its squares."""
         if activation is not None:
             gate, up = (jnp.sum(part, axis=0) * shrink for part in read)
-            return _activate(activation, gate) * up, None
+            return activate(activation, gate) * up, None
         h = read[0].astype(jnp.float32)
         if "more" in ref:
             x = (h + jnp.sum(read[-1], axis=0)).astype(weights.dtype)
@@ -165,7 +165,7 @@ def added(numbers):
     return functools.reduce(operator.add, numbers)
 
 
-def _activate(kind, x):
+def activate(kind, x):
     if kind == "gelu_tanh":
         return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
     return x / (1 + jnp.exp(-x))

@@ -65,25 +65,29 @@ class Layer(nnx.Module):
         self.gate_up = weight(c.width, 2 * c.mlp_width)
         self.down = weight(c.mlp_width, c.width)
 
-    def __call__(self, x, pages, rows: Rows, ropes, backend: Backend):
+    def __call__(self, x, normed, pages, rows: Rows, ropes, backend: Backend, next_norm=None):
+        """x [B,T,E] -> (x, the same normed by next_norm or None, pages). normed: x by this layer's norm, or None."""
         c = self.config
-        mixed, pages = self.attention(x, pages, rows, ropes, backend)
+        mixed, pages = self.attention(x, normed, pages, rows, ropes, backend)
         post: dict[str, Any] = {}
         if c.sandwich_norm:
             names = ("post_attention_norm", "post_mlp_norm")
             post = {name: getattr(self, name)[...] for name in names}
         weights: dict[str, Any] = {"out": self.out[...], "gate_up": self.gate_up[...], "down": self.down[...]}
         options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"]}
-        x = feed_forward(x, mixed, norm=self.mlp_norm[...], **weights, **post, **options, **backend.dense)
-        return x, pages
+        norms = {"norm": self.mlp_norm[...], "next_norm": next_norm}
+        x, normed = feed_forward(x, mixed, **norms, **weights, **post, **options, **backend.dense)
+        return x, normed, pages
 
-    def attention(self, x, pages, rows: Rows, ropes, backend: Backend):
+    def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend):
         c = self.config
         weights = {"norm": self.input_norm[...], "qkv": self.qkv[...]}
         if c.qkv_bias:
             weights["bias"] = self.qkv_bias[...]
         if c.qk_norm:
             weights |= {"q_norm": self.q_norm[...], "k_norm": self.k_norm[...]}
+        if normed is not None:
+            weights["normed"] = normed
         tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
         options: dict[str, Any] = {
             "eps": c.norm_eps,
@@ -136,11 +140,13 @@ class Decoder(nnx.Module):
         if c.embed_width:
             x = product(x, self.embed_in[...]).astype(x.dtype)
         ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
-        new_pages, tapped = [], []
+        norms = [layer.input_norm[...] for layer in self.layers]
+        normed, new_pages, tapped = None, [], []
         for i, (layer, layer_pages) in enumerate(zip(self.layers, pages, strict=True)):
             if i in taps:
                 tapped.append(x)
-            x, layer_pages = layer(x, layer_pages, rows, ropes, backend)
+            next_norm = norms[i + 1] if i + 1 < len(norms) else None
+            x, normed, layer_pages = layer(x, normed, layer_pages, rows, ropes, backend, next_norm)
             new_pages.append(layer_pages)
         return x, tuple(new_pages), tuple(tapped)
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.config import Rope
 from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, per_shard
+from pallas_kernels.feed_forward.reference import rms_norm
 from pallas_kernels.self_attention import self_attention
 from pallas_kernels.self_attention.reference import project
 
@@ -86,7 +87,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """The first half of a layer on every device's heads: `self_attention` of x [B,T,E] -> ([B,T,H*D], pages).
 
-    weights: norm and qkv, and where the family has them bias, q_norm, k_norm.
+    weights: norm and qkv, and where the family has them bias, q_norm, k_norm; normed where x is normed already.
     """
 
     def shard(x, weights, pages, slots, block_table, kv_len, tables):
@@ -119,8 +120,9 @@ def attend_densely(
     """
     if soft_cap is not None:
         raise NotImplementedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
+    normed = rms_norm(weights["norm"], x, eps)
     bias, q_norm, k_norm = (weights.get(name) for name in ("bias", "q_norm", "k_norm"))
-    query, key, value = project(x, weights["norm"], weights["qkv"], bias, q_norm, k_norm, *tables, num_kv_heads, eps)
+    query, key, value = project(normed, weights["qkv"], bias, q_norm, k_norm, *tables, num_kv_heads, eps)
     seen = None if window is None else (window - 1, 0)
     options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": seen}
     mixed = jax.nn.dot_product_attention(query, key, value, implementation=backend.dense_attention, **options)

@@ -14,11 +14,12 @@ def feed_forward(
     eps: float,
     post_attention_norm: jax.Array | None = None,
     post_mlp_norm: jax.Array | None = None,
+    next_norm: jax.Array | None = None,
     activation: str = "silu",
     block: int,
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """The second half of a decoder layer: `x += mixed @ out`, then `x += (act(gate) * up) @ down` of the normed x.
 
     Args:
@@ -28,17 +29,19 @@ def feed_forward(
       norm: f32[E], scale of the RMSNorm before gate_up.
       eps: of all norms.
       post_attention_norm, post_mlp_norm: f32[E], scales of RMSNorms of what is added to x; None for none.
+      next_norm: f32[E], scale of the RMSNorm that the next op begins with, if it does.
       activation: "silu" or "gelu_tanh".
       block: divides F.
       implementation: None (the best known on the platform for these shapes), "reference" (plain jnp) or "pallas".
       platform: None (the default backend), "cpu", "gpu" or "tpu"; name it when compiling for another one.
 
     Returns:
-      [..., E] in the dtype of x.
+      [..., E] in the dtype of x; and the same normed by next_norm where a kernel had it at hand, else None: for
+      `self_attention`, which takes it or norms x itself.
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation or platform.
-      NotImplementedError: implementation "pallas" on TPU, or with several rows.
+      NotImplementedError: implementation "pallas" on TPU, or with more rows than it takes.
     """
     (f, e), (a, _) = down.shape, out.shape
     check_shape("feed_forward", "x", x, *x.shape[:-1], e)
@@ -48,6 +51,6 @@ def feed_forward(
     if f % block:
         raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
     fits = lambda gpu: gpu.fits(x)
-    arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm)
+    arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm)
     options = {"eps": eps, "activation": activation, "block": block}
     return run("feed_forward", implementation, platform, *arrays, fits=fits, **options)

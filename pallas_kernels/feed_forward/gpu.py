@@ -1,36 +1,56 @@
-"""feed_forward on GPU for one row.
+"""feed_forward on GPU for a few rows.
 
-Small matrices: three products, each of which finishes the one before it (see `_split_product`). Others: the plain form
-with products of more rows than one (see `_one_row`).
+Small matrices: of one row three products, each of which finishes the one before it (see `_split_product`); of more rows
+three products, and what stands between them in two kernels (see `_few_rows`). Others: the plain form, with products of
+more rows than one (see `_one_row`).
 """
+
+import functools
 
 import jax.numpy as jnp
 
-from pallas_kernels import _one_row, _split_product
+from pallas_kernels import _few_rows, _one_row, _split_product
 from pallas_kernels._split_product import split_product
 from pallas_kernels.feed_forward import reference
 
 
+def num_rows(x) -> int:
+    return x.size // x.shape[-1]
+
+
 def fits(x) -> bool:
     """The shapes that this form is meant for."""
-    return x.size == x.shape[-1] and x.dtype == jnp.bfloat16
+    rows = num_rows(x)
+    return x.dtype == jnp.bfloat16 and (rows == 1 or _few_rows.covers(rows))
 
 
 def feed_forward(
-    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *, eps, activation, block, interpret=False
-):
-    if x.size != x.shape[-1]:
-        raise NotImplementedError("feed_forward's kernels take one row: use implementation=None")
-    sandwich = post_attention_norm is not None or post_mlp_norm is not None
-    if sandwich or block % _split_product.STEP or not _split_product.covers(out, gate_up, down):
-        arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm
-        options = {"eps": eps, "activation": activation, "block": block, "linear": _one_row.linear}
-        return reference.feed_forward(*arrays, **options)
-    columns, _ = _split_product.tile(*down.shape)
-    first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, interpret=interpret)
-    both = split_product(x.reshape(-1), gate_up, norm=norm, parts=first["parts"], interpret=interpret)
-    done = split_product(
-        None, down, gated=(both["parts"], activation, block, x.size), finish=(both["new_x"], first["zeros"]), eps=eps,
-        interpret=interpret,
-    )  # fmt: skip
-    return done["out"].reshape(x.shape)
+    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, *,
+    eps, activation, block, interpret=False,
+):  # fmt: skip
+    rows, matrices = num_rows(x), (out, gate_up, down)
+    if rows > _few_rows.MAX_ROWS:
+        limit = f"{rows} rows are more than the {_few_rows.MAX_ROWS} of its kernels"
+        raise NotImplementedError(f"feed_forward: {limit}; use implementation=None")
+    plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
+    if plain and rows == 1 and _split_product.covers(*matrices):
+        columns, _ = _split_product.tile(*down.shape)
+        first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, interpret=interpret)
+        both = split_product(x.reshape(-1), gate_up, norm=norm, parts=first["parts"], interpret=interpret)
+        done = split_product(
+            None, down, gated=(both["parts"], activation, block, x.size), finish=(both["new_x"], first["zeros"]),
+            eps=eps, interpret=interpret,
+        )  # fmt: skip
+        return done["out"].reshape(x.shape), None
+    if plain and _few_rows.covers(rows, *matrices, interpret=interpret):
+        product = functools.partial(_few_rows.product, interpret=interpret)
+        parts = product(mixed.reshape(rows, -1), out)
+        flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, interpret=interpret)
+        parts = product(product(normed, gate_up, gated=(activation, block)), down)
+        if next_norm is None:
+            return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
+        flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, interpret=interpret)
+        return flat.reshape(x.shape), normed.reshape(x.shape)
+    arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm
+    options = {"eps": eps, "activation": activation, "block": block, "linear": _one_row.linear}
+    return reference.feed_forward(*arrays, **options)

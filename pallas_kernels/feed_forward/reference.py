@@ -26,7 +26,7 @@ def whole(product, platform):
 
 
 def feed_forward(
-    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, *,
+    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, *,
     eps, activation, block, platform=None, linear=linear,
 ):  # fmt: skip
     mixed = linear(out, mixed)
@@ -39,7 +39,7 @@ def feed_forward(
     hidden = linear(down, hidden.reshape(*x.shape[:-1], -1))
     if post_mlp_norm is not None:
         hidden = rms_norm(post_mlp_norm, hidden, eps)
-    return x + hidden
+    return x + hidden, None
 
 
 def rms_norm(scale, x, eps):

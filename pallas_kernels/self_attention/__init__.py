@@ -14,6 +14,7 @@ def self_attention(
     sin: jax.Array,
     *,
     norm: jax.Array,
+    normed: jax.Array | None = None,
     eps: float,
     bias: jax.Array | None = None,
     q_norm: jax.Array | None = None,
@@ -35,6 +36,7 @@ def self_attention(
       kv_len: i32[B], as in `paged_attention`: token t of row b stands at position `kv_len[b] - T + t`.
       cos, sin: f32[B, T, D / 2], the tokens' rotary angles.
       norm: f32[E], scale of the RMSNorm of x.
+      normed: [B, T, E], x normed by it, where it is there already; or None.
       eps: of all norms.
       bias: of qkv, or None.
       q_norm, k_norm: f32[D], scales of RMSNorms of the heads; None for none.
@@ -62,6 +64,6 @@ def self_attention(
     if qkv.shape[1] % (g * d) or qkv.shape[1] < 3 * g * d:
         raise ValueError(f"self_attention: {qkv.shape[1]} columns are no groups of {g} key-value heads of {d}")
     fits = lambda gpu: gpu.fits(x, qkv, pages, d)
-    arrays = (x, norm, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin)
+    arrays = (x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin)
     options = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
     return run("self_attention", implementation, platform, *arrays, fits=fits, **options)

@@ -38,7 +38,7 @@ def fits(x, qkv, pages, head_dim) -> bool:
 
 
 def self_attention(
-    x, norm, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
     eps, scale, window, soft_cap, interpret=False,
 ):  # fmt: skip
     (b, t, _), (p, s, g2, d), n, g = x.shape, pages.shape, block_table.shape[1], pages.shape[2] // 2
@@ -53,7 +53,8 @@ def self_attention(
         product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=b * g, interpret=interpret)
         operands |= {"heads": product["sums"][:, None], "squares": product["squares"], "old_counts": product["zeros"]}
     else:
-        operands["heads"] = linear(qkv, rms_norm(norm, x, eps)).reshape(1, b * t, -1)
+        normed = rms_norm(norm, x, eps) if normed is None else normed
+        operands["heads"] = linear(qkv, normed).reshape(1, b * t, -1)
     operands = {name: value for name, value in operands.items() if value is not None}
     shape = jax.ShapeDtypeStruct
     outputs = {"pages": shape((p * s, g2, d), pages.dtype)}

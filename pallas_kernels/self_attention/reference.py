@@ -8,11 +8,12 @@ from pallas_kernels.paged_attention import paged_attention
 
 
 def self_attention(
-    x, norm, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
     eps, scale, window, soft_cap, platform=None,
 ):  # fmt: skip
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
-    query, key, value = project(x, norm, qkv, bias, q_norm, k_norm, cos, sin, g, eps, platform)
+    normed = rms_norm(norm, x, eps) if normed is None else normed
+    query, key, value = project(normed, qkv, bias, q_norm, k_norm, cos, sin, g, eps, platform)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
@@ -22,10 +23,10 @@ def self_attention(
     return mixed[..., :d].reshape(b, t, -1), pages
 
 
-def project(x, norm, qkv, bias, q_norm, k_norm, cos, sin, groups, eps, platform=None):
+def project(normed, qkv, bias, q_norm, k_norm, cos, sin, groups, eps, platform=None):
     """-> query [B,T,H,D], key and value [B,T,G,D], G = groups."""
-    (b, t, _), d = x.shape, 2 * cos.shape[-1]
-    heads = linear(qkv, rms_norm(norm, x, eps))
+    (b, t, _), d = normed.shape, 2 * cos.shape[-1]
+    heads = linear(qkv, normed)
     if bias is not None:
         heads = heads + bias
     heads = whole(heads, platform).reshape(b, t, groups, -1, d)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _split_product, feed_forward
+from pallas_kernels import _few_rows, _overlap, _split_product, feed_forward
 from pallas_kernels._dispatch import flavour, module
+from pallas_kernels.feed_forward.reference import rms_norm
 from tests.pallas_kernels.flavours import kernel
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
@@ -29,54 +30,80 @@ def relative_error(out, expected):
     return np.linalg.norm(out - expected) / np.linalg.norm(expected)
 
 
+def check(name, shape, rows, dtype, activation="silu", next_norm=None):
+    x, mixed, out, gate_up, down, norm = random_arguments(shape, rows, dtype)
+    options = {"eps": 1e-6, "activation": activation, "block": shape[3]}
+    arguments = x, mixed, out, norm, gate_up, down, None, None, next_norm
+    y, normed = kernel("feed_forward", name, **options)(*arguments)
+    wide = [None if array is None else array.astype(jnp.float32) for array in arguments]
+    expected, _ = flavour("feed_forward", "reference")(*wide, **options)
+    assert relative_error(y, expected) < TOLERANCE[dtype]
+    if normed is not None:
+        assert relative_error(normed, rms_norm(next_norm, expected, 1e-6)) < TOLERANCE[dtype]
+    return normed
+
+
 @pytest.mark.parametrize("name", FLAVOURS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_every_flavour_equals_the_plain_form(name, shape, dtype, activation):
-    x, mixed, out, gate_up, down, norm = random_arguments(shape, (1, 1), dtype)
-    options = {"eps": 1e-6, "activation": activation, "block": shape[3]}
-    arguments = x, mixed, out, norm, gate_up, down, None, None
-    plain = flavour("feed_forward", "reference")
-    wide = [None if array is None else array.astype(jnp.float32) for array in arguments]
-    assert (
-        relative_error(kernel("feed_forward", name, **options)(*arguments), plain(*wide, **options)) < TOLERANCE[dtype]
-    )
+    check(name, shape, (1, 1), dtype, activation)
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (3, 5)])
+@pytest.mark.parametrize("name", FLAVOURS[1:])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("rows", [(1, 5), (16, 1), (16, 2)], ids=str)
+def test_a_few_rows(name, shape, rows):
+    next_norm = jnp.asarray(np.linspace(0.5, 2, shape[1]), jnp.float32)
+    normed = check(name, shape, rows, "bfloat16", next_norm=next_norm)
+    assert (normed is not None) == (name == "gpu" or _overlap.available())
+    assert check(name, shape, rows, "bfloat16", "gelu_tanh") is None
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (3, 5), (3, 11)], ids=str)
 @pytest.mark.parametrize("post", [False, True])
 def test_public_function(rows, post):
     x, mixed, *weights, norm = random_arguments(SHAPES[0], rows, "float32")
-    options = {"norm": norm, "eps": 1e-6, "activation": "silu", "block": 128, "platform": "cpu"}
+    options = {"norm": norm, "next_norm": norm, "eps": 1e-6, "activation": "silu", "block": 128, "platform": "cpu"}
     if post:
         options |= {"post_attention_norm": norm, "post_mlp_norm": norm}
-    expected = feed_forward(x, mixed, *weights, **options, implementation="reference")
+    expected, normed = feed_forward(x, mixed, *weights, **options, implementation="reference")
     assert expected.shape == x.shape
-    np.testing.assert_array_equal(feed_forward(x, mixed, *weights, **options), expected)
-    if rows != (1, 1):
-        with pytest.raises(NotImplementedError, match="take one row"):
+    assert normed is None
+    np.testing.assert_array_equal(feed_forward(x, mixed, *weights, **options)[0], expected)
+    if rows == (3, 11):
+        with pytest.raises(NotImplementedError, match="33 rows are more than the 32"):
             feed_forward(x, mixed, *weights, **options, implementation="pallas")
     else:
-        out = feed_forward(x, mixed, *weights, **options, implementation="pallas")
+        out, _ = feed_forward(x, mixed, *weights, **options, implementation="pallas")
         assert relative_error(out, expected) < TOLERANCE["float32"]
 
 
-def num_kernels(shape, implementation="pallas"):
+def num_kernels(shape, rows):
     a, e, f, block = shape
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 1, e), (1, 1, a), (a, e), (e, 2 * f), (f, e))]
-    options = {"eps": 1e-6, "block": block, "platform": "cpu", "implementation": implementation}
-    layer = lambda *arrays: feed_forward(*arrays[:-1], norm=arrays[-1], **options)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, e), (rows, a), (a, e), (e, 2 * f), (f, e))]
+    options = {"eps": 1e-6, "block": block, "platform": "cpu", "implementation": "pallas"}
+    layer = lambda *arrays: feed_forward(*arrays[:-1], norm=arrays[-1], next_norm=arrays[-1], **options)
     return str(jax.make_jaxpr(layer)(*shapes, jax.ShapeDtypeStruct((e,), jnp.float32))).count("pallas_call[")
 
 
-def test_small_matrices_have_kernels_and_large_ones_more_rows():
-    assert num_kernels((2048, 1024, 3072, 128)) == 3
-    assert num_kernels((4096, 4096, 12288, 128)) == 0
-    gpu = module("feed_forward", "gpu")
-    assert gpu.fits(jax.ShapeDtypeStruct((1, 1, 1024), jnp.bfloat16))
-    assert not gpu.fits(jax.ShapeDtypeStruct((1, 2, 1024), jnp.bfloat16))
-    assert not gpu.fits(jax.ShapeDtypeStruct((1, 1, 1024), jnp.float32))
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 3), (2, 5), (32, 5)])
+def test_small_matrices_have_kernels_and_large_ones_the_plain_form(rows, kernels):
+    assert num_kernels((2048, 1024, 3072, 128), rows) == kernels
+    assert num_kernels((4096, 4096, 12288, 128), rows) == 0
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_what_it_is_meant_for(monkeypatch, hopper):
+    monkeypatch.setattr(_few_rows, "available", lambda: hopper)
+    fits = lambda *rows, dtype=jnp.bfloat16: module("feed_forward", "gpu").fits(
+        jax.ShapeDtypeStruct((*rows, 64), dtype)
+    )
+    assert fits(1, 1)
+    assert fits(1, 2) is fits(16, 2) is hopper
+    assert not fits(1, 33)
+    assert not fits(1, 1, dtype=jnp.float32)
 
 
 @pytest.mark.parametrize(

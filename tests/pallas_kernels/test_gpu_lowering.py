@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels import _overlap, feed_forward, kv_write, merge_tokens, paged_attention, self_attention, slot_mapping
+from pallas_kernels import (
+    _few_rows,
+    _overlap,
+    feed_forward,
+    kv_write,
+    merge_tokens,
+    paged_attention,
+    self_attention,
+    slot_mapping,
+)
 from pallas_kernels._split_product import split_product
 
 GPU = {"implementation": "pallas", "platform": "gpu"}
@@ -57,11 +66,15 @@ def test_paged_attention(heads, num_tokens, dtype):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_feed_forward(activation):
+@pytest.mark.parametrize(("rows", "hopper", "kernels"), [(1, False, 3), (5, False, 0), (5, True, 5), (32, True, 5)])
+def test_feed_forward(monkeypatch, rows, hopper, kernels, activation):
+    monkeypatch.setattr(_few_rows, "available", lambda: hopper)
     row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
-    shapes = row(1, 1, 1024), row(1, 1, 2048), row(2048, 1024), row(1024, 6144), row(3072, 1024)
-    options = {"eps": 1e-6, "activation": activation, "block": 128, **GPU}
-    assert_lowers(lambda *a: feed_forward(*a[:-1], norm=a[-1], **options), *shapes, shape(1024, dtype=jnp.float32))
+    shapes = row(1, rows, 1024), row(1, rows, 2048), row(2048, 1024), row(1024, 6144), row(3072, 1024)
+    options = {"eps": 1e-5 if hopper else 1e-6, "activation": activation, "block": 128, **GPU}
+    both = lambda *a: feed_forward(*a[:-1], norm=a[-1], next_norm=a[-1], **options)
+    # What is traced is kept by its options: eps tells the two apart.
+    assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("xla.gpu.triton") == kernels
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], ids=str)

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import self_attention
 from pallas_kernels._dispatch import flavour
+from pallas_kernels.feed_forward.reference import rms_norm
 from tests.pallas_kernels.flavours import kernel
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
@@ -64,6 +65,7 @@ def random_arguments(case, dtype, seed=0):
     arguments = {
         "x": normal(b, t, width),
         "norm": about_one(width),
+        "normed": None,
         "qkv": normal(width, (h + 2 * g) * d, scale=width**-0.5),
         "bias": normal((h + 2 * g) * d) if case.bias else None,
         "q_norm": about_one(d) if case.norms else None,
@@ -99,6 +101,16 @@ def test_every_flavour_equals_the_parts(name, case, dtype):
     check(got, expected, live, TOLERANCE[dtype])
     if not live.any(axis=1).all():
         assert (np.asarray(got[0], np.float32)[~live.any(axis=1)] == 0).all()
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize("case", CASES[2:4], ids=str)
+def test_x_may_be_normed_already(name, case):
+    arguments, live = random_arguments(case, "bfloat16")
+    expected = flavour("self_attention", "reference")(*widened(arguments).values(), **case.options)
+    x = arguments["x"]
+    arguments |= {"normed": rms_norm(arguments["norm"], x, 1e-6), "x": jnp.full_like(x, jnp.nan)}
+    check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "pallas"])

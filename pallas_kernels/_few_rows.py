@@ -1,0 +1,119 @@
+"""On GPU: a few rows against a matrix that is read once, and what stands between two such products in a decoder layer.
+
+The weights are the left operand: a matrix unit takes 64 of their columns straight from shared memory, with the rows of
+x, padded to 16, beside them. The other way round every weight would pass through registers on its way. The depth is
+split until every multiprocessor has a program. The sums stay in parts, f32[splits, rows, width], for `add_and_norm` to
+add up: a product, two sums and a norm take two kernels instead of three or four.
+
+For matrices that are read in the time that starting some kernels takes. One row is for `_split_product`, many rows and
+larger matrices are for the compiler (see jaxspec/bench/NOTES.md).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels._overlap import available
+from pallas_kernels._split_product import MAX_SIZE, activate, added
+
+MIN_ROWS, MAX_ROWS = 16, 32  # that a program computes; fewer are padded
+COLUMNS, DEPTH = 64, 64  # of weights in one read
+UNDER_WAY = 6  # reads
+PROGRAMS = 128  # at least, as far as the depth can be split
+
+
+def covers(rows: int, *weights: jax.Array, interpret: bool = False) -> bool:
+    """What the kernels are meant for: few rows, small matrices of whole tiles, and Hopper's matrix units."""
+    some = 1 < rows <= MAX_ROWS and (interpret or available())
+    whole = lambda w: w.shape[0] % DEPTH == 0 == w.shape[1] % COLUMNS
+    return some and all(whole(w) and w.size < MAX_SIZE and w.dtype == jnp.bfloat16 for w in weights)
+
+
+def num_splits(depth: int, width: int) -> int:
+    """Of the depth: no more than needed for a program a multiprocessor."""
+    reads, blocks = depth // DEPTH, width // COLUMNS
+    return min(s for s in range(1, reads + 1) if reads % s == 0 and (s * blocks >= PROGRAMS or s == reads))
+
+
+def product(x, weights, *, gated=None, interpret=False):
+    """x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
+
+    gated: (activation, block): the columns are `block` of gate and `block` of up in turn, and the result is
+    activation(gate) * up, [rows, width / 2] in the dtype of x.
+    """
+    (rows, depth), width = x.shape, weights.shape[1]
+    if gated is None:
+        grid = width // COLUMNS, num_splits(depth, width)
+        out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
+    else:  # a block of gate and up, and a place in it: one number to divide would hide that the columns stay aligned
+        grid = width // (2 * gated[1]), 2 * gated[1] // COLUMNS
+        out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
+    return pl.pallas_call(
+        functools.partial(_product, gated=gated),
+        grid=grid,
+        out_shape=out,
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=UNDER_WAY),
+        interpret=interpret,
+        name="product",
+    )(x, weights)
+
+
+def _product(x, weights, out, *, gated):
+    rows = x.shape[0]
+    padded = max(pl.next_power_of_2(rows), MIN_ROWS)
+    row, each = jnp.arange(padded, dtype=jnp.int32), jnp.arange(COLUMNS, dtype=jnp.int32)
+    here = row < rows
+    if gated is None:
+        share, begin = x.shape[1] // out.shape[0], pl.program_id(1) * (x.shape[1] // out.shape[0])
+        column = pl.program_id(0) * COLUMNS + each
+    else:  # half of the columns of gate, and those of up that belong to them
+        (activation, block), half = gated, COLUMNS // 2
+        share, begin = x.shape[1], 0
+        first = pl.program_id(0) * (2 * block) + pl.program_id(1) * half
+        column = first + each + lax.div(each, half) * (block - half)
+
+    def step(i, sums):
+        at = begin + i * DEPTH + jnp.arange(DEPTH, dtype=jnp.int32)
+        mask = jnp.broadcast_to(here[:, None], (padded, DEPTH))
+        some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=0)
+        return sums + plgpu.dot(plgpu.load(weights.at[at[:, None], column[None, :]]), some, trans_a=True, trans_b=True)
+
+    sums = lax.fori_loop(0, share // DEPTH, step, jnp.zeros((COLUMNS, padded), jnp.float32))
+    if gated is None:
+        mask = jnp.broadcast_to(here[None, :], sums.shape)
+        plgpu.store(out.at[pl.program_id(1), row[None, :], column[:, None]], sums, mask=mask)
+        return
+    pairs, which = sums.reshape(2, half, padded), jnp.arange(2, dtype=jnp.int32)[:, None, None]
+    gate, up = (jnp.sum(jnp.where(which == part, pairs, 0.0), axis=0) for part in range(2))
+    at = pl.program_id(0) * block + pl.program_id(1) * half + jnp.arange(half, dtype=jnp.int32)
+    hidden = (activate(activation, gate) * up).astype(out.dtype)
+    plgpu.store(out.at[row[None, :], at[:, None]], hidden, mask=jnp.broadcast_to(here[None, :], hidden.shape))
+
+
+def add_and_norm(x, parts, scale, eps, *, interpret=False):
+    """x [rows, width] + parts f32[splits, rows, width], and its RMSNorm, both in the dtype of x."""
+    return pl.pallas_call(
+        functools.partial(_add_and_norm, eps=eps),
+        grid=x.shape[:1],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="add_and_norm",
+    )(x, parts, scale)
+
+
+def _add_and_norm(x, parts, scale, out, normed, *, eps):
+    row, width = pl.program_id(0), x.shape[1]
+    at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
+    here = at < width
+    load = lambda ref, *index: plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
+    weight = load(scale)  # all reads before the first write, which they would have to wait for
+    y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
+    plgpu.store(out.at[row, at], y, mask=here)
+    y = y.astype(jnp.float32)
+    y *= lax.rsqrt(jnp.sum(y * y) / width + eps) * weight
+    plgpu.store(normed.at[row, at], y.astype(normed.dtype), mask=here)
