@@ -35,9 +35,9 @@ class Backend:
 
     @property
     def fused(self) -> dict[str, Any]:
-        """The same for the fused ops, which have kernels on GPU only."""
-        implementation = self.implementation if self.platform == "gpu" else "reference"
-        return {"platform": self.platform, "implementation": implementation}
+        """The same for the fused ops, which have kernels on GPU only, and there for some shapes only."""
+        plain = self.platform != "gpu" or self.implementation == "reference"
+        return {"platform": self.platform, "implementation": "reference" if plain else None}
 
     @property
     def dense(self) -> dict[str, Any]:

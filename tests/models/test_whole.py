@@ -27,6 +27,13 @@ def test_equals_the_paged_pass(family):
     np.testing.assert_allclose(dense, forward.run(model.config, model.params, tokens, (17, 23)), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("implementation", [None, "reference", "pallas"])
+def test_every_choice_of_kernels_takes_many_rows(implementation):
+    model, backend = tiny.model(tiny.BASE), Backend("gpu", None, implementation)
+    hidden = lambda params: whole(model.config, params, np.zeros((2, 40), np.int32), backend)[1]
+    assert jax.eval_shape(hidden, model.params).shape == (2, 40, model.config.width)
+
+
 def test_a_soft_cap_is_refused():
     model = tiny.model(dataclasses.replace(tiny.BASE, soft_cap=30.0))
     with pytest.raises(NotImplementedError, match=r"soft cap \(30"):
