@@ -1,0 +1,29 @@
+"""One model that drafts for itself, served by one LLM, which every test leaves idle."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxspec import LLM
+from tests.folders import write_model
+from tests.llm.answers import assert_idle
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="package")
+def llm(folder):
+    """The target drafts for itself: nearly every round accepts all K drafts, so stops fall into accepted runs."""
+    speculative = {"model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
+    return LLM(str(folder), speculative_config=speculative, max_num_seqs=4, num_pages=64, rounds_per_launch=4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request):
+    """After each test that uses it, the shared engine is idle and holds no page."""
+    yield
+    if "llm" in request.fixturenames:
+        assert_idle(request.getfixturevalue("llm"))

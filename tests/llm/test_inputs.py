@@ -1,0 +1,81 @@
+"""What goes in: prompts in four forms, chats, parameters, in any number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from tests.folders import BOS, write_model
+from tests.llm.answers import GREEDY, PROMPTS, ids_of, text_of
+
+
+def test_prompts_come_in_four_forms(llm):
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    forms = [PROMPTS[0], [PROMPTS[0]], ids, [ids], np.array(ids), {"prompt_token_ids": ids}, [{"prompt": PROMPTS[0]}]]
+    results = [llm.generate(form, GREEDY) for form in forms]
+    assert all(len(r) == 1 and r[0].prompt_token_ids == ids for r in results)
+    assert len({tuple(ids_of(r[0])) for r in results}) == 1
+    assert results[0][0].prompt == PROMPTS[0]
+    assert results[2][0].prompt is None
+
+
+def test_no_prompts_no_outputs(llm):
+    assert llm.generate([], GREEDY) == []
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    """More prompts than rows, and lengths that make them finish out of order."""
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (20, 3, 11, 1, 7)]
+    outputs = llm.generate(PROMPTS, params)
+    assert [o.prompt for o in outputs] == PROMPTS
+    assert [len(ids_of(o)) for o in outputs] == [20, 3, 11, 1, 7]
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        alone = llm.generate(prompt, GREEDY)[0]
+        assert ids_of(output) == ids_of(alone)[: len(ids_of(output))]
+
+
+def test_text_is_the_decoded_output(llm):
+    for output in llm.generate(PROMPTS, GREEDY):
+        assert text_of(output) == llm.tokenizer.decode(ids_of(output), skip_special_tokens=True)
+
+
+def test_chat_template_adds_no_second_bos(llm):
+    message = [{"role": "user", "content": "hello"}]
+    prompt = llm.render_chat(message)
+    assert prompt["prompt_token_ids"].count(BOS) == 1
+    assert prompt["prompt"] == "<s><user>hello<bot>"
+    answers = llm.chat([message, message], GREEDY)
+    assert [a.prompt_token_ids for a in answers] == [prompt["prompt_token_ids"]] * 2
+    assert ids_of(llm.chat(message, GREEDY)[0]) == ids_of(answers[0])
+    assert llm.tokenizer.encode("hello").count(BOS) == 1  # a plain prompt gets its one from the tokenizer
+
+
+def test_no_chat_template(tmp_path):
+    llm = LLM(str(write_model(tmp_path / "m", chat=False)), num_pages=4)
+    with pytest.raises(ValueError, match="no chat template: use generate"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+def test_bad_words_reach_the_engine_as_ids(llm, monkeypatch):
+    checked, added, check, add = [], [], llm.engine.check, llm.engine.add
+    monkeypatch.setattr(llm.engine, "add", lambda *args, **how: added.append(how["bad_words"]) or add(*args, **how))
+    llm.generate(PROMPTS[:2], [SamplingParams(bad_words=["dog"], max_tokens=2), GREEDY])
+    monkeypatch.setattr(llm.engine, "check", lambda ids, params, words=(): checked.append(words) or check(ids, params))
+    llm.prepare(PROMPTS[:2], [SamplingParams(bad_words=["dog"], max_tokens=2), GREEDY])
+    assert checked == added
+    assert checked[0][0] == tuple(llm.tokenizer.encode("dog", add_special_tokens=False))
+    assert checked[1] == ()
+    with pytest.raises(ValueError, match="prompt 1: bad_words: ' ' has no tokens"):
+        llm.generate(PROMPTS[:2], [GREEDY, SamplingParams(bad_words=" ")])
+
+
+def test_hundreds_of_prompts_come_back_in_order(llm):
+    """Each with its own seed, so that no two answers are alike by chance."""
+    prompts = [[5 + i % 300, 5 + i // 7] for i in range(400)]
+    params = [SamplingParams(seed=i, max_tokens=1 + i % 3, ignore_eos=True) for i in range(400)]
+    outputs = llm.generate(prompts, params)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert [len(ids_of(o)) for o in outputs] == [p.max_tokens for p in params]
+    for i in (0, 57, 399):
+        assert ids_of(outputs[i]) == ids_of(llm.generate([prompts[i]], params[i])[0])
