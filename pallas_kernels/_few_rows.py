@@ -17,26 +17,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import _split_product
 from pallas_kernels._overlap import available
-from pallas_kernels._split_product import MAX_SIZE, activate, added
+from pallas_kernels._split_product import STEP, activate, added, fewest_splits
 
 MIN_ROWS, MAX_ROWS = 16, 32  # that a program computes; fewer are padded
-COLUMNS, DEPTH = 64, 64  # of weights in one read
+COLUMNS, DEPTH = 64, STEP  # of weights in one read
 UNDER_WAY = 6  # reads
 PROGRAMS = 128  # at least, as far as the depth can be split
 
 
 def covers(rows: int, *weights: jax.Array, interpret: bool = False) -> bool:
-    """What the kernels are meant for: few rows, small matrices of whole tiles, and Hopper's matrix units."""
+    """What the kernels are meant for: a few rows, matrices as `_split_product` takes them, Hopper's matrix units."""
     some = 1 < rows <= MAX_ROWS and (interpret or available())
-    whole = lambda w: w.shape[0] % DEPTH == 0 == w.shape[1] % COLUMNS
-    return some and all(whole(w) and w.size < MAX_SIZE and w.dtype == jnp.bfloat16 for w in weights)
+    return some and _split_product.covers(*weights) and all(w.dtype == jnp.bfloat16 for w in weights)
 
 
 def num_splits(depth: int, width: int) -> int:
     """Of the depth: no more than needed for a program a multiprocessor."""
-    reads, blocks = depth // DEPTH, width // COLUMNS
-    return min(s for s in range(1, reads + 1) if reads % s == 0 and (s * blocks >= PROGRAMS or s == reads))
+    return fewest_splits(depth // DEPTH, lambda splits: splits * (width // COLUMNS) >= PROGRAMS)
 
 
 def product(x, weights, *, gated=None, interpret=False):
@@ -63,35 +62,33 @@ def product(x, weights, *, gated=None, interpret=False):
 
 
 def _product(x, weights, out, *, gated):
-    rows = x.shape[0]
+    rows, depth = x.shape
     padded = max(pl.next_power_of_2(rows), MIN_ROWS)
     row, each = jnp.arange(padded, dtype=jnp.int32), jnp.arange(COLUMNS, dtype=jnp.int32)
     here = row < rows
+    mask = jnp.broadcast_to(here[:, None], (padded, DEPTH))
+    program, part = pl.program_id(0), pl.program_id(1)  # part: of the depth, or of a block of gate and up
     if gated is None:
-        share, begin = x.shape[1] // out.shape[0], pl.program_id(1) * (x.shape[1] // out.shape[0])
-        column = pl.program_id(0) * COLUMNS + each
+        share = depth // out.shape[0]
+        begin, column = part * share, program * COLUMNS + each
     else:  # half of the columns of gate, and those of up that belong to them
         (activation, block), half = gated, COLUMNS // 2
-        share, begin = x.shape[1], 0
-        first = pl.program_id(0) * (2 * block) + pl.program_id(1) * half
-        column = first + each + lax.div(each, half) * (block - half)
+        share, begin = depth, 0
+        column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
 
     def step(i, sums):
         at = begin + i * DEPTH + jnp.arange(DEPTH, dtype=jnp.int32)
-        mask = jnp.broadcast_to(here[:, None], (padded, DEPTH))
         some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=0)
         return sums + plgpu.dot(plgpu.load(weights.at[at[:, None], column[None, :]]), some, trans_a=True, trans_b=True)
 
-    sums = lax.fori_loop(0, share // DEPTH, step, jnp.zeros((COLUMNS, padded), jnp.float32))
-    if gated is None:
-        mask = jnp.broadcast_to(here[None, :], sums.shape)
-        plgpu.store(out.at[pl.program_id(1), row[None, :], column[:, None]], sums, mask=mask)
-        return
-    pairs, which = sums.reshape(2, half, padded), jnp.arange(2, dtype=jnp.int32)[:, None, None]
-    gate, up = (jnp.sum(jnp.where(which == part, pairs, 0.0), axis=0) for part in range(2))
-    at = pl.program_id(0) * block + pl.program_id(1) * half + jnp.arange(half, dtype=jnp.int32)
-    hidden = (activate(activation, gate) * up).astype(out.dtype)
-    plgpu.store(out.at[row[None, :], at[:, None]], hidden, mask=jnp.broadcast_to(here[None, :], hidden.shape))
+    result = lax.fori_loop(0, share // DEPTH, step, jnp.zeros((COLUMNS, padded), jnp.float32))
+    to: tuple = (part, row[None, :], column[:, None])
+    if gated is not None:
+        pairs, which = result.reshape(2, half, padded), jnp.arange(2, dtype=jnp.int32)[:, None, None]
+        gate, up = (jnp.sum(jnp.where(which == side, pairs, 0.0), axis=0) for side in range(2))
+        result = (activate(activation, gate) * up).astype(out.dtype)
+        to = row[None, :], (program * block + part * half + jnp.arange(half, dtype=jnp.int32))[:, None]
+    plgpu.store(out.at[to], result, mask=jnp.broadcast_to(here[None, :], result.shape))
 
 
 def add_and_norm(x, parts, scale, eps, *, interpret=False):

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,12 @@ def tile(depth: int, width: int) -> tuple[int, int]:
     steps, blocks = depth // STEP, width // columns
     wanted = 200 if depth > 2048 or width > 4096 else 128
     enough = lambda d: d * blocks >= wanted and depth // d * columns <= MAX_SHARE
-    return columns, min(d for d in range(1, steps + 1) if steps % d == 0 and (enough(d) or d == steps))
+    return columns, fewest_splits(steps, enough)
+
+
+def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
+    """The least number of equal shares of so many steps that is enough, at most a step each."""
+    return next(d for d in range(1, steps + 1) if steps % d == 0 and (enough(d) or d == steps))
 
 
 def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None, zeros=0, eps=0.0, interpret=False):

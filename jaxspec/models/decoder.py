@@ -140,12 +140,11 @@ class Decoder(nnx.Module):
         if c.embed_width:
             x = product(x, self.embed_in[...]).astype(x.dtype)
         ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
-        norms = [layer.input_norm[...] for layer in self.layers]
+        next_norms = [*[layer.input_norm[...] for layer in self.layers][1:], None]
         normed, new_pages, tapped = None, [], []
-        for i, (layer, layer_pages) in enumerate(zip(self.layers, pages, strict=True)):
+        for i, (layer, layer_pages, next_norm) in enumerate(zip(self.layers, pages, next_norms, strict=True)):
             if i in taps:
                 tapped.append(x)
-            next_norm = norms[i + 1] if i + 1 < len(norms) else None
             x, normed, layer_pages = layer(x, normed, layer_pages, rows, ropes, backend, next_norm)
             new_pages.append(layer_pages)
         return x, tuple(new_pages), tuple(tapped)
