@@ -2,14 +2,15 @@
 
 The weights are the left operand: a matrix unit takes 64 of their columns straight from shared memory, with the rows of
 x, padded to 16, beside them. The other way round every weight would pass through registers on its way. The depth is
-split until every multiprocessor has a program. The sums stay in parts, f32[splits, rows, width], for `add_and_norm` to
+split until every multiprocessor has a program. The sums stay in parts, f32[splits, rows, width], for the next kernel to
 add up: a product, two sums and a norm take two kernels instead of three or four.
 
-For matrices that are read in the time that starting some kernels takes. One row is for `_split_product`, many rows and
-larger matrices are for the compiler (see jaxspec/bench/NOTES.md).
+Both ask for the next kernel early (see `_overlap`): a product once its last weights are there, the small one at its
+start. One row is for `_split_product`, many rows and larger matrices are for the compiler (see jaxspec/bench/NOTES.md).
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +18,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _split_product
-from pallas_kernels._overlap import available
-from pallas_kernels._split_product import STEP, activate, added, fewest_splits
+from pallas_kernels._overlap import available, start_next
+from pallas_kernels._split_product import activate, added, fewest_splits
 
 MIN_ROWS, MAX_ROWS = 16, 32  # that a program computes; fewer are padded
-COLUMNS, DEPTH = 64, STEP  # of weights in one read
-UNDER_WAY = 6  # reads
+COLUMNS, DEPTH = 64, 128  # of weights in one read, or 128 columns where that leaves programs enough
+UNDER_WAY = 1 << 16  # bytes of weights; more of them slow each other down
 PROGRAMS = 128  # at least, as far as the depth can be split
+MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
 
 
 def covers(rows: int, *weights: jax.Array, interpret: bool = False) -> bool:
-    """What the kernels are meant for: a few rows, matrices as `_split_product` takes them, Hopper's matrix units."""
+    """What the kernels cover and are meant for: a few rows, matrices in whole reads, Hopper's matrix units."""
     some = 1 < rows <= MAX_ROWS and (interpret or available())
-    return some and _split_product.covers(*weights) and all(w.dtype == jnp.bfloat16 for w in weights)
+    fits = lambda w: w.shape[0] % (DEPTH // 2) == 0 and w.shape[1] % COLUMNS == 0 and w.size < MAX_SIZE
+    return some and all(fits(w) and w.dtype == jnp.bfloat16 for w in weights)
+
+
+def num_columns(width: int) -> int:
+    """Of a program."""
+    return 2 * COLUMNS if width % (2 * COLUMNS) == 0 and width // (2 * COLUMNS) >= PROGRAMS else COLUMNS
 
 
 def num_splits(depth: int, width: int) -> int:
     """Of the depth: no more than needed for a program a multiprocessor."""
-    return fewest_splits(depth // DEPTH, lambda splits: splits * (width // COLUMNS) >= PROGRAMS)
+    return fewest_splits(
+        depth // math.gcd(depth, DEPTH), lambda splits: splits * (width // num_columns(width)) >= PROGRAMS
+    )
 
 
 def product(x, weights, *, gated=None, interpret=False):
@@ -45,43 +54,46 @@ def product(x, weights, *, gated=None, interpret=False):
     activation(gate) * up, [rows, width / 2] in the dtype of x.
     """
     (rows, depth), width = x.shape, weights.shape[1]
+    columns, deep = num_columns(width), math.gcd(depth, DEPTH)
     if gated is None:
-        grid = width // COLUMNS, num_splits(depth, width)
+        grid = width // columns, num_splits(depth, width)
         out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
     else:  # a block of gate and up, and a place in it: one number to divide would hide that the columns stay aligned
-        grid = width // (2 * gated[1]), 2 * gated[1] // COLUMNS
+        grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
+    stages = 1 + UNDER_WAY // (columns * deep * weights.dtype.itemsize)
     return pl.pallas_call(
-        functools.partial(_product, gated=gated),
+        functools.partial(_product, gated=gated, columns=columns, deep=deep, interpret=interpret),
         grid=grid,
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=UNDER_WAY),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
         name="product",
     )(x, weights)
 
 
-def _product(x, weights, out, *, gated):
+def _product(x, weights, out, *, gated, columns, deep, interpret):
     rows, depth = x.shape
     padded = max(pl.next_power_of_2(rows), MIN_ROWS)
-    row, each = jnp.arange(padded, dtype=jnp.int32), jnp.arange(COLUMNS, dtype=jnp.int32)
+    row, each = jnp.arange(padded, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
     here = row < rows
-    mask = jnp.broadcast_to(here[:, None], (padded, DEPTH))
+    mask, other = (None, None) if padded == rows else (jnp.broadcast_to(here[:, None], (padded, deep)), 0)
     program, part = pl.program_id(0), pl.program_id(1)  # part: of the depth, or of a block of gate and up
     if gated is None:
         share = depth // out.shape[0]
-        begin, column = part * share, program * COLUMNS + each
+        begin, column = part * share, program * columns + each
     else:  # half of the columns of gate, and those of up that belong to them
-        (activation, block), half = gated, COLUMNS // 2
+        (activation, block), half = gated, columns // 2
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
 
     def step(i, sums):
-        at = begin + i * DEPTH + jnp.arange(DEPTH, dtype=jnp.int32)
-        some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=0)
+        at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
+        some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=other)
         return sums + plgpu.dot(plgpu.load(weights.at[at[:, None], column[None, :]]), some, trans_a=True, trans_b=True)
 
-    result = lax.fori_loop(0, share // DEPTH, step, jnp.zeros((COLUMNS, padded), jnp.float32))
+    result = lax.fori_loop(0, share // deep, step, jnp.zeros((columns, padded), jnp.float32))
+    result = start_next(result, interpret)
     to: tuple = (part, row[None, :], column[:, None])
     if gated is not None:
         pairs, which = result.reshape(2, half, padded), jnp.arange(2, dtype=jnp.int32)[:, None, None]
@@ -94,17 +106,17 @@ def _product(x, weights, out, *, gated):
 def add_and_norm(x, parts, scale, eps, *, interpret=False):
     """x [rows, width] + parts f32[splits, rows, width], and its RMSNorm, both in the dtype of x."""
     return pl.pallas_call(
-        functools.partial(_add_and_norm, eps=eps),
+        functools.partial(_add_and_norm, eps=eps, interpret=interpret),
         grid=x.shape[:1],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
-        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=16, num_stages=1),
         interpret=interpret,
         name="add_and_norm",
     )(x, parts, scale)
 
 
-def _add_and_norm(x, parts, scale, out, normed, *, eps):
-    row, width = pl.program_id(0), x.shape[1]
+def _add_and_norm(x, parts, scale, out, normed, *, eps, interpret):
+    row, width = start_next(pl.program_id(0), interpret), x.shape[1]
     at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     here = at < width
     load = lambda ref, *index: plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)

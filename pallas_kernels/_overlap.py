@@ -14,18 +14,20 @@ from jax.experimental.pallas import triton as plgpu
 HOPPER = 9  # compute capability
 
 
-def start_next(program_id: jax.Array, interpret: bool) -> jax.Array:
-    """program_id i32[] of a kernel, unchanged. Before anything is computed from it, the next kernel is asked for."""
+def start_next(numbers: jax.Array, interpret: bool) -> jax.Array:
+    """A kernel's numbers, i32[] or f32[...], unchanged. The next kernel is asked for when they are there, and before
+    anything is computed from them."""
     if interpret or not available():
-        return program_id
+        return numbers
+    kind = "f" if numbers.dtype == jnp.float32 else "r"
     (same,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[jnp.full((1,), program_id)],
-        constraints="=r,r",
+        args=[numbers if numbers.shape else jnp.full((1,), numbers)],
+        constraints=f"={kind},{kind}",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(numbers.shape or (1,), numbers.dtype)],
     )
-    return jnp.sum(same)
+    return same if numbers.shape else jnp.sum(same)
 
 
 def available() -> bool:

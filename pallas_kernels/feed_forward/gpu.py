@@ -1,6 +1,6 @@
 """feed_forward on GPU for a few rows.
 
-Small matrices: of one row three products, each of which finishes the one before it (see `_split_product`); of more rows
+One row and small matrices: three products, each of which finishes the one before it (see `_split_product`). More rows:
 three products, and what stands between them in two kernels (see `_few_rows`). Others: the plain form, with products of
 more rows than one (see `_one_row`).
 """

@@ -1,8 +1,10 @@
 """paged_attention on GPU: flash attention over pages, the keys of a row split over several programs.
 
 Splitting follows Flash-Decoding (crfm.stanford.edu/2023/10/12/flashdecoding.html): each program leaves its weighted
-sum, its largest score and its total weight, and a small jnp epilogue combines them. The number of splits depends on
-static shapes of a row only, never on the batch, so a row's result does not depend on its neighbours.
+sum, its largest score and its total weight, and a small jnp epilogue combines them. Where rows and heads alone are
+programs enough, and their keys few, one program has all keys of a head: nothing is left to combine, and as many copies
+are under way as a multiprocessor holds. The number of splits depends on static shapes only, so a row's result does not
+depend on what its neighbours are.
 """
 
 import functools
@@ -13,9 +15,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels._split_product import added
+
 MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
 SPLIT_KEYS, MAX_SPLITS = 128, 16
+PROGRAMS = 512  # more splits than for so many only make more to combine
+WHOLE_PROGRAMS, WHOLE_KEYS = 96, 1024  # one split from so many programs on, up to so many keys
+BLOCK_BYTES = 1 << 15  # of the keys and values that are read at a time, where more than one such read is under way
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
+
+
+def num_splits(programs: int, keys: int) -> int:
+    """Of a row's keys, where programs are without splits so many, and the block table has room for so many keys."""
+    if programs >= WHOLE_PROGRAMS and keys <= WHOLE_KEYS:
+        return 1
+    return max(1, min(pl.cdiv(keys, SPLIT_KEYS), MAX_SPLITS, PROGRAMS // programs))
+
+
+def num_stages(splits: int, block_bytes: int) -> int:
+    """A block's page ids are read before its keys and values, so that two stages are one read ahead."""
+    if block_bytes > BLOCK_BYTES:
+        return 2
+    return 7 if splits == 1 else 3
 
 
 def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap, interpret=False):
@@ -24,26 +45,31 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
     rows = t * h // g
     block_rows = min(max(pl.next_power_of_2(rows), MIN_ROWS), MAX_ROWS)
     row_blocks = pl.cdiv(rows, block_rows)
-    splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS), MAX_SPLITS) // row_blocks)
+    splits = num_splits(b * g * row_blocks, n * s)
     block_d = max(pl.next_power_of_2(d), 16)
     block_keys = 64 if block_d * pages.dtype.itemsize <= 512 else 32  # keys and values stay within shared memory
-
-    acc, top, total = pl.pallas_call(
+    shape = jax.ShapeDtypeStruct
+    if splits == 1:
+        outputs = {"out": shape((b, t * h, d), query.dtype)}
+    else:
+        partial = lambda *size: shape((splits, b, t * h, *size), jnp.float32)
+        outputs = {"acc": partial(d), "top": partial(), "total": partial()}
+    results = pl.pallas_call(
         functools.partial(
-            _kernel, num_tokens=t, page_size=s, window=window, scale=scale, soft_cap=soft_cap,
+            _kernel, names=tuple(outputs), num_tokens=t, page_size=s, window=window, scale=scale, soft_cap=soft_cap,
             splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d,
         ),
-        grid=(b, g, row_blocks * splits),
-        out_shape=[
-            jax.ShapeDtypeStruct((splits, b, t * h, d), jnp.float32),
-            jax.ShapeDtypeStruct((splits, b, t * h), jnp.float32),
-            jax.ShapeDtypeStruct((splits, b, t * h), jnp.float32),
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        grid=(row_blocks * splits, g, b),
+        out_shape=list(outputs.values()),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=4, num_stages=num_stages(splits, 2 * block_keys * block_d * pages.dtype.itemsize)
+        ),
         interpret=interpret,
         name="paged_attention",
     )(query.reshape(b, t * h, d), pages.reshape(p * s, g2, d), block_table, kv_len)  # fmt: skip
-
+    if splits == 1:
+        return results[0].reshape(query.shape)
+    acc, top, total = results
     shrink = jnp.exp(top - jnp.max(top, axis=0))
     total = jnp.sum(total * shrink, axis=0)
     acc = jnp.sum(acc * shrink[..., None], axis=0)
@@ -51,23 +77,32 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
 
 
 def _kernel(
-    query, pages, block_table, kv_len, acc_out, top_out, total_out, *,
+    query, pages, block_table, kv_len, *outputs, names,
     num_tokens, page_size, window, scale, soft_cap, splits, block_rows, block_keys, block_d,
 ):  # fmt: skip
+    out = dict(zip(names, outputs, strict=True))
     (num_slots, g2, d), row_pages = pages.shape, block_table.shape[1]
     h = query.shape[1] // num_tokens
     group = h // (g2 // 2)
-    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
-    b, head = pl.program_id(0), pl.program_id(1)
-    row_block, split = pl.program_id(2) // splits, pl.program_id(2) % splits
+    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if query.dtype == jnp.float32 else None)
+    row_block, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
+    head, b = pl.program_id(1), pl.program_id(2)
 
     first_row = row_block * block_rows
     row = first_row + jnp.arange(block_rows, dtype=jnp.int32)
     token = row // group
     line = token * h + head * group + row % group  # in query and output: [B, T * H]; beyond them where not `here`
-    column = jnp.arange(block_d, dtype=jnp.int32)
     here = token < num_tokens
-    q = plgpu.load(query.at[b, line[:, None], column[None, :]], mask=here[:, None] & (column < d)[None, :], other=0)
+    # Heads in halves: fewer rows of a tile are a thread's, so that it looks up fewer pages.
+    half = block_d // 2 if block_d >= 32 else block_d
+    parts = [first + jnp.arange(half, dtype=jnp.int32) for first in range(0, block_d, half)]
+
+    def tile(rows, columns):
+        """The mask of a tile: these rows, and the columns that no padding of the head size made."""
+        mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], half))
+        return mask if d == block_d else mask & (columns < d)[None, :]
+
+    q = [plgpu.load(query.at[b, line[:, None], at[None, :]], mask=tile(here, at), other=0) for at in parts]
 
     # The block reads keys [begin, end), this program [split_begin, split_end) of them.
     position = kv_len[b] - num_tokens  # of the row's first query
@@ -80,17 +115,19 @@ def _kernel(
     split_end = jnp.minimum(split_begin + split_keys, end)
 
     def attend(i, carry):
-        top, total, acc = carry
+        top, total, *acc = carry
         key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = key_at < split_end
         key_at = jnp.where(used, key_at, 0)
-        page = jnp.minimum(plgpu.load(block_table.at[b, key_at // page_size]), num_slots // page_size - 1)
-        slot = page * page_size + key_at % page_size
-        mask = used[:, None] & (column < d)[None, :]
-        key = plgpu.load(pages.at[slot[:, None], 2 * head, column[None, :]], mask=mask, other=0)
-        value = plgpu.load(pages.at[slot[:, None], 2 * head + 1, column[None, :]], mask=mask, other=0)
+        page = jnp.minimum(plgpu.load(block_table.at[b, lax.div(key_at, page_size)]), num_slots // page_size - 1)
+        slot = page * page_size + lax.rem(key_at, page_size)
 
-        scores = plgpu.dot(q, key, trans_b=True, precision=precision) * scale
+        def load(part):
+            at = slot[:, None], 2 * head + part
+            return [plgpu.load(pages.at[*at, column[None, :]], mask=tile(used, column), other=0) for column in parts]
+
+        key, value = load(0), load(1)
+        scores = added(dot(some, k, trans_b=True) for some, k in zip(q, key, strict=True)) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         visible = used[None, :] & (key_at[None, :] <= query_at[:, None])
@@ -102,18 +139,23 @@ def _kernel(
         weights = jnp.where(visible, jnp.exp(scores - new_top[:, None]), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + plgpu.dot(weights.astype(value.dtype), value, precision=precision)
-        return new_top, total, acc
+        weights = weights.astype(pages.dtype)
+        return new_top, total, *(a * shrink[:, None] + dot(weights, v) for a, v in zip(acc, value, strict=True))
 
     carry = (
         jnp.full(block_rows, MASKED, jnp.float32),
         jnp.zeros(block_rows, jnp.float32),
-        jnp.zeros((block_rows, block_d), jnp.float32),
+        *[jnp.zeros((block_rows, half), jnp.float32)] * len(parts),
     )
     num_blocks = pl.cdiv(jnp.maximum(split_end - split_begin, 0), block_keys)
-    top, total, acc = lax.fori_loop(0, num_blocks, attend, carry)
+    top, total, *acc = lax.fori_loop(0, num_blocks, attend, carry)
 
-    plgpu.store(top_out.at[split, b, line], top, mask=here)
-    plgpu.store(total_out.at[split, b, line], total, mask=here)
-    mask = here[:, None] & (column < d)[None, :]
-    plgpu.store(acc_out.at[split, b, line[:, None], column[None, :]], acc, mask=mask)
+    if splits == 1:
+        to, first = out["out"], [b]
+        acc = [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
+    else:
+        to, first = out["acc"], [split, b]
+        plgpu.store(out["top"].at[split, b, line], top, mask=here)
+        plgpu.store(out["total"].at[split, b, line], total, mask=here)
+    for at, numbers in zip(parts, acc, strict=True):
+        plgpu.store(to.at[*first, line[:, None], at[None, :]], numbers.astype(to.dtype), mask=tile(here, at))

@@ -1,31 +1,16 @@
-"""self_attention on GPU in two kernels: the product, and nearly all the rest.
+"""self_attention on GPU: a single token in two kernels (see one_token.py), more in three: the product, what stands
+between it and attention (see heads.py), and attention over pages."""
 
-The second kernel is flash attention over pages, split as in `paged_attention`, where each program norms and rotates the
-queries it needs. One more program a row and head norms, rotates, attends to and writes the tokens of this pass, so that
-the others need not wait for them.
-
-A single token's product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a
-head finishes last combines what all have left. With more tokens the compiler's own product is faster, and a small jnp
-epilogue combines.
-"""
-
-import functools
-
-import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _split_product
+from pallas_kernels import _few_rows
 from pallas_kernels._one_row import linear
 from pallas_kernels.feed_forward.reference import rms_norm
+from pallas_kernels.paged_attention.gpu import MAX_ROWS, paged_attention
+from pallas_kernels.self_attention import one_token
+from pallas_kernels.self_attention.heads import heads
 
-MIN_ROWS, MAX_ROWS = 16, 64  # rows (token, query head) of a key-value head: one program has them all
 MAX_TOKENS = 256  # of a pass; prompt chunks are other work
-SPLIT_KEYS, MAX_SPLITS = 128, 16  # half as many keys where one token is all there is
-UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
-MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
 def fits(x, qkv, pages, head_dim) -> bool:
@@ -41,225 +26,17 @@ def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
     eps, scale, window, soft_cap, interpret=False,
 ):  # fmt: skip
-    (b, t, _), (p, s, g2, d), n, g = x.shape, pages.shape, block_table.shape[1], pages.shape[2] // 2
-    group = qkv.shape[1] // (g * d) - 2
-    rows = t * group
-    operands = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
-    operands |= {"block_table": block_table, "kv_len": kv_len}
-    operands |= {"cos": cos.reshape(b * t, -1), "sin": sin.reshape(b * t, -1), "old_pages": pages.reshape(p * s, g2, d)}
-    in_parts = b * t == 1 and x.dtype == jnp.bfloat16 and _split_product.covers(qkv)
-    splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
-    if in_parts:
-        product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=b * g, interpret=interpret)
-        operands |= {"heads": product["sums"][:, None], "squares": product["squares"], "old_counts": product["zeros"]}
+    (b, t, e), d = x.shape, pages.shape[3]
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
+    if b * t == 1:
+        arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
+        return one_token.self_attention(*arrays, eps=eps, **options)
+    normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(b * t, e)
+    if _few_rows.covers(b * t, qkv, interpret=interpret):
+        parts = _few_rows.product(normed, qkv, interpret=interpret)
     else:
-        normed = rms_norm(norm, x, eps) if normed is None else normed
-        operands["heads"] = linear(qkv, normed).reshape(1, b * t, -1)
-    operands = {name: value for name, value in operands.items() if value is not None}
-    shape = jax.ShapeDtypeStruct
-    outputs = {"pages": shape((p * s, g2, d), pages.dtype)}
-    aliases = {list(operands).index("old_pages"): 0}
-    if in_parts:
-        aliases[list(operands).index("old_counts")] = 1
-        outputs |= {"counts": shape((b * g,), jnp.int32), "out": shape((b * t, g * group * d), x.dtype)}
-    partial = lambda *size: shape((b * g, splits + 1, rows, *size), jnp.float32)
-    outputs |= {"acc": partial(d), "top": partial(), "total": partial()}
-    results = pl.pallas_call(
-        functools.partial(
-            _kernel, names=(*operands, *outputs), num_tokens=t, page_size=s, splits=splits,
-            block_rows=max(pl.next_power_of_2(rows), MIN_ROWS), block_out=pl.next_power_of_2(rows),
-            block_keys=64 if d <= 128 else 32, block_new=max(pl.next_power_of_2(t), 16), width=x.shape[-1], eps=eps,
-            scale=scale, window=window, soft_cap=soft_cap, barrier=not interpret,
-        ),
-        grid=(splits + 1, g, b),
-        out_shape=list(outputs.values()),
-        input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
-        name="self_attention",
-    )(*operands.values())  # fmt: skip
-    result = dict(zip(outputs, results, strict=True))
-    pages = result["pages"].reshape(pages.shape)
-    if in_parts:
-        return result["out"].reshape(b, t, -1), pages
-    top, total, acc = result["top"], result["total"], result["acc"]
-    shrink = jnp.exp(top - jnp.max(top, axis=1, keepdims=True))
-    total = jnp.sum(total * shrink, axis=1)
-    acc = jnp.sum(acc * shrink[..., None], axis=1) / jnp.where(total > 0, total, 1)[..., None]
-    return acc.astype(x.dtype).reshape(b, g, t, group * d).swapaxes(1, 2).reshape(b, t, -1), pages
-
-
-def _kernel(
-    *refs, names, num_tokens, page_size, splits, block_rows, block_out, block_keys, block_new, width, eps, scale,
-    window, soft_cap, barrier,
-):  # fmt: skip
-    ref = dict(zip(names, refs, strict=True))
-    heads, pages, block_table = ref["heads"], ref["pages"], ref["block_table"]
-    (num_slots, _, d), row_pages, g, half = pages.shape, block_table.shape[1], pages.shape[1] // 2, pages.shape[2] // 2
-    group = heads.shape[2] // (g * d) - 2
-    dtype = pages.dtype
-    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
-    split, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    low = jnp.arange(half, dtype=jnp.int32)
-    halves = low, low + half
-    column = jnp.arange(d, dtype=jnp.int32)
-
-    row = jnp.arange(block_rows, dtype=jnp.int32)
-    here = row < num_tokens * group
-    token = row // group
-    position = ref["kv_len"][b] - num_tokens  # of the first token of this pass
-    query_at = position + token
-
-    def product(line, columns, mask):
-        """The normed x times qkv, at these lines and columns: its parts added up."""
-        columns = jnp.broadcast_to(columns, (line.shape[0], half))
-        parts = [jnp.int32(part) for part in range(heads.shape[0])]
-        mask = jnp.broadcast_to(mask[:, None], columns.shape)
-        load = lambda part: plgpu.load(heads.at[part, line[:, None], columns], mask=mask, other=0)
-        y = _split_product.added(load(part).astype(jnp.float32) for part in parts)
-        if "squares" in ref:
-            y *= lax.rsqrt(_split_product.added(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
-        return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
-
-    def rotated(line, first, mask, norm):
-        """The two halves of the heads [lines, D] at column `first`, normed and rotated."""
-        tile = (line.shape[0], half)
-        first = jnp.broadcast_to(first, line.shape)[:, None]
-        x = [product(line, first + at[None, :], mask) for at in halves]
-        mask = jnp.broadcast_to(mask[:, None], tile)
-        at = (line[:, None], jnp.broadcast_to(low[None, :], tile))
-        cos, sin = (plgpu.load(ref[name].at[at], mask=mask, other=0) for name in ("cos", "sin"))
-        if norm in ref:
-            shrink = lax.rsqrt((jnp.sum(x[0] * x[0], axis=1) + jnp.sum(x[1] * x[1], axis=1)) / d + eps)[:, None]
-            weights = [plgpu.load(ref[norm].at[at])[None, :] for at in halves]
-            x = [(a * shrink * w).astype(dtype).astype(jnp.float32) for a, w in zip(x, weights, strict=True)]
-        return (x[0] * cos - x[1] * sin).astype(dtype), (x[1] * cos + x[0] * sin).astype(dtype)
-
-    own = head * (group + 2) * d  # first column of this key-value head's queries
-
-    def queries():
-        return rotated(b * num_tokens + token, own + row % group * d, here, "q_norm")
-
-    def visible(key_at, used):
-        """[rows, keys]: which of the keys no window hides."""
-        every = jnp.broadcast_to(used[None, :], (block_rows, used.shape[0]))
-        return every if window is None else every & (key_at[None, :] > query_at[:, None] - window)
-
-    def attend(carry, query, key, value, seen):
-        """carry after some more keys and values [keys, D / 2] of either half of a head."""
-        top, total, *acc = carry
-        scores = _split_product.added(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True)) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen, scores, MASKED)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        return (
-            new_top,
-            total,
-            *(a * shrink[:, None] + dot(weights.astype(dtype), v) for a, v in zip(acc, value, strict=True)),
-        )
-
-    def leave(carry):
-        top, total, *acc = carry
-        line = b * g + head
-        plgpu.store(ref["top"].at[line, split, row], top, mask=here)
-        plgpu.store(ref["total"].at[line, split, row], total, mask=here)
-        mask = jnp.broadcast_to(here[:, None], (block_rows, half))
-        for at, numbers in zip(halves, acc, strict=True):
-            plgpu.store(ref["acc"].at[line, split, row[:, None], at[None, :]], numbers, mask=mask)
-
-    nothing = (
-        jnp.full(block_rows, MASKED, jnp.float32),
-        jnp.zeros(block_rows, jnp.float32),
-        *[jnp.zeros((block_rows, half), jnp.float32)] * 2,
-    )
-
-    begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
-    end = jnp.clip(position, 0, row_pages * page_size)
-    split_keys = pl.cdiv(pl.cdiv(jnp.maximum(end - begin, 0), splits), block_keys) * block_keys
-    split_begin = begin + split * split_keys
-    split_end = jnp.minimum(split_begin + split_keys, end)
-
-    @pl.when((split < splits) & (split_begin >= split_end))
-    def _no_tokens():
-        leave(nothing)
-
-    @pl.when((split < splits) & (split_begin < split_end))
-    def _earlier_tokens():
-        query = queries()
-
-        def step(i, carry):
-            key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
-            used = key_at < split_end
-            key_at = jnp.where(used, key_at, 0)
-            page = jnp.minimum(plgpu.load(block_table.at[b, lax.div(key_at, page_size)]), num_slots // page_size - 1)
-            slot = page * page_size + lax.rem(key_at, page_size)
-            mask = jnp.broadcast_to(used[:, None], (block_keys, half))
-
-            def load(part):  # in halves, as the queries are, so that all tiles have their rows at the same threads
-                return [
-                    plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
-                    for at in halves
-                ]
-
-            return attend(carry, query, load(0), load(1), visible(key_at, used))
-
-        num_blocks = pl.cdiv(split_end - split_begin, block_keys)
-        leave(lax.fori_loop(0, num_blocks, step, nothing))
-
-    @pl.when(split == splits)
-    def _tokens_of_this_pass():
-        new = jnp.arange(block_new, dtype=jnp.int32)
-        used = new < num_tokens
-        line = b * num_tokens + new
-        key = rotated(line, own + group * d, used, "k_norm")
-        value = [product(line, own + (group + 1) * d + at[None, :], used).astype(dtype) for at in halves]
-        slot = plgpu.load(ref["slots"].at[line], mask=used, other=-1)
-        live = (slot >= 0) & (slot < num_slots)
-        slot = jnp.where(live, slot, num_slots)  # written nowhere
-        mask = jnp.broadcast_to(live[:, None], (block_new, half))
-        for part, tiles in enumerate((key, value)):
-            for at, numbers in zip(halves, tiles, strict=True):
-                plgpu.store(pages.at[slot[:, None], 2 * head + part, at[None, :]], numbers, mask=mask)
-        seen = visible(position + new, used) & (new[None, :] <= token[:, None]) & (query_at >= 0)[:, None]
-        leave(attend(nothing, queries(), key, value, seen))
-
-    if "out" not in ref:
-        return
-    if barrier:  # all of this program's numbers are out before it is counted
-        plgpu.debug_barrier()
-    before = plgpu.atomic_add(ref["counts"], (b * g + head,), jnp.int32(1))
-
-    @pl.when(before == splits)
-    def _combine():
-        line = b * g + head
-        row = jnp.arange(block_out, dtype=jnp.int32)
-        here = row < num_tokens * group
-        parts = jnp.arange(pl.next_power_of_2(splits + 1), dtype=jnp.int32)
-        mask = (parts <= splits)[:, None] & here[None, :]
-        at = (line, parts[:, None], row[None, :])
-        top = plgpu.load(ref["top"].at[at], mask=mask, other=MASKED)
-        total = plgpu.load(ref["total"].at[at], mask=mask, other=0)
-        mask = jnp.broadcast_to(here[:, None], (block_out, d))
-        at_once = max(1, UNDER_WAY // (block_out * d))
-
-        def read(first):
-            """(top, acc) of some parts, under way."""
-            some = range(first, min(first + at_once, splits + 1))
-            tops = [plgpu.load(ref["top"].at[line, i, row], mask=here, other=MASKED) for i in some]
-            accs = [plgpu.load(ref["acc"].at[line, i, row[:, None], column[None, :]], mask=mask, other=0) for i in some]
-            return zip(tops, accs, strict=True)
-
-        reads = read(0)  # before the first maximum is waited for
-        highest = jnp.max(top, axis=0)
-        total = jnp.sum(total * jnp.exp(top - highest[None, :]), axis=0)
-        acc = jnp.zeros((block_out, d), jnp.float32)
-        for first in range(0, splits + 1, at_once):
-            for part_top, part in reads if first == 0 else read(first):
-                acc += part * jnp.exp(part_top - highest)[:, None]
-        acc /= jnp.where(total > 0, total, 1)[:, None]
-        to = (b * num_tokens + row // group)[:, None], ((head * group + row % group) * d)[:, None] + column[None, :]
-        plgpu.store(ref["out"].at[to], acc.astype(dtype), mask=mask)
+        parts = linear(qkv, normed)[None]
+    cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
+    queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, interpret=interpret)
+    mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, **options)
+    return mixed.reshape(b, t, -1), pages

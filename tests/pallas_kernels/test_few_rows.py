@@ -18,7 +18,9 @@ def exact(x, weights):
 
 
 @pytest.mark.parametrize("rows", [2, 5, 16, 20])
-@pytest.mark.parametrize(("shape", "splits"), [((128, 192), 2), ((192, 64), 3), ((64, 8192), 1), ((256, 4096), 2)])
+@pytest.mark.parametrize(
+    ("shape", "splits"), [((128, 192), 1), ((192, 64), 3), ((64, 8192), 1), ((256, 4096), 2), ((128, 16384), 1)]
+)
 def test_the_parts_of_a_product(rows, shape, splits):
     x, weights = normal(0, rows, shape[0]), normal(1, *shape, scale=shape[0] ** -0.5)
     parts = _few_rows.product(x, weights, interpret=True)
@@ -27,7 +29,10 @@ def test_the_parts_of_a_product(rows, shape, splits):
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("rows", "shape", "block"), [(2, (128, 256), 64), (5, (64, 512), 128), (17, (192, 1024), 256)])
+@pytest.mark.parametrize(
+    ("rows", "shape", "block"),
+    [(2, (128, 256), 64), (5, (64, 512), 128), (17, (192, 1024), 256), (16, (64, 16384), 64)],
+)
 def test_a_product_with_its_activation(rows, shape, block, kind):
     x, weights = normal(0, rows, shape[0]), normal(1, *shape, scale=shape[0] ** -0.5)
     out = _few_rows.product(x, weights, gated=(kind, block), interpret=True)
@@ -48,7 +53,19 @@ def test_sum_and_norm(width):
 
 
 @pytest.mark.parametrize(
-    ("shape", "splits"), [((1024, 4096), 2), ((2048, 1024), 8), ((3072, 1024), 8), ((1024, 8192), 1), ((704, 64), 11)]
+    ("shape", "splits"),
+    [
+        ((1024, 4096), 2),
+        ((2048, 1024), 8),
+        ((3072, 1024), 8),
+        ((1024, 8192), 1),
+        ((704, 64), 11),
+        ((4096, 6144), 2),
+        ((4096, 4096), 2),
+        ((12288, 4096), 2),
+        ((4096, 16320), 1),
+        ((4096, 16384), 1),
+    ],
 )
 def test_the_depth_is_split_until_there_are_programs_enough(shape, splits):
     assert _few_rows.num_splits(*shape) == splits
@@ -64,7 +81,8 @@ def test_the_depth_is_split_until_there_are_programs_enough(shape, splits):
         (2, (96, 64), jnp.bfloat16, False),
         (2, (64, 96), jnp.bfloat16, False),
         (2, (64, 64), jnp.float32, False),
-        (2, (4096, 4096), jnp.bfloat16, False),
+        (2, (4096, 24576), jnp.bfloat16, True),
+        (2, (8192, 16384), jnp.bfloat16, False),
     ],
 )
 def test_what_the_kernels_cover(monkeypatch, rows, shape, dtype, expected):
@@ -73,3 +91,8 @@ def test_what_the_kernels_cover(monkeypatch, rows, shape, dtype, expected):
     for hopper in (False, True):
         monkeypatch.setattr(_few_rows, "available", lambda hopper=hopper: hopper)
         assert _few_rows.covers(rows, weights) is (expected and hopper)
+
+
+@pytest.mark.parametrize(("width", "columns"), [(64, 64), (8192, 64), (16320, 64), (16384, 128), (24576, 128)])
+def test_programs_have_more_columns_where_there_are_many(width, columns):
+    assert _few_rows.num_columns(width) == columns

@@ -109,9 +109,14 @@ def test_the_next_kernel_can_be_asked_for_from_hopper_on(monkeypatch, capability
     assert _overlap.available() is expected
 
 
+def small_product(x, weights):
+    return split_product(x[0], weights)["sums"]
+
+
+@pytest.mark.parametrize("kernel", [small_product, _few_rows.product], ids=["one row", "few rows"])
 @pytest.mark.parametrize("available", [False, True])
-def test_a_kernel_asks_for_the_next_only_where_that_can_be_done(monkeypatch, available):
+def test_a_kernel_asks_for_the_next_only_where_that_can_be_done(monkeypatch, kernel, available):
     monkeypatch.setattr(_overlap, "available", lambda: available)
-    shapes = shape(1024, dtype=jnp.bfloat16), shape(1024, 512, dtype=jnp.bfloat16)
-    text = lowered(lambda *a: split_product(*a)["sums"], *shapes)
+    shapes = shape(2, 1024, dtype=jnp.bfloat16), shape(1024, 512, dtype=jnp.bfloat16)
+    text = lowered(lambda *a: kernel(*a), *shapes)
     assert ("griddepcontrol.launch_dependents" in text) == available

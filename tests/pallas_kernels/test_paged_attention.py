@@ -10,9 +10,10 @@ from hypothesis import given
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import paged_attention
-from pallas_kernels._dispatch import flavour
+from pallas_kernels._dispatch import flavour, module
 from tests.pallas_kernels.flavours import FLAVOURS, few_examples, kernel, seeds
 
+gpu = module("paged_attention", "gpu")
 ATOL = {"float32": 2e-5, "bfloat16": 3e-2}  # of results near 1; bfloat16 rounds inputs alike, then weights and result
 
 
@@ -43,6 +44,7 @@ CASES = [
     Case(b=2, t=3, h=3, g=3, d=128, s=8, n=6, soft_cap=3.0),
     Case(b=2, t=2, h=3, g=1, d=64, s=16, n=40, window=300),  # several blocks of keys, several splits
     Case(b=1, t=130, h=3, g=1, d=64, s=16, n=12, window=40),  # several blocks of queries
+    Case(b=33, t=2, h=6, g=3, d=64, s=4, n=33, window=99),  # programs enough without splits
 ]
 ODD_CASES = [  # head sizes that the TPU form refuses
     Case(b=3, t=4, h=4, g=1, d=16, s=4, n=5),
@@ -167,6 +169,30 @@ def test_reference_does_not_depend_on_rows_and_tokens(shape, num_pages_row):
         np.testing.assert_array_equal(alone, expected[:b, :t])
     narrow = attend(query, pages, block_table[:, : n // 2], kv_len)
     np.testing.assert_allclose(narrow, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "splits"),
+    [
+        (128, 704, 1),
+        (96, 1024, 1),
+        (95, 1024, 5),
+        (128, 1040, 4),
+        (8, 704, 6),
+        (8, 100, 1),
+        (8, 10**5, 16),
+        (2000, 10**5, 1),
+    ],
+)
+def test_how_keys_are_split_on_gpu(programs, keys, splits):
+    assert gpu.num_splits(programs, keys) == splits
+
+
+@pytest.mark.parametrize(("splits", "block_bytes", "stages"), [(1, 1 << 15, 7), (4, 1 << 15, 3), (1, 1 << 16, 2)])
+def test_reads_under_way_fit_into_shared_memory(splits, block_bytes, stages):
+    assert gpu.num_stages(splits, block_bytes) == stages
+    ahead = (stages - 1) // 2
+    assert (ahead + 1) * block_bytes <= 200_000
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "pallas"])

@@ -59,7 +59,8 @@ def random_arguments(case, dtype, seed=0):
     if t > 1:
         live[0, -1] = False
     slots = np.take_along_axis(block_table, position // PAGE_SIZE, axis=1) * PAGE_SIZE + position % PAGE_SIZE
-    slots = np.where(live, slots, num_pages * PAGE_SIZE)
+    outside = np.where(live.any(axis=1), num_pages * PAGE_SIZE, -1)[:, None]
+    slots = np.where(live, slots, outside)
     angles = position[..., None] * 10000.0 ** (-np.arange(0, d, 2) / d)
     i32 = lambda x: jnp.asarray(x, jnp.int32)
     arguments = {
