@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._overlap import available, start_next
+from pallas_kernels import _device
+from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
 
 MIN_ROWS, MAX_ROWS = 16, 32  # that a program computes; fewer are padded
@@ -29,8 +30,8 @@ MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
 
 
 def covers(rows: int, *weights: jax.Array, interpret: bool = False) -> bool:
-    """What the kernels cover and are meant for: a few rows, matrices in whole reads, Hopper's matrix units."""
-    some = 1 < rows <= MAX_ROWS and (interpret or available())
+    """What the kernels cover and are meant for: a few rows, matrices in whole reads, GPUs that share much."""
+    some = 1 < rows <= MAX_ROWS and (interpret or _device.shares_much())
     fits = lambda w: w.shape[0] % (DEPTH // 2) == 0 and w.shape[1] % COLUMNS == 0 and w.size < MAX_SIZE
     return some and all(fits(w) and w.dtype == jnp.bfloat16 for w in weights)
 

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-HOPPER = 9  # compute capability
+from pallas_kernels import _device
 
 
 def start_next(numbers: jax.Array, interpret: bool) -> jax.Array:
     """A kernel's numbers, i32[] or f32[...], unchanged. The next kernel is asked for when they are there, and before
     anything is computed from them."""
-    if interpret or not available():
+    if interpret or not _device.starts_early():
         return numbers
     kind = "f" if numbers.dtype == jnp.float32 else "r"
     (same,) = plgpu.elementwise_inline_asm(
@@ -28,9 +28,3 @@ def start_next(numbers: jax.Array, interpret: bool) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(numbers.shape or (1,), numbers.dtype)],
     )
     return same if numbers.shape else jnp.sum(same)
-
-
-def available() -> bool:
-    """Whether the GPUs of this machine can do so. A program for one that is not here does without."""
-    major, _, _ = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")
-    return major.isdigit() and int(major) >= HOPPER

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import _device
 from pallas_kernels._split_product import added
 
 MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
@@ -25,18 +26,21 @@ BLOCK_BYTES = 1 << 15  # of the keys and values that are read at a time, where m
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
-def num_splits(programs: int, keys: int) -> int:
-    """Of a row's keys, where programs are without splits so many, and the block table has room for so many keys."""
-    if programs >= WHOLE_PROGRAMS and keys <= WHOLE_KEYS:
+def num_splits(programs: int, keys: int, roomy: bool) -> int:
+    """Of a row's keys, where programs are without splits so many, and the block table has room for so many keys.
+
+    roomy: 7 stages fit into a multiprocessor.
+    """
+    if roomy and programs >= WHOLE_PROGRAMS and keys <= WHOLE_KEYS:
         return 1
     return max(1, min(pl.cdiv(keys, SPLIT_KEYS), MAX_SPLITS, PROGRAMS // programs))
 
 
-def num_stages(splits: int, block_bytes: int) -> int:
+def num_stages(deep: bool, block_bytes: int) -> int:
     """A block's page ids are read before its keys and values, so that two stages are one read ahead."""
     if block_bytes > BLOCK_BYTES:
         return 2
-    return 7 if splits == 1 else 3
+    return 7 if deep else 3
 
 
 def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap, interpret=False):
@@ -45,7 +49,8 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
     rows = t * h // g
     block_rows = min(max(pl.next_power_of_2(rows), MIN_ROWS), MAX_ROWS)
     row_blocks = pl.cdiv(rows, block_rows)
-    splits = num_splits(b * g * row_blocks, n * s)
+    roomy = interpret or _device.shares_much()
+    splits = num_splits(b * g * row_blocks, n * s, roomy)
     block_d = max(pl.next_power_of_2(d), 16)
     block_keys = 64 if block_d * pages.dtype.itemsize <= 512 else 32  # keys and values stay within shared memory
     shape = jax.ShapeDtypeStruct
@@ -62,7 +67,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
         grid=(row_blocks * splits, g, b),
         out_shape=list(outputs.values()),
         compiler_params=plgpu.CompilerParams(
-            num_warps=4, num_stages=num_stages(splits, 2 * block_keys * block_d * pages.dtype.itemsize)
+            num_warps=4, num_stages=num_stages(roomy and splits == 1, 2 * block_keys * block_d * pages.dtype.itemsize)
         ),
         interpret=interpret,
         name="paged_attention",
@@ -90,8 +95,10 @@ def _kernel(
 
     first_row = row_block * block_rows
     row = first_row + jnp.arange(block_rows, dtype=jnp.int32)
-    token = row // group
-    line = token * h + head * group + row % group  # in query and output: [B, T * H]; beyond them where not `here`
+    token = lax.div(row, group)
+    line = (
+        token * h + head * group + lax.rem(row, group)
+    )  # in query and output: [B, T * H]; beyond them where not `here`
     here = token < num_tokens
     # Heads in halves: fewer rows of a tile are a thread's, so that it looks up fewer pages.
     half = block_d // 2 if block_d >= 32 else block_d
@@ -118,8 +125,9 @@ def _kernel(
         top, total, *acc = carry
         key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = key_at < split_end
-        key_at = jnp.where(used, key_at, 0)
-        page = jnp.minimum(plgpu.load(block_table.at[b, lax.div(key_at, page_size)]), num_slots // page_size - 1)
+        # To take key 0 for those not used would cost registers, and so a program a multiprocessor.
+        page = plgpu.load(block_table.at[b, jnp.minimum(lax.div(key_at, page_size), row_pages - 1)])
+        page = jnp.minimum(page, num_slots // page_size - 1)
         slot = page * page_size + lax.rem(key_at, page_size)
 
         def load(part):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _few_rows, _overlap, _split_product, feed_forward
+from pallas_kernels import _device, _split_product, feed_forward
 from pallas_kernels._dispatch import flavour, module
 from pallas_kernels.feed_forward.reference import rms_norm
 from tests.pallas_kernels.flavours import kernel
@@ -57,7 +57,7 @@ def test_every_flavour_equals_the_plain_form(name, shape, dtype, activation):
 def test_a_few_rows(name, shape, rows):
     next_norm = jnp.asarray(np.linspace(0.5, 2, shape[1]), jnp.float32)
     normed = check(name, shape, rows, "bfloat16", next_norm=next_norm)
-    assert (normed is not None) == (name == "gpu" or _overlap.available())
+    assert (normed is not None) == (name == "gpu" or _device.shares_much())
     assert check(name, shape, rows, "bfloat16", "gelu_tanh") is None
 
 
@@ -97,7 +97,7 @@ def test_large_matrices_have_the_plain_form(rows, small, large, larger):
 
 @pytest.mark.parametrize("hopper", [False, True])
 def test_what_it_is_meant_for(monkeypatch, hopper):
-    monkeypatch.setattr(_few_rows, "available", lambda: hopper)
+    monkeypatch.setattr(_device, "shares_much", lambda: hopper)
     fits = lambda *rows, dtype=jnp.bfloat16: module("feed_forward", "gpu").fits(
         jax.ShapeDtypeStruct((*rows, 64), dtype)
     )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _few_rows
+from pallas_kernels import _device, _few_rows
 from pallas_kernels.feed_forward.reference import activate, rms_norm
 
 
@@ -89,7 +89,7 @@ def test_what_the_kernels_cover(monkeypatch, rows, shape, dtype, expected):
     weights = jax.ShapeDtypeStruct(shape, dtype)
     assert _few_rows.covers(rows, weights, interpret=True) is expected
     for hopper in (False, True):
-        monkeypatch.setattr(_few_rows, "available", lambda hopper=hopper: hopper)
+        monkeypatch.setattr(_device, "shares_much", lambda hopper=hopper: hopper)
         assert _few_rows.covers(rows, weights) is (expected and hopper)
 
 

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import (
+    _device,
     _few_rows,
-    _overlap,
     feed_forward,
     kv_write,
     merge_tokens,
@@ -68,7 +68,7 @@ def test_paged_attention(heads, num_tokens, dtype):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "hopper", "kernels"), [(1, False, 3), (5, False, 0), (5, True, 5), (32, True, 5)])
 def test_feed_forward(monkeypatch, rows, hopper, kernels, activation):
-    monkeypatch.setattr(_few_rows, "available", lambda: hopper)
+    monkeypatch.setattr(_device, "shares_much", lambda: hopper)
     row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
     shapes = row(1, rows, 1024), row(1, rows, 2048), row(2048, 1024), row(1024, 6144), row(3072, 1024)
     options = {"eps": 1e-5 if hopper else 1e-6, "activation": activation, "block": 128, **GPU}
@@ -101,12 +101,16 @@ def test_layers_share_what_is_lowered():
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"), [("9.0", True), ("10.3", True), ("8.9", False), ("gfx942", False), (None, False)]
-)
-def test_the_next_kernel_can_be_asked_for_from_hopper_on(monkeypatch, capability, expected):
+    ("capability", "early", "much"),
+    [
+        ("9.0", True, True), ("10.3", True, True), ("12.0", True, False), ("8.9", False, False),
+        ("gfx942", False, False), (None, False, False),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_can_do(monkeypatch, capability, early, much):
     device = types.SimpleNamespace(**({} if capability is None else {"compute_capability": capability}))
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert _overlap.available() is expected
+    assert (_device.starts_early(), _device.shares_much()) == (early, much)
 
 
 def small_product(x, weights):
@@ -116,7 +120,7 @@ def small_product(x, weights):
 @pytest.mark.parametrize("kernel", [small_product, _few_rows.product], ids=["one row", "few rows"])
 @pytest.mark.parametrize("available", [False, True])
 def test_a_kernel_asks_for_the_next_only_where_that_can_be_done(monkeypatch, kernel, available):
-    monkeypatch.setattr(_overlap, "available", lambda: available)
+    monkeypatch.setattr(_device, "starts_early", lambda: available)
     shapes = shape(2, 1024, dtype=jnp.bfloat16), shape(1024, 512, dtype=jnp.bfloat16)
     text = lowered(lambda *a: kernel(*a), *shapes)
     assert ("griddepcontrol.launch_dependents" in text) == available
