@@ -22,16 +22,8 @@ def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, interpret
     (p, s, g2, d), (_, m, width) = pages.shape, parts.shape
     g = g2 // 2
     group = width // (g * d) - 2
-    operands = {
-        "parts": parts,
-        "bias": bias,
-        "q_norm": q_norm,
-        "k_norm": k_norm,
-        "slots": slots,
-        "cos": cos,
-        "sin": sin,
-    }
-    operands = {name: value for name, value in operands.items() if value is not None}
+    operands = {"parts": parts, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
+    operands = {name: value for name, value in (operands | {"cos": cos, "sin": sin}).items() if value is not None}
     outputs = {"queries": (m, g * group * d), "pages": (p * s, g2, d)}
     queries, new_pages = pl.pallas_call(
         functools.partial(_kernel, names=(*operands, "old_pages", *outputs), eps=eps),
