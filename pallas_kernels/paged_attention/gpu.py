@@ -75,10 +75,37 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
     if splits == 1:
         return results[0].reshape(query.shape)
     acc, top, total = results
-    shrink = jnp.exp(top - jnp.max(top, axis=0))
-    total = jnp.sum(total * shrink, axis=0)
-    acc = jnp.sum(acc * shrink[..., None], axis=0)
-    return (acc / jnp.where(total > 0, total, 1)[..., None]).reshape(query.shape).astype(query.dtype)
+    return combined(acc, top, total, axis=0).reshape(query.shape).astype(query.dtype)
+
+
+def combined(acc, top, total, axis):
+    """The result of all splits, which lie along this axis of acc [..., D], top and total [...]."""
+    shrink = jnp.exp(top - jnp.max(top, axis=axis, keepdims=True))
+    total = jnp.sum(total * shrink, axis=axis)
+    return jnp.sum(acc * shrink[..., None], axis=axis) / jnp.where(total > 0, total, 1)[..., None]
+
+
+def nothing(rows, columns, parts):
+    """The carry of `attend` before the first key: the largest score, the total weight, the weighted sum in parts."""
+    sums = [jnp.zeros((rows, columns), jnp.float32)] * parts
+    return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), *sums
+
+
+def attend(carry, query, key, value, seen, *, scale, soft_cap):
+    """carry after some more keys and values, as far as they are seen, [rows, keys]; all heads in the same parts."""
+    top, total, *acc = carry
+    dtype = value[0].dtype
+    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
+    scores = added(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True)) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen, scores, MASKED)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
+    shrink = jnp.exp(top - new_top)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    weights = weights.astype(dtype)
+    return new_top, total, *(a * shrink[:, None] + dot(weights, v) for a, v in zip(acc, value, strict=True))
 
 
 def _kernel(
@@ -89,7 +116,6 @@ def _kernel(
     (num_slots, g2, d), row_pages = pages.shape, block_table.shape[1]
     h = query.shape[1] // num_tokens
     group = h // (g2 // 2)
-    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if query.dtype == jnp.float32 else None)
     row_block, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
     head, b = pl.program_id(1), pl.program_id(2)
 
@@ -121,8 +147,7 @@ def _kernel(
     split_begin = begin + split * split_keys
     split_end = jnp.minimum(split_begin + split_keys, end)
 
-    def attend(i, carry):
-        top, total, *acc = carry
+    def step(i, carry):
         key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = key_at < split_end
         # To take key 0 for those not used would cost registers, and so a program a multiprocessor.
@@ -134,29 +159,13 @@ def _kernel(
             at = slot[:, None], 2 * head + part
             return [plgpu.load(pages.at[*at, column[None, :]], mask=tile(used, column), other=0) for column in parts]
 
-        key, value = load(0), load(1)
-        scores = added(dot(some, k, trans_b=True) for some, k in zip(q, key, strict=True)) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
         visible = used[None, :] & (key_at[None, :] <= query_at[:, None])
         if window is not None:
             visible &= key_at[None, :] > query_at[:, None] - window
-        scores = jnp.where(visible, scores, MASKED)
+        return attend(carry, q, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)
 
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.where(visible, jnp.exp(scores - new_top[:, None]), 0.0)
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        weights = weights.astype(pages.dtype)
-        return new_top, total, *(a * shrink[:, None] + dot(weights, v) for a, v in zip(acc, value, strict=True))
-
-    carry = (
-        jnp.full(block_rows, MASKED, jnp.float32),
-        jnp.zeros(block_rows, jnp.float32),
-        *[jnp.zeros((block_rows, half), jnp.float32)] * len(parts),
-    )
     num_blocks = pl.cdiv(jnp.maximum(split_end - split_begin, 0), block_keys)
-    top, total, *acc = lax.fori_loop(0, num_blocks, attend, carry)
+    top, total, *acc = lax.fori_loop(0, num_blocks, step, nothing(block_rows, half, len(parts)))
 
     if splits == 1:
         to, first = out["out"], [b]

@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import _split_product
 from pallas_kernels._one_row import linear
 from pallas_kernels.feed_forward.reference import rms_norm
-from pallas_kernels.paged_attention.gpu import MASKED, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS
+from pallas_kernels.paged_attention import gpu as paged_attention
+from pallas_kernels.paged_attention.gpu import MASKED, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, combined
 
 UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
 
@@ -68,10 +69,7 @@ def self_attention(
     pages = result["pages"].reshape(pages.shape)
     if in_parts:
         return result["out"].reshape(1, 1, -1), pages
-    top, total, acc = result["top"], result["total"], result["acc"]
-    shrink = jnp.exp(top - jnp.max(top, axis=1, keepdims=True))
-    total = jnp.sum(total * shrink, axis=1)
-    acc = jnp.sum(acc * shrink[..., None], axis=1) / jnp.where(total > 0, total, 1)[..., None]
+    acc = combined(result["acc"], result["top"], result["total"], axis=1)
     return acc.astype(x.dtype).reshape(1, 1, -1), pages
 
 
@@ -83,7 +81,8 @@ def _kernel(
     (num_slots, _, d), row_pages, g, half = pages.shape, block_table.shape[1], pages.shape[1] // 2, pages.shape[2] // 2
     group = heads.shape[1] // (g * d) - 2
     dtype = pages.dtype
-    dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
+    attend = functools.partial(paged_attention.attend, scale=scale, soft_cap=soft_cap)
+    nothing = paged_attention.nothing(block_rows, pages.shape[2] // 2, 2)
     split, head = pl.program_id(0), pl.program_id(1)
     low = jnp.arange(half, dtype=jnp.int32)
     halves = low, low + half
@@ -118,23 +117,6 @@ def _kernel(
     def queries():
         return rotated(own + row * d, here, "q_norm")
 
-    def attend(carry, query, key, value, seen):
-        """carry after some more keys and values [keys, D / 2] of either half of a head, as far as they are seen."""
-        top, total, *acc = carry
-        scores = _split_product.added(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True)) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen, scores, MASKED)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        return (
-            new_top,
-            total,
-            *(a * shrink[:, None] + dot(weights.astype(dtype), v) for a, v in zip(acc, value, strict=True)),
-        )
-
     def leave(carry):
         top, total, *acc = carry
         plgpu.store(ref["top"].at[head, split, row], top, mask=here)
@@ -142,12 +124,6 @@ def _kernel(
         mask = jnp.broadcast_to(here[:, None], (block_rows, half))
         for at, numbers in zip(halves, acc, strict=True):
             plgpu.store(ref["acc"].at[head, split, row[:, None], at[None, :]], numbers, mask=mask)
-
-    nothing = (
-        jnp.full(block_rows, MASKED, jnp.float32),
-        jnp.zeros(block_rows, jnp.float32),
-        *[jnp.zeros((block_rows, half), jnp.float32)] * 2,
-    )
 
     begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
     end = jnp.clip(position, 0, row_pages * page_size)
