@@ -1,15 +1,17 @@
 """On GPU: a few rows against a matrix that is read once, and what stands between two such products in a decoder layer.
 
 The weights are the left operand: a matrix unit takes 64 of their columns straight from shared memory, with the rows of
-x, padded to 16, beside them. The other way round every weight would pass through registers on its way. The depth is
-split until every multiprocessor has a program. The sums stay in parts, f32[splits, rows, width], for the next kernel to
-add up: a product, two sums and a norm take two kernels instead of three or four.
+x beside them, filled up to 16, 32, 48, ... in tiles of powers of two. The other way round every weight would pass
+through registers on its way. The depth is split until every multiprocessor has a program. The sums stay in parts,
+f32[splits, rows, width], for the next kernel to add up: a product, two sums and a norm take two kernels instead of
+three or four.
 
 Both ask for the next kernel early (see `_overlap`): a product once its last weights are there, the small one at its
 start. One row is for `_split_product`, many rows and larger matrices are for the compiler (see jaxspec/bench/NOTES.md).
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -22,10 +24,11 @@ from pallas_kernels import _device
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
 
-MIN_ROWS, MAX_ROWS = 16, 32  # that a program computes; fewer are padded
+MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer are filled up
 COLUMNS, DEPTH = 64, 128  # of weights in one read, or 128 columns where that leaves programs enough
 UNDER_WAY = 1 << 16  # bytes of weights; more of them slow each other down
 PROGRAMS = 128  # at least, as far as the depth can be split
+SHARED = 218 << 10  # bytes of a multiprocessor: two programs have half of it each, where there are so many
 MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
 
 
@@ -48,6 +51,22 @@ def num_splits(depth: int, width: int) -> int:
     )
 
 
+def row_tiles(rows: int) -> list[tuple[int, int]]:
+    """(first row, number of rows) of each: powers of two, MIN_ROWS at least, for the matrix units."""
+    full = pl.cdiv(rows, MIN_ROWS) * MIN_ROWS
+    sizes = [1 << bit for bit in reversed(range(full.bit_length())) if full >> bit & 1]
+    return list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
+
+
+def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]:
+    """(depth of a read, stages) of a program: as many reads of x and the weights as are to be under way, and fit."""
+    shared = SHARED if programs <= PROGRAMS else SHARED // 2
+    deep, width = math.gcd(depth, DEPTH), 2 * (columns + sum(size for _, size in row_tiles(rows)))
+    if 3 * deep * width > shared:
+        deep = math.gcd(depth, DEPTH // 2)
+    return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
+
+
 def product(x, weights, *, gated=None, interpret=False):
     """x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
@@ -55,14 +74,14 @@ def product(x, weights, *, gated=None, interpret=False):
     activation(gate) * up, [rows, width / 2] in the dtype of x.
     """
     (rows, depth), width = x.shape, weights.shape[1]
-    columns, deep = num_columns(width), math.gcd(depth, DEPTH)
+    columns = num_columns(width)
     if gated is None:
         grid = width // columns, num_splits(depth, width)
         out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
     else:  # a block of gate and up, and a place in it: one number to divide would hide that the columns stay aligned
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
-    stages = 1 + UNDER_WAY // (columns * deep * weights.dtype.itemsize)
+    deep, stages = reads(rows, depth, columns, math.prod(grid))
     return pl.pallas_call(
         functools.partial(_product, gated=gated, columns=columns, deep=deep, interpret=interpret),
         grid=grid,
@@ -75,10 +94,9 @@ def product(x, weights, *, gated=None, interpret=False):
 
 def _product(x, weights, out, *, gated, columns, deep, interpret):
     rows, depth = x.shape
-    padded = max(pl.next_power_of_2(rows), MIN_ROWS)
-    row, each = jnp.arange(padded, dtype=jnp.int32), jnp.arange(columns, dtype=jnp.int32)
-    here = row < rows
-    mask, other = (None, None) if padded == rows else (jnp.broadcast_to(here[:, None], (padded, deep)), 0)
+    tiles = [first + jnp.arange(size, dtype=jnp.int32) for first, size in row_tiles(rows)]
+    full = [first + size <= rows for first, size in row_tiles(rows)]
+    each = jnp.arange(columns, dtype=jnp.int32)
     program, part = pl.program_id(0), pl.program_id(1)  # part: of the depth, or of a block of gate and up
     if gated is None:
         share = depth // out.shape[0]
@@ -90,18 +108,25 @@ def _product(x, weights, out, *, gated, columns, deep, interpret):
 
     def step(i, sums):
         at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
-        some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=other)
-        return sums + plgpu.dot(plgpu.load(weights.at[at[:, None], column[None, :]]), some, trans_a=True, trans_b=True)
+        read = plgpu.load(weights.at[at[:, None], column[None, :]])
 
-    result = lax.fori_loop(0, share // deep, step, jnp.zeros((columns, padded), jnp.float32))
-    result = start_next(result, interpret)
-    to: tuple = (part, row[None, :], column[:, None])
-    if gated is not None:
-        pairs, which = result.reshape(2, half, padded), jnp.arange(2, dtype=jnp.int32)[:, None, None]
-        gate, up = (jnp.sum(jnp.where(which == side, pairs, 0.0), axis=0) for side in range(2))
-        result = (activate(activation, gate) * up).astype(out.dtype)
-        to = row[None, :], (program * block + part * half + jnp.arange(half, dtype=jnp.int32))[:, None]
-    plgpu.store(out.at[to], result, mask=jnp.broadcast_to(here[None, :], result.shape))
+        def times(row, full):
+            mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, deep))
+            some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
+            return plgpu.dot(read, some, trans_a=True, trans_b=True)
+
+        return tuple(total + times(*tile) for total, *tile in zip(sums, tiles, full, strict=True))
+
+    sums = lax.fori_loop(0, share // deep, step, tuple(jnp.zeros((columns, row.size), jnp.float32) for row in tiles))
+    *others, last = sums
+    for row, result in zip(tiles, (*others, start_next(last, interpret)), strict=True):
+        to: tuple = (part, row[None, :], column[:, None])
+        if gated is not None:
+            pairs, which = result.reshape(2, half, row.size), jnp.arange(2, dtype=jnp.int32)[:, None, None]
+            gate, up = (jnp.sum(jnp.where(which == side, pairs, 0.0), axis=0) for side in range(2))
+            result = (activate(activation, gate) * up).astype(out.dtype)
+            to = row[None, :], (program * block + part * half + jnp.arange(half, dtype=jnp.int32))[:, None]
+        plgpu.store(out.at[to], result, mask=jnp.broadcast_to((row < rows)[None, :], result.shape))
 
 
 def add_and_norm(x, parts, scale, eps, *, interpret=False):

@@ -85,10 +85,14 @@ def combined(acc, top, total, axis):
     return jnp.sum(acc * shrink[..., None], axis=axis) / jnp.where(total > 0, total, 1)[..., None]
 
 
-def nothing(rows, columns, parts):
-    """The carry of `attend` before the first key: the largest score, the total weight, the weighted sum in parts."""
+def nothing(rows, columns, parts, keys=()):
+    """The carry of `attend` before the first key: the largest score, the total weight, the weighted sum in parts.
+
+    keys: (block_keys,) for the total weight of each place of a block, which the caller adds up at the end: for some
+    registers, a sum over threads less in each step.
+    """
     sums = [jnp.zeros((rows, columns), jnp.float32)] * parts
-    return jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), *sums
+    return jnp.full(rows, MASKED, jnp.float32), jnp.zeros((rows, *keys), jnp.float32), *sums
 
 
 def attend(carry, query, key, value, seen, *, scale, soft_cap):
@@ -103,7 +107,7 @@ def attend(carry, query, key, value, seen, *, scale, soft_cap):
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
     shrink = jnp.exp(top - new_top)
-    total = total * shrink + jnp.sum(weights, axis=1)
+    total = total * shrink + jnp.sum(weights, axis=1) if total.ndim == 1 else total * shrink[:, None] + weights
     weights = weights.astype(dtype)
     return new_top, total, *(a * shrink[:, None] + dot(weights, v) for a, v in zip(acc, value, strict=True))
 
@@ -165,9 +169,12 @@ def _kernel(
         return attend(carry, q, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)
 
     num_blocks = pl.cdiv(jnp.maximum(split_end - split_begin, 0), block_keys)
-    top, total, *acc = lax.fori_loop(0, num_blocks, step, nothing(block_rows, half, len(parts)))
+    # The time of a program alone on its multiprocessor is its steps'; of several, how many its registers allow.
+    start = nothing(block_rows, half, len(parts), (block_keys,) if splits == 1 else ())
+    top, total, *acc = lax.fori_loop(0, num_blocks, step, start)
 
     if splits == 1:
+        total = jnp.sum(total, axis=1)
         to, first = out["out"], [b]
         acc = [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
     else:

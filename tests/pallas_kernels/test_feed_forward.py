@@ -53,7 +53,7 @@ def test_every_flavour_equals_the_plain_form(name, shape, dtype, activation):
 
 @pytest.mark.parametrize("name", FLAVOURS[1:])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-@pytest.mark.parametrize("rows", [(1, 5), (16, 1), (16, 2)], ids=str)
+@pytest.mark.parametrize("rows", [(1, 5), (16, 1), (16, 2), (16, 5)], ids=str)
 def test_a_few_rows(name, shape, rows):
     next_norm = jnp.asarray(np.linspace(0.5, 2, shape[1]), jnp.float32)
     normed = check(name, shape, rows, "bfloat16", next_norm=next_norm)
@@ -61,7 +61,7 @@ def test_a_few_rows(name, shape, rows):
     assert check(name, shape, rows, "bfloat16", "gelu_tanh") is None
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (3, 5), (3, 11)], ids=str)
+@pytest.mark.parametrize("rows", [(1, 1), (3, 5), (1, 97)], ids=str)
 @pytest.mark.parametrize("post", [False, True])
 def test_public_function(rows, post):
     x, mixed, *weights, norm = random_arguments(SHAPES[0], rows, "float32")
@@ -72,8 +72,8 @@ def test_public_function(rows, post):
     assert expected.shape == x.shape
     assert normed is None
     np.testing.assert_array_equal(feed_forward(x, mixed, *weights, **options)[0], expected)
-    if rows == (3, 11):
-        with pytest.raises(NotImplementedError, match="33 rows are more than the 32"):
+    if rows == (1, 97):
+        with pytest.raises(NotImplementedError, match="97 rows are more than the 96"):
             feed_forward(x, mixed, *weights, **options, implementation="pallas")
     else:
         out, _ = feed_forward(x, mixed, *weights, **options, implementation="pallas")
@@ -88,7 +88,7 @@ def num_kernels(shape, rows):
     return str(jax.make_jaxpr(layer)(*shapes, jax.ShapeDtypeStruct((e,), jnp.float32))).count("pallas_call[")
 
 
-@pytest.mark.parametrize(("rows", "small", "large", "larger"), [(1, 3, 0, 0), (2, 5, 5, 0), (32, 5, 5, 0)])
+@pytest.mark.parametrize(("rows", "small", "large", "larger"), [(1, 3, 0, 0), (2, 5, 5, 0), (96, 5, 5, 0)])
 def test_large_matrices_have_the_plain_form(rows, small, large, larger):
     assert num_kernels((2048, 1024, 3072, 128), rows) == small
     assert num_kernels((4096, 4096, 12288, 128), rows) == large
@@ -103,7 +103,7 @@ def test_what_it_is_meant_for(monkeypatch, hopper):
     )
     assert fits(1, 1)
     assert fits(1, 2) is fits(16, 2) is hopper
-    assert not fits(1, 33)
+    assert not fits(1, 97)
     assert not fits(1, 1, dtype=jnp.float32)
 
 

@@ -17,7 +17,7 @@ def exact(x, weights):
     return np.asarray(x, np.float32) @ np.asarray(weights, np.float32)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16, 20])
+@pytest.mark.parametrize("rows", [2, 5, 16, 20, 40, 80, 96])
 @pytest.mark.parametrize(
     ("shape", "splits"), [((128, 192), 1), ((192, 64), 3), ((64, 8192), 1), ((256, 4096), 2), ((128, 16384), 1)]
 )
@@ -31,7 +31,7 @@ def test_the_parts_of_a_product(rows, shape, splits):
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("rows", "shape", "block"),
-    [(2, (128, 256), 64), (5, (64, 512), 128), (17, (192, 1024), 256), (16, (64, 16384), 64)],
+    [(2, (128, 256), 64), (5, (64, 512), 128), (17, (192, 1024), 256), (16, (64, 16384), 64), (75, (192, 512), 64)],
 )
 def test_a_product_with_its_activation(rows, shape, block, kind):
     x, weights = normal(0, rows, shape[0]), normal(1, *shape, scale=shape[0] ** -0.5)
@@ -74,8 +74,8 @@ def test_the_depth_is_split_until_there_are_programs_enough(shape, splits):
 @pytest.mark.parametrize(
     ("rows", "shape", "dtype", "expected"),
     [
-        (32, (64, 64), jnp.bfloat16, True),
-        (33, (64, 64), jnp.bfloat16, False),
+        (96, (64, 64), jnp.bfloat16, True),
+        (97, (64, 64), jnp.bfloat16, False),
         (2, (64, 64), jnp.bfloat16, True),
         (1, (64, 64), jnp.bfloat16, False),
         (2, (96, 64), jnp.bfloat16, False),
@@ -96,3 +96,21 @@ def test_what_the_kernels_cover(monkeypatch, rows, shape, dtype, expected):
 @pytest.mark.parametrize(("width", "columns"), [(64, 64), (8192, 64), (16320, 64), (16384, 128), (24576, 128)])
 def test_programs_have_more_columns_where_there_are_many(width, columns):
     assert _few_rows.num_columns(width) == columns
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles"),
+    [(2, [(0, 16)]), (17, [(0, 32)]), (40, [(0, 32), (32, 16)]), (64, [(0, 64)]), (80, [(0, 64), (64, 16)])],
+)
+def test_rows_come_in_tiles_that_hold_them_all(rows, tiles):
+    assert _few_rows.row_tiles(rows) == tiles
+
+
+@pytest.mark.parametrize("rows", [2, 16, 32, 40, 80, 96])
+@pytest.mark.parametrize(("columns", "programs"), [(64, 128), (64, 192), (128, 128), (128, 192)])
+def test_what_is_under_way_fits_into_shared_memory(rows, columns, programs):
+    deep, stages = _few_rows.reads(rows, 4096, columns, programs)
+    kept = sum(size for _, size in _few_rows.row_tiles(rows))
+    assert stages >= 3
+    assert 2 * stages * deep * (columns + kept) <= 227 * 1024 // (1 + (programs > 132))
+    assert 2 * (stages - 1) * deep * columns <= _few_rows.UNDER_WAY
