@@ -212,7 +212,7 @@ class EngineThread(threading.Thread):
 
     def advance(self) -> None:
         """One step, and to every call what is new in its job."""
-        ran = self.llm.step(streaming=any(call.streaming for call in self.calls.values()))
+        ran = self.llm.step(streaming=any(call.streaming for call in self.calls.values()), expecting=True)
         for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
             self.hand_over(call)
 

@@ -150,7 +150,8 @@ class EngineConfig:
       page_size: tokens a cache page holds. Default 16, on TPU 32.
       num_pages: pages in the pool. Default: what memory_utilization of the free device memory holds.
       enable_prefix_caching: keep the pages of ended requests and share them with requests that begin alike.
-      rounds_per_launch: rounds that one launch of the device program runs, 1 to 32.
+      rounds_per_launch: rounds that one launch of the device program runs, 1 to 32. Default: 32, and 16 where something
+        may happen on the host in the meantime: a stop string found, or, in AsyncLLM, another request.
       prefill_chunk: longest piece of a prompt in one pass, in tokens.
       kernels: "reference" (plain jnp), "pallas", or None for the measured fastest of the platform.
       compilation_cache: keep compiled programs on disk, so that a second start takes seconds.
@@ -166,7 +167,7 @@ class EngineConfig:
     num_pages: int | None = None
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    rounds_per_launch: int = 16
+    rounds_per_launch: int | None = None
     prefill_chunk: int = 256
     kernels: str | None = None
     compilation_cache: bool = True
@@ -180,7 +181,7 @@ class EngineConfig:
         for name in ("max_model_len", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
-        if not 1 <= self.rounds_per_launch <= 32:
+        if self.rounds_per_launch is not None and not 1 <= self.rounds_per_launch <= 32:
             raise ValueError(f"rounds_per_launch={self.rounds_per_launch} must lie in 1..32")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ValueError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")

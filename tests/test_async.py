@@ -89,8 +89,9 @@ def spied(llm: AsyncLLM, monkeypatch) -> list[tuple[bool, int]]:
     """(whether somebody reads along, requests that ran) of each step from now on."""
     steps, step = [], llm.llm.engine.step
 
-    def spy(streaming):
-        ran = step(streaming=streaming)
+    def spy(streaming, expecting):
+        assert expecting, "others may ask at any time"
+        ran = step(streaming=streaming, expecting=expecting)
         steps.append((streaming, len(ran)))
         return ran
 
@@ -295,10 +296,10 @@ def test_the_thread_sleeps_while_nothing_runs(llm, monkeypatch):
 def test_an_engine_that_fails_lets_nobody_wait(own, monkeypatch):
     step = own.llm.engine.step
 
-    def failing(streaming):
+    def failing(**how):
         if len(own.thread.calls) == 3:
             raise MemoryError("the device is full")
-        return step(streaming=streaming)
+        return step(**how)
 
     monkeypatch.setattr(own.llm.engine, "step", failing)
 

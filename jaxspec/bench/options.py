@@ -16,9 +16,8 @@ MODEL_STAGES = ("target", "draft", "round", "propose", "score", "verify", "prefi
 ENGINE_STAGES = ("plain", "speculative", "adaptive")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
-ROUNDS = 32  # of a launch of a raw stage
-STEP_ROUNDS = 16  # of a step of the engine: its own default, what a user gets
-STEPS = 4  # timed steps of the engine between two starts at the given context
+ROUNDS = 32  # of a launch, as the engine's own are in generate
+STEPS = 2  # timed steps of the engine between two starts at the given context
 
 
 def launch_tokens(k: int) -> int:
@@ -28,7 +27,7 @@ def launch_tokens(k: int) -> int:
 
 def engine_tokens(k: int) -> int:
     """Output that the timed steps and the one before them may give; a row that ended would distort them."""
-    return (STEPS + 1) * STEP_ROUNDS * (k + 1) + 1
+    return (STEPS + 1) * ROUNDS * (k + 1) + 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from jaxspec.bench.clock import Sample, summary
-from jaxspec.bench.options import STEP_ROUNDS, STEPS, engine_tokens
+from jaxspec.bench.options import STEPS, engine_tokens
 from jaxspec.bench.setup import Setup
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import Engine
@@ -54,7 +54,7 @@ def race(
     that what disturbs the machine disturbs all. Prefill and compiling are not timed. The first heat warms up."""
     max_tokens = engine_tokens(max(setup.options.ks))  # alike for all ways, plain too, so that their shapes are
     max_len = context + max_tokens
-    engines = {name: setup.engine(batch_size, max_len, s, rounds_per_launch=STEP_ROUNDS) for name, s in ways.items()}
+    engines = {name: setup.engine(batch_size, max_len, s) for name, s in ways.items()}
     runners = {name: Runner(engine) for name, engine in engines.items()}
     prompts = setup.prompts(batch_size, context)
     params = SamplingParams(temperature=setup.options.temperature, max_tokens=max_tokens, ignore_eos=True)

@@ -33,7 +33,7 @@ class Setup:
     tokenizer: Any
     programs: Programs
 
-    def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None, **config: Any) -> Engine:
+    def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None) -> Engine:
         """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others."""
         drafts = speculative.num_speculative_tokens if speculative else 0
         models = {"target": self.target} | ({"draft": self.draft} if self.draft and speculative else {})
@@ -48,7 +48,6 @@ class Setup:
                 page_size=page_size,
                 num_pages=num_pages,
                 kernels=self.options.kernels,
-                **config,
             ),
             mesh=self.mesh,
             speculative=speculative,

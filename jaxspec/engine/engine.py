@@ -19,7 +19,7 @@ from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.packing import Packed
 from jaxspec.decode.programs import Programs, Variants
-from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
+from jaxspec.decode.state import FINISH_REASONS, MAX_ROUNDS, DecodeConfig, LaunchResult
 from jaxspec.engine import batch, setup
 from jaxspec.engine.account import counters, stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Acceptance, Controller
@@ -29,6 +29,7 @@ from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
 from jaxspec.sampling_params import SamplingParams
 
+FEWER_ROUNDS = MAX_ROUNDS // 2  # of a launch that the host may have to act on before all its rows have ended
 SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as if one by one
 NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
@@ -174,10 +175,10 @@ class Engine:
 
     # A step.
 
-    def step(self, num_rounds: int | None = None, *, streaming: bool = False) -> list[Request]:
+    def step(self, num_rounds: int | None = None, *, streaming: bool = False, expecting: bool = False) -> list[Request]:
         """Admits, prefills one chunk, launches once; returns the requests that took part, those that ended with a
         finish_reason. A pass that fails ends its requests with finish_reason "error" and raises nothing. streaming:
-        somebody reads along, so that the launch is to be short."""
+        somebody reads along, so that the launch is to be short. expecting: other requests may come meanwhile."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache)):
             self.lose_caches()  # a step was interrupted while the device had them
         if not self.scheduler.running:
@@ -189,7 +190,8 @@ class Engine:
         while self.scheduler.running and not ready():  # nobody waits for a launch
             self.prefill(self.scheduler.running)
         decoding = ready()
-        num_rounds = num_rounds or self.config.rounds_per_launch
+        fewer = expecting or any(r.find_stop for r in decoding)
+        num_rounds = num_rounds or self.config.rounds_per_launch or (FEWER_ROUNDS if fewer else MAX_ROUNDS)
         if len(decoding) < len(self.scheduler.running):  # those in prefill want their next chunk soon
             num_rounds = -(-num_rounds // 4)
         if decoding:

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxspec.cache.pages import default_page_size
 from jaxspec.config import at_least
-from jaxspec.decode.state import MAX_ROUNDS
 from jaxspec.engine.batch import power_of_two
 from jaxspec.engine.request import Request
 from jaxspec.options import options
@@ -138,7 +137,6 @@ def engine_options(options: DataOptions) -> dict[str, Any]:
         "page_size": page_size,
         "num_pages": rows * -(-options.length // page_size),
         "enable_prefix_caching": False,
-        "rounds_per_launch": MAX_ROUNDS,
         "prefill_chunk": max(power_of_two(options.length) * power_of_two(rows) // 2, 16),
     }
 

@@ -39,7 +39,6 @@ def make_measure(
             page_size=PAGE_SIZE,
             num_pages=len(prompts) * -(-(longest + 2 * num_speculative_tokens) // PAGE_SIZE),
             enable_prefix_caching=False,  # pages of an earlier draft must not be found
-            rounds_per_launch=32,
         ),
         mesh=mesh,
         speculative=SpeculativeConfig(

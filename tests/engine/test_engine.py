@@ -53,6 +53,27 @@ def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(m
     assert texts([request]) == plain(PROMPTS[:1], tuple(sampling))
 
 
+@pytest.mark.parametrize(
+    ("own", "stops", "expecting", "rounds"),
+    [
+        (None, False, False, 32),
+        (None, True, False, 16),
+        (None, False, True, 16),
+        (5, True, True, 5),
+        (20, True, True, 20),
+    ],
+)
+def test_a_launch_is_shorter_where_the_host_may_have_to_act(monkeypatch, own, stops, expecting, rounds):
+    served, launched = new_engine(rounds_per_launch=own), []
+    launch = served.launch
+    monkeypatch.setattr(served, "launch", lambda r, k, n, *rest: launched.append(n) or launch(r, k, n, *rest))
+    for prompt, sampling in zip(PROMPTS[:2], params((50, 50)), strict=True):
+        request = served.add(prompt, sampling)
+    request.find_stop = (lambda output, known: None) if stops else None
+    served.step(expecting=expecting)
+    assert launched == [rounds]
+
+
 @pytest.mark.parametrize(("method", "rounds"), [("noisy", 1), ("noisy", 4), ("noisy", 32), ("ngram", 4)])
 @pytest.mark.parametrize("short", ["rows", "pages"])
 def test_requests_wait_for_rows_and_pages(method, rounds, short):
