@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import lax
 
+KEYS = 256  # of a row at a time: with their values they stay in a core's cache from the gather to the products
+
 
 def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
@@ -12,32 +14,53 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
         "precision": lax.Precision.HIGHEST if query.dtype == jnp.float32 else None,
         "preferred_element_type": jnp.float32,
     }
-
-    # Whole pages, not single keys: on CPU the cache is cold, and only long pieces are read ahead.
-    kv = jnp.take(pages.reshape(p, s * g2 * d), block_table, axis=0, mode="clip").reshape(b, n * s, g, 2, d)
-    key, value = kv[:, :, :, 0].swapaxes(1, 2), kv[:, :, :, 1].swapaxes(1, 2)
+    num_pages = min(n, max(1, KEYS // s))  # at a time
+    num_keys = num_pages * s
+    table = jnp.pad(block_table, ((0, 0), (0, -n % num_pages)))
 
     query_at = kv_len[:, None] - t + jnp.arange(num_rows) // (h // g)
     query_at = query_at[:, None, :, None]  # [B, 1, R, 1]
-    key_at = jnp.arange(n * s)
-    visible = (key_at <= query_at) & (query_at >= 0)
-    used = key_at < kv_len[:, None]  # [B, N * S]: some query may see it
-    if window is not None:
-        visible &= key_at > query_at - window
-        used &= key_at > kv_len[:, None] - t - window
-    value = jnp.where(used[:, None, :, None], value, 0)  # what nobody sees may be anything, NaN too: 0 * NaN is NaN
-
     query = query.reshape(b, t, g, h // g, d).swapaxes(1, 2).reshape(b, g, num_rows, d)
     if num_rows == 1:  # a product with one row rounds differently on CPU; results must not depend on T
         query = jnp.concatenate([query, query], axis=2)
-    scores = jnp.einsum("bgrd,bgcd->bgrc", query, key, **products) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(visible, scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))  # all 0 for a query that sees nothing
-    # As a product: sums over few and over many elements are compiled differently on CPU, products are not.
-    total = jnp.einsum("bgrc,cx->bgrx", weights, jnp.ones((n * s, 2)), **products)[..., :1]
-    out = jnp.einsum("bgrc,bgcd->bgrd", weights.astype(value.dtype), value, **products)
+
+    def attend(i, before=None):
+        """(largest score, total weight, weighted sum), each [B, G, R, 1 or D], of these pages and those before."""
+        # Whole pages, not single keys: on CPU the cache is cold, and only long pieces are read ahead.
+        ids = lax.dynamic_slice_in_dim(table, i * num_pages, num_pages, axis=1)
+        kv = jnp.take(pages.reshape(p, s * g2 * d), ids, axis=0, mode="clip").reshape(b, num_keys, g, 2, d)
+        key, value = kv[:, :, :, 0].swapaxes(1, 2), kv[:, :, :, 1].swapaxes(1, 2)
+        key_at = i * num_keys + jnp.arange(num_keys)
+        used = key_at < jnp.minimum(kv_len, n * s)[:, None]  # [B, keys]: some query may see it
+        visible = key_at <= query_at
+        if window is not None:
+            used &= key_at > kv_len[:, None] - t - window
+            visible &= key_at > query_at - window
+        value = jnp.where(used[:, None, :, None], value, 0)  # what nobody sees may be anything, NaN too: 0 * NaN is NaN
+
+        scores = jnp.einsum("bgrd,bgcd->bgrc", query, key, **products) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.where(visible & used[:, None, None], scores, -jnp.inf)
+        top = jnp.max(scores, axis=-1, keepdims=True)
+        if before is not None:
+            top = jnp.maximum(top, before[0])
+        finite = jnp.where(top > -jnp.inf, top, 0)  # weights are 0 for a query that has seen nothing yet
+        weights = jnp.exp(scores - finite)
+        # As a product: sums over few and over many elements are compiled differently on CPU, products are not.
+        total = jnp.einsum("bgrc,cx->bgrx", weights, jnp.ones((num_keys, 2)), **products)[..., :1]
+        out = jnp.einsum("bgrc,bgcd->bgrd", weights.astype(value.dtype), value, **products)
+        if before is None:
+            return top, total, out
+        shrink = jnp.exp(before[0] - finite)
+        return top, before[1] * shrink + total, before[2] * shrink + out
+
+    if num_pages == n:
+        _, total, out = attend(0)
+    else:  # from the first key that some query sees to the last
+        sums = [jnp.zeros((b, g, query.shape[2], width), jnp.float32) for width in (1, 1, d)]
+        begin = 0 if window is None else jnp.min(jnp.maximum(kv_len - t - window + 1, 0)) // num_keys
+        end = jnp.minimum(-(-jnp.max(kv_len) // num_keys), table.shape[1] // num_pages)
+        _, total, out = lax.fori_loop(begin, end, attend, (sums[0] - jnp.inf, *sums[1:]))
     out = (out / jnp.where(total > 0, total, 1))[:, :, :num_rows]
     return out.reshape(b, g, t, h // g, d).swapaxes(1, 2).reshape(b, t, h, d).astype(query.dtype)

@@ -191,6 +191,16 @@ def test_reads_under_way_fit_into_shared_memory(deep, block_bytes, stages):
     assert (ahead + 1) * block_bytes <= (200_000 if deep else 90_000)
 
 
+def test_reference_reads_nothing_behind_the_table():
+    case = Case(b=1, t=5, h=2, g=1, d=16, s=16, n=17)  # 272 keys, where 256 are read at a time
+    inputs, _ = random_inputs(case, 0)
+    table = np.arange(1, 18, dtype=np.int32)[None]
+    pages = np.ones_like(inputs.pages)
+    pages[0] = np.nan
+    attend = kernel("paged_attention", "reference", **case.options)
+    assert np.isfinite(attend(inputs.query, pages, table, np.array([274], np.int32))).all()
+
+
 @pytest.mark.parametrize("implementation", [None, "reference", "pallas"])
 def test_public_function(implementation):
     case = CASES[1]
