@@ -25,10 +25,11 @@ from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
 
 MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer are filled up
-COLUMNS, DEPTH = 64, 128  # of weights in one read, or 128 columns where that leaves programs enough
+COLUMNS, DEPTH = 64, 128  # of weights in one read, or twice the columns where that leaves programs enough
 UNDER_WAY = 1 << 16  # bytes of weights; more of them slow each other down
-PROGRAMS = 128  # at least, as far as the depth can be split
-SHARED = 218 << 10  # bytes of a multiprocessor: two programs have half of it each, where there are so many
+PROGRAMS = 96  # at least, as far as the depth can be split
+ALONE = 132  # programs that have a multiprocessor each; of more, two share one
+SHARED = 218 << 10  # bytes of a multiprocessor
 MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
 
 
@@ -39,16 +40,16 @@ def covers(rows: int, *weights: jax.Array, interpret: bool = False) -> bool:
     return some and all(fits(w) and w.dtype == jnp.bfloat16 for w in weights)
 
 
-def num_columns(width: int) -> int:
-    """Of a program."""
-    return 2 * COLUMNS if width % (2 * COLUMNS) == 0 and width // (2 * COLUMNS) >= PROGRAMS else COLUMNS
+def num_columns(rows: int, width: int, *, gated: bool) -> int:
+    """Of a program. Many rows, which every program reads anew, rather have two parts of twice the columns."""
+    parts = 2 if rows > 2 * MIN_ROWS and not gated else 1
+    enough = width % (2 * COLUMNS) == 0 and width // (2 * COLUMNS) * parts >= PROGRAMS
+    return 2 * COLUMNS if enough else COLUMNS
 
 
-def num_splits(depth: int, width: int) -> int:
-    """Of the depth: no more than needed for a program a multiprocessor."""
-    return fewest_splits(
-        depth // math.gcd(depth, DEPTH), lambda splits: splits * (width // num_columns(width)) >= PROGRAMS
-    )
+def num_splits(depth: int, blocks: int) -> int:
+    """Of the depth, where there are so many blocks of columns."""
+    return fewest_splits(depth // math.gcd(depth, DEPTH), lambda splits: splits * blocks >= PROGRAMS)
 
 
 def row_tiles(rows: int) -> list[tuple[int, int]]:
@@ -60,9 +61,10 @@ def row_tiles(rows: int) -> list[tuple[int, int]]:
 
 def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]:
     """(depth of a read, stages) of a program: as many reads of x and the weights as are to be under way, and fit."""
-    shared = SHARED if programs <= PROGRAMS else SHARED // 2
+    alone = programs <= ALONE
+    shared = SHARED if alone else SHARED // 2
     deep, width = math.gcd(depth, DEPTH), 2 * (columns + sum(size for _, size in row_tiles(rows)))
-    if 3 * deep * width > shared:
+    if 3 * deep * width > shared or (alone and columns > COLUMNS):
         deep = math.gcd(depth, DEPTH // 2)
     return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
 
@@ -74,9 +76,9 @@ def product(x, weights, *, gated=None, interpret=False):
     activation(gate) * up, [rows, width / 2] in the dtype of x.
     """
     (rows, depth), width = x.shape, weights.shape[1]
-    columns = num_columns(width)
+    columns = num_columns(rows, width, gated=gated is not None)
     if gated is None:
-        grid = width // columns, num_splits(depth, width)
+        grid = width // columns, num_splits(depth, width // columns)
         out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
     else:  # a block of gate and up, and a place in it: one number to divide would hide that the columns stay aligned
         grid = width // (2 * gated[1]), 2 * gated[1] // columns

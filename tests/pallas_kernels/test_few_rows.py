@@ -28,6 +28,13 @@ def test_the_parts_of_a_product(rows, shape, splits):
     np.testing.assert_allclose(parts.sum(axis=0), exact(x, weights), rtol=0, atol=2e-5)
 
 
+def test_more_rows_have_two_parts_of_twice_the_columns():
+    x, weights = normal(0, 40, 256), normal(1, 256, 6144, scale=1 / 16)
+    parts = _few_rows.product(x, weights, interpret=True)
+    assert parts.shape == (2, 40, 6144)
+    np.testing.assert_allclose(parts.sum(axis=0), exact(x, weights), rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("rows", "shape", "block"),
@@ -53,22 +60,11 @@ def test_sum_and_norm(width):
 
 
 @pytest.mark.parametrize(
-    ("shape", "splits"),
-    [
-        ((1024, 4096), 2),
-        ((2048, 1024), 8),
-        ((3072, 1024), 8),
-        ((1024, 8192), 1),
-        ((704, 64), 11),
-        ((4096, 6144), 2),
-        ((4096, 4096), 2),
-        ((12288, 4096), 2),
-        ((4096, 16320), 1),
-        ((4096, 16384), 1),
-    ],
+    ("depth", "blocks", "splits"),
+    [(1024, 64, 2), (2048, 16, 8), (3072, 16, 6), (1024, 96, 1), (704, 1, 11)],
 )
-def test_the_depth_is_split_until_there_are_programs_enough(shape, splits):
-    assert _few_rows.num_splits(*shape) == splits
+def test_the_depth_is_split_until_there_are_programs_enough(depth, blocks, splits):
+    assert _few_rows.num_splits(depth, blocks) == splits
 
 
 @pytest.mark.parametrize(
@@ -93,9 +89,21 @@ def test_what_the_kernels_cover(monkeypatch, rows, shape, dtype, expected):
         assert _few_rows.covers(rows, weights) is (expected and hopper)
 
 
-@pytest.mark.parametrize(("width", "columns"), [(64, 64), (8192, 64), (16320, 64), (16384, 128), (24576, 128)])
-def test_programs_have_more_columns_where_there_are_many(width, columns):
-    assert _few_rows.num_columns(width) == columns
+@pytest.mark.parametrize(
+    ("rows", "width", "gated", "columns"),
+    [
+        (16, 64, False, 64),
+        (32, 12224, False, 64),
+        (32, 12288, False, 128),
+        (16, 6144, True, 64),
+        (80, 6144, True, 64),
+        (80, 12288, True, 128),
+        (80, 6144, False, 128),
+        (80, 4096, False, 64),
+    ],
+)
+def test_programs_have_more_columns_where_there_are_many(rows, width, gated, columns):
+    assert _few_rows.num_columns(rows, width, gated=gated) == columns
 
 
 @pytest.mark.parametrize(
