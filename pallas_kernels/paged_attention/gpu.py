@@ -8,6 +8,7 @@ depend on what its neighbours are.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ SPLIT_KEYS, MAX_SPLITS = 128, 16
 PROGRAMS = 512  # more splits than for so many only make more to combine
 WHOLE_PROGRAMS, WHOLE_KEYS = 96, 1024  # one split from so many programs on, up to so many keys
 BLOCK_BYTES = 1 << 15  # of the keys and values that are read at a time, where more than one such read is under way
-MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
+MASKED = -1e30  # the score of a key that is not seen; finite: differences stay 0, not NaN
+LEAST = -5e29  # the largest score before the first key: no real one is below it, and what is masked weighs nothing
+LOG2E = math.log2(math.e)  # scores are to the base of 2
 
 
 def num_splits(programs: int, keys: int, roomy: bool) -> int:
@@ -80,7 +83,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
 
 def combined(acc, top, total, axis):
     """The result of all splits, which lie along this axis of acc [..., D], top and total [...]."""
-    shrink = jnp.exp(top - jnp.max(top, axis=axis, keepdims=True))
+    shrink = jnp.exp2(top - jnp.max(top, axis=axis, keepdims=True))
     total = jnp.sum(total * shrink, axis=axis)
     return jnp.sum(acc * shrink[..., None], axis=axis) / jnp.where(total > 0, total, 1)[..., None]
 
@@ -92,7 +95,7 @@ def nothing(rows, columns, parts, keys=()):
     registers, a sum over threads less in each step.
     """
     sums = [jnp.zeros((rows, columns), jnp.float32)] * parts
-    return jnp.full(rows, MASKED, jnp.float32), jnp.zeros((rows, *keys), jnp.float32), *sums
+    return jnp.full(rows, LEAST, jnp.float32), jnp.zeros((rows, *keys), jnp.float32), *sums
 
 
 def attend(carry, query, key, value, seen, *, scale, soft_cap):
@@ -100,13 +103,14 @@ def attend(carry, query, key, value, seen, *, scale, soft_cap):
     top, total, *acc = carry
     dtype = value[0].dtype
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
-    scores = added(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True)) * scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = added(dot(q, k, trans_b=True) for q, k in zip(query, key, strict=True))
+    if soft_cap is None:
+        scores *= scale * LOG2E
+    else:
+        scores = soft_cap * LOG2E * jnp.tanh(scores * (scale / soft_cap))
     scores = jnp.where(seen, scores, MASKED)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-    weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
-    shrink = jnp.exp(top - new_top)
+    weights, shrink = jnp.exp2(scores - new_top[:, None]), jnp.exp2(top - new_top)
     total = total * shrink + jnp.sum(weights, axis=1) if total.ndim == 1 else total * shrink[:, None] + weights
     weights = weights.astype(dtype)
     return new_top, total, *(a * shrink[:, None] + dot(weights, v) for a, v in zip(acc, value, strict=True))
@@ -150,6 +154,7 @@ def _kernel(
     split_keys = pl.cdiv(pl.cdiv(jnp.maximum(end - begin, 0), splits), block_keys) * block_keys
     split_begin = begin + split * split_keys
     split_end = jnp.minimum(split_begin + split_keys, end)
+    last_key = jnp.minimum(query_at, split_end - 1)  # that a query sees here
 
     def step(i, carry):
         key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
@@ -163,7 +168,7 @@ def _kernel(
             at = slot[:, None], 2 * head + part
             return [plgpu.load(pages.at[*at, column[None, :]], mask=tile(used, column), other=0) for column in parts]
 
-        visible = used[None, :] & (key_at[None, :] <= query_at[:, None])
+        visible = key_at[None, :] <= last_key[:, None]
         if window is not None:
             visible &= key_at[None, :] > query_at[:, None] - window
         return attend(carry, q, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)

@@ -20,7 +20,7 @@ from pallas_kernels import _split_product
 from pallas_kernels._one_row import linear
 from pallas_kernels.feed_forward.reference import rms_norm
 from pallas_kernels.paged_attention import gpu as paged_attention
-from pallas_kernels.paged_attention.gpu import MASKED, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, combined
+from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, combined
 
 UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
 
@@ -188,7 +188,7 @@ def _kernel(
         parts = jnp.arange(pl.next_power_of_2(splits + 1), dtype=jnp.int32)
         mask = (parts <= splits)[:, None] & here[None, :]
         at = (head, parts[:, None], row[None, :])
-        top = plgpu.load(ref["top"].at[at], mask=mask, other=MASKED)
+        top = plgpu.load(ref["top"].at[at], mask=mask, other=LEAST)
         total = plgpu.load(ref["total"].at[at], mask=mask, other=0)
         mask = jnp.broadcast_to(here[:, None], (block_out, d))
         at_once = max(1, UNDER_WAY // (block_out * d))
@@ -196,17 +196,17 @@ def _kernel(
         def read(first):
             """(top, acc) of some parts, under way."""
             some = range(first, min(first + at_once, splits + 1))
-            tops = [plgpu.load(ref["top"].at[head, i, row], mask=here, other=MASKED) for i in some]
+            tops = [plgpu.load(ref["top"].at[head, i, row], mask=here, other=LEAST) for i in some]
             accs = [plgpu.load(ref["acc"].at[head, i, row[:, None], column[None, :]], mask=mask, other=0) for i in some]
             return zip(tops, accs, strict=True)
 
         reads = read(0)  # before the first maximum is waited for
         highest = jnp.max(top, axis=0)
-        total = jnp.sum(total * jnp.exp(top - highest[None, :]), axis=0)
+        total = jnp.sum(total * jnp.exp2(top - highest[None, :]), axis=0)
         acc = jnp.zeros((block_out, d), jnp.float32)
         for first in range(0, splits + 1, at_once):
             for part_top, part in reads if first == 0 else read(first):
-                acc += part * jnp.exp(part_top - highest)[:, None]
+                acc += part * jnp.exp2(part_top - highest)[:, None]
         acc /= jnp.where(total > 0, total, 1)[:, None]
         to = ((head * group + row) * d)[:, None] + column[None, :]
         plgpu.store(ref["out"].at[to], acc.astype(dtype), mask=mask)
