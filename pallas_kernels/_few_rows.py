@@ -96,8 +96,7 @@ def product(x, weights, *, gated=None, interpret=False):
 
 def _product(x, weights, out, *, gated, columns, deep, interpret):
     rows, depth = x.shape
-    tiles = [first + jnp.arange(size, dtype=jnp.int32) for first, size in row_tiles(rows)]
-    full = [first + size <= rows for first, size in row_tiles(rows)]
+    tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
     program, part = pl.program_id(0), pl.program_id(1)  # part: of the depth, or of a block of gate and up
     if gated is None:
@@ -117,11 +116,11 @@ def _product(x, weights, out, *, gated, columns, deep, interpret):
             some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
             return plgpu.dot(read, some, trans_a=True, trans_b=True)
 
-        return tuple(total + times(*tile) for total, *tile in zip(sums, tiles, full, strict=True))
+        return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True))
 
-    sums = lax.fori_loop(0, share // deep, step, tuple(jnp.zeros((columns, row.size), jnp.float32) for row in tiles))
-    *others, last = sums
-    for row, result in zip(tiles, (*others, start_next(last, interpret)), strict=True):
+    nothing = tuple(jnp.zeros((columns, row.size), jnp.float32) for row, _ in tiles)
+    *others, last = lax.fori_loop(0, share // deep, step, nothing)
+    for (row, _), result in zip(tiles, (*others, start_next(last, interpret)), strict=True):
         to: tuple = (part, row[None, :], column[:, None])
         if gated is not None:
             pairs, which = result.reshape(2, half, row.size), jnp.arange(2, dtype=jnp.int32)[:, None, None]
