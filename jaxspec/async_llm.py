@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
 from jaxspec.config import SpeculativeConfig
+from jaxspec.engine.engine import FEWER_ROUNDS
 from jaxspec.engine.request import Request
 from jaxspec.job import Job
 from jaxspec.llm import LLM
@@ -41,6 +42,8 @@ class AsyncLLM:
     def __init__(
         self, model: str, *, speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None, **options: Any
     ) -> None:
+        if options.get("rounds_per_launch") is None:  # other requests may come while a launch runs
+            options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
         self.thread = EngineThread(self.llm)
         self.thread.start()
@@ -212,7 +215,7 @@ class EngineThread(threading.Thread):
 
     def advance(self) -> None:
         """One step, and to every call what is new in its job."""
-        ran = self.llm.step(streaming=any(call.streaming for call in self.calls.values()), expecting=True)
+        ran = self.llm.step(streaming=any(call.streaming for call in self.calls.values()))
         for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
             self.hand_over(call)
 

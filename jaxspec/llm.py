@@ -191,9 +191,9 @@ class LLM:
         add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=ask.bad_words)
         return Job(self.tokenizer, ask, named(ask.index, add, ask.ids, ask.params))
 
-    def step(self, *, streaming: bool = False, expecting: bool = False) -> list[Request]:
+    def step(self, *, streaming: bool = False) -> list[Request]:
         """One step of the engine: the requests, one a sample, that ran or ended."""
-        ran = self.engine.step(streaming=streaming, expecting=expecting)
+        ran = self.engine.step(streaming=streaming)
         self.tell(request for request in ran if request.finish_reason is not None)
         return ran
 

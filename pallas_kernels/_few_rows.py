@@ -2,7 +2,7 @@
 
 The weights are the left operand: a matrix unit takes 64 of their columns straight from shared memory, with the rows of
 x beside them, filled up to 16, 32, 48, ... in tiles of powers of two. The other way round every weight would pass
-through registers on its way. The depth is split until every multiprocessor has a program. The sums stay in parts,
+through registers on its way. The depth is split until there are programs enough. The sums stay in parts,
 f32[splits, rows, width], for the next kernel to add up: a product, two sums and a norm take two kernels instead of
 three or four.
 

@@ -89,9 +89,8 @@ def spied(llm: AsyncLLM, monkeypatch) -> list[tuple[bool, int]]:
     """(whether somebody reads along, requests that ran) of each step from now on."""
     steps, step = [], llm.llm.engine.step
 
-    def spy(streaming, expecting):
-        assert expecting, "others may ask at any time"
-        ran = step(streaming=streaming, expecting=expecting)
+    def spy(streaming):
+        ran = step(streaming=streaming)
         steps.append((streaming, len(ran)))
         return ran
 
@@ -113,6 +112,16 @@ def test_calls_that_overlap_share_batches(llm, expected, monkeypatch):
     assert [o.prompt for o in outputs] == PROMPTS
     assert max(ran for _, ran in steps) == 4, "as many as there are rows"
     assert not any(streaming for streaming, _ in steps), "launches of full length"
+
+
+@pytest.mark.parametrize(("own", "rounds"), [({}, 16), ({"rounds_per_launch": 5}, 5)])
+def test_launches_are_shorter_as_others_may_come_meanwhile(folder, monkeypatch, own, rounds):
+    asked, llm = [], AsyncLLM(folder, max_num_seqs=1, num_pages=96, **own)
+    launch = llm.llm.engine.launch
+    monkeypatch.setattr(llm.llm.engine, "launch", lambda r, k, n, *rest: asked.append(n) or launch(r, k, n, *rest))
+    run(llm.generate(PROMPTS[0], LONG))
+    llm.shutdown()
+    assert asked[0] == rounds
 
 
 def test_streams_and_generations_together(llm, expected, monkeypatch):
@@ -296,10 +305,10 @@ def test_the_thread_sleeps_while_nothing_runs(llm, monkeypatch):
 def test_an_engine_that_fails_lets_nobody_wait(own, monkeypatch):
     step = own.llm.engine.step
 
-    def failing(**how):
+    def failing(streaming):
         if len(own.thread.calls) == 3:
             raise MemoryError("the device is full")
-        return step(**how)
+        return step(streaming=streaming)
 
     monkeypatch.setattr(own.llm.engine, "step", failing)
 

@@ -164,8 +164,8 @@ def cli_name(field: str) -> str:
 def test_a_completion_that_fails_is_said_with_status_2(capsys, folder, monkeypatch, options):
     step = Engine.step
 
-    def failing(self, **how):
-        ran = step(self, **how)
+    def failing(self, streaming):
+        ran = step(self, streaming=streaming)
         for request in ran:
             request.finish_reason, request.error = "error", "the launch failed: out of memory"
             self.scheduler.remove(request) if request in self.scheduler.running else None

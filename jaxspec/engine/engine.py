@@ -175,10 +175,10 @@ class Engine:
 
     # A step.
 
-    def step(self, num_rounds: int | None = None, *, streaming: bool = False, expecting: bool = False) -> list[Request]:
+    def step(self, num_rounds: int | None = None, *, streaming: bool = False) -> list[Request]:
         """Admits, prefills one chunk, launches once; returns the requests that took part, those that ended with a
         finish_reason. A pass that fails ends its requests with finish_reason "error" and raises nothing. streaming:
-        somebody reads along, so that the launch is to be short. expecting: other requests may come meanwhile."""
+        somebody reads along, so that the launch is to be short."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache)):
             self.lose_caches()  # a step was interrupted while the device had them
         if not self.scheduler.running:
@@ -190,8 +190,8 @@ class Engine:
         while self.scheduler.running and not ready():  # nobody waits for a launch
             self.prefill(self.scheduler.running)
         decoding = ready()
-        fewer = expecting or any(r.find_stop for r in decoding)
-        num_rounds = num_rounds or self.config.rounds_per_launch or (FEWER_ROUNDS if fewer else MAX_ROUNDS)
+        own = FEWER_ROUNDS if any(r.find_stop for r in decoding) else MAX_ROUNDS
+        num_rounds = num_rounds or self.config.rounds_per_launch or own
         if len(decoding) < len(self.scheduler.running):  # those in prefill want their next chunk soon
             num_rounds = -(-num_rounds // 4)
         if decoding:

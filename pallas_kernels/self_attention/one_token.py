@@ -19,8 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import _split_product
 from pallas_kernels._one_row import linear
 from pallas_kernels.feed_forward.reference import rms_norm
-from pallas_kernels.paged_attention import gpu as paged_attention
-from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, combined
+from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, nothing
 
 UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
 
@@ -81,8 +80,8 @@ def _kernel(
     (num_slots, _, d), row_pages, g, half = pages.shape, block_table.shape[1], pages.shape[1] // 2, pages.shape[2] // 2
     group = heads.shape[1] // (g * d) - 2
     dtype = pages.dtype
-    attend = functools.partial(paged_attention.attend, scale=scale, soft_cap=soft_cap)
-    nothing = paged_attention.nothing(block_rows, pages.shape[2] // 2, 2)
+    attend_to = functools.partial(attend, scale=scale, soft_cap=soft_cap)
+    start = nothing(block_rows, half, 2)
     split, head = pl.program_id(0), pl.program_id(1)
     low = jnp.arange(half, dtype=jnp.int32)
     halves = low, low + half
@@ -133,7 +132,7 @@ def _kernel(
 
     @pl.when((split < splits) & (split_begin >= split_end))
     def _no_tokens():
-        leave(nothing)
+        leave(start)
 
     @pl.when((split < splits) & (split_begin < split_end))
     def _earlier_tokens():
@@ -153,10 +152,10 @@ def _kernel(
                     for at in halves
                 ]
 
-            return attend(carry, query, load(0), load(1), used[None, :])
+            return attend_to(carry, query, load(0), load(1), used[None, :])
 
         num_blocks = pl.cdiv(split_end - split_begin, block_keys)
-        leave(lax.fori_loop(0, num_blocks, step, nothing))
+        leave(lax.fori_loop(0, num_blocks, step, start))
 
     @pl.when(split == splits)
     def _the_token():
@@ -173,7 +172,7 @@ def _kernel(
         for part, tiles in enumerate((key, value)):
             for at, numbers in zip(halves, tiles, strict=True):
                 plgpu.store(pages.at[slot[:, None], 2 * head + part, at[None, :]], numbers, mask=live)
-        leave(attend(nothing, queries(), key, value, (only & (position >= 0))[None, :]))
+        leave(attend_to(start, queries(), key, value, (only & (position >= 0))[None, :]))
 
     if "out" not in ref:
         return

@@ -40,10 +40,16 @@ def narrow(method: str, short: str) -> Engine:
     return new_engine(method, K, **options)
 
 
+def rounds_of_launches(served: Engine, monkeypatch) -> list[int]:
+    """What each launch from now on is asked for."""
+    asked, launch = [], served.launch
+    monkeypatch.setattr(served, "launch", lambda r, k, n, *rest: asked.append(n) or launch(r, k, n, *rest))
+    return asked
+
+
 def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(monkeypatch):
-    served, launched = new_engine(), []
-    launch = served.launch
-    monkeypatch.setattr(served, "launch", lambda r, k, n, *rest: launched.append(n) or launch(r, k, n, *rest))
+    served = new_engine()
+    launched = rounds_of_launches(served, monkeypatch)
     monkeypatch.setattr(served.controller, "rounds_within", lambda seconds, kind, k: round(100 * seconds))
     sampling = params(12)
     request = served.add(PROMPTS[0], *sampling)
@@ -54,23 +60,15 @@ def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(m
 
 
 @pytest.mark.parametrize(
-    ("own", "stops", "expecting", "rounds"),
-    [
-        (None, False, False, 32),
-        (None, True, False, 16),
-        (None, False, True, 16),
-        (5, True, True, 5),
-        (20, True, True, 20),
-    ],
+    ("own", "stops", "rounds"), [(None, False, 32), (None, True, 16), (5, True, 5), (20, True, 20)]
 )
-def test_a_launch_is_shorter_where_the_host_may_have_to_act(monkeypatch, own, stops, expecting, rounds):
-    served, launched = new_engine(rounds_per_launch=own), []
-    launch = served.launch
-    monkeypatch.setattr(served, "launch", lambda r, k, n, *rest: launched.append(n) or launch(r, k, n, *rest))
+def test_a_launch_is_shorter_where_the_host_may_have_to_act(monkeypatch, own, stops, rounds):
+    served = new_engine(rounds_per_launch=own)
+    launched = rounds_of_launches(served, monkeypatch)
     for prompt, sampling in zip(PROMPTS[:2], params((50, 50)), strict=True):
         request = served.add(prompt, sampling)
     request.find_stop = (lambda output, known: None) if stops else None
-    served.step(expecting=expecting)
+    served.step()
     assert launched == [rounds]
 
 

@@ -97,8 +97,8 @@ def failing(llm, monkeypatch, prompt: str) -> None:
     """From now on the second launch of this prompt's requests fails."""
     ids, step = llm.tokenizer.encode(prompt), llm.engine.step
 
-    def failing_step(**how):
-        ran = step(**how)
+    def failing_step(streaming):
+        ran = step(streaming=streaming)
         for request in ran:
             if request.prompt == ids and request.finish_reason is None:
                 llm.engine.abort(request)
