@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _device
+from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 
 MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
@@ -39,6 +40,11 @@ def num_splits(programs: int, keys: int, roomy: bool) -> int:
     return max(1, min(pl.cdiv(keys, SPLIT_KEYS), MAX_SPLITS, PROGRAMS // programs))
 
 
+def keys_at_a_time(block_d: int, dtype) -> int:
+    """Keys that are read at a time: with their values they stay within shared memory."""
+    return 64 if block_d * dtype.itemsize <= 512 else 32
+
+
 def num_stages(deep: bool, block_bytes: int) -> int:
     """A block's page ids are read before its keys and values, so that two stages are one read ahead."""
     if block_bytes > BLOCK_BYTES:
@@ -55,7 +61,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
     roomy = interpret or _device.shares_much()
     splits = num_splits(b * g * row_blocks, n * s, roomy)
     block_d = max(pl.next_power_of_2(d), 16)
-    block_keys = 64 if block_d * pages.dtype.itemsize <= 512 else 32  # keys and values stay within shared memory
+    block_keys = keys_at_a_time(block_d, pages.dtype)
     shape = jax.ShapeDtypeStruct
     if splits == 1:
         outputs = {"out": shape((b, t * h, d), query.dtype)}
@@ -65,7 +71,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=tuple(outputs), num_tokens=t, page_size=s, window=window, scale=scale, soft_cap=soft_cap,
-            splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d,
+            splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d, interpret=interpret,
         ),
         grid=(row_blocks * splits, g, b),
         out_shape=list(outputs.values()),
@@ -116,12 +122,49 @@ def attend(carry, query, key, value, seen, *, scale, soft_cap):
     return new_top, total, *(a * shrink[:, None] + dot(weights, v) for a, v in zip(acc, value, strict=True))
 
 
+def attend_to_pages(
+    carry, query, pages, block_table, place, keys, last_key, query_at, *,
+    columns, page_size, block_keys, window, scale, soft_cap,
+):  # fmt: skip
+    """carry of `attend` after keys [begin, end) of a row and a key-value head, (b, head), as far as they are seen.
+
+    pages [P * S, 2G, D]; last_key, query_at i32[rows]: the last key that a query sees, and where it stands itself;
+    columns: of the head, in parts.
+    """
+    (num_slots, _, d), row_pages, (b, head), (begin, end) = pages.shape, block_table.shape[1], place, keys
+
+    def step(i, carry):
+        key_at = begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
+        used = key_at < end
+        # To take key 0 for those not used would cost registers, and so a program a multiprocessor.
+        page = plgpu.load(block_table.at[b, jnp.minimum(lax.div(key_at, page_size), row_pages - 1)])
+        page = jnp.minimum(page, num_slots // page_size - 1)
+        slot = page * page_size + lax.rem(key_at, page_size)
+
+        def load(part):
+            at = slot[:, None], 2 * head + part
+            return [plgpu.load(pages.at[*at, c[None, :]], mask=tile(used, c, d), other=0) for c in columns]
+
+        visible = key_at[None, :] <= last_key[:, None]
+        if window is not None:
+            visible &= key_at[None, :] > query_at[:, None] - window
+        return attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)
+
+    return lax.fori_loop(0, pl.cdiv(jnp.maximum(end - begin, 0), block_keys), step, carry)
+
+
+def tile(rows, columns, head_dim):
+    """The mask of a tile: these rows, and the columns that no padding of the head size made."""
+    mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], columns.shape[0]))
+    return mask if head_dim % columns.shape[0] == 0 else mask & (columns < head_dim)[None, :]
+
+
 def _kernel(
     query, pages, block_table, kv_len, *outputs, names,
-    num_tokens, page_size, window, scale, soft_cap, splits, block_rows, block_keys, block_d,
+    num_tokens, page_size, window, scale, soft_cap, splits, block_rows, block_keys, block_d, interpret,
 ):  # fmt: skip
     out = dict(zip(names, outputs, strict=True))
-    (num_slots, g2, d), row_pages = pages.shape, block_table.shape[1]
+    (_, g2, d), row_pages = pages.shape, block_table.shape[1]
     h = query.shape[1] // num_tokens
     group = h // (g2 // 2)
     row_block, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
@@ -138,12 +181,7 @@ def _kernel(
     half = block_d // 2 if block_d >= 32 else block_d
     parts = [first + jnp.arange(half, dtype=jnp.int32) for first in range(0, block_d, half)]
 
-    def tile(rows, columns):
-        """The mask of a tile: these rows, and the columns that no padding of the head size made."""
-        mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], half))
-        return mask if d == block_d else mask & (columns < d)[None, :]
-
-    q = [plgpu.load(query.at[b, line[:, None], at[None, :]], mask=tile(here, at), other=0) for at in parts]
+    q = [plgpu.load(query.at[b, line[:, None], at[None, :]], mask=tile(here, at, d), other=0) for at in parts]
 
     # The block reads keys [begin, end), this program [split_begin, split_end) of them.
     position = kv_len[b] - num_tokens  # of the row's first query
@@ -156,30 +194,15 @@ def _kernel(
     split_end = jnp.minimum(split_begin + split_keys, end)
     last_key = jnp.minimum(query_at, split_end - 1)  # that a query sees here
 
-    def step(i, carry):
-        key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
-        used = key_at < split_end
-        # To take key 0 for those not used would cost registers, and so a program a multiprocessor.
-        page = plgpu.load(block_table.at[b, jnp.minimum(lax.div(key_at, page_size), row_pages - 1)])
-        page = jnp.minimum(page, num_slots // page_size - 1)
-        slot = page * page_size + lax.rem(key_at, page_size)
-
-        def load(part):
-            at = slot[:, None], 2 * head + part
-            return [plgpu.load(pages.at[*at, column[None, :]], mask=tile(used, column), other=0) for column in parts]
-
-        visible = key_at[None, :] <= last_key[:, None]
-        if window is not None:
-            visible &= key_at[None, :] > query_at[:, None] - window
-        return attend(carry, q, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)
-
-    num_blocks = pl.cdiv(jnp.maximum(split_end - split_begin, 0), block_keys)
     # The time of a program alone on its multiprocessor is its steps'; of several, how many its registers allow.
-    start = nothing(block_rows, half, len(parts), (block_keys,) if splits == 1 else ())
-    top, total, *acc = lax.fori_loop(0, num_blocks, step, start)
+    carry = nothing(block_rows, half, len(parts), (block_keys,) if splits == 1 else ())
+    top, total, *acc = attend_to_pages(
+        carry, q, pages, block_table, (b, head), (split_begin, split_end), last_key, query_at, columns=parts,
+        page_size=page_size, block_keys=block_keys, window=window, scale=scale, soft_cap=soft_cap,
+    )  # fmt: skip
 
     if splits == 1:
-        total = jnp.sum(total, axis=1)
+        total = start_next(jnp.sum(total, axis=1), interpret)
         to, first = out["out"], [b]
         acc = [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
     else:
@@ -187,4 +210,4 @@ def _kernel(
         plgpu.store(out["top"].at[split, b, line], top, mask=here)
         plgpu.store(out["total"].at[split, b, line], total, mask=here)
     for at, numbers in zip(parts, acc, strict=True):
-        plgpu.store(to.at[*first, line[:, None], at[None, :]], numbers.astype(to.dtype), mask=tile(here, at))
+        plgpu.store(to.at[*first, line[:, None], at[None, :]], numbers.astype(to.dtype), mask=tile(here, at, d))

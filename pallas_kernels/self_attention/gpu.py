@@ -7,7 +7,7 @@ from pallas_kernels import _few_rows
 from pallas_kernels._one_row import linear
 from pallas_kernels.feed_forward.reference import rms_norm
 from pallas_kernels.paged_attention.gpu import MAX_ROWS, paged_attention
-from pallas_kernels.self_attention import one_token
+from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.heads import heads
 
 MAX_TOKENS = 256  # of a pass; prompt chunks are other work
@@ -37,6 +37,10 @@ def self_attention(
     else:
         parts = linear(qkv, normed)[None]
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
+    if whole_rows.covers(t, parts, pages, block_table, interpret):
+        arrays = parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
+        mixed, pages = whole_rows.attention(*arrays, eps=eps, **options)
+        return mixed.reshape(b, t, -1), pages
     queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, interpret=interpret)
     mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, **options)
     return mixed.reshape(b, t, -1), pages

@@ -1,6 +1,7 @@
 """On GPU, between the product of a layer's first half and its attention: biases, norms, rotary embedding, cache write.
 
-A program has one head of one token. All that it reads is under way before the first of it is waited for.
+A program has a key-value head of one token: its queries, its key and its value, which lie beside one another in the
+product. All that it reads is under way before the first of it is waited for.
 """
 
 import functools
@@ -20,17 +21,15 @@ def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, interpret
     The others as in `self_attention`, cos and sin f32[M, D / 2].
     """
     (p, s, g2, d), (_, m, width) = pages.shape, parts.shape
-    g = g2 // 2
-    group = width // (g * d) - 2
     operands = {"parts": parts, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
     operands = {name: value for name, value in (operands | {"cos": cos, "sin": sin}).items() if value is not None}
-    outputs = {"queries": (m, g * group * d), "pages": (p * s, g2, d)}
+    outputs = {"queries": (m, width - g2 * d), "pages": (p * s, g2, d)}
     queries, new_pages = pl.pallas_call(
         functools.partial(_kernel, names=(*operands, "old_pages", *outputs), eps=eps),
-        grid=(group + 2, g, m),
+        grid=(g2 // 2, m),
         out_shape=[jax.ShapeDtypeStruct(shape, pages.dtype) for shape in outputs.values()],
         input_output_aliases={len(operands): 1},
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="heads",
     )(*operands.values(), pages.reshape(outputs["pages"]))
@@ -39,36 +38,74 @@ def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, interpret
 
 def _kernel(*refs, names, eps):
     ref = dict(zip(names, refs, strict=True))
-    parts, queries, pages = ref["parts"], ref["queries"], ref["pages"]
-    num_slots, g2, d = pages.shape
-    part, head, m = pl.program_id(0), pl.program_id(1), pl.program_id(2)  # part: a query, the key or the value
-    group = parts.shape[2] // (g2 // 2 * d) - 2
-    low = jnp.arange(d // 2, dtype=jnp.int32)
-    halves = low, low + d // 2
-    first = (head * (group + 2) + part) * d
-    load = lambda name, *at: plgpu.load(ref[name].at[at]).astype(jnp.float32)
+    group = num_queries(ref["parts"], ref["pages"])
+    part = jnp.arange(pl.next_power_of_2(group + 2), dtype=jnp.int32)
+    rows = pl.program_id(0), jnp.full(part.shape, pl.program_id(1)), part, part < group + 2
+    new = new_rows(ref, start_reading(ref, *rows), *rows, eps=eps)
+    leave_queries(ref["queries"], new, group, *rows)
 
-    slot = ref["slots"][m]
-    cos, sin = load("cos", m, low), load("sin", m, low)
-    scales = {name: [load(name, at) for at in halves] for name in ("q_norm", "k_norm") if name in ref}
-    x = [added(load("parts", jnp.int32(i), m, first + at) for i in range(parts.shape[0])) for at in halves]
+
+def num_queries(parts, pages) -> int:
+    """Of a key-value head, from the product and the pages."""
+    return parts.shape[2] // (pages.shape[-2] // 2 * pages.shape[-1]) - 2
+
+
+def halves(d):
+    return [first + jnp.arange(d // 2, dtype=jnp.int32) for first in (0, d // 2)]
+
+
+def start_reading(ref, head, token, part, here):
+    """What rows of a key-value head are made of, under way.
+
+    token, part i32[rows]: of which token, and one of the head's queries (0 and up), its key or its value; here: the
+    rows that there are.
+    """
+    d, parts = ref["pages"].shape[2], ref["parts"]
+    tile = jnp.broadcast_to(here[:, None], (here.shape[0], d // 2))
+    load = lambda name, *at: plgpu.load(ref[name].at[at], mask=tile, other=0).astype(jnp.float32)
+    first = ((head * (num_queries(parts, ref["pages"]) + 2) + part) * d)[:, None]
+    line, low = token[:, None], halves(d)[0][None, :]
+    read = {"slots": plgpu.load(ref["slots"].at[token], mask=here, other=-1)}
+    read |= {name: load(name, line, low) for name in ("cos", "sin")}
+    read |= {name: [plgpu.load(ref[name].at[at]) for at in halves(d)] for name in ("q_norm", "k_norm") if name in ref}
+    splits = [jnp.int32(i) for i in range(parts.shape[0])]
+    read["parts"] = [[load("parts", i, line, first + at) for i in splits] for at in halves(d)]
     if "bias" in ref:
-        x = [a + load("bias", first + at) for a, at in zip(x, halves, strict=True)]
-    shrink = lax.rsqrt((jnp.sum(x[0] * x[0]) + jnp.sum(x[1] * x[1])) / d + eps)
-    a, b = x
+        read["bias"] = [load("bias", first + at) for at in halves(d)]
+    return read
+
+
+def new_rows(ref, read, head, token, part, here, *, eps):
+    """These rows as attention wants them, [rows, D / 2] twice: queries and keys normed and turned, values as they are.
+    Keys and values go to their pages."""
+    pages, group = ref["pages"], num_queries(ref["parts"], ref["pages"])
+    num_slots, _, d = pages.shape
+    tile = lambda rows: jnp.broadcast_to(rows[:, None], (rows.shape[0], d // 2))
+    x = [added(parts) for parts in read["parts"]]
+    if "bias" in read:
+        x = [a + b for a, b in zip(x, read["bias"], strict=True)]
+    shrink = lax.rsqrt((jnp.sum(x[0] * x[0], axis=1) + jnp.sum(x[1] * x[1], axis=1)) / d + eps)[:, None]
+    low, high = x
     for name, mine in (("q_norm", part < group), ("k_norm", part == group)):
-        if name in ref:
-            normed = [(h * shrink * scale).astype(queries.dtype) for h, scale in zip(x, scales[name], strict=True)]
-            a, b = (jnp.where(mine, new.astype(jnp.float32), old) for new, old in zip(normed, (a, b), strict=True))
-    turned = a * cos - b * sin, b * cos + a * sin
-    result = [jnp.where(part <= group, new, old).astype(queries.dtype) for new, old in zip(turned, x, strict=True)]
+        if name in read:
+            normed = [(h * shrink * scale).astype(pages.dtype) for h, scale in zip(x, read[name], strict=True)]
+            low, high = (jnp.where(tile(mine), a, b) for a, b in zip(normed, (low, high), strict=True))
+    cos, sin = read["cos"], read["sin"]
+    turned = low * cos - high * sin, high * cos + low * sin
+    new = [jnp.where(tile(part <= group), a, b).astype(pages.dtype) for a, b in zip(turned, x, strict=True)]
 
-    @pl.when(part < group)
-    def _query():
-        for at, numbers in zip(halves, result, strict=True):
-            plgpu.store(queries.at[m, (head * group + part) * d + at], numbers)
+    write = here & (part >= group) & (read["slots"] >= 0)
+    slot = jnp.where(write, read["slots"], num_slots)  # beyond the pages: written nowhere
+    for at, numbers in zip(halves(d), new, strict=True):
+        to = slot[:, None], (2 * head + part - group)[:, None], at[None, :]
+        plgpu.store(pages.at[to], numbers, mask=tile(slot < num_slots))
+    return new
 
-    @pl.when((part >= group) & (slot >= 0) & (slot < num_slots))
-    def _key_or_value():
-        for at, numbers in zip(halves, result, strict=True):
-            plgpu.store(pages.at[slot, 2 * head + part - group, at], numbers)
+
+def leave_queries(out, numbers, group, head, token, part, here):
+    """Numbers [rows, D / 2] twice, of those rows that are queries, to their places in out [M, H * D]."""
+    half = numbers[0].shape[1]
+    mask = jnp.broadcast_to((here & (part < group))[:, None], numbers[0].shape)
+    for at, some in zip(halves(2 * half), numbers, strict=True):
+        to = token[:, None], ((head * group + part) * 2 * half)[:, None] + at[None, :]
+        plgpu.store(out.at[to], some.astype(out.dtype), mask=mask)

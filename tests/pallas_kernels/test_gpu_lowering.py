@@ -77,20 +77,43 @@ def test_feed_forward(monkeypatch, rows, hopper, kernels, activation):
     assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("xla.gpu.triton") == kernels
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], ids=str)
-@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 256)], ids=str)
-def test_self_attention(rows, heads):
+def lowered_self_attention(rows, heads, row_pages=64, eps=1e-6):
     (b, t), (h, g, d) = rows, heads
     f32 = lambda *dims: shape(*dims, dtype=jnp.float32)
     bf16 = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
     width = (h + 2 * g) * d
     arguments = {
         "x": bf16(b, t, 1024), "qkv": bf16(1024, width), "pages": bf16(1000, 16, 2 * g, d), "slots": shape(b * t),
-        "block_table": shape(b, 64), "kv_len": shape(b), "cos": f32(b, t, d // 2), "sin": f32(b, t, d // 2),
+        "block_table": shape(b, row_pages), "kv_len": shape(b), "cos": f32(b, t, d // 2), "sin": f32(b, t, d // 2),
         "norm": f32(1024), "bias": bf16(width), "q_norm": f32(d), "k_norm": f32(d),
     }  # fmt: skip
-    options = {"eps": 1e-6, "scale": d**-0.5, "window": 100, "soft_cap": 20.0, **GPU}
-    assert_lowers(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())
+    options = {"eps": eps, "scale": d**-0.5, "window": 100, "soft_cap": 20.0, **GPU}
+    return lowered(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 256)], ids=str)
+def test_self_attention(rows, heads):
+    assert "xla.gpu.triton" in lowered_self_attention(rows, heads)
+
+
+@pytest.mark.parametrize(
+    ("rows", "group", "row_pages", "kernels"),
+    [
+        ((16, 1), 2, 64, 2),
+        ((16, 4), 2, 64, 2),
+        ((16, 5), 2, 64, 3),  # more than 16 rows in the tile of what is new
+        ((16, 2), 6, 64, 2),
+        ((16, 2), 7, 64, 3),
+        ((16, 1), 2, 65, 3),  # keys enough for several programs
+        ((8, 1), 2, 64, 3),  # too few programs without splits
+    ],
+)
+def test_a_program_that_has_all_keys_has_all_that_is_new(monkeypatch, rows, group, row_pages, kernels):
+    monkeypatch.setattr(_device, "shares_much", lambda: True)  # eps tells it from what was traced for other GPUs
+    text = lowered_self_attention(rows, (8 * group, 8, 128), row_pages, eps=1e-5)
+    assert text.count("xla.gpu.triton") == kernels
+    assert ("prefetch.global.L2" in text) == (kernels == 2)
 
 
 def test_layers_share_what_is_lowered():
