@@ -1,5 +1,5 @@
-"""self_attention on GPU: a single token in two kernels (see one_token.py), more in three: the product, what stands
-between it and attention (see heads.py), and attention over pages."""
+"""self_attention on GPU, the product first. What follows is one kernel for a single token (see one_token.py) and for some
+rows with few keys (see whole_rows.py), else two: what stands before attention (see heads.py), and that over pages."""
 
 import jax.numpy as jnp
 
@@ -38,8 +38,9 @@ def self_attention(
         parts = linear(qkv, normed)[None]
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
     if whole_rows.covers(t, parts, pages, block_table, interpret):
-        arrays = parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
-        mixed, pages = whole_rows.attention(*arrays, eps=eps, **options)
+        mixed, pages = whole_rows.attention(
+            parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, eps=eps, **options
+        )
         return mixed.reshape(b, t, -1), pages
     queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, interpret=interpret)
     mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, **options)

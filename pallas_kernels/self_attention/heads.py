@@ -5,6 +5,7 @@ product. All that it reads is under way before the first of it is waited for.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def start_reading(ref, head, token, part, here):
     load = lambda name, *at: plgpu.load(ref[name].at[at], mask=tile, other=0).astype(jnp.float32)
     first = ((head * (num_queries(parts, ref["pages"]) + 2) + part) * d)[:, None]
     line, low = token[:, None], halves(d)[0][None, :]
-    read = {"slots": plgpu.load(ref["slots"].at[token], mask=here, other=-1)}
+    read: dict[str, Any] = {"slots": plgpu.load(ref["slots"].at[token], mask=here, other=-1)}
     read |= {name: load(name, line, low) for name in ("cos", "sin")}
     read |= {name: [plgpu.load(ref[name].at[at]) for at in halves(d)] for name in ("q_norm", "k_norm") if name in ref}
     splits = [jnp.int32(i) for i in range(parts.shape[0])]
