@@ -1,5 +1,5 @@
-"""self_attention on GPU, the product first. What follows is one kernel for a single token (see one_token.py) and for some
-rows with few keys (see whole_rows.py), else two: what stands before attention (see heads.py), and that over pages."""
+"""self_attention on GPU, the product first. What follows is one kernel for a single token (see one_token.py) and for
+some rows with few keys (see whole_rows.py), else two: heads.py, and attention over pages."""
 
 import jax.numpy as jnp
 

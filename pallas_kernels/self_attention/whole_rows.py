@@ -105,19 +105,22 @@ def ask_for_keys(ref, begin, end, *, page_size):
     It looks up the page before it knows whether there is such a key: so it need not wait for the row's length first.
     """
     (num_slots, g2, d), row_pages, size = ref["pages"].shape, ref["block_table"].shape[1], ref["pages"].dtype.itemsize
-    lines = " ".join(f"@used prefetch.global.L2 [at + {first}];" for first in range(0, 2 * d * size, 128))
-    code = f"""{{
-        .reg .pred used; .reg .b32 key, page, slot; .reg .b64 at;
-        mov.u32 key, %tid.x; add.s32 key, key, $3;
-        div.s32 page, key, {page_size}; min.s32 page, page, {row_pages - 1}; mad.lo.s32 page, $5, {row_pages}, page;
-        mad.wide.s32 at, page, 4, $1; ld.global.b32 page, [at]; min.s32 page, page, {num_slots // page_size - 1};
-        rem.s32 slot, key, {page_size}; mad.lo.s32 slot, page, {page_size}, slot;
-        mad.wide.s32 at, slot, {g2 * d * size}, $2; mad.wide.s32 at, $6, {2 * d * size}, at;
-        setp.lt.s32 used, key, $4; {lines} mov.b32 $0, 0;
-    }}"""
+    lines = range(0, 2 * d * size, 128)  # of memory: a head's value lies behind its key
+    code = (
+        "{ .reg .pred used; .reg .b32 key, page, slot; .reg .b64 at;",
+        "mov.u32 key, %tid.x; add.s32 key, key, $3;",
+        f"div.s32 page, key, {page_size}; min.s32 page, page, {row_pages - 1};",  # its place in the row's table
+        f"mad.lo.s32 page, $5, {row_pages}, page; mad.wide.s32 at, page, 4, $1;",
+        f"ld.global.b32 page, [at]; min.s32 page, page, {num_slots // page_size - 1};",
+        f"rem.s32 slot, key, {page_size}; mad.lo.s32 slot, page, {page_size}, slot;",
+        f"mad.wide.s32 at, slot, {g2 * d * size}, $2; mad.wide.s32 at, $6, {2 * d * size}, at;",
+        "setp.lt.s32 used, key, $4;",
+        *(f"@used prefetch.global.L2 [at + {first}];" for first in lines),
+        "mov.b32 $0, 0; }",
+    )
     numbers = begin, end, pl.program_id(1), pl.program_id(0)
     (zero,) = plgpu.elementwise_inline_asm(
-        code,
+        "\n".join(code),
         args=[ref["first_page"], ref["first_slot"], *(jnp.full((1, 1, 1), n, jnp.int32) for n in numbers)],
         constraints="=r,l,l,r,r,r,r",
         pack=1,
