@@ -13,6 +13,7 @@ import pytest
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.async_llm import Call
 from jaxspec.job import Job
+from tests import tiny
 from tests.folders import write_model
 
 PROMPTS = ["The quick brown fox", "Count the words: one, two,", "dog dog dog", "def total(items):", "Über-strong"]
@@ -116,9 +117,8 @@ def test_calls_that_overlap_share_batches(llm, expected, monkeypatch):
 
 @pytest.mark.parametrize(("own", "rounds"), [({}, 16), ({"rounds_per_launch": 5}, 5)])
 def test_launches_are_shorter_as_others_may_come_meanwhile(folder, monkeypatch, own, rounds):
-    asked, llm = [], AsyncLLM(folder, max_num_seqs=1, num_pages=96, **own)
-    launch = llm.llm.engine.launch
-    monkeypatch.setattr(llm.llm.engine, "launch", lambda r, k, n, *rest: asked.append(n) or launch(r, k, n, *rest))
+    llm = AsyncLLM(folder, max_num_seqs=1, num_pages=96, **own)
+    asked = tiny.rounds_of_launches(llm.llm.engine, monkeypatch)
     run(llm.generate(PROMPTS[0], LONG))
     llm.shutdown()
     assert asked[0] == rounds

@@ -95,3 +95,10 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
 
 def outputs(engine: Engine, prompts, params, **kwargs) -> list[list[int]]:
     return [r.output for r in run(engine, prompts, params, **kwargs)]
+
+
+def rounds_of_launches(engine: Engine, monkeypatch) -> list[int]:
+    """What each launch from now on is asked for."""
+    asked, launch = [], engine.launch
+    monkeypatch.setattr(engine, "launch", lambda r, k, n, *rest: asked.append(n) or launch(r, k, n, *rest))
+    return asked

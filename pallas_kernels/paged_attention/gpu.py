@@ -123,15 +123,18 @@ def attend(carry, query, key, value, seen, *, scale, soft_cap):
 
 
 def attend_to_pages(
-    carry, query, pages, block_table, place, keys, last_key, query_at, *,
-    columns, page_size, block_keys, window, scale, soft_cap,
+    query, query_at, pages, block_table, place, keys, *,
+    columns, page_size, block_keys, whole, window, scale, soft_cap,
 ):  # fmt: skip
-    """carry of `attend` after keys [begin, end) of a row and a key-value head, (b, head), as far as they are seen.
+    """The carry of `attend` after keys [begin, end) of a row and a key-value head, (b, head), as far as they are seen.
 
-    pages [P * S, 2G, D]; last_key, query_at i32[rows]: the last key that a query sees, and where it stands itself;
-    columns: of the head, in parts.
+    query_at i32[rows]: where the queries stand; pages [P * S, 2G, D]; columns: of the head, in parts; whole: these are
+    all keys (see `result`).
     """
     (num_slots, _, d), row_pages, (b, head), (begin, end) = pages.shape, block_table.shape[1], place, keys
+    last_key = jnp.minimum(query_at, end - 1)  # that a query sees here
+    # The time of a program alone on its multiprocessor is its steps'; of several, how many its registers allow.
+    start = nothing(query_at.size, columns[0].size, len(columns), (block_keys,) if whole else ())
 
     def step(i, carry):
         key_at = begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
@@ -150,7 +153,14 @@ def attend_to_pages(
             visible &= key_at[None, :] > query_at[:, None] - window
         return attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)
 
-    return lax.fori_loop(0, pl.cdiv(jnp.maximum(end - begin, 0), block_keys), step, carry)
+    return lax.fori_loop(0, pl.cdiv(jnp.maximum(end - begin, 0), block_keys), step, start)
+
+
+def result(carry, interpret):
+    """What the queries get, in parts, after all keys. The next kernel is asked for."""
+    _, total, *acc = carry
+    total = start_next(jnp.sum(total, axis=1), interpret)
+    return [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
 
 
 def tile(rows, columns, head_dim):
@@ -192,20 +202,15 @@ def _kernel(
     split_keys = pl.cdiv(pl.cdiv(jnp.maximum(end - begin, 0), splits), block_keys) * block_keys
     split_begin = begin + split * split_keys
     split_end = jnp.minimum(split_begin + split_keys, end)
-    last_key = jnp.minimum(query_at, split_end - 1)  # that a query sees here
 
-    # The time of a program alone on its multiprocessor is its steps'; of several, how many its registers allow.
-    carry = nothing(block_rows, half, len(parts), (block_keys,) if splits == 1 else ())
-    top, total, *acc = attend_to_pages(
-        carry, q, pages, block_table, (b, head), (split_begin, split_end), last_key, query_at, columns=parts,
-        page_size=page_size, block_keys=block_keys, window=window, scale=scale, soft_cap=soft_cap,
+    carry = attend_to_pages(
+        q, query_at, pages, block_table, (b, head), (split_begin, split_end), columns=parts, page_size=page_size,
+        block_keys=block_keys, whole=splits == 1, window=window, scale=scale, soft_cap=soft_cap,
     )  # fmt: skip
-
     if splits == 1:
-        total = start_next(jnp.sum(total, axis=1), interpret)
-        to, first = out["out"], [b]
-        acc = [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
+        to, first, acc = out["out"], [b], result(carry, interpret)
     else:
+        top, total, *acc = carry
         to, first = out["acc"], [split, b]
         plgpu.store(out["top"].at[split, b, line], top, mask=here)
         plgpu.store(out["total"].at[split, b, line], total, mask=here)

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._split_product import added
+from pallas_kernels.paged_attention.gpu import tile
 
 
 def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, interpret=False):
@@ -62,17 +63,18 @@ def start_reading(ref, head, token, part, here):
     rows that there are.
     """
     d, parts = ref["pages"].shape[2], ref["parts"]
-    tile = jnp.broadcast_to(here[:, None], (here.shape[0], d // 2))
-    load = lambda name, *at: plgpu.load(ref[name].at[at], mask=tile, other=0).astype(jnp.float32)
+    columns = halves(d)
+    mask = tile(here, columns[0], d)
+    load = lambda name, *at: plgpu.load(ref[name].at[at], mask=mask, other=0).astype(jnp.float32)
     first = ((head * (num_queries(parts, ref["pages"]) + 2) + part) * d)[:, None]
-    line, low = token[:, None], halves(d)[0][None, :]
+    line, low = token[:, None], columns[0][None, :]
     read: dict[str, Any] = {"slots": plgpu.load(ref["slots"].at[token], mask=here, other=-1)}
     read |= {name: load(name, line, low) for name in ("cos", "sin")}
-    read |= {name: [plgpu.load(ref[name].at[at]) for at in halves(d)] for name in ("q_norm", "k_norm") if name in ref}
+    read |= {name: [plgpu.load(ref[name].at[at]) for at in columns] for name in ("q_norm", "k_norm") if name in ref}
     splits = [jnp.int32(i) for i in range(parts.shape[0])]
-    read["parts"] = [[load("parts", i, line, first + at) for i in splits] for at in halves(d)]
+    read["parts"] = [[load("parts", i, line, first + at) for i in splits] for at in columns]
     if "bias" in ref:
-        read["bias"] = [load("bias", first + at) for at in halves(d)]
+        read["bias"] = [load("bias", first + at) for at in columns]
     return read
 
 
@@ -81,7 +83,8 @@ def new_rows(ref, read, head, token, part, here, *, eps):
     Keys and values go to their pages."""
     pages, group = ref["pages"], num_queries(ref["parts"], ref["pages"])
     num_slots, _, d = pages.shape
-    tile = lambda rows: jnp.broadcast_to(rows[:, None], (rows.shape[0], d // 2))
+    columns = halves(d)
+    wide = lambda rows: tile(rows, columns[0], d)
     x = [added(parts) for parts in read["parts"]]
     if "bias" in read:
         x = [a + b for a, b in zip(x, read["bias"], strict=True)]
@@ -90,23 +93,22 @@ def new_rows(ref, read, head, token, part, here, *, eps):
     for name, mine in (("q_norm", part < group), ("k_norm", part == group)):
         if name in read:
             normed = [(h * shrink * scale).astype(pages.dtype) for h, scale in zip(x, read[name], strict=True)]
-            low, high = (jnp.where(tile(mine), a, b) for a, b in zip(normed, (low, high), strict=True))
+            low, high = (jnp.where(wide(mine), a, b) for a, b in zip(normed, (low, high), strict=True))
     cos, sin = read["cos"], read["sin"]
     turned = low * cos - high * sin, high * cos + low * sin
-    new = [jnp.where(tile(part <= group), a, b).astype(pages.dtype) for a, b in zip(turned, x, strict=True)]
+    new = [jnp.where(wide(part <= group), a, b).astype(pages.dtype) for a, b in zip(turned, x, strict=True)]
 
     write = here & (part >= group) & (read["slots"] >= 0)
     slot = jnp.where(write, read["slots"], num_slots)  # beyond the pages: written nowhere
-    for at, numbers in zip(halves(d), new, strict=True):
+    for at, numbers in zip(columns, new, strict=True):
         to = slot[:, None], (2 * head + part - group)[:, None], at[None, :]
-        plgpu.store(pages.at[to], numbers, mask=tile(slot < num_slots))
+        plgpu.store(pages.at[to], numbers, mask=wide(slot < num_slots))
     return new
 
 
 def leave_queries(out, numbers, group, head, token, part, here):
     """Numbers [rows, D / 2] twice, of those rows that are queries, to their places in out [M, H * D]."""
-    half = numbers[0].shape[1]
-    mask = jnp.broadcast_to((here & (part < group))[:, None], numbers[0].shape)
-    for at, some in zip(halves(2 * half), numbers, strict=True):
-        to = token[:, None], ((head * group + part) * 2 * half)[:, None] + at[None, :]
-        plgpu.store(out.at[to], some.astype(out.dtype), mask=mask)
+    d = 2 * numbers[0].shape[1]
+    for at, some in zip(halves(d), numbers, strict=True):
+        to = token[:, None], ((head * group + part) * d)[:, None] + at[None, :]
+        plgpu.store(out.at[to], some.astype(out.dtype), mask=tile(here & (part < group), at, d))

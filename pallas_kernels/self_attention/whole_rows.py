@@ -14,15 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _device
-from pallas_kernels._overlap import start_next
-from pallas_kernels.paged_attention.gpu import (
-    MIN_ROWS,
-    attend_to_pages,
-    keys_at_a_time,
-    nothing,
-    num_splits,
-    num_stages,
-)
+from pallas_kernels.paged_attention.gpu import MIN_ROWS, attend_to_pages, keys_at_a_time, num_splits, num_stages, result
 from pallas_kernels.self_attention.heads import halves, leave_queries, new_rows, num_queries, start_reading
 
 
@@ -89,14 +81,11 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, eps, window, scale,
     new = new_rows(ref, read, *rows, eps=eps)
     if not interpret:  # the new keys and values are out before they are read with the others
         plgpu.debug_barrier()
-    _, total, *acc = attend_to_pages(
-        nothing(MIN_ROWS, d // 2, 2, (block_keys,)), new, pages, block_table, (b, head), (begin, end),
-        jnp.minimum(position + token, end - 1), position + token, columns=halves(d), page_size=page_size,
-        block_keys=block_keys, window=window, scale=scale, soft_cap=soft_cap,
+    carry = attend_to_pages(
+        new, position + token, pages, block_table, (b, head), (begin, end), columns=halves(d), page_size=page_size,
+        block_keys=block_keys, whole=True, window=window, scale=scale, soft_cap=soft_cap,
     )  # fmt: skip
-    total = start_next(jnp.sum(total, axis=1), interpret)
-    mixed = [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
-    leave_queries(ref["mixed"], mixed, group, *rows)
+    leave_queries(ref["mixed"], result(carry, interpret), group, *rows)
 
 
 def ask_for_keys(ref, begin, end, *, page_size):

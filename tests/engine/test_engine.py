@@ -40,16 +40,9 @@ def narrow(method: str, short: str) -> Engine:
     return new_engine(method, K, **options)
 
 
-def rounds_of_launches(served: Engine, monkeypatch) -> list[int]:
-    """What each launch from now on is asked for."""
-    asked, launch = [], served.launch
-    monkeypatch.setattr(served, "launch", lambda r, k, n, *rest: asked.append(n) or launch(r, k, n, *rest))
-    return asked
-
-
 def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(monkeypatch):
     served = new_engine()
-    launched = rounds_of_launches(served, monkeypatch)
+    launched = tiny.rounds_of_launches(served, monkeypatch)
     monkeypatch.setattr(served.controller, "rounds_within", lambda seconds, kind, k: round(100 * seconds))
     sampling = params(12)
     request = served.add(PROMPTS[0], *sampling)
@@ -64,7 +57,7 @@ def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(m
 )
 def test_a_launch_is_shorter_where_the_host_may_have_to_act(monkeypatch, own, stops, rounds):
     served = new_engine(rounds_per_launch=own)
-    launched = rounds_of_launches(served, monkeypatch)
+    launched = tiny.rounds_of_launches(served, monkeypatch)
     for prompt, sampling in zip(PROMPTS[:2], params((50, 50)), strict=True):
         request = served.add(prompt, sampling)
     request.find_stop = (lambda output, known: None) if stops else None
