@@ -123,8 +123,7 @@ def _product(x, weights, out, *, gated, columns, deep, interpret):
     for (row, _), result in zip(tiles, (*others, start_next(last, interpret)), strict=True):
         to: tuple = (part, row[None, :], column[:, None])
         if gated is not None:
-            pairs, which = result.reshape(2, half, row.size), jnp.arange(2, dtype=jnp.int32)[:, None, None]
-            gate, up = (jnp.sum(jnp.where(which == side, pairs, 0.0), axis=0) for side in range(2))
+            gate, up = lax.split(result, (half, half))
             result = (activate(activation, gate) * up).astype(out.dtype)
             to = row[None, :], (program * block + part * half + jnp.arange(half, dtype=jnp.int32))[:, None]
         plgpu.store(out.at[to], result, mask=jnp.broadcast_to((row < rows)[None, :], result.shape))
