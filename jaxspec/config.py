@@ -150,7 +150,7 @@ class EngineConfig:
       page_size: tokens a cache page holds. Default 16, on TPU 32.
       num_pages: pages in the pool. Default: what memory_utilization of the free device memory holds.
       enable_prefix_caching: keep the pages of ended requests and share them with requests that begin alike.
-      rounds_per_launch: rounds that one launch of the device program runs, 1 to 32. Default: 32, and 16 where something
+      rounds_per_launch: rounds that one launch of the device program runs, 1 to 64. Default: 64, and 16 where something
         may happen on the host in the meantime: a stop string found, or, in AsyncLLM, another request.
       prefill_chunk: longest piece of a prompt in one pass, in tokens.
       kernels: "reference" (plain jnp), "pallas", or None for the measured fastest of the platform.
@@ -181,8 +181,8 @@ class EngineConfig:
         for name in ("max_model_len", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
-        if self.rounds_per_launch is not None and not 1 <= self.rounds_per_launch <= 32:
-            raise ValueError(f"rounds_per_launch={self.rounds_per_launch} must lie in 1..32")
+        if self.rounds_per_launch is not None and not 1 <= self.rounds_per_launch <= 64:
+            raise ValueError(f"rounds_per_launch={self.rounds_per_launch} must lie in 1..64")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ValueError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
         if self.prefill_chunk < 16 or self.prefill_chunk & (self.prefill_chunk - 1):

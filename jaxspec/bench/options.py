@@ -16,8 +16,8 @@ MODEL_STAGES = ("target", "draft", "round", "propose", "score", "verify", "prefi
 ENGINE_STAGES = ("plain", "speculative", "adaptive")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
-ROUNDS = 32  # of a launch, as the engine's own are in generate
-STEPS = 2  # timed steps of the engine between two starts at the given context
+ROUNDS = 64  # of a launch, as the engine's own are in generate
+STEPS = 1  # timed steps of the engine between two starts at the given context
 
 
 def launch_tokens(k: int) -> int:

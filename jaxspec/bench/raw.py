@@ -22,7 +22,7 @@ from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import SpeculativeConfig
 from jaxspec.decode.loop import start_state
 from jaxspec.decode.programs import compiler_options
-from jaxspec.decode.round import num_wanted, propose, runnable, score, verify
+from jaxspec.decode.round import capacity, num_wanted, propose, runnable, score, verify
 from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.base import Proposal
 from jaxspec.engine import batch
@@ -178,7 +178,7 @@ def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> 
 
     def shapes(params: Any, pages: Any, inputs: LaunchInput) -> Any:
         state = start_state(config, inputs)
-        wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state)
+        wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state, capacity(config, inputs))
         return propose(config, params, pages, inputs, state, wanted, live)[0]
 
     s = jax.eval_shape(shapes, engine.params, engine.cache.draft, inputs)
@@ -204,12 +204,12 @@ STAGES: dict[str, Callable[..., tuple[Any, Any]]] = {
 def repeat(config: DecodeConfig, once: Callable, pages, num_rounds, params, inputs, proposal, logits):
     """Runs a stage num_rounds times. Each run depends on all that the one before it gave, through a number that is
     always 0; otherwise the compiler would run it once, or leave out what nobody reads."""
-    start = start_state(config, inputs)
+    start, room = start_state(config, inputs), capacity(config, inputs)
 
     def body(_, carry):
         pages, zero = carry
         state = dataclasses.replace(start, num_tokens=start.num_tokens + zero)
-        wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state)
+        wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state, room)
         result, pages = once(params, pages, inputs, state, proposal, logits + zero, wanted, live)
         return pages, always_zero(result)
 

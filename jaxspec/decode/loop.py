@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.decode.round import Params, round, runnable
+from jaxspec.decode.round import Params, capacity, round, runnable
 from jaxspec.decode.state import MAX_ROUNDS, RUNNING, DecodeConfig, DecodeState, LaunchInput, LaunchResult
 from jaxspec.sampling import logprobs, processors
 
@@ -24,37 +26,39 @@ def launch(
     worth: jax.Array,
 ) -> tuple[PagedKVCache, LaunchResult]:
     """Runs rounds until num_rounds i32[] (at most MAX_ROUNDS) are done, no row can run any more, where stop_on_finish
-    bool[] asks for it a row has finished, or the rows gain less than worth f32[] tokens a round: what plain decoding
-    would have made in the same time, so that the host may choose another K."""
+    bool[] asks for it a row has finished, or the rows gain less than worth f32[], a finite number of tokens a round:
+    what plain decoding would have made in the same time, so that the host may choose another K."""
     vocab_size = config.target.config.vocab_size
     # Dense tables are made once a launch, outside the loop.
     tables = None
     if batch.processors is not None:
         tables = processors.tables(batch.processors, batch.tokens, vocab_size)
+    room = capacity(config, batch)
+    live = lambda state: runnable(config, batch, state, room)
 
     def going(state):
-        """(rows that can run another round, whether there is one). Computed at the end of a round, not as the loop's
-        condition: what a GPU's host waits for between two rounds is then no more than a flag."""
-        live = runnable(config, batch, state)
+        """Whether there is another round. Computed at the end of a round, not as the loop's condition: what a GPU's
+        host waits for between two rounds is then no more than a flag."""
+        more = state.round < jnp.minimum(num_rounds, MAX_ROUNDS)
+        # Behind a barrier, or the compiler would sum up where it updates, and copy the carry.
+        state = lax.optimization_barrier(dataclasses.replace(state, round=None))
         early = stop_on_finish & jnp.any(state.finish != RUNNING)
-        more = (state.round < jnp.minimum(num_rounds, MAX_ROUNDS)) & jnp.any(live)
-        return live, more & ~early & ~losing(batch, state, worth)
+        return more & jnp.any(live(state)) & ~early & ~losing(batch, state, worth)
 
     def body(carry):
-        cache, state, live, _ = carry
-        cache, state = round(config, params, cache, batch, tables, state, live)
-        return cache, state, *going(state)
+        cache, state, _ = carry
+        cache, state = round(config, params, cache, batch, tables, state, live(state))
+        return cache, state, going(state)
 
     start = start_state(config, batch)
-    cache, state, *_ = lax.while_loop(lambda carry: carry[-1], body, (cache, start, *going(start)))
+    cache, state, _ = lax.while_loop(lambda carry: carry[-1], body, (cache, start, going(start)))
     return cache, result(config, batch, state)
 
 
 def losing(batch: LaunchInput, state: DecodeState, worth: jax.Array) -> jax.Array:
     """Whether the rows are more than PATIENCE rounds behind what their rounds were worth."""
-    rounds = jnp.sum(state.emitted > 0)
-    patience = PATIENCE * jnp.sum(batch.live)
-    return jnp.sum(state.emitted) < worth * (rounds - patience)
+    gained = state.num_tokens - batch.num_tokens
+    return jnp.sum(worth * (state.rounds_of - PATIENCE * batch.live) - gained) > 0
 
 
 def start_state(config: DecodeConfig, batch: LaunchInput) -> DecodeState:
@@ -62,16 +66,14 @@ def start_state(config: DecodeConfig, batch: LaunchInput) -> DecodeState:
     counts = None
     if batch.processors is not None:
         counts = processors.output_counts(batch.processors, batch.tokens, batch.num_tokens, vocab_size)
-    per_round = jnp.zeros((num_rows, MAX_ROUNDS), jnp.int32)
     return DecodeState(
         tokens=batch.tokens,
         num_tokens=batch.num_tokens,
         draft_len=batch.draft_len,
         finish=jnp.zeros_like(batch.num_tokens),
         round=jnp.int32(0),
-        proposed=per_round,
-        accepted=per_round,
-        emitted=per_round,
+        rounds_of=jnp.zeros_like(batch.num_tokens),
+        log=jnp.zeros((3, num_rows, MAX_ROUNDS), jnp.int32),
         output_counts=counts,
         logprobs=None if n is None else logprobs.empty(num_rows, most_new(config), n),
     )
@@ -86,14 +88,15 @@ def result(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> Laun
     """The new tokens are read off the history buffer once, at the end."""
     offset = jnp.arange(most_new(config), dtype=jnp.int32)[None, :]
     at = jnp.minimum(batch.num_tokens[:, None] + offset, state.tokens.shape[1] - 1)
+    proposed, accepted, emitted = state.log
     return LaunchResult(
         new_tokens=jnp.take_along_axis(state.tokens, at, axis=1),
         num_new=state.num_tokens - batch.num_tokens,
         finish=state.finish,
         draft_len=state.draft_len,
-        proposed=state.proposed,
-        accepted=state.accepted,
-        emitted=state.emitted,
+        proposed=proposed,
+        accepted=accepted,
+        emitted=emitted,
         num_rounds=state.round,
         logprobs=state.logprobs,
     )

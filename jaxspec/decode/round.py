@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
@@ -31,11 +32,17 @@ def num_wanted(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> 
     return jnp.clip(jnp.minimum(batch.limits.num_speculative_tokens, room), 0, config.num_speculative_tokens)
 
 
-def runnable(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> Bool[Array, " B"]:
-    """Live, unfinished, and its next K_b + 1 positions have pages. A row without them waits for the host."""
+def capacity(config: DecodeConfig, batch: LaunchInput) -> Int[Array, " B"]:
+    """Positions that the row has pages for, throughout a launch."""
     layout = config.target.layout
-    pages = jnp.sum(batch.block_table < layout.num_pages, axis=1)
-    covered = state.num_tokens + num_wanted(config, batch, state) <= pages * layout.page_size
+    return jnp.sum(batch.block_table < layout.num_pages, axis=1) * layout.page_size
+
+
+def runnable(
+    config: DecodeConfig, batch: LaunchInput, state: DecodeState, capacity: Int[Array, " B"]
+) -> Bool[Array, " B"]:
+    """Live, unfinished, and its next K_b + 1 positions have pages. A row without them waits for the host."""
+    covered = state.num_tokens + num_wanted(config, batch, state) <= capacity
     return batch.live & (state.finish == RUNNING) & covered
 
 
@@ -218,7 +225,8 @@ def commit(
     drafted = jnp.minimum(num_tokens - 1, state.num_tokens + jnp.maximum(wanted, 1) - 1)
     # The first draft pass covers a lag of one token; a draft further behind keeps its length until it is caught up.
     in_step = live & (num_drafts > 0) & (state.draft_len >= state.num_tokens - 2)
-    note = lambda counts, now: counts.at[:, state.round].set(jnp.where(live, now, 0))
+    kept_drafts = jnp.minimum(verdict.num_accepted, num_kept)
+    entry = jnp.where(live, jnp.stack([proposal.num_proposed, kept_drafts, num_kept]), 0)
     counts, logprobs = state.output_counts, state.logprobs
     if counts is not None:
         counts = count(counts, jnp.where(keep, emitted, -1))
@@ -233,9 +241,8 @@ def commit(
         draft_len=jnp.where(in_step, jnp.minimum(drafted, config.position_limit), state.draft_len),
         finish=jnp.where(live, finish, state.finish),
         round=state.round + 1,
-        proposed=note(state.proposed, proposal.num_proposed),
-        accepted=note(state.accepted, jnp.minimum(verdict.num_accepted, num_kept)),
-        emitted=note(state.emitted, num_kept),
+        rounds_of=state.rounds_of + (num_kept > 0),
+        log=lax.dynamic_update_index_in_dim(state.log, entry, state.round, axis=2),
         output_counts=counts,
         logprobs=logprobs,
     )

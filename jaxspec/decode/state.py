@@ -14,7 +14,7 @@ from jaxspec.sampling.processors import Processors
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3  # values of DecodeState.finish; ERROR: no id was allowed
 FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", ERROR: "error"}
-MAX_ROUNDS = 32  # static: sizes the result; the number of rounds itself is dynamic
+MAX_ROUNDS = 64  # static: sizes the result; the number of rounds itself is dynamic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,10 @@ class DecodeState:
     are computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
 
     tokens i32[B,M]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B];
-    round i32[]: rounds done in this launch; proposed, accepted, emitted i32[B, MAX_ROUNDS]: in each of them, drafts
-    proposed, drafts committed, tokens committed. output_counts i32[B,V]: how often each id stands in the output, where
-    some row is penalised; logprobs: of the launch's new tokens, where some row wants them.
+    round i32[]: rounds done in this launch; rounds_of i32[B]: those in which the row gained a token; log
+    i32[3, B, MAX_ROUNDS]: in each round, drafts proposed, drafts committed, tokens committed. output_counts i32[B,V]:
+    how often each id stands in the output, where some row is penalised; logprobs: of the launch's new tokens, where
+    some row wants them.
     """
 
     tokens: jax.Array
@@ -86,9 +87,8 @@ class DecodeState:
     draft_len: jax.Array
     finish: jax.Array
     round: jax.Array
-    proposed: jax.Array
-    accepted: jax.Array
-    emitted: jax.Array
+    rounds_of: jax.Array
+    log: jax.Array
     output_counts: jax.Array | None
     logprobs: Logprobs | None
 
@@ -114,8 +114,8 @@ class LaunchInput:
 @dataclasses.dataclass
 class LaunchResult:
     """What one launch brings back, in one transfer. new_tokens i32[B, MAX_ROUNDS*(K+1)], of which num_new i32[B] are
-    real; finish, draft_len, proposed, accepted, emitted as in DecodeState; num_rounds i32[]; logprobs of new_tokens,
-    where asked for."""
+    real; finish, draft_len as in DecodeState; proposed, accepted, emitted i32[B, MAX_ROUNDS]: its log; num_rounds
+    i32[]; logprobs of new_tokens, where asked for."""
 
     new_tokens: jax.Array
     num_new: jax.Array

@@ -29,7 +29,7 @@ from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
 from jaxspec.sampling_params import SamplingParams
 
-FEWER_ROUNDS = MAX_ROUNDS // 2  # of a launch that the host may have to act on before all its rows have ended
+FEWER_ROUNDS = 16  # of a launch that the host may have to act on before all its rows have ended
 SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as if one by one
 NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"

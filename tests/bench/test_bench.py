@@ -14,6 +14,7 @@ from jaxspec import cli
 from jaxspec.bench import measure, options, report
 from jaxspec.bench.clock import Sample
 from jaxspec.bench.hardware import Hardware
+from jaxspec.bench.options import ROUNDS
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import load
@@ -158,11 +159,11 @@ def raw():
 
 
 def test_every_launch_starts_at_the_same_place(raw):
-    """32 rounds of all rows, the same tokens each time: nothing drifts, nothing ends early."""
+    """ROUNDS rounds of all rows, the same tokens each time: nothing drifts, nothing ends early."""
     raw.prefill()()
     launch = raw.launch(K)
     first, again = fetch(launch()), fetch(launch())
-    assert int(first.num_rounds) == 32
+    assert int(first.num_rounds) == ROUNDS
     assert (np.asarray(first.proposed)[:B] == K).all()
     assert (np.asarray(first.emitted)[:B] > 0).all()
     assert not np.asarray(first.emitted)[B:].any()
@@ -170,8 +171,8 @@ def test_every_launch_starts_at_the_same_place(raw):
 
 
 def test_milliseconds_are_those_of_a_round(monkeypatch):
-    """A launch of 32 of them was timed."""
-    monkeypatch.setattr(measure, "measure", lambda call, launches: Sample(64.0, 32.0, 96.0, 16.0))
+    """A launch of ROUNDS of them was timed."""
+    monkeypatch.setattr(measure, "measure", lambda call, launches: Sample(*(ROUNDS * ms for ms in (2.0, 1.0, 3.0, 0.5))))
     assert measure.Point(load(CHOSEN), LIMITS, B, CONTEXT).per_round(None) == Sample(2.0, 1.0, 3.0, 0.5)
 
 

@@ -131,24 +131,28 @@ def test_one_finished_row_ends_the_launch_if_asked_to():
             shared.abort(request)
 
 
+@pytest.fixture(scope="module")
+def roomy():
+    return new_engine("wrong", K, max_model_len=128, num_pages=64)
+
+
 @pytest.mark.parametrize(("asked", "done"), [(1, 1), (3, 3), (32, 32), (1000, MAX_ROUNDS)])
-def test_the_number_of_rounds_is_data(asked, done):
-    shared = engine("wrong", K)
-    requests = start(shared, PROMPTS[1:3], params((50, 50)))
-    launch(shared, requests, 2)  # compiles, where no other test has
-    compiled = shared.programs.num_compiled
-    result, gained = launch(shared, requests, asked)
+def test_the_number_of_rounds_is_data(roomy, asked, done):
+    requests = start(roomy, PROMPTS[1:3], params((90, 90)))
+    launch(roomy, requests, 2)  # compiles, where no other test has
+    compiled = roomy.programs.num_compiled
+    result, gained = launch(roomy, requests, asked)
     assert int(result.num_rounds) == done
     assert gained == [done, done]  # a round of a draft that is always wrong yields one token
-    assert shared.programs.num_compiled == compiled
+    assert roomy.programs.num_compiled == compiled
     for request in requests:
-        shared.abort(request)
+        roomy.abort(request)
 
 
 def test_the_result_has_room_for_all_rounds():
-    """32 rounds of K + 1 tokens fit into one result."""
-    long = new_engine("itself", 1, max_model_len=128, num_pages=32)
-    requests = start(long, PROMPTS[1:3], params((70, 70)))
+    """MAX_ROUNDS rounds of K + 1 tokens fit into one result."""
+    long = new_engine("itself", 1, max_model_len=256, num_pages=64)
+    requests = start(long, PROMPTS[1:3], params((150, 150)))
     result, gained = launch(long, requests, 1000)
-    assert gained == [64, 64]
-    assert result.new_tokens.shape[1] == 64
+    assert gained == [2 * MAX_ROUNDS] * 2
+    assert result.new_tokens.shape[1] == 2 * MAX_ROUNDS

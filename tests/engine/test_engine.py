@@ -53,7 +53,7 @@ def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(m
 
 
 @pytest.mark.parametrize(
-    ("own", "stops", "rounds"), [(None, False, 32), (None, True, 16), (5, True, 5), (20, True, 20)]
+    ("own", "stops", "rounds"), [(None, False, 64), (None, True, 16), (5, True, 5), (20, True, 20)]
 )
 def test_a_launch_is_shorter_where_the_host_may_have_to_act(monkeypatch, own, stops, rounds):
     served = new_engine(rounds_per_launch=own)
