@@ -172,7 +172,9 @@ def test_every_launch_starts_at_the_same_place(raw):
 
 def test_milliseconds_are_those_of_a_round(monkeypatch):
     """A launch of ROUNDS of them was timed."""
-    monkeypatch.setattr(measure, "measure", lambda call, launches: Sample(*(ROUNDS * ms for ms in (2.0, 1.0, 3.0, 0.5))))
+    monkeypatch.setattr(
+        measure, "measure", lambda call, launches: Sample(*(ROUNDS * ms for ms in (2.0, 1.0, 3.0, 0.5)))
+    )
     assert measure.Point(load(CHOSEN), LIMITS, B, CONTEXT).per_round(None) == Sample(2.0, 1.0, 3.0, 0.5)
 
 
