@@ -27,6 +27,7 @@ WHOLE_PROGRAMS, WHOLE_KEYS = 96, 1024  # one split from so many programs on, up 
 BLOCK_BYTES = 1 << 15  # of the keys and values that are read at a time, where more than one such read is under way
 MASKED = -1e30  # the score of a key that is not seen; finite: differences stay 0, not NaN
 LEAST = -5e29  # the largest score before the first key: no real one is below it, and what is masked weighs nothing
+STEPS = 3  # at least, where queries are computed in the first: so the first page ids need not wait for a row's length
 LOG2E = math.log2(math.e)  # scores are to the base of 2
 
 
@@ -128,15 +129,21 @@ def attend_to_pages(
 ):  # fmt: skip
     """The carry of `attend` after keys [begin, end) of a row and a key-value head, (b, head), as far as they are seen.
 
-    query_at i32[rows]: where the queries stand; pages [P * S, 2G, D]; columns: of the head, in parts; whole: these are
-    all keys (see `result`).
+    query: in parts; or a function that gives (query, carry before the first key) in the first step, while the first
+    keys are under way. query_at i32[rows]: where the queries stand; pages [P * S, 2G, D]; columns: of the head, in
+    parts; whole: these are all keys (see `result`).
     """
     (num_slots, _, d), row_pages, (b, head), (begin, end) = pages.shape, block_table.shape[1], place, keys
     last_key = jnp.minimum(query_at, end - 1)  # that a query sees here
     # The time of a program alone on its multiprocessor is its steps'; of several, how many its registers allow.
     start = nothing(query_at.size, columns[0].size, len(columns), (block_keys,) if whole else ())
+    first, num_steps = None, pl.cdiv(jnp.maximum(end - begin, 0), block_keys)
+    if callable(query):
+        first, query = query, [jnp.zeros((query_at.size, c.size), pages.dtype) for c in columns]
+        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # bounds that the compiler sees
 
-    def step(i, carry):
+    def step(i, state):
+        query, carry = state if first is None else lax.cond(i == 0, first, lambda: state)
         key_at = begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = key_at < end
         # To take key 0 for those not used would cost registers, and so a program a multiprocessor.
@@ -151,9 +158,9 @@ def attend_to_pages(
         visible = key_at[None, :] <= last_key[:, None]
         if window is not None:
             visible &= key_at[None, :] > query_at[:, None] - window
-        return attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)
+        return query, attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)
 
-    return lax.fori_loop(0, pl.cdiv(jnp.maximum(end - begin, 0), block_keys), step, start)
+    return lax.fori_loop(0, num_steps, step, (query, start))[1]
 
 
 def result(carry, interpret):

@@ -113,7 +113,6 @@ def test_a_program_that_has_all_keys_has_all_that_is_new(monkeypatch, rows, grou
     monkeypatch.setattr(_device, "shares_much", lambda: True)  # eps tells it from what was traced for other GPUs
     text = lowered_self_attention(rows, (8 * group, 8, 128), row_pages, eps=1e-5)
     assert text.count("xla.gpu.triton") == kernels
-    assert ("prefetch.global.L2" in text) == (kernels == 2)
 
 
 def test_layers_share_what_is_lowered():

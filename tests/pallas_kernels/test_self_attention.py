@@ -42,6 +42,7 @@ CASES = [
     Case(b=1, t=1, h=16, g=1, d=128, n=40, norms=True),  # more parts than are read at a time
     Case(b=3, t=1, h=4, g=2, d=64, n=16, norms=True, window=50),  # few keys: a program has them all, and what is new
     Case(b=3, t=4, h=4, g=2, d=32, n=9, bias=True, soft_cap=5.0),
+    Case(b=3, t=4, h=4, g=2, d=32, n=1, norms=True, window=3),  # hardly a key but the new ones, some out of the window
     Case(b=2, t=1, h=14, g=1, d=128, n=3, norms=True, bias=True),
 ]
 
