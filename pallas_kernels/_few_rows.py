@@ -7,7 +7,8 @@ f32[splits, rows, width], for the next kernel to add up: a product, two sums and
 three or four.
 
 Both ask for the next kernel early (see `_overlap`): a product once its last weights are there, the small one at its
-start. One row is for `_split_product`, many rows and larger matrices are for the compiler (see jaxspec/bench/NOTES.md).
+start. Before it waits for those, a product also asks for the first weights of the one behind. One row is for
+`_split_product`, many rows and larger matrices are for the compiler (see jaxspec/bench/NOTES.md).
 """
 
 import functools
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _device
-from pallas_kernels._overlap import start_next
+from pallas_kernels._overlap import ask_for, start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
 
 MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer are filled up
@@ -30,6 +31,7 @@ UNDER_WAY = 1 << 16  # bytes of weights; more of them slow each other down
 PROGRAMS = 96  # at least, as far as the depth can be split
 ALONE = 132  # programs that have a multiprocessor each; of more, two share one
 SHARED = 218 << 10  # bytes of a multiprocessor
+WARPS = 4
 MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
 
 
@@ -69,11 +71,11 @@ def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]
     return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
 
 
-def product(x, weights, *, gated=None, interpret=False):
+def product(x, weights, *, gated=None, then=None, interpret=False):
     """x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
     gated: (activation, block): the columns are `block` of gate and `block` of up in turn, and the result is
-    activation(gate) * up, [rows, width / 2] in the dtype of x.
+    activation(gate) * up, [rows, width / 2] in the dtype of x. then: the matrix of the product behind, or None.
     """
     (rows, depth), width = x.shape, weights.shape[1]
     columns = num_columns(rows, width, gated=gated is not None)
@@ -84,17 +86,25 @@ def product(x, weights, *, gated=None, interpret=False):
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     deep, stages = reads(rows, depth, columns, math.prod(grid))
+    ahead, asked_for = None, []
+    if then is not None and rows <= MIN_ROWS and not interpret:  # more rows wait for more than weights
+        parts = num_splits(then.shape[0], then.shape[1] // COLUMNS)
+        ahead, asked_for = (then.size * then.dtype.itemsize, parts, math.prod(grid)), [then]
+    whole = lambda shape: pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
     return pl.pallas_call(
-        functools.partial(_product, gated=gated, columns=columns, deep=deep, interpret=interpret),
+        functools.partial(_product, gated=gated, columns=columns, deep=deep, ahead=ahead, interpret=interpret),
         grid=grid,
+        in_specs=[whole(x.shape), whole(weights.shape), *(whole((1, 1)) for _ in asked_for)],
+        out_specs=whole(out.shape),
         out_shape=out,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=interpret,
         name="product",
-    )(x, weights)
+    )(x, weights, *asked_for)
 
 
-def _product(x, weights, out, *, gated, columns, deep, interpret):
+def _product(x, weights, *refs, gated, columns, deep, ahead, interpret):
+    *asked_for, out = refs
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
@@ -107,7 +117,12 @@ def _product(x, weights, out, *, gated, columns, deep, interpret):
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
 
-    def step(i, sums):
+    def step(i, carry):
+        sums, asked = carry
+        if ahead is not None:
+            size, parts, programs = ahead
+            place = {"program": program * pl.num_programs(1) + part, "programs": programs, "warps": WARPS}
+            asked += ask_for(asked_for[0], size, parts, **place, now=i == share // deep - 1)
         at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
         read = plgpu.load(weights.at[at[:, None], column[None, :]])
 
@@ -116,10 +131,12 @@ def _product(x, weights, out, *, gated, columns, deep, interpret):
             some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
             return plgpu.dot(read, some, trans_a=True, trans_b=True)
 
-        return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True))
+        return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True)), asked
 
     nothing = tuple(jnp.zeros((columns, row.size), jnp.float32) for row, _ in tiles)
-    *others, last = lax.fori_loop(0, share // deep, step, nothing)
+    (*others, last), asked = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
+    if ahead is not None:
+        last += asked.astype(jnp.float32)
     for (row, _), result in zip(tiles, (*others, start_next(last, interpret)), strict=True):
         to: tuple = (part, row[None, :], column[:, None])
         if gated is not None:

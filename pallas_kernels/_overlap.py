@@ -1,4 +1,4 @@
-"""On GPU: a kernel that lets the next one be put in place while it is still at work.
+"""On GPU: a kernel that lets the next one be put in place, or asks for what that one reads, while it is still at work.
 
 Starting a kernel takes a microsecond, which is much where the kernel takes five. From Hopper on, the next one may start
 as soon as all programs of the one in front have asked for it (programmatic dependent launch). XLA begins every kernel
@@ -28,3 +28,31 @@ def start_next(numbers: jax.Array, interpret: bool) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(numbers.shape or (1,), numbers.dtype)],
     )
     return same if numbers.shape else jnp.sum(same)
+
+
+def ask_for(matrix, size: int, parts: int, *, program, programs: int, warps: int, now) -> jax.Array:
+    """0, once each thread of a kernel, where now bool[], has asked two lines of memory into the L2 cache.
+
+    matrix: a reference to its first number. size: of the matrix, in bytes. parts: into which its product splits the
+    depth; all threads of all programs together ask for the first rows of each, which are read first.
+    """
+    part, threads = size // parts, 32 * warps
+    share = programs * threads // parts  # threads for a part
+    code = (
+        "{ .reg .pred now; .reg .b32 thread, part; .reg .b64 at;",
+        f"mov.u32 thread, %tid.x; mad.lo.s32 thread, $2, {threads}, thread;",
+        f"div.s32 part, thread, {share}; min.s32 part, part, {parts - 1};",
+        f"mad.lo.s32 thread, part, -{share}, thread; setp.lt.s32 now, thread, {part // 256};",
+        f"mad.wide.s32 at, part, {part}, $1; mad.wide.s32 at, thread, 256, at;",
+        "setp.ne.and.s32 now, $3, 0, now;",
+        "@now prefetch.global.L2 [at]; @now prefetch.global.L2 [at + 128];",
+        "mov.b32 $0, 0; }",
+    )
+    (zero,) = plgpu.elementwise_inline_asm(
+        "\n".join(code),
+        args=[matrix, *(jnp.full((1, 1), number, jnp.int32) for number in (program, now))],
+        constraints="=r,l,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1, 1), jnp.int32)],
+    )
+    return jnp.sum(zero)

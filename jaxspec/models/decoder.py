@@ -65,8 +65,8 @@ class Layer(nnx.Module):
         self.gate_up = weight(c.width, 2 * c.mlp_width)
         self.down = weight(c.mlp_width, c.width)
 
-    def __call__(self, x, normed, pages, rows: Rows, ropes, backend: Backend, next_norm=None):
-        """x [B,T,E] -> (x, the same normed by next_norm or None, pages). normed: x by this layer's norm, or None."""
+    def __call__(self, x, normed, pages, rows: Rows, ropes, backend: Backend, next_layer: Layer | None = None):
+        """x [B,T,E] -> (x, the same normed for next_layer or None, pages). normed: x by this layer's norm, or None."""
         c = self.config
         mixed, pages = self.attention(x, normed, pages, rows, ropes, backend)
         post: dict[str, Any] = {}
@@ -75,8 +75,9 @@ class Layer(nnx.Module):
             post = {name: getattr(self, name)[...] for name in names}
         weights: dict[str, Any] = {"out": self.out[...], "gate_up": self.gate_up[...], "down": self.down[...]}
         options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"]}
-        norms = {"norm": self.mlp_norm[...], "next_norm": next_norm}
-        x, normed = feed_forward(x, mixed, **norms, **weights, **post, **options, **backend.dense)
+        if next_layer is not None:
+            weights |= {"next_norm": next_layer.input_norm[...], "next_qkv": next_layer.qkv[...]}
+        x, normed = feed_forward(x, mixed, norm=self.mlp_norm[...], **weights, **post, **options, **backend.dense)
         return x, normed, pages
 
     def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend):
@@ -140,12 +141,12 @@ class Decoder(nnx.Module):
         if c.embed_width:
             x = product(x, self.embed_in[...]).astype(x.dtype)
         ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
-        next_norms = [*[layer.input_norm[...] for layer in self.layers][1:], None]
+        next_layers = [*list(self.layers)[1:], None]
         normed, new_pages, tapped = None, [], []
-        for i, (layer, layer_pages, next_norm) in enumerate(zip(self.layers, pages, next_norms, strict=True)):
+        for i, (layer, layer_pages, next_layer) in enumerate(zip(self.layers, pages, next_layers, strict=True)):
             if i in taps:
                 tapped.append(x)
-            x, normed, layer_pages = layer(x, normed, layer_pages, rows, ropes, backend, next_norm)
+            x, normed, layer_pages = layer(x, normed, layer_pages, rows, ropes, backend, next_layer)
             new_pages.append(layer_pages)
         return x, tuple(new_pages), tuple(tapped)
 

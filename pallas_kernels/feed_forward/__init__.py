@@ -15,6 +15,7 @@ def feed_forward(
     post_attention_norm: jax.Array | None = None,
     post_mlp_norm: jax.Array | None = None,
     next_norm: jax.Array | None = None,
+    next_qkv: jax.Array | None = None,
     activation: str = "silu",
     block: int,
     implementation: str | None = None,
@@ -30,6 +31,7 @@ def feed_forward(
       eps: of all norms.
       post_attention_norm, post_mlp_norm: f32[E], scales of RMSNorms of what is added to x; None for none.
       next_norm: f32[E], scale of the RMSNorm that the next op begins with, if it does.
+      next_qkv: [E, ...], the matrix that the next op reads first, if it does: a kernel may ask for it ahead.
       activation: "silu" or "gelu_tanh".
       block: divides F.
       implementation: None (the best known on the platform for these shapes), "reference" (plain jnp) or "pallas".
@@ -51,6 +53,6 @@ def feed_forward(
     if f % block:
         raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
     fits = lambda gpu: gpu.fits(x)
-    arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm)
+    arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv)
     options = {"eps": eps, "activation": activation, "block": block}
     return run("feed_forward", implementation, platform, *arrays, fits=fits, **options)

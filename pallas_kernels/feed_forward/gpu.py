@@ -25,7 +25,7 @@ def fits(x) -> bool:
 
 
 def feed_forward(
-    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, *,
+    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv=None, *,
     eps, activation, block, interpret=False,
 ):  # fmt: skip
     rows, matrices = num_rows(x), (out, gate_up, down)
@@ -44,13 +44,13 @@ def feed_forward(
         return done["out"].reshape(x.shape), None
     if plain and _few_rows.covers(rows, *matrices, interpret=interpret):
         product = functools.partial(_few_rows.product, interpret=interpret)
-        parts = product(mixed.reshape(rows, -1), out)
+        parts = product(mixed.reshape(rows, -1), out, then=gate_up)
         flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, interpret=interpret)
-        parts = product(product(normed, gate_up, gated=(activation, block)), down)
+        parts = product(product(normed, gate_up, gated=(activation, block), then=down), down, then=next_qkv)
         if next_norm is None:
             return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
         flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, interpret=interpret)
         return flat.reshape(x.shape), normed.reshape(x.shape)
-    arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm
+    arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
     options = {"eps": eps, "activation": activation, "block": block, "linear": _one_row.linear}
     return reference.feed_forward(*arrays, **options)

@@ -26,7 +26,7 @@ def whole(product, platform):
 
 
 def feed_forward(
-    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, *,
+    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv=None, *,
     eps, activation, block, platform=None, linear=linear,
 ):  # fmt: skip
     mixed = linear(out, mixed)

@@ -77,6 +77,17 @@ def test_feed_forward(monkeypatch, rows, hopper, kernels, activation):
     assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("xla.gpu.triton") == kernels
 
 
+@pytest.mark.parametrize(("rows", "asking"), [(1, 0), (2, 3), (16, 3), (17, 0)])
+def test_products_of_some_rows_ask_for_the_weights_behind(monkeypatch, rows, asking):
+    monkeypatch.setattr(_device, "shares_much", lambda: True)
+    row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
+    shapes = row(1, rows, 1024), row(1, rows, 2048), row(2048, 1024), row(1024, 6144), row(3072, 1024)
+    options = {"eps": 1e-4, "block": 128, **GPU}
+    both = lambda *a: feed_forward(*a[:-1], norm=a[-1], next_norm=a[-1], next_qkv=a[3], **options)
+    # Two lines a thread, in each of the kernels out, gate_up and down.
+    assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("prefetch.global.L2") == 2 * asking
+
+
 def lowered_self_attention(rows, heads, row_pages=64, eps=1e-6):
     (b, t), (h, g, d) = rows, heads
     f32 = lambda *dims: shape(*dims, dtype=jnp.float32)
