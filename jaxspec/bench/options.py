@@ -18,6 +18,7 @@ STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
 ROUNDS = 64  # of a launch, as the engine's own are in generate
 STEPS = 1  # timed steps of the engine between two starts at the given context
+FIRST_ROUNDS = 4  # of the untimed step before them
 
 
 def launch_tokens(k: int) -> int:
@@ -27,7 +28,7 @@ def launch_tokens(k: int) -> int:
 
 def engine_tokens(k: int) -> int:
     """Output that the timed steps and the one before them may give; a row that ended would distort them."""
-    return (STEPS + 1) * ROUNDS * (k + 1) + 1
+    return (FIRST_ROUNDS + STEPS * ROUNDS) * (k + 1) + 1
 
 
 @dataclasses.dataclass(frozen=True)
