@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from jaxspec.bench.clock import Sample, summary
-from jaxspec.bench.options import STEPS, engine_tokens
+from jaxspec.bench.options import FIRST_ROUNDS, STEPS, engine_tokens
 from jaxspec.bench.setup import Setup
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import Engine
@@ -67,12 +67,12 @@ def race(
 
 
 def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams) -> None:
-    """Every runner starts all prompts (admission, prefill and a first launch, not timed), then takes STEPS turns."""
+    """Every runner starts all prompts (admission, prefill and a first, short launch, not timed), then takes STEPS turns."""
     started: list[list[Request]] = []
     for runner in runners:
         started.append([runner.engine.add(prompt, params) for prompt in prompts])
         while any(not request.output for request in started[-1]):
-            runner.engine.step()
+            runner.engine.step(FIRST_ROUNDS)
     for _ in range(STEPS):
         for runner, requests in zip(runners, started, strict=True):
             timed_step(runner, requests)
