@@ -67,7 +67,7 @@ def race(
 
 
 def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams) -> None:
-    """Every runner starts all prompts (admission, prefill and a first, short launch, not timed), then takes STEPS turns."""
+    """Every runner starts all prompts (admission, prefill and a short launch, not timed), then takes STEPS turns."""
     started: list[list[Request]] = []
     for runner in runners:
         started.append([runner.engine.add(prompt, params) for prompt in prompts])
