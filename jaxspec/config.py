@@ -15,6 +15,7 @@ LOOKUP = {"ngram": (2, 4), "ngram+draft_model": (4, 6)}
 REJECTION_METHODS = ("standard", "coupled", "synthetic")
 LATER_REJECTION_METHODS = ("block", "typical")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of rounds itself is dynamic
 
 
 @options
@@ -181,8 +182,8 @@ class EngineConfig:
         for name in ("max_model_len", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
-        if self.rounds_per_launch is not None and not 1 <= self.rounds_per_launch <= 64:
-            raise ValueError(f"rounds_per_launch={self.rounds_per_launch} must lie in 1..64")
+        if self.rounds_per_launch is not None and not 1 <= self.rounds_per_launch <= MAX_ROUNDS:
+            raise ValueError(f"rounds_per_launch={self.rounds_per_launch} must lie in 1..{MAX_ROUNDS}")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ValueError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
         if self.prefill_chunk < 16 or self.prefill_chunk & (self.prefill_chunk - 1):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.bench import presets
-from jaxspec.config import DTYPES, SpeculativeConfig, one_of
+from jaxspec.config import DTYPES, MAX_ROUNDS, SpeculativeConfig, one_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.sampling_params import SamplingParams
 
@@ -16,9 +16,8 @@ MODEL_STAGES = ("target", "draft", "round", "propose", "score", "verify", "prefi
 ENGINE_STAGES = ("plain", "speculative", "adaptive")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
-ROUNDS = 64  # of a launch, as the engine's own are in generate
-STEPS = 1  # timed steps of the engine between two starts at the given context
-FIRST_ROUNDS = 4  # of the untimed step before them
+ROUNDS = MAX_ROUNDS  # of a launch, as the engine's own are in generate
+FIRST_ROUNDS = 4  # of the untimed step before each timed one of the engine
 
 
 def launch_tokens(k: int) -> int:
@@ -27,8 +26,8 @@ def launch_tokens(k: int) -> int:
 
 
 def engine_tokens(k: int) -> int:
-    """Output that the timed steps and the one before them may give; a row that ended would distort them."""
-    return (FIRST_ROUNDS + STEPS * ROUNDS) * (k + 1) + 1
+    """Output that a timed step and the one before it may give; a row that ended would distort it."""
+    return (FIRST_ROUNDS + ROUNDS) * (k + 1) + 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from jaxspec.bench.clock import Sample, summary
-from jaxspec.bench.options import FIRST_ROUNDS, STEPS, engine_tokens
+from jaxspec.bench.options import FIRST_ROUNDS, engine_tokens
 from jaxspec.bench.setup import Setup
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import Engine
@@ -50,7 +50,7 @@ def race(
     context: int,
     launches: int,
 ) -> dict[str, Runner]:
-    """Decodes batch_size prompts of `context` tokens every way, at least `launches` timed steps each, interleaved so
+    """Decodes batch_size prompts of `context` tokens every way, `launches` timed steps each, interleaved so
     that what disturbs the machine disturbs all. Prefill and compiling are not timed. The first heat warms up."""
     max_tokens = engine_tokens(max(setup.options.ks))  # alike for all ways, plain too, so that their shapes are
     max_len = context + max_tokens
@@ -61,21 +61,20 @@ def race(
     heat(list(runners.values()), prompts, params)
     for name, engine in engines.items():
         runners[name] = Runner(engine)
-    for _ in range(-(-launches // STEPS)):
+    for _ in range(launches):
         heat(list(runners.values()), prompts, params)
     return runners
 
 
 def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams) -> None:
-    """Every runner starts all prompts (admission, prefill and a short launch, not timed), then takes STEPS turns."""
+    """Every runner starts all prompts (admission, prefill and a short launch, not timed), then takes a step."""
     started: list[list[Request]] = []
     for runner in runners:
         started.append([runner.engine.add(prompt, params) for prompt in prompts])
         while any(not request.output for request in started[-1]):
             runner.engine.step(FIRST_ROUNDS)
-    for _ in range(STEPS):
-        for runner, requests in zip(runners, started, strict=True):
-            timed_step(runner, requests)
+    for runner, requests in zip(runners, started, strict=True):
+        timed_step(runner, requests)
     for runner, requests in zip(runners, started, strict=True):
         for request in requests:
             if request.finish_reason is not None:

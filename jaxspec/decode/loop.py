@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.config import MAX_ROUNDS
 from jaxspec.decode.round import Params, capacity, round, runnable
-from jaxspec.decode.state import MAX_ROUNDS, RUNNING, DecodeConfig, DecodeState, LaunchInput, LaunchResult
+from jaxspec.decode.state import RUNNING, DecodeConfig, DecodeState, LaunchInput, LaunchResult
 from jaxspec.sampling import logprobs, processors
 
 PATIENCE = 2.0  # rounds that a launch may fall behind before it is given up
@@ -26,8 +27,8 @@ def launch(
     worth: jax.Array,
 ) -> tuple[PagedKVCache, LaunchResult]:
     """Runs rounds until num_rounds i32[] (at most MAX_ROUNDS) are done, no row can run any more, where stop_on_finish
-    bool[] asks for it a row has finished, or the rows gain less than worth f32[], a finite number of tokens a round:
-    what plain decoding would have made in the same time, so that the host may choose another K."""
+    bool[] asks for it a row has finished, or the rows gain less than worth f32[] tokens a round: what plain decoding
+    would have made in the same time, so that the host may choose another K."""
     vocab_size = config.target.config.vocab_size
     # Dense tables are made once a launch, outside the loop.
     tables = None
@@ -57,6 +58,7 @@ def launch(
 
 def losing(batch: LaunchInput, state: DecodeState, worth: jax.Array) -> jax.Array:
     """Whether the rows are more than PATIENCE rounds behind what their rounds were worth."""
+    worth = jnp.minimum(worth, 1e30)  # infinity times no round would be no number
     gained = state.num_tokens - batch.num_tokens
     return jnp.sum(worth * (state.rounds_of - PATIENCE * batch.live) - gained) > 0
 

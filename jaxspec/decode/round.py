@@ -38,11 +38,10 @@ def capacity(config: DecodeConfig, batch: LaunchInput) -> Int[Array, " B"]:
     return jnp.sum(batch.block_table < layout.num_pages, axis=1) * layout.page_size
 
 
-def runnable(
-    config: DecodeConfig, batch: LaunchInput, state: DecodeState, capacity: Int[Array, " B"]
-) -> Bool[Array, " B"]:
-    """Live, unfinished, and its next K_b + 1 positions have pages. A row without them waits for the host."""
-    covered = state.num_tokens + num_wanted(config, batch, state) <= capacity
+def runnable(config: DecodeConfig, batch: LaunchInput, state: DecodeState, room: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """Live, unfinished, and its next K_b + 1 positions have pages (room: its `capacity`). A row without them waits for
+    the host."""
+    covered = state.num_tokens + num_wanted(config, batch, state) <= room
     return batch.live & (state.finish == RUNNING) & covered
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 
+from jaxspec.config import MAX_ROUNDS
 from jaxspec.drafters.base import Drafter
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.distribution import SamplingRows
@@ -14,7 +15,6 @@ from jaxspec.sampling.processors import Processors
 
 RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3  # values of DecodeState.finish; ERROR: no id was allowed
 FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", ERROR: "error"}
-MAX_ROUNDS = 64  # static: sizes the result; the number of rounds itself is dynamic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,10 @@ class DecodeState:
     are computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
 
     tokens i32[B,M]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B];
-    round i32[]: rounds done in this launch; rounds_of i32[B]: those in which the row gained a token; log
-    i32[3, B, MAX_ROUNDS]: in each round, drafts proposed, drafts committed, tokens committed. output_counts i32[B,V]:
-    how often each id stands in the output, where some row is penalised; logprobs: of the launch's new tokens, where
-    some row wants them.
+    round i32[]: rounds done in this launch; rounds_of i32[B]: those in which the row gained a token, not summed up from
+    the log each time; log i32[3, B, MAX_ROUNDS]: in each round, drafts proposed, drafts committed, tokens committed.
+    output_counts i32[B,V]: how often each id stands in the output, where some row is penalised; logprobs: of the
+    launch's new tokens, where some row wants them.
     """
 
     tokens: jax.Array

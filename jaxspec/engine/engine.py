@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.cache.pages import PagedKVCache, allocate
-from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
 from jaxspec.decode.packing import Packed
 from jaxspec.decode.programs import Programs, Variants
-from jaxspec.decode.state import FINISH_REASONS, MAX_ROUNDS, DecodeConfig, LaunchResult
+from jaxspec.decode.state import FINISH_REASONS, DecodeConfig, LaunchResult
 from jaxspec.engine import batch, setup
 from jaxspec.engine.account import counters, stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Acceptance, Controller

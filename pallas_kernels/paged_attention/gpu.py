@@ -135,7 +135,7 @@ def attend_to_pages(
     """
     (num_slots, _, d), row_pages, (b, head), (begin, end) = pages.shape, block_table.shape[1], place, keys
     last_key = jnp.minimum(query_at, end - 1)  # that a query sees here
-    # The time of a program alone on its multiprocessor is its steps'; of several, how many its registers allow.
+    # A program that has all keys is alone on its multiprocessor: it has registers to spare.
     start = nothing(query_at.size, columns[0].size, len(columns), (block_keys,) if whole else ())
     first, num_steps = None, pl.cdiv(jnp.maximum(end - begin, 0), block_keys)
     if callable(query):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.decode.state import MAX_ROUNDS
+from jaxspec.config import MAX_ROUNDS
 from jaxspec.engine.engine import Engine, fetch
 from jaxspec.engine.request import Request
 from tests.lively import OPTIONS, PROMPTS, engine, new_engine, params, plain, texts
