@@ -10,14 +10,14 @@ import jax
 # op -> platform -> the form that `implementation=None` means.
 # On TPU the two integer ops are a few vector operations that XLA fuses with their neighbours; a kernel of their own
 # only adds a launch. On GPU it is the same (H200: merge and slots 4 us fused, 6 to 7 as kernels; kv_write 5 us for up
-# to 80 tokens, 4 to 15 as a kernel).
+# to 80 tokens, 4 to 15 as a kernel). On CPU the products of a layer are all there is to choose.
 DEFAULTS = {
     "merge_tokens": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "slot_mapping": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "kv_write": {"cpu": "reference", "gpu": "reference", "tpu": "pallas"},
     "paged_attention": {"cpu": "reference", "gpu": "pallas", "tpu": "pallas"},
-    "feed_forward": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
-    "self_attention": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
+    "feed_forward": {"cpu": "streamed", "gpu": "pallas", "tpu": "reference"},
+    "self_attention": {"cpu": "streamed", "gpu": "pallas", "tpu": "reference"},
 }
 GPU_ONLY = ("feed_forward", "self_attention")  # and on CPU interpreted
 COMPOSED = ("feed_forward", "self_attention")  # whose plain form has parts, and wants the platform for them
@@ -36,11 +36,12 @@ def run(op: str, implementation: str | None, platform: str | None, *args: Any, *
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     if platform not in PLATFORMS:
         raise ValueError(f"{op}: platform {platform!r} is not one of {PLATFORMS}; pass platform= to choose one")
-    chosen = DEFAULTS[op][platform] if implementation is None else implementation
-    if chosen not in IMPLEMENTATIONS:
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"{op}: implementation {implementation!r} is not one of {(None, *IMPLEMENTATIONS)}")
-    plain = functools.partial(call, op, "reference", **({"platform": platform} if op in COMPOSED else {}))
-    if chosen == "reference":
+    chosen = DEFAULTS[op][platform] if implementation is None else implementation
+    composed = {"platform": platform} if op in COMPOSED else {}
+    plain = functools.partial(call, op, "cpu" if chosen == "streamed" else "reference", **composed)
+    if chosen != "pallas":
         return plain(*args, **options)
     if op in GPU_ONLY and platform == "tpu":
         raise NotImplementedError(f"{op} has no TPU kernel: pass implementation='reference'")

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _device
-from pallas_kernels._overlap import ask_for, start_next
+from pallas_kernels._overlap import WARPS, ask_for, start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
 
 MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer are filled up
@@ -31,7 +31,6 @@ UNDER_WAY = 1 << 16  # bytes of weights; more of them slow each other down
 PROGRAMS = 96  # at least, as far as the depth can be split
 ALONE = 132  # programs that have a multiprocessor each; of more, two share one
 SHARED = 218 << 10  # bytes of a multiprocessor
-WARPS = 4
 MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
 
 
@@ -71,6 +70,19 @@ def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]
     return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
 
 
+def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
+    """Of an array that every program sees alike, from its first number on."""
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+
+def what_to_ask_for(then, rows: int, grid: tuple[int, int], interpret: bool):
+    """([the matrix that `product` reads after this kernel], what `ask_for` is to know), or ([], None)."""
+    if then is None or rows > MIN_ROWS or interpret:  # more rows wait for more than weights
+        return [], None
+    parts = num_splits(then.shape[0], then.shape[1] // COLUMNS)
+    return [then], {"size": then.size * then.dtype.itemsize, "parts": parts, "programs": math.prod(grid)}
+
+
 def product(x, weights, *, gated=None, then=None, interpret=False):
     """x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
@@ -86,11 +98,7 @@ def product(x, weights, *, gated=None, then=None, interpret=False):
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     deep, stages = reads(rows, depth, columns, math.prod(grid))
-    ahead, asked_for = None, []
-    if then is not None and rows <= MIN_ROWS and not interpret:  # more rows wait for more than weights
-        parts = num_splits(then.shape[0], then.shape[1] // COLUMNS)
-        ahead, asked_for = (then.size * then.dtype.itemsize, parts, math.prod(grid)), [then]
-    whole = lambda shape: pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+    asked_for, ahead = what_to_ask_for(then, rows, grid, interpret)
     return pl.pallas_call(
         functools.partial(_product, gated=gated, columns=columns, deep=deep, ahead=ahead, interpret=interpret),
         grid=grid,
@@ -120,9 +128,7 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, interpret):
     def step(i, carry):
         sums, asked = carry
         if ahead is not None:
-            size, parts, programs = ahead
-            place = {"program": program * pl.num_programs(1) + part, "programs": programs, "warps": WARPS}
-            asked += ask_for(asked_for[0], size, parts, **place, now=i == share // deep - 1)
+            asked += ask_for(*asked_for, **ahead, now=i == share // deep - 1)
         at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
         read = plgpu.load(weights.at[at[:, None], column[None, :]])
 

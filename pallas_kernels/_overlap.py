@@ -9,6 +9,7 @@ jaxspec/bench/NOTES.md).
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _device
@@ -30,13 +31,17 @@ def start_next(numbers: jax.Array, interpret: bool) -> jax.Array:
     return same if numbers.shape else jnp.sum(same)
 
 
-def ask_for(matrix, size: int, parts: int, *, program, programs: int, warps: int, now) -> jax.Array:
+WARPS = 4  # of the kernels that ask for what is read after them
+
+
+def ask_for(matrix, *, size: int, parts: int, programs: int, now) -> jax.Array:
     """0, once each thread of a kernel, where now bool[], has asked two lines of memory into the L2 cache.
 
     matrix: a reference to its first number. size: of the matrix, in bytes. parts: into which its product splits the
-    depth; all threads of all programs together ask for the first rows of each, which are read first.
+    depth; all threads of all programs together ask for the first rows of each, which are read first. programs: of the
+    kernel's grid, which has two axes.
     """
-    part, threads = size // parts, 32 * warps
+    part, threads, program = size // parts, 32 * WARPS, pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
     share = programs * threads // parts  # threads for a part
     code = (
         "{ .reg .pred now; .reg .b32 thread, part; .reg .b64 at;",

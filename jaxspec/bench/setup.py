@@ -16,6 +16,8 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.models.decoder import abstract_params, random_params
+from jaxspec.models.layers import Backend
+from jaxspec.models.storage import stored_for
 from jaxspec.parallel.mesh import make_mesh
 
 
@@ -114,7 +116,9 @@ def load(options: Options) -> Setup:
                 options.check_context(name, model.config)
     target, draft = models
     assert target is not None
-    return Setup(options, platform, dtype, mesh, target, draft, tokenizer, Programs(mesh))
+    backend = Backend(platform, mesh, options.kernels)
+    stored = lambda model: Model(model.config, stored_for(backend, model.params))
+    return Setup(options, platform, dtype, mesh, stored(target), draft and stored(draft), tokenizer, Programs(mesh))
 
 
 def check_weights_fit(name: str, config: Any, dtype: Any, mesh: Any) -> None:

@@ -20,9 +20,16 @@ from jaxspec.parallel.mesh import sharding
 
 WORTH_COMPILING = 16  # launches
 
-# Platform -> options of its compiler. One-row products on CPU are loops of the compiler's own, and shorten a plain step
-# by 6 to 10 % where registers hold 512 bits.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
+# Platform -> options of its compiler. On CPU, products over a few rows are loops of the compiler's own: faster where
+# registers hold 512 bits, and where sums may be reordered (see pallas_kernels/_streamed.py). What else the compiler
+# calls fast mathematics stays off.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "xla_cpu_prefer_vector_width": 512,
+        "xla_cpu_enable_fast_math": True,
+        **{f"xla_cpu_fast_math_honor_{what}": True for what in ("nans", "infs", "division", "functions")},
+    }
+}
 
 # Name -> function(config, params, cache, *arrays) -> (cache, the rest).
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import time
@@ -26,6 +27,8 @@ from jaxspec.engine.adaptive import PROBE_ROUNDS, Acceptance, Controller
 from jaxspec.engine.request import Request, TokenLogprobs
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
+from jaxspec.models.decoder import Params
+from jaxspec.models.storage import stored_for
 from jaxspec.outputs import SpecDecodeMetrics, Timing
 from jaxspec.sampling_params import SamplingParams
 
@@ -61,7 +64,9 @@ class Engine:
         models = {"target": target} | ({"draft": draft} if draft else {})
         paged = setup.paged_models(models, config, speculative, mesh, platform)
         self.max_model_len, self.vocab_size = paged["target"].max_model_len, target.config.vocab_size
-        self.params = {name: model.params for name, model in models.items()}
+        self.backend, self.params = paged["target"].backend, dict[str, Params]()
+        for name, model in models.items():
+            self.use(name, model.params)
         self.layouts = [model.layout for model in paged.values()]
         self.page_size, self.num_pages = self.layouts[0].page_size, self.layouts[0].num_pages
         self.cache = self.empty_cache()
@@ -144,6 +149,10 @@ class Engine:
             sample.samples = samples
             self.scheduler.add(sample)
         return samples[0]
+
+    def use(self, name: str, params: Params) -> None:
+        """The model `name`, "target" or "draft", has these parameters from now on."""
+        self.params[name] = stored_for(self.backend, copy.copy(params))
 
     def check(self, prompt: Sequence[int], params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -> None:
         """Raises ValueError for a prompt or a request that cannot be served."""

@@ -27,6 +27,7 @@ from jaxspec.models.layers import (
     rotary_tables,
 )
 from jaxspec.parallel.mesh import param_sharding, sharding
+from pallas_kernels._streamed import linear
 from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.feed_forward.reference import rms_norm
 
@@ -82,7 +83,7 @@ class Layer(nnx.Module):
 
     def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend):
         c = self.config
-        weights = {"norm": self.input_norm[...], "qkv": self.qkv[...]}
+        weights = {"norm": self.input_norm[...], "qkv": self.qkv[...], "next_out": self.out[...]}
         if c.qkv_bias:
             weights["bias"] = self.qkv_bias[...]
         if c.qk_norm:
@@ -139,7 +140,7 @@ class Decoder(nnx.Module):
             x = jnp.take(table, tokens, axis=0, mode="clip")
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
         if c.embed_width:
-            x = product(x, self.embed_in[...]).astype(x.dtype)
+            x = product(x, self.embed_in[...], backend).astype(x.dtype)
         ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
         next_layers = [*list(self.layers)[1:], None]
         normed, new_pages, tapped = None, [], []
@@ -153,9 +154,10 @@ class Decoder(nnx.Module):
     def logits(self, hidden, backend: Backend):
         """hidden [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own R ids."""
         c, x = self.config, rms_norm(self.norm[...], hidden, self.config.norm_eps)
-        parts = [product(x, self.embed[...], 1) if c.tied else product(x, self.head[...])]
+        parts = [product(x, self.embed[...], backend, 1) if c.tied else product(x, self.head[...], backend)]
         if c.rare_vocab_size:
-            parts.append(product(product(x, self.rare_in[...]).astype(x.dtype), self.rare_head[...]))
+            few = product(x, self.rare_in[...], backend).astype(x.dtype)
+            parts.append(product(few, self.rare_head[...], backend))
         if backend.mesh is not None and backend.mesh.size > 1:
             parts = [gathered(logits, backend.mesh) for logits in parts]
         logits = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
@@ -164,8 +166,10 @@ class Decoder(nnx.Module):
         return logits
 
 
-def product(x: jax.Array, weights: jax.Array, axis: int = 0) -> jax.Array:
+def product(x: jax.Array, weights: jax.Array, backend: Backend, axis: int = 0) -> jax.Array:
     """x [..., E] with weights that have E as their axis `axis`, in float32."""
+    if backend.streams and x.dtype == jnp.float32:
+        return linear(weights.T if axis else weights, x)
     return lax.dot_general(
         x,
         weights,
@@ -229,7 +233,8 @@ def weight_bytes(config: ModelConfig, params: Params, *, logits: bool = True) ->
     """Read by one pass. Of an embedding table that is not the head, a pass reads single rows only; without logits
     (prefill) it reads neither head nor table."""
     unread = HEAD if not logits else () if config.tied else ("embed",)
-    return sum(w.nbytes for name, w in params.items() if name not in unread)
+    shapes = jax.eval_shape(dict, params)  # not the arrays, which may have to be turned to be seen
+    return sum(w.size * w.dtype.itemsize for name, w in shapes.items() if name not in unread)
 
 
 def random_params(

@@ -34,16 +34,24 @@ class Backend:
         return {"platform": self.platform, "implementation": self.implementation}
 
     @property
+    def alone(self) -> bool:
+        return self.mesh is None or self.mesh.size == 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether products stream matrices that lie output-first (see `jaxspec.models.storage`)."""
+        return self.platform == "cpu" and self.implementation is None and self.alone
+
+    @property
     def fused(self) -> dict[str, Any]:
         """The same for the fused ops, which have kernels on GPU only, and there for some shapes only."""
-        plain = self.platform != "gpu" or self.implementation == "reference"
-        return {"platform": self.platform, "implementation": "reference" if plain else None}
+        best = self.streams or (self.platform == "gpu" and self.implementation != "reference")
+        return {"platform": self.platform, "implementation": None if best else "reference"}
 
     @property
     def dense(self) -> dict[str, Any]:
         """The same for products outside `per_shard`, which the compiler cuts where there are several devices."""
-        alone = self.mesh is None or self.mesh.size == 1
-        return self.fused if alone else {"platform": self.platform, "implementation": "reference"}
+        return self.fused if self.alone else {"platform": self.platform, "implementation": "reference"}
 
 
 @jax.tree_util.register_dataclass
@@ -87,7 +95,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """The first half of a layer on every device's heads: `self_attention` of x [B,T,E] -> ([B,T,H*D], pages).
 
-    weights: norm and qkv, and where the family has them bias, q_norm, k_norm; normed where x is normed already.
+    weights: norm and qkv, and where the family has them bias, q_norm, k_norm; normed where x is normed already;
+    next_out, the matrix of the product behind.
     """
 
     def shard(x, weights, pages, slots, block_table, kv_len, tables):
@@ -96,7 +105,7 @@ def attend(
         return self_attention(x, **weights, **arrays, **options, **backend.fused)
 
     heads = P(None, None, MODEL_AXES)
-    split = {"qkv": P(None, MODEL_AXES), "bias": P(MODEL_AXES)}
+    split = {"qkv": P(None, MODEL_AXES), "bias": P(MODEL_AXES), "next_out": P(MODEL_AXES)}
     specs = {name: split.get(name, P()) for name in weights}
     run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P(), P(), P()), (heads, PAGES_SPEC))
     return run(x, weights, pages, rows.slots, rows.block_table, rows.kv_len, tables)

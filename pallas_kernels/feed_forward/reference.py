@@ -6,11 +6,7 @@ from jax import lax
 
 
 def linear(weights, x):
-    """x [..., I] times weights [I, O] -> [..., O], in full precision where the numbers are float32.
-
-    Weights are stored input-first: on CPU that form streams them fastest once several rows share a pass, which is what
-    makes verifying K+1 tokens cheap (see README, "Speed on CPU").
-    """
+    """x [..., I] times weights [I, O] -> [..., O], in full precision where the numbers are float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     numbers = (((x.ndim - 1,), (0,)), ((), ()))
     return lax.dot_general(x, weights, numbers, precision=precision, preferred_element_type=x.dtype)

@@ -125,13 +125,14 @@ def attend(carry, query, key, value, seen, *, scale, soft_cap):
 
 def attend_to_pages(
     query, query_at, pages, block_table, place, keys, *,
-    columns, page_size, block_keys, whole, window, scale, soft_cap,
+    columns, page_size, block_keys, whole, window, scale, soft_cap, ahead=None,
 ):  # fmt: skip
     """The carry of `attend` after keys [begin, end) of a row and a key-value head, (b, head), as far as they are seen.
 
     query: in parts; or a function that gives (query, carry before the first key) in the first step, while the first
     keys are under way. query_at i32[rows]: where the queries stand; pages [P * S, 2G, D]; columns: of the head, in
-    parts; whole: these are all keys (see `result`).
+    parts; whole: these are all keys (see `result`). ahead: asks for what the next kernel reads, given whether to do it
+    now, and gives 0 (see `_overlap.ask_for`).
     """
     (num_slots, _, d), row_pages, (b, head), (begin, end) = pages.shape, block_table.shape[1], place, keys
     last_key = jnp.minimum(query_at, end - 1)  # that a query sees here
@@ -143,7 +144,10 @@ def attend_to_pages(
         num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # bounds that the compiler sees
 
     def step(i, state):
-        query, carry = state if first is None else lax.cond(i == 0, first, lambda: state)
+        *before, asked = state
+        query, carry = before if first is None else lax.cond(i == 0, first, lambda: tuple(before))
+        if ahead is not None:
+            asked += ahead(now=i == num_steps - 1)
         key_at = begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = key_at < end
         # To take key 0 for those not used would cost registers, and so a program a multiprocessor.
@@ -158,9 +162,10 @@ def attend_to_pages(
         visible = key_at[None, :] <= last_key[:, None]
         if window is not None:
             visible &= key_at[None, :] > query_at[:, None] - window
-        return query, attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap)
+        return query, attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap), asked
 
-    return lax.fori_loop(0, num_steps, step, (query, start))[1]
+    _, (top, total, *acc), asked = lax.fori_loop(0, num_steps, step, (query, start, jnp.int32(0)))
+    return top, total if ahead is None else total + asked.astype(jnp.float32), *acc
 
 
 def result(carry, interpret):

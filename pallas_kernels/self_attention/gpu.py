@@ -23,8 +23,8 @@ def fits(x, qkv, pages, head_dim) -> bool:
 
 
 def self_attention(
-    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, interpret=False,
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
+    next_out=None, *, eps, scale, window, soft_cap, interpret=False,
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
@@ -39,7 +39,7 @@ def self_attention(
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
     if whole_rows.covers(t, parts, pages, block_table, interpret):
         mixed, pages = whole_rows.attention(
-            parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, eps=eps, **options
+            parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, eps=eps, then=next_out, **options
         )
         return mixed.reshape(b, t, -1), pages
     queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, interpret=interpret)

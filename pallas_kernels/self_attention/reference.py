@@ -8,12 +8,12 @@ from pallas_kernels.paged_attention import paged_attention
 
 
 def self_attention(
-    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, platform=None,
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
+    next_out=None, *, eps, scale, window, soft_cap, platform=None, linear=linear,
 ):  # fmt: skip
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
     normed = rms_norm(norm, x, eps) if normed is None else normed
-    query, key, value = project(normed, qkv, bias, q_norm, k_norm, cos, sin, g, eps, platform)
+    query, key, value = project(normed, qkv, bias, q_norm, k_norm, cos, sin, g, eps, platform, linear)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
@@ -23,7 +23,7 @@ def self_attention(
     return mixed[..., :d].reshape(b, t, -1), pages
 
 
-def project(normed, qkv, bias, q_norm, k_norm, cos, sin, groups, eps, platform=None):
+def project(normed, qkv, bias, q_norm, k_norm, cos, sin, groups, eps, platform=None, linear=linear):
     """-> query [B,T,H,D], key and value [B,T,G,D], G = groups."""
     (b, t, _), d = normed.shape, 2 * cos.shape[-1]
     heads = linear(qkv, normed)

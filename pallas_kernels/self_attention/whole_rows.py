@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _device
+from pallas_kernels._few_rows import what_to_ask_for, whole
+from pallas_kernels._overlap import WARPS, ask_for
 from pallas_kernels.paged_attention.gpu import (
     MIN_ROWS,
     attend,
@@ -37,36 +39,41 @@ def covers(num_tokens, parts, pages, block_table, interpret=False) -> bool:
 
 def attention(
     parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, interpret=False,
+    eps, scale, window, soft_cap, then=None, interpret=False,
 ):  # fmt: skip
     """parts [splits, M, (H + 2G) * D] of the product, for M tokens -> mixed [M, H * D], and pages with what is new.
 
-    The others as in `self_attention`, cos and sin f32[M, D / 2].
+    The others as in `self_attention`, cos and sin f32[M, D / 2]. then: the matrix of the product behind, or None.
     """
     (p, s, g2, d), (_, m, width), b = pages.shape, parts.shape, len(kv_len)
     operands = {"parts": parts, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots, "cos": cos}
     operands |= {"sin": sin, "block_table": block_table, "kv_len": kv_len}
     operands = {name: value for name, value in operands.items() if value is not None}
+    grid, block_keys = (g2 // 2, b), keys_at_a_time(d, pages.dtype)
+    asked_for, ahead = what_to_ask_for(then, m, grid, interpret)
     outputs = {"mixed": (m, width - g2 * d), "pages": (p * s, g2, d)}
-    block_keys = keys_at_a_time(d, pages.dtype)
+    names = (*operands, *("next_out" for _ in asked_for), "old_pages", *outputs)
+    arrays = *operands.values(), *asked_for, pages.reshape(outputs["pages"])
     mixed, new_pages = pl.pallas_call(
         functools.partial(
-            _kernel, names=(*operands, "old_pages", *outputs), num_tokens=m // b, page_size=s, block_keys=block_keys,
+            _kernel, names=names, num_tokens=m // b, page_size=s, block_keys=block_keys, ahead=ahead,
             eps=eps, window=window, scale=scale, soft_cap=soft_cap, interpret=interpret,
         ),
-        grid=(g2 // 2, b),
+        grid=grid,
+        in_specs=[whole((1, 1) if name == "next_out" else x.shape) for name, x in zip(names, arrays, strict=False)],
+        out_specs=[whole(shape) for shape in outputs.values()],
         out_shape=[jax.ShapeDtypeStruct(shape, pages.dtype) for shape in outputs.values()],
-        input_output_aliases={len(operands): 1},
+        input_output_aliases={len(arrays) - 1: 1},
         compiler_params=plgpu.CompilerParams(
-            num_warps=4, num_stages=num_stages(True, 2 * block_keys * d * pages.dtype.itemsize)
+            num_warps=WARPS, num_stages=num_stages(True, 2 * block_keys * d * pages.dtype.itemsize)
         ),
         interpret=interpret,
         name="attention",
-    )(*operands.values(), pages.reshape(outputs["pages"]))  # fmt: skip
+    )(*arrays)  # fmt: skip
     return mixed, new_pages.reshape(pages.shape)
 
 
-def _kernel(*refs, names, num_tokens, page_size, block_keys, eps, window, scale, soft_cap, interpret):
+def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window, scale, soft_cap, interpret):
     ref = dict(zip(names, refs, strict=True))
     pages, block_table = ref["pages"], ref["block_table"]
     d, row_pages, group = pages.shape[2], block_table.shape[1], num_queries(ref["parts"], pages)
@@ -98,5 +105,6 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, eps, window, scale,
     carry = attend_to_pages(
         first, position + token, pages, block_table, (b, head), (begin, end), columns=halves(d), page_size=page_size,
         block_keys=block_keys, whole=True, window=window, scale=scale, soft_cap=soft_cap,
+        ahead=ahead and functools.partial(ask_for, ref["next_out"], **ahead),
     )  # fmt: skip
     leave_queries(ref["mixed"], result(carry, interpret), group, *rows)

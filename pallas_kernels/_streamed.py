@@ -1,0 +1,43 @@
+"""On CPU: a few rows against a matrix that lies output-first and is read once, row by row.
+
+The compiler's products over several rows, which are its library's, walk down 64 columns at a time and wait for memory;
+they take half as long again, or twice as long, as one over a single row. Here each row of the matrix is multiplied with
+all rows of x while it is read, in one loop of the compiler's own: a reduction of as many arrays as there are sums.
+Several rows of the matrix, far from each other, are read at a time, so that more memory is under way, and what is read
+of x serves all of them. The compiler may reorder sums there (see `COMPILER_OPTIONS` in jaxspec/decode/programs.py), or
+it would add up number by number.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from pallas_kernels.feed_forward import reference
+
+MAX_ROWS = 12  # more are faster by the library
+SUMS, STREAMS = 24, (4, 2, 1)  # at a time: as many as there are registers for; rows of the matrix
+
+
+def linear(weights, x):
+    """x [..., I] times weights [I, O], the transpose of a matrix that lies output-first, as `reference.linear`."""
+    rows, width = x.size // x.shape[-1], weights.shape[1]
+    streams = next(s for s in STREAMS if s == 1 or (s * rows <= SUMS and width % s == 0))
+    # One array's reduction is another loop, which waits for its sums.
+    if x.dtype != jnp.float32 or rows > MAX_ROWS or streams * rows == 1:
+        return reference.linear(weights, x)
+    # Not inlined: else what x is made of would join the loop, to be computed anew for every output.
+    with set_xla_metadata(inlineable="false"):
+        return product(x, weights.T, streams)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def product(x, matrix, streams):
+    """x [..., I], matrix [O, I] -> [..., O]. (Reshaping is done here, or the compiler moves it through all layers.)"""
+    shares = jnp.split(matrix, streams)
+    products = [share * row for row in x.reshape(-1, x.shape[-1]) for share in shares]
+    zeros = [jnp.float32(0)] * len(products)
+    sums = lax.reduce(products, zeros, lambda some, more: [a + b for a, b in zip(some, more, strict=True)], (1,))
+    return jnp.concatenate(sums).reshape(*x.shape[:-1], -1)
