@@ -135,7 +135,10 @@ class History:
         import orbax.checkpoint.experimental.v1 as ocp
 
         self.metric, policies = metric, ocp.training.preservation_policies
-        best = policies.BestN(get_metric_fn=lambda metrics: metrics[metric], n=1)
+        # What has no metrics is a checkpoint that a killed run was removing.
+        best = policies.BestN(
+            get_metric_fn=lambda metrics: metrics[metric], n=1, keep_checkpoints_without_metrics=False
+        )
         keep = policies.AnyPreservationPolicy([policies.LatestN(1), best])
         self.checkpointer = ocp.training.Checkpointer(
             Path(folder).expanduser().absolute(), preservation_policy=keep, cleanup_tmp_directories=True
@@ -150,7 +153,8 @@ class History:
     @property
     def best(self) -> float | None:
         """The best metric so far."""
-        return max((c.metrics[self.metric] for c in self.checkpointer.checkpoints), default=None)
+        known = (c.metrics for c in self.checkpointer.checkpoints)
+        return max((metrics[self.metric] for metrics in known if metrics), default=None)
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
         self.checkpointer.save_async(step, state, metrics=dict(metrics), force=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -156,3 +157,26 @@ def test_damaged_folders_are_named(saved):
     (source.path / orbax.PARAMS).rename(source.path / "elsewhere")
     with fails(FileNotFoundError, "params"):
         checkpoints.load_params(source, *saved[1:])
+
+
+@pytest.mark.parametrize("removed", ["metrics", "state", "."])
+def test_a_run_killed_while_it_removed_a_checkpoint_goes_on(removed, tmp_path):
+    """What is left of the old one is neither the last nor the best, and goes with the next."""
+
+    def save(step, length):
+        history = orbax.History(tmp_path / "run", "length")
+        found = history.last, history.best
+        history.save(step, {"w": jnp.full(3, length)}, {"length": length})
+        history.close()
+        return found
+
+    steps = lambda: sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert save(0, 1.0) == (None, None)
+    shutil.copytree(tmp_path / "run" / "0", tmp_path / "old")
+    assert save(25, 2.0) == (0, 1.0)
+    assert steps() == ["25"]
+    shutil.rmtree(tmp_path / "old" / removed)
+    (tmp_path / "old").mkdir(exist_ok=True)
+    (tmp_path / "old").rename(tmp_path / "run" / "0")
+    assert save(50, 1.5) == (25, 2.0)
+    assert steps() == ["25", "50"]
