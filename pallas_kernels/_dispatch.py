@@ -15,7 +15,7 @@ DEFAULTS = {
     "merge_tokens": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "slot_mapping": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "kv_write": {"cpu": "reference", "gpu": "reference", "tpu": "pallas"},
-    "paged_attention": {"cpu": "reference", "gpu": "pallas", "tpu": "pallas"},
+    "paged_attention": {"cpu": "streamed", "gpu": "pallas", "tpu": "pallas"},
     "feed_forward": {"cpu": "streamed", "gpu": "pallas", "tpu": "reference"},
     "self_attention": {"cpu": "streamed", "gpu": "pallas", "tpu": "reference"},
 }

@@ -38,6 +38,10 @@ def product(x, matrix, streams):
     """x [..., I], matrix [O, I] -> [..., O]. (Reshaping is done here, or the compiler moves it through all layers.)"""
     shares = jnp.split(matrix, streams)
     products = [share * row for row in x.reshape(-1, x.shape[-1]) for share in shares]
-    zeros = [jnp.float32(0)] * len(products)
-    sums = lax.reduce(products, zeros, lambda some, more: [a + b for a, b in zip(some, more, strict=True)], (1,))
-    return jnp.concatenate(sums).reshape(*x.shape[:-1], -1)
+    return jnp.concatenate(sums(products)).reshape(*x.shape[:-1], -1)
+
+
+def sums(arrays):
+    """Each one's over its last axis, in one loop. Two arrays or more, of one shape, float32."""
+    zeros, last = [jnp.float32(0)] * len(arrays), arrays[0].ndim - 1
+    return lax.reduce(arrays, zeros, lambda some, more: [a + b for a, b in zip(some, more, strict=True)], (last,))

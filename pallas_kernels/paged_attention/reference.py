@@ -1,19 +1,26 @@
-"""paged_attention in plain jnp: the production form on CPU."""
+"""paged_attention in plain jnp."""
 
 import jax.numpy as jnp
 from jax import lax
 
-KEYS = 256  # of a row at a time: with their values they stay in a core's cache from the gather to the products
+KEYS = 128  # of a row at a time: with their values they stay in a core's cache from the gather to the products
 
 
-def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap):
+def product(spec, a, b):
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def score(query, key):
+    """query [B,G,R,D], key [B,C,G,D] -> f32[B,G,R,C]."""
+    return product("bgrd,bcgd->bgrc", query, key)
+
+
+def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap, score=score):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
     num_rows = t * h // g  # rows of a key-value head's products: r = t * (H / G) + head within the group
-    products = {
-        "precision": lax.Precision.HIGHEST if query.dtype == jnp.float32 else None,
-        "preferred_element_type": jnp.float32,
-    }
+    pages = pages.reshape(p, s, g, 2, d)
     num_pages = min(n, max(1, KEYS // s))  # at a time
     num_keys = num_pages * s
     table = jnp.pad(block_table, ((0, 0), (0, -n % num_pages)))
@@ -26,19 +33,17 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
 
     def attend(i, before=None):
         """(largest score, total weight, weighted sum), each [B, G, R, 1 or D], of these pages and those before."""
-        # Whole pages, not single keys: on CPU the cache is cold, and only long pieces are read ahead.
         ids = lax.dynamic_slice_in_dim(table, i * num_pages, num_pages, axis=1)
-        kv = jnp.take(pages.reshape(p, s * g2 * d), ids, axis=0, mode="clip").reshape(b, num_keys, g, 2, d)
-        key, value = kv[:, :, :, 0].swapaxes(1, 2), kv[:, :, :, 1].swapaxes(1, 2)
+        key, value = (pages.at[ids, :, :, x].get(mode="clip").reshape(b, num_keys, g, d) for x in (0, 1))
         key_at = i * num_keys + jnp.arange(num_keys)
         used = key_at < jnp.minimum(kv_len, n * s)[:, None]  # [B, keys]: some query may see it
         visible = key_at <= query_at
         if window is not None:
             used &= key_at > kv_len[:, None] - t - window
             visible &= key_at > query_at - window
-        value = jnp.where(used[:, None, :, None], value, 0)  # what nobody sees may be anything, NaN too: 0 * NaN is NaN
+        value = jnp.where(used[:, :, None, None], value, 0)  # what nobody sees may be anything, NaN too: 0 * NaN is NaN
 
-        scores = jnp.einsum("bgrd,bgcd->bgrc", query, key, **products) * scale
+        scores = score(query, key) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible & used[:, None, None], scores, -jnp.inf)
@@ -48,8 +53,8 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
         finite = jnp.where(top > -jnp.inf, top, 0)  # weights are 0 for a query that has seen nothing yet
         weights = jnp.exp(scores - finite)
         # As a product: sums over few and over many elements are compiled differently on CPU, products are not.
-        total = jnp.einsum("bgrc,cx->bgrx", weights, jnp.ones((num_keys, 2)), **products)[..., :1]
-        out = jnp.einsum("bgrc,bgcd->bgrd", weights.astype(value.dtype), value, **products)
+        total = product("bgrc,cx->bgrx", weights, jnp.ones((num_keys, 2)))[..., :1]
+        out = product("bgrc,bcgd->bgrd", weights.astype(value.dtype), value)
         if before is None:
             return top, total, out
         shrink = jnp.exp(before[0] - finite)
