@@ -8,8 +8,6 @@ of x serves all of them. The compiler may reorder sums there (see `COMPILER_OPTI
 it would add up number by number.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,12 +26,17 @@ def linear(weights, x):
     # One array's reduction is another loop, which waits for its sums.
     if x.dtype != jnp.float32 or rows > MAX_ROWS or streams * rows == 1:
         return reference.linear(weights, x)
-    # Not inlined: else what x is made of would join the loop, to be computed anew for every output.
+    return once(product, x, weights.T, streams)
+
+
+def once(function, *args):
+    """function(*args), computed by itself: else the compiler makes it part of every loop that reads it, to be computed
+    anew for every output. Only arrays are traced."""
+    static = tuple(i for i, arg in enumerate(args) if not isinstance(arg, jax.Array))
     with set_xla_metadata(inlineable="false"):
-        return product(x, weights.T, streams)
+        return jax.jit(function, static_argnums=static)(*args)
 
 
-@functools.partial(jax.jit, static_argnums=2)
 def product(x, matrix, streams):
     """x [..., I], matrix [O, I] -> [..., O]. (Reshaping is done here, or the compiler moves it through all layers.)"""
     shares = jnp.split(matrix, streams)

@@ -27,7 +27,7 @@ from jaxspec.models.layers import (
     rotary_tables,
 )
 from jaxspec.parallel.mesh import param_sharding, sharding
-from pallas_kernels._streamed import linear
+from pallas_kernels._streamed import linear, once
 from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.feed_forward.reference import rms_norm
 
@@ -141,7 +141,8 @@ class Decoder(nnx.Module):
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
         if c.embed_width:
             x = product(x, self.embed_in[...], backend).astype(x.dtype)
-        ropes = {r: rotary_tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
+        tables = functools.partial(once, rotary_tables) if backend.streams else rotary_tables
+        ropes = {r: tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
         next_layers = [*list(self.layers)[1:], None]
         normed, new_pages, tapped = None, [], []
         for i, (layer, layer_pages, next_layer) in enumerate(zip(self.layers, pages, next_layers, strict=True)):

@@ -1,5 +1,5 @@
-"""paged_attention on CPU: the plain form. Scores of a few rows are found while the keys are read where they lie, instead
-of by a product of the library, which wants them gathered and takes longer than that."""
+"""paged_attention on CPU: the plain form, but that scores of a few rows are found while keys are read where they lie
+(see `_streamed`). The library's product wants them gathered, and takes longer than that."""
 
 import functools
 

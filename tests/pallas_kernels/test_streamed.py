@@ -1,15 +1,23 @@
 """Products on CPU that stream a matrix which lies output-first: their numbers, and what they are compiled to."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.decode.programs import COMPILER_OPTIONS
-from pallas_kernels import _streamed, feed_forward
+from jaxspec.models.decoder import abstract_params, bind
+from jaxspec.models.layers import Backend, Rows
+from jaxspec.parallel.mesh import make_mesh
+from pallas_kernels import _streamed, feed_forward, paged_attention
 from pallas_kernels._dispatch import flavour
 from pallas_kernels.feed_forward import reference
-from tests.hlo import Program
+from pallas_kernels.paged_attention.reference import KEYS
+from tests import tiny
+from tests.hlo import NAMES, Program
 from tests.pallas_kernels.test_feed_forward import random_arguments, relative_error
 
 ROWS = [(1,), (1, 2), (5,), (2, 3), (7,), (3, 4), (13,)]
@@ -61,3 +69,42 @@ def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows):
     plain = flavour("feed_forward", "reference")
     expected, _ = plain(x, mixed, out, norm, gate_up, down, None, None, None, eps=1e-6, activation="silu", block=64)
     assert relative_error(compiled(x, mixed, norm, *turned), expected) < 2e-6
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for CPU")
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_keys_are_read_where_they_lie(tokens):
+    """What is gathered is the values, of as many keys as are attended to at a time; the plain form gathers keys too."""
+    shapes = [(1, tokens, 6, 64), (48, 16, 4, 64), (1, 40), (1,)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32 if len(shape) > 2 else jnp.int32) for shape in shapes]
+    gathered = {}
+    for implementation in (None, "reference"):
+        options = {"scale": 0.1, "implementation": implementation, "platform": "cpu"}
+        attend = jax.jit(functools.partial(paged_attention, **options), compiler_options=COMPILER_OPTIONS["cpu"])
+        program = Program(attend.lower(*arrays).compile().as_text())
+        made = [i for i in program.all if i.opcode not in NAMES and KEYS * 2 * 64 in i.sizes]
+        gathered[implementation] = len(made)
+    assert gathered[None] == 1
+    assert gathered["reference"] > 1
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for CPU")
+def test_rotary_tables_are_computed_once():
+    """Not in every layer, for every head, wherever they are read."""
+    config = tiny.BASE
+    params = abstract_params(config, "float32", make_mesh())
+    layout = cache_layout(config, page_size=4, num_pages=8, dtype="float32", platform="cpu")
+    pages = jax.eval_shape(lambda: allocate(layout, make_mesh()))
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def cosines(implementation):
+        def forward(params, pages, tokens, *where):
+            backend = Backend("cpu", implementation=implementation)
+            return bind(config, params)(tokens, pages, Rows(*where), backend)[:2]
+
+        arguments = (params, pages, ints(1, 5), ints(1, 5), ints(5), ints(1, 8), ints(1))
+        compiled = jax.jit(forward, compiler_options=COMPILER_OPTIONS["cpu"]).lower(*arguments).compile()
+        return compiled.as_text().count(" cosine(")
+
+    assert cosines(None) == 1
+    assert cosines("reference") > config.num_layers
