@@ -23,7 +23,6 @@ from jaxspec.job import Job, failures
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.layers import Backend
-from jaxspec.models.storage import stored_for
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import generation_progress
@@ -80,8 +79,7 @@ class LLM:
 
     def load(self, source: checkpoints.Source, dtype: str, target: Model | None = None) -> Model:
         model = load(source, compute_dtype(dtype, this_platform()), self.mesh, target)
-        backend = Backend(this_platform(), self.mesh, self.config.kernels)
-        return Model(model.config, stored_for(backend, model.params))
+        return model.stored_for(Backend(this_platform(), self.mesh, self.config.kernels))
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
         """Another LLM on the same target, whose weights the two share, that speculates in another way."""

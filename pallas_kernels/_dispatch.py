@@ -10,7 +10,7 @@ import jax
 # op -> platform -> the form that `implementation=None` means.
 # On TPU the two integer ops are a few vector operations that XLA fuses with their neighbours; a kernel of their own
 # only adds a launch. On GPU it is the same (H200: merge and slots 4 us fused, 6 to 7 as kernels; kv_write 5 us for up
-# to 80 tokens, 4 to 15 as a kernel). On CPU the products of a layer are all there is to choose.
+# to 80 tokens, 4 to 15 as a kernel). On CPU a layer's products and its scores are all there is to choose.
 DEFAULTS = {
     "merge_tokens": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},
     "slot_mapping": {"cpu": "reference", "gpu": "reference", "tpu": "reference"},

@@ -40,8 +40,7 @@ def once(function, *args):
 def product(x, matrix, streams):
     """x [..., I], matrix [O, I] -> [..., O]. (Reshaping is done here, or the compiler moves it through all layers.)"""
     shares = jnp.split(matrix, streams)
-    rows = [lax.broadcast_in_dim(row, shares[0].shape, (1,)) for row in x.reshape(-1, x.shape[-1])]
-    products = [share * row for row in rows for share in shares]
+    products = [share * row for row in x.reshape(-1, x.shape[-1]) for share in shares]
     return jnp.concatenate(sums(products)).reshape(*x.shape[:-1], -1)
 
 

@@ -17,7 +17,6 @@ from jaxspec.decode.programs import Programs
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.models.decoder import abstract_params, random_params
 from jaxspec.models.layers import Backend
-from jaxspec.models.storage import stored_for
 from jaxspec.parallel.mesh import make_mesh
 
 
@@ -117,8 +116,8 @@ def load(options: Options) -> Setup:
     target, draft = models
     assert target is not None
     backend = Backend(platform, mesh, options.kernels)
-    stored = lambda model: Model(model.config, stored_for(backend, model.params))
-    return Setup(options, platform, dtype, mesh, stored(target), draft and stored(draft), tokenizer, Programs(mesh))
+    target, draft = target.stored_for(backend), draft and draft.stored_for(backend)
+    return Setup(options, platform, dtype, mesh, target, draft, tokenizer, Programs(mesh))
 
 
 def check_weights_fit(name: str, config: Any, dtype: Any, mesh: Any) -> None:

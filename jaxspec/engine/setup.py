@@ -18,6 +18,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
+from jaxspec.models.storage import stored_for
 from jaxspec.parallel.mesh import check_divides
 
 Speculation = SpeculativeConfig | None
@@ -29,6 +30,10 @@ class Model:
 
     config: ModelConfig
     params: Params
+
+    def stored_for(self, backend: Backend) -> Model:
+        """The same, its matrices as that backend reads them best."""
+        return dataclasses.replace(self, params=stored_for(backend, self.params))
 
 
 def paged_models(
