@@ -2,9 +2,18 @@
 
 from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.likeliest_token import likeliest_token
 from pallas_kernels.merge_tokens import merge_tokens
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.self_attention import self_attention
 from pallas_kernels.slot_mapping import slot_mapping
 
-__all__ = ["feed_forward", "kv_write", "merge_tokens", "paged_attention", "self_attention", "slot_mapping"]
+__all__ = [
+    "feed_forward",
+    "kv_write",
+    "likeliest_token",
+    "merge_tokens",
+    "paged_attention",
+    "self_attention",
+    "slot_mapping",
+]

@@ -18,8 +18,9 @@ DEFAULTS = {
     "paged_attention": {"cpu": "streamed", "gpu": "pallas", "tpu": "pallas"},
     "feed_forward": {"cpu": "streamed", "gpu": "pallas", "tpu": "reference"},
     "self_attention": {"cpu": "streamed", "gpu": "pallas", "tpu": "reference"},
+    "likeliest_token": {"cpu": "reference", "gpu": "pallas", "tpu": "reference"},
 }
-GPU_ONLY = ("feed_forward", "self_attention")  # and on CPU interpreted
+GPU_ONLY = ("feed_forward", "self_attention", "likeliest_token")  # and on CPU interpreted
 COMPOSED = ("feed_forward", "self_attention")  # whose plain form has parts, and wants the platform for them
 PLATFORMS = ("cpu", "gpu", "tpu")
 IMPLEMENTATIONS = ("reference", "pallas")

@@ -186,7 +186,7 @@ def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> 
     return Proposal(jnp.zeros_like(s.tokens), probs, jnp.full_like(s.num_proposed, config.num_speculative_tokens))
 
 
-# Stage -> (its result, the pages it wrote).
+# Stage -> (its result, the pages it wrote). verify is given logits, as where rows sample.
 STAGES: dict[str, Callable[..., tuple[Any, Any]]] = {
     "propose": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: propose(
         config, params, pages, inputs, state, wanted, live

@@ -13,17 +13,20 @@ from jax import lax
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
 from jaxspec.drafters.base import History, Proposal
-from jaxspec.models.decoder import Vocabulary
+from jaxspec.models.decoder import Decoder, Vocabulary
 from jaxspec.sampling import rng
-from jaxspec.sampling.distribution import likeliest, process
+from jaxspec.sampling.distribution import process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
 from jaxspec.sampling.processors import Adjust, Tables, adjuster, count
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.verify import coupled, rejection, synthetic
 from jaxspec.verify.base import Verdict
+from pallas_kernels.likeliest_token.reference import likeliest
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}
+# Of the target at each of T places: its logits, or the ids of the largest where that is all that is asked for.
+Scores = Float[Array, "B T V"] | Int[Array, "B T"]
 
 
 def num_wanted(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> Int[Array, " B"]:
@@ -66,11 +69,11 @@ def round(
     with jax.named_scope("propose"):
         proposal, draft_pages = propose(config, params, cache.draft, batch, state, wanted, live, adjust)
     with jax.named_scope("target"):
-        logits, target_pages = score(config, params["target"], cache.target, batch, state, proposal, live)
+        scores, target_pages = score(config, params["target"], cache.target, batch, state, proposal, live)
     with jax.named_scope("verify"):
-        verdict = verify(config, logits, proposal, batch, state, adjust)
+        verdict = verify(config, scores, proposal, batch, state, adjust)
     with jax.named_scope("commit"):
-        state = commit(config, batch, state, proposal, verdict, wanted, live, logits)
+        state = commit(config, batch, state, proposal, verdict, wanted, live, scores)
     return PagedKVCache(target_pages, draft_pages), state
 
 
@@ -88,15 +91,15 @@ def propose(
     if config.drafter is None:
         num_rows = state.num_tokens.shape[0]
         return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), pages
-    rows, vocab_size = batch.sampling, config.target.config.vocab_size
+    rows, vocab_size, backend = batch.sampling, config.target.config.vocab_size, config.target.backend
 
     def choose(
-        logits: Float[Array, "B _"], drafts: Sequence[Int[Array, " B"]], vocabulary: Vocabulary | None = None
+        decoder: Decoder, hidden: Float[Array, "B _"], drafts: Sequence[Int[Array, " B"]]
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
         greedy = config.greedy_draft or not (config.variant.standard or config.variant.coupled)
-        if greedy and adjust is None and vocabulary is not None:  # on CPU, V logits would cost as much as making them
-            return jnp.take(vocabulary.d2t, likeliest(logits), mode="clip"), None
-        logits, i = fit_vocabulary(logits, vocab_size, vocabulary), len(drafts)
+        if greedy and adjust is None:
+            return decoder.likeliest(hidden, backend, vocab_size), None
+        logits, i = fit_vocabulary(decoder.logits(hidden, backend), vocab_size, decoder.vocabulary), len(drafts)
         if adjust is not None:
             logits = adjust(logits, drafts)
         if greedy:
@@ -128,6 +131,12 @@ def fit_vocabulary(
     return jnp.pad(logits, ((0, 0), (0, max(missing, 0))), constant_values=-jnp.inf)[:, :vocab_size]
 
 
+def only_likeliest(config: DecodeConfig, batch: LaunchInput) -> bool:
+    """Whether nobody asks for more of the target's logits than which is the largest."""
+    own_token = batch.synthetic_rates is not None or not (config.variant.standard or config.variant.coupled)
+    return own_token and batch.processors is None and config.variant.logprobs is None
+
+
 def score(
     config: DecodeConfig,
     params: Any,
@@ -136,20 +145,21 @@ def score(
     state: DecodeState,
     proposal: Proposal,
     live: Bool[Array, " B"],
-) -> tuple[Float[Array, "B T V"], Any]:
-    """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (logits, target pages)."""
+) -> tuple[Scores, Any]:
+    """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (scores, target pages)."""
     pending = rng.take_row(state.tokens, state.num_tokens - 1)
     tokens = jnp.concatenate([pending[:, None], proposal.tokens], axis=1)
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = state.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~live[:, None]
     decoder, hidden, pages = config.target.forward(params, pages, tokens, positions, masked, batch.block_table)
-    return decoder.logits(hidden, config.target.backend), pages
+    scores = decoder.likeliest if only_likeliest(config, batch) else decoder.logits
+    return scores(hidden, config.target.backend), pages
 
 
 def verify(
     config: DecodeConfig,
-    logits: Float[Array, "B T V"],
+    scores: Scores,
     proposal: Proposal,
     batch: LaunchInput,
     state: DecodeState,
@@ -157,11 +167,12 @@ def verify(
 ) -> Verdict:
     """The verdict on a proposal; a row whose next token has no allowed id is blocked."""
     if batch.synthetic_rates is not None:
-        return synthetic.verify(logits, proposal, batch.synthetic_rates, batch.sampling.seed, state.num_tokens)
+        seed, rates = batch.sampling.seed, batch.synthetic_rates
+        return synthetic.verify(own_tokens(scores), proposal, rates, seed, state.num_tokens)
     if adjust is None:
-        return judge(config, logits, proposal, batch, state)
+        return judge(config, scores, proposal, batch, state)
     drafts = list(proposal.tokens.T)
-    logits = jnp.stack([adjust(logits[:, i], drafts[:i]) for i in range(logits.shape[1])], axis=1)
+    logits = jnp.stack([adjust(scores[:, i], drafts[:i]) for i in range(scores.shape[1])], axis=1)
     possible = jnp.any(logits > -jnp.inf, axis=-1)
     reachable = jnp.sum(jnp.cumprod(possible, axis=1), axis=1, dtype=jnp.int32)
     proposal = dataclasses.replace(proposal, num_proposed=jnp.minimum(proposal.num_proposed, reachable))
@@ -169,20 +180,22 @@ def verify(
     return dataclasses.replace(verdict, blocked=~rng.take_row(possible, verdict.num_accepted))
 
 
-def judge(
-    config: DecodeConfig, logits: Float[Array, "B T V"], proposal: Proposal, batch: LaunchInput, state: DecodeState
-) -> Verdict:
+def own_tokens(scores: Scores) -> Int[Array, "B T"]:
+    return scores if scores.ndim == 2 else likeliest(scores)
+
+
+def judge(config: DecodeConfig, scores: Scores, proposal: Proposal, batch: LaunchInput, state: DecodeState) -> Verdict:
     """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection."""
     rows, variant = batch.sampling, config.variant
     if not (variant.standard or variant.coupled):
-        return coupled.verify(logits, proposal)
-    z = process(logits, rows, filters=variant.filters)
+        return coupled.verify(own_tokens(scores), proposal)
+    z = process(scores, rows, filters=variant.filters)
     perturbed = z  # of a greedy row: filters never touch the largest logit
     if variant.coupled:
         at = lambda i: coupled.shared_noise(rows.seed, state.num_tokens + i, z.shape[-1])
         noise = jnp.stack([at(i) for i in range(z.shape[1])], axis=1)
         perturbed = z + jnp.where((rows.coupled & ~rows.greedy)[:, None, None], noise, 0.0)
-    verdict = coupled.verify(perturbed, proposal)
+    verdict = coupled.verify(likeliest(perturbed), proposal)
     if not variant.standard:
         return verdict
     standard = rejection.verify(z, proposal, rows.seed, state.num_tokens)
@@ -197,7 +210,7 @@ def commit(
     verdict: Verdict,
     wanted: Int[Array, " B"],
     live: Bool[Array, " B"],
-    logits: Float[Array, "B T V"] | None = None,
+    scores: Scores | None = None,
 ) -> DecodeState:
     """Appends the accepted drafts and the extra token, cut at the first stop id and at the row's length limit.
 
@@ -230,10 +243,10 @@ def commit(
     if counts is not None:
         counts = count(counts, jnp.where(keep, emitted, -1))
     if logprobs is not None:
-        assert logits is not None
+        assert scores is not None
         new_at = (state.num_tokens - batch.num_tokens)[:, None] + offset
         new_at = jnp.where(keep, new_at, logprobs.chosen.shape[1])
-        logprobs = record(logprobs, new_at, logprobs_of(logits, emitted, config.variant.logprobs or 0))
+        logprobs = record(logprobs, new_at, logprobs_of(scores, emitted, config.variant.logprobs or 0))
     return DecodeState(
         tokens=tokens,
         num_tokens=num_tokens,

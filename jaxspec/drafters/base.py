@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxspec.models.decoder import Vocabulary
+from jaxspec.models.decoder import Decoder
 from jaxspec.shapes import Array, Float, Int
 
 
@@ -37,10 +37,10 @@ class History:
     live: jax.Array
 
 
-# choose(logits, drafts, vocabulary) -> (token, its distribution or None): samples the next draft token, after these
-# i32[B] of the same round, as each row asks. The draft's vocabulary may be padded differently from the target's V, or
-# be a reduced one, whose ids the logits are then over.
-Choose = Callable[[Float[Array, "B _"], Sequence[Int[Array, " B"]], Vocabulary | None], tuple[Int[Array, " B"], Any]]
+# choose(decoder, hidden, drafts) -> (token, its distribution or None): samples the next draft token, after these i32[B]
+# of the same round, as each row asks. The draft's vocabulary may be padded differently from the target's V, or be a
+# reduced one; tokens and distributions are over the target's ids.
+Choose = Callable[[Decoder, Float[Array, "B _"], Sequence[Int[Array, " B"]]], tuple[Int[Array, " B"], Any]]
 
 
 class Drafter(Protocol):

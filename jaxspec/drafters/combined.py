@@ -33,9 +33,9 @@ class Combined:
     def propose(self, params, pages, history: History, choose: Choose) -> tuple[Proposal, Any]:
         found, _ = self.lookup.propose(None, None, history, choose)
 
-        def choose_or_look_up(logits, drafts, vocabulary=None):
+        def choose_or_look_up(decoder, hidden, drafts):
             i = len(drafts)
-            token, probs = choose(logits, drafts, vocabulary)
+            token, probs = choose(decoder, hidden, drafts)
             use = i < found.num_proposed
             token = jnp.where(use, found.tokens[:, i], token)
             if probs is not None:  # what was looked up is certain

@@ -35,7 +35,7 @@ class DraftModel:
         for i in range(self.num_speculative_tokens):
             decoder, hidden, pages = self.model.forward(params, pages, tokens, positions, masked, history.block_table)
             newest = take_row(hidden, missing) if i == 0 else hidden[:, 0]
-            token, p = choose(decoder.logits(newest, self.model.backend), proposed, decoder.vocabulary)
+            token, p = choose(decoder, newest, proposed)
             proposed.append(token)
             probs.append(p)
             tokens, positions = token[:, None], (history.num_tokens + i)[:, None]

@@ -30,6 +30,8 @@ from jaxspec.parallel.mesh import param_sharding, sharding
 from pallas_kernels._streamed import linear, once
 from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.feed_forward.reference import rms_norm
+from pallas_kernels.likeliest_token import likeliest_token
+from pallas_kernels.likeliest_token.reference import likeliest
 
 Params = Mapping[str, jax.Array]
 HEAD = ("embed", "head", "rare_in", "rare_head")  # with the table, which is the head where they are tied
@@ -66,8 +68,9 @@ class Layer(nnx.Module):
         self.gate_up = weight(c.width, 2 * c.mlp_width)
         self.down = weight(c.mlp_width, c.width)
 
-    def __call__(self, x, normed, pages, rows: Rows, ropes, backend: Backend, next_layer: Layer | None = None):
-        """x [B,T,E] -> (x, the same normed for next_layer or None, pages). normed: x by this layer's norm, or None."""
+    def __call__(self, x, normed, pages, rows: Rows, ropes, backend: Backend, **behind: jax.Array):
+        """x [B,T,E] -> (x, the same by next_norm or None, pages). normed: x by this layer's norm, or None. behind:
+        next_norm and next_qkv, of the layer behind this one; behind the last there is the model's norm."""
         c = self.config
         mixed, pages = self.attention(x, normed, pages, rows, ropes, backend)
         post: dict[str, Any] = {}
@@ -76,9 +79,8 @@ class Layer(nnx.Module):
             post = {name: getattr(self, name)[...] for name in names}
         weights: dict[str, Any] = {"out": self.out[...], "gate_up": self.gate_up[...], "down": self.down[...]}
         options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"]}
-        if next_layer is not None:
-            weights |= {"next_norm": next_layer.input_norm[...], "next_qkv": next_layer.qkv[...]}
-        x, normed = feed_forward(x, mixed, norm=self.mlp_norm[...], **weights, **post, **options, **backend.dense)
+        weights |= {"norm": self.mlp_norm[...], **behind}
+        x, normed = feed_forward(x, mixed, **weights, **post, **options, **backend.dense)
         return x, normed, pages
 
     def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend):
@@ -127,7 +129,7 @@ class Decoder(nnx.Module):
         return Vocabulary(self.d2t[...], self.t2d[...]) if self.config.reduced_vocab_size else None
 
     def __call__(self, tokens, pages, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
-        """tokens i32[B,T] -> (hidden [B,T,E] before the last norm, pages, hidden states entering layers `taps`).
+        """tokens i32[B,T] -> (hidden [B,T,E] by the last norm, pages, hidden states entering layers `taps`).
 
         pages: of each layer, or None for a pass without a cache.
         """
@@ -143,18 +145,20 @@ class Decoder(nnx.Module):
             x = product(x, self.embed_in[...], backend).astype(x.dtype)
         tables = functools.partial(once, rotary_tables) if backend.streams else rotary_tables
         ropes = {r: tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
-        next_layers = [*list(self.layers)[1:], None]
+        behind = [{"next_norm": layer.input_norm[...], "next_qkv": layer.qkv[...]} for layer in list(self.layers)[1:]]
+        behind.append({"next_norm": self.norm[...]})
         normed, new_pages, tapped = None, [], []
-        for i, (layer, layer_pages, next_layer) in enumerate(zip(self.layers, pages, next_layers, strict=True)):
+        for i, (layer, layer_pages, next_weights) in enumerate(zip(self.layers, pages, behind, strict=True)):
             if i in taps:
                 tapped.append(x)
-            x, normed, layer_pages = layer(x, normed, layer_pages, rows, ropes, backend, next_layer)
+            x, normed, layer_pages = layer(x, normed, layer_pages, rows, ropes, backend, **next_weights)
             new_pages.append(layer_pages)
-        return x, tuple(new_pages), tuple(tapped)
+        hidden = rms_norm(self.norm[...], x, c.norm_eps) if normed is None else normed
+        return hidden, tuple(new_pages), tuple(tapped)
 
-    def logits(self, hidden, backend: Backend):
-        """hidden [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own R ids."""
-        c, x = self.config, rms_norm(self.norm[...], hidden, self.config.norm_eps)
+    def logits(self, x, backend: Backend):
+        """Hidden states x [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own R ids."""
+        c = self.config
         parts = [product(x, self.embed[...], backend, 1) if c.tied else product(x, self.head[...], backend)]
         if c.rare_vocab_size:
             few = product(x, self.rare_in[...], backend).astype(x.dtype)
@@ -165,6 +169,16 @@ class Decoder(nnx.Module):
         if cap := c.logit_soft_cap:
             logits = cap * jnp.tanh(logits / cap)
         return logits
+
+    def likeliest(self, x, backend: Backend, vocab_size: int | None = None):
+        """x [..., E] -> the id i32[...] of the largest logit, of the first vocab_size; of a reduced vocabulary, what
+        that id is in the target's."""
+        c = self.config
+        # On CPU the table is streamed, over several devices it is cut.
+        if c.tied and not c.logit_soft_cap and backend.alone and not backend.streams:
+            return likeliest_token(x, self.embed[...], num_ids=vocab_size, **backend.fused)
+        found = likeliest(self.logits(x, backend)[..., :vocab_size])
+        return jnp.take(self.d2t[...], found, mode="clip") if c.reduced_vocab_size else found
 
 
 def product(x: jax.Array, weights: jax.Array, backend: Backend, axis: int = 0) -> jax.Array:

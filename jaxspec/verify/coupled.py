@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
-from jaxspec.sampling.distribution import likeliest
 from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
 
@@ -25,9 +24,8 @@ def shared_noise(
     return rng.gumbel(rng.keys(seed, position, "shared"), vocab_size)
 
 
-def verify(perturbed: Float[Array, "B T V"], proposal: Proposal) -> Verdict:
-    """perturbed, T = K + 1: the target's processed logits plus noise (none for greedy rows)."""
-    y = likeliest(perturbed)
+def verify(y: Int[Array, "B T"], proposal: Proposal) -> Verdict:
+    """y, T = K + 1: the target's own tokens, the largest of its processed logits plus noise (none for greedy rows)."""
     num_accepted = leading(proposal.tokens == y[:, :-1], proposal.num_proposed)
     return Verdict(num_accepted, rng.take_row(y, num_accepted))
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
-from jaxspec.sampling.distribution import likeliest
 from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
+from pallas_kernels.likeliest_token.reference import likeliest
 
 
 def verify(

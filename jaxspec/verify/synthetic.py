@@ -6,19 +6,19 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
-from jaxspec.sampling.distribution import likeliest
 from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
 
 
 def verify(
-    logits: Float[Array, "B T V"],
+    y: Int[Array, "B T"],
     proposal: Proposal,
     rates: Float[Array, " K"],
     seed: UInt[Array, "B 2"],
     num_tokens: Int[Array, " B"],
 ) -> Verdict:
-    """rates: for i = 1..K, P(at least i drafts are accepted); the draw of each is conditional on those before it."""
+    """y: the target's own tokens. rates: for i = 1..K, P(at least i drafts are accepted); the draw of each is
+    conditional on those before it."""
     num_drafts = proposal.tokens.shape[1]
     if not num_drafts:
         num_accepted = jnp.zeros_like(num_tokens)
@@ -27,4 +27,4 @@ def verify(
         before = jnp.concatenate([jnp.ones(1), rates[:-1]])
         accepted = jnp.stack(uniforms, axis=1) * before < rates
         num_accepted = leading(accepted, proposal.num_proposed)
-    return Verdict(num_accepted, likeliest(rng.take_row(logits, num_accepted)))
+    return Verdict(num_accepted, rng.take_row(y, num_accepted))

@@ -24,7 +24,7 @@ class Counting:
     def propose(self, params, pages, history, choose):
         self.read, probs = [], []
         for i in range(K):
-            token, p = choose(jnp.zeros((history.tokens.shape[0], V)).at[:, 10 + i].set(9.0), list(self.read))
+            token, p = choose(None, jnp.zeros((history.tokens.shape[0], V)).at[:, 10 + i].set(9.0), list(self.read))
             self.read.append(token)
             probs.append(p)
         stacked = None if probs[0] is None else jnp.stack(probs, axis=1)
@@ -46,7 +46,7 @@ def test_looked_up_first_then_drafted(certain):
     rows = [[1, 2, 7, 8, 9, 1, 2], [5, 5, 5], [1, 2, 3]]
     seen = []
 
-    def choose(logits, drafts, vocabulary=None):
+    def choose(decoder, logits, drafts):
         seen.append([d.tolist() for d in drafts])
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None if certain else jax.nn.softmax(logits, axis=-1)
 

@@ -12,6 +12,7 @@ from pallas_kernels import (
     _few_rows,
     feed_forward,
     kv_write,
+    likeliest_token,
     merge_tokens,
     paged_attention,
     self_attention,
@@ -86,6 +87,23 @@ def test_products_of_some_rows_ask_for_the_weights_behind(monkeypatch, rows, ask
     both = lambda *a: feed_forward(*a[:-1], norm=a[-1], next_norm=a[-1], next_qkv=a[3], **options)
     # Two lines a thread, in each of the kernels out, gate_up and down.
     assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("prefetch.global.L2") == 2 * asking
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "hopper", "kernels"),
+    [
+        (1, 1024, jnp.bfloat16, True, 1),
+        (80, 576, jnp.bfloat16, True, 1),
+        (97, 1024, jnp.bfloat16, True, 0),
+        (16, 96, jnp.bfloat16, True, 0),
+        (16, 1024, jnp.float32, True, 0),
+        (16, 1024, jnp.bfloat16, False, 0),
+    ],
+)
+def test_likeliest_token(monkeypatch, rows, width, dtype, hopper, kernels):
+    monkeypatch.setattr(_device, "shares_much", lambda: hopper)
+    shapes = shape(rows, width, dtype=dtype), shape(1000, width, dtype=dtype)
+    assert lowered(lambda *a: likeliest_token(*a, platform="gpu"), *shapes).count("xla.gpu.triton") == kernels
 
 
 def lowered_self_attention(rows, heads, row_pages=64, eps=1e-6):

@@ -16,12 +16,12 @@ from jaxspec.sampling.distribution import (
     SamplingRows,
     bits_at_a_time,
     in_pieces,
-    likeliest,
     ordered,
     process,
     threshold,
     without_loops,
 )
+from pallas_kernels.likeliest_token.reference import likeliest
 from tests import laws
 
 V, T, B = 12, 2, 16

@@ -18,6 +18,7 @@ import pytest
 from jaxspec.drafters.base import Proposal
 from jaxspec.verify import coupled, rejection
 from jaxspec.verify.base import Verdict
+from pallas_kernels.likeliest_token.reference import likeliest
 from tests import laws
 
 V, K = 3, 3
@@ -53,7 +54,7 @@ def draw_coupled(p, q, num_proposed, seed):
         noise = jnp.stack([at(i) for i in range(K + 1)], axis=1)
         log = lambda x: jnp.log(jnp.asarray(x, jnp.float32))
         tokens = jnp.argmax(log(q) + noise[:, :-1], axis=-1).astype(jnp.int32)
-        return tokens, coupled.verify(log(p) + noise, Proposal(tokens, None, num_proposed))
+        return tokens, coupled.verify(likeliest(log(p) + noise), Proposal(tokens, None, num_proposed))
 
     return run(seed, num_proposed)
 

@@ -11,6 +11,7 @@ from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
 from jaxspec.verify import coupled, rejection
 from jaxspec.verify.base import leading
+from pallas_kernels.likeliest_token.reference import likeliest
 
 LOG = lambda p: jnp.log(jnp.array(p, jnp.float32))
 ROWS = 64
@@ -77,7 +78,7 @@ def test_drafts_beyond_a_rows_own_number_do_not_count():
     drafts = proposal(repeated([0, 1, 2], 4), repeated(np.eye(4)[[0, 1, 2]], 4), [0, 1, 2, 3])
     for verdict in (
         rejection.verify(LOG(repeated(p, 4)), drafts, seeds(4), jnp.full(4, 9)),
-        coupled.verify(LOG(repeated(p, 4)), drafts),
+        coupled.verify(likeliest(LOG(repeated(p, 4))), drafts),
     ):
         assert verdict.num_accepted.tolist() == [0, 1, 2, 3]
         assert verdict.next_token.tolist() == [0, 1, 2, 3]
@@ -92,7 +93,7 @@ def test_without_drafts_a_token_is_drawn_from_the_target():
 
 def test_ties_go_to_the_lowest_id():
     logits = jnp.array(repeated([[0.0, 2.0, 2.0], [1.0, 1.0, 0.0]], 2))
-    verdict = coupled.verify(logits, proposal([[1], [2]], None, [1, 1]))
+    verdict = coupled.verify(likeliest(logits), proposal([[1], [2]], None, [1, 1]))
     assert verdict.num_accepted.tolist() == [1, 0]
     assert verdict.next_token.tolist() == [0, 1]
 
