@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -94,14 +93,14 @@ def propose(
     rows, vocab_size, backend = batch.sampling, config.target.config.vocab_size, config.target.backend
 
     def choose(
-        decoder: Decoder, hidden: Float[Array, "B _"], drafts: Sequence[Int[Array, " B"]]
+        decoder: Decoder, hidden: Float[Array, "B _"], drafts: Int[Array, "B K"], i: jax.Array | int
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
         greedy = config.greedy_draft or not (config.variant.standard or config.variant.coupled)
         if greedy and adjust is None:
             return decoder.likeliest(hidden, backend, vocab_size), None
-        logits, i = fit_vocabulary(decoder.logits(hidden, backend), vocab_size, decoder.vocabulary), len(drafts)
+        logits = fit_vocabulary(decoder.logits(hidden, backend), vocab_size, decoder.vocabulary)
         if adjust is not None:
-            logits = adjust(logits, drafts)
+            logits = adjust(logits, drafts, i)
         if greedy:
             return likeliest(logits), None
         z = process(logits[:, None], rows, filters=config.variant.filters)[:, 0]
@@ -171,8 +170,7 @@ def verify(
         return synthetic.verify(own_tokens(scores), proposal, rates, seed, state.num_tokens)
     if adjust is None:
         return judge(config, scores, proposal, batch, state)
-    drafts = list(proposal.tokens.T)
-    logits = jnp.stack([adjust(scores[:, i], drafts[:i]) for i in range(scores.shape[1])], axis=1)
+    logits = jnp.stack([adjust(scores[:, i], proposal.tokens, i) for i in range(scores.shape[1])], axis=1)
     possible = jnp.any(logits > -jnp.inf, axis=-1)
     reachable = jnp.sum(jnp.cumprod(possible, axis=1), axis=1, dtype=jnp.int32)
     proposal = dataclasses.replace(proposal, num_proposed=jnp.minimum(proposal.num_proposed, reachable))

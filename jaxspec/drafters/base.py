@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -37,10 +37,10 @@ class History:
     live: jax.Array
 
 
-# choose(decoder, hidden, drafts) -> (token, its distribution or None): samples the next draft token, after these i32[B]
-# of the same round, as each row asks. The draft's vocabulary may be padded differently from the target's V, or be a
-# reduced one; tokens and distributions are over the target's ids.
-Choose = Callable[[Decoder, Float[Array, "B _"], Sequence[Int[Array, " B"]]], tuple[Int[Array, " B"], Any]]
+# choose(decoder, hidden, drafts, i) -> (token, its distribution or None): samples a draft, after the first i of the
+# round's, as each row asks. The draft's vocabulary may be padded differently from the target's V, or be a reduced one;
+# tokens and distributions are over the target's ids.
+Choose = Callable[[Decoder, Float[Array, "B _"], Int[Array, "B K"], Any], tuple[Int[Array, " B"], Any]]
 
 
 class Drafter(Protocol):

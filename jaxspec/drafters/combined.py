@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxspec.drafters.base import Choose, History, Proposal
 from jaxspec.drafters.draft_model import DraftModel
@@ -33,11 +34,10 @@ class Combined:
     def propose(self, params, pages, history: History, choose: Choose) -> tuple[Proposal, Any]:
         found, _ = self.lookup.propose(None, None, history, choose)
 
-        def choose_or_look_up(decoder, hidden, drafts):
-            i = len(drafts)
-            token, probs = choose(decoder, hidden, drafts)
+        def choose_or_look_up(decoder, hidden, drafts, i):
+            token, probs = choose(decoder, hidden, drafts, i)
             use = i < found.num_proposed
-            token = jnp.where(use, found.tokens[:, i], token)
+            token = jnp.where(use, lax.dynamic_index_in_dim(found.tokens, i, axis=1, keepdims=False), token)
             if probs is not None:  # what was looked up is certain
                 probs = jnp.where(use[:, None], jax.nn.one_hot(token, probs.shape[-1], dtype=probs.dtype), probs)
             return token, probs

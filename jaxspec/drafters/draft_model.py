@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxspec.drafters.base import Choose, History, Proposal
 from jaxspec.models.paged import PagedModel
@@ -27,22 +29,28 @@ class DraftModel:
         return self.model.max_model_len
 
     def propose(self, params, pages, history: History, choose: Choose) -> tuple[Proposal, Any]:
-        last, missing = self.first_pass_tokens(history)
-        tokens, positions, masked = last
+        count = self.num_speculative_tokens
+        (tokens, positions, masked), missing = self.first_pass_tokens(history)
         masked |= ~history.live[:, None]
-        proposed: list[Any] = []
-        probs: list[Any] = []
-        for i in range(self.num_speculative_tokens):
-            decoder, hidden, pages = self.model.forward(params, pages, tokens, positions, masked, history.block_table)
-            newest = take_row(hidden, missing) if i == 0 else hidden[:, 0]
-            token, p = choose(decoder, newest, proposed)
-            proposed.append(token)
-            probs.append(p)
-            tokens, positions = token[:, None], (history.num_tokens + i)[:, None]
-            masked = (~history.live | (history.num_wanted <= i + 1))[:, None]
-        num_proposed = jnp.where(history.live, history.num_wanted, 0)
-        stacked = None if probs[0] is None else jnp.stack(probs, axis=1)
-        return Proposal(jnp.stack(proposed, axis=1), stacked, num_proposed), pages
+        decoder, hidden, pages = self.model.forward(params, pages, tokens, positions, masked, history.block_table)
+        drafts = jnp.zeros((tokens.shape[0], count), jnp.int32)
+        first = choose(decoder, take_row(hidden, missing), drafts, 0)
+        room = jax.tree.map(lambda x: jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype), first)
+        put = lambda i, drawn, chosen: jax.tree.map(
+            lambda x, one: lax.dynamic_update_index_in_dim(x, one, i, axis=1), drawn, chosen
+        )
+
+        def one_more(i, carry):
+            pages, drawn = carry
+            token = lax.dynamic_index_in_dim(drawn[0], i - 1, axis=1)
+            positions = (history.num_tokens + i - 1)[:, None]
+            masked = (~history.live | (history.num_wanted <= i))[:, None]
+            decoder, hidden, pages = self.model.forward(params, pages, token, positions, masked, history.block_table)
+            return pages, put(i, drawn, choose(decoder, hidden[:, 0], drawn[0], i))
+
+        # A loop, so that all but the first are compiled once.
+        pages, (drafts, probs) = lax.fori_loop(1, count, one_more, (pages, put(0, room, first)))
+        return Proposal(drafts, probs, jnp.where(history.live, history.num_wanted, 0)), pages
 
     def first_pass_tokens(
         self, history: History

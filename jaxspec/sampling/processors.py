@@ -7,12 +7,13 @@ x_1..x_i, never the token that is being chosen, and it is the same for the draft
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxspec.sampling.rng import take_row
 from jaxspec.shapes import Array, Bool, Float, Int
 
 
@@ -47,8 +48,8 @@ class Tables:
     in_prompt: jax.Array
 
 
-# adjust(logits [B,V], drafts x_1..x_i i32[B] each) -> logits [B,V], -inf where forbidden.
-Adjust = Callable[[Float[Array, "B V"], Sequence[Int[Array, " B"]]], Float[Array, "B V"]]
+# adjust(logits [B,V], drafts i32[B,K], i) -> logits [B,V] after the first i of the drafts, -inf where forbidden.
+Adjust = Callable[[Float[Array, "B V"], Int[Array, "B K"], Any], Float[Array, "B V"]]
 
 
 def tables(processors: Processors, tokens: Int[Array, "B M"], vocab_size: int) -> Tables:
@@ -91,12 +92,12 @@ def adjuster(
 ) -> Adjust:
     """The changes to a round's logits; counts (`output_counts`), tokens and num_tokens at the round's start."""
 
-    def adjust(logits, drafts):
-        too_short = (num_tokens + len(drafts) < rows.min_len)[:, None]
-        completes = completes_bad_word(rows.bad_words, rows.prompt_len, tokens, num_tokens, drafts)
+    def adjust(logits, drafts, i):
+        too_short = (num_tokens + i < rows.min_len)[:, None]
+        completes = completes_bad_word(rows.bad_words, rows.prompt_len, tokens, num_tokens, drafts, i)
         forbidden = [jnp.where(too_short, stop_ids, -1), jnp.where(completes, rows.bad_words[:, :, -1], -1)]
         logits = put(logits, jnp.concatenate(forbidden, axis=1)).set(-jnp.inf, mode="drop") + tables.bias
-        now = count(counts, jnp.stack(drafts, axis=1)) if drafts else counts
+        now = count(counts, jnp.where(jnp.arange(drafts.shape[1]) < i, drafts, -1))
         repetition = jnp.where(tables.in_prompt | (now > 0), rows.repetition[:, None], 1.0)
         logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
         return logits - now * rows.frequency[:, None] - (now > 0) * rows.presence[:, None]
@@ -109,14 +110,15 @@ def completes_bad_word(
     prompt_len: Int[Array, " B"],
     tokens: Int[Array, "B M"],
     num_tokens: Int[Array, " B"],
-    drafts: Sequence[Int[Array, " B"]],
+    drafts: Int[Array, "B K"],
+    i: jax.Array | int,
 ) -> Bool[Array, "B words"]:
-    """Whether the output so far ends with all but the last id of a bad word. The prompt takes no part."""
-    matches = bad_words[:, :, -1] >= 0
-    for back in range(1, bad_words.shape[2]):
-        at = num_tokens + len(drafts) - back
-        before = drafts[-back] if back <= len(drafts) else take_row(tokens, jnp.maximum(at, 0))
-        wanted = bad_words[:, :, -1 - back]
-        same = (wanted == before[:, None]) & (at >= prompt_len)[:, None]
-        matches &= (wanted < 0) | same
-    return matches
+    """Whether the output so far, the first i drafts included, ends with all but the last id of a bad word. The prompt
+    takes no part."""
+    length = bad_words.shape[2] - 1
+    at = num_tokens[:, None] + jnp.arange(-length, 0)
+    recent = jnp.concatenate([jnp.take_along_axis(tokens, jnp.maximum(at, 0), axis=1), drafts], axis=1)
+    recent, at = lax.dynamic_slice_in_dim(recent, i, length, axis=1), at + i
+    before = bad_words[:, :, :-1]
+    same = (before == recent[:, None]) & (at >= prompt_len[:, None])[:, None]
+    return (bad_words[:, :, -1] >= 0) & jnp.all((before < 0) | same, axis=2)

@@ -17,7 +17,10 @@ PURPOSES = {"draft": 0, "accept": 1, "residual": 2, "shared": 3}
 
 
 def keys(
-    seed: UInt[Array, "B 2"], position: Int[Array, " B"], purpose: str, offset: Int[Array, " B"] | int = 0
+    seed: UInt[Array, "B 2"],
+    position: Int[Array, " B"],
+    purpose: str,
+    offset: Int[Array, " B"] | Int[Array, ""] | int = 0,
 ) -> Key[Array, " B"]:
     """One key a row. seed: its high and its low word."""
     offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), position.shape)

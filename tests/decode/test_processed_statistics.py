@@ -88,7 +88,7 @@ def do_not_count_drafts(patch) -> None:
 
 def bad_words_without_drafts(patch) -> None:
     right = processors.completes_bad_word
-    patch.setattr(processors, "completes_bad_word", lambda *arguments: right(*arguments[:-1], []))
+    patch.setattr(processors, "completes_bad_word", lambda *arguments: right(*arguments[:-1], 0))
 
 
 def adjust_otherwise(wrong: Callable) -> Callable:
@@ -101,16 +101,18 @@ def adjust_otherwise(wrong: Callable) -> Callable:
 
 def too_short_by_one(right, rows, tables, rest):
     early = dataclasses.replace(rows, min_len=rows.min_len - 1)
-    return lambda logits, drafts: right(early if drafts else rows, tables, *rest)(logits, drafts)
+    return lambda logits, drafts, i: jnp.where(
+        i > 0, right(early, tables, *rest)(logits, drafts, i), right(rows, tables, *rest)(logits, drafts, i)
+    )
 
 
 def penalise_after_temperature(right, rows, tables, rest):
-    return lambda logits, drafts: COLD * right(rows, tables, *rest)(logits / COLD, drafts)
+    return lambda logits, *drafts: COLD * right(rows, tables, *rest)(logits / COLD, *drafts)
 
 
 def bias_after_penalties(right, rows, tables, rest):
     unbiased = dataclasses.replace(tables, bias=jnp.zeros_like(tables.bias))
-    return lambda logits, drafts: right(rows, unbiased, *rest)(logits, drafts) + tables.bias
+    return lambda logits, *drafts: right(rows, unbiased, *rest)(logits, *drafts) + tables.bias
 
 
 FAULTS: list[tuple[Callable, Setting]] = [

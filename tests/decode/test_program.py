@@ -109,10 +109,11 @@ def test_no_copy_of_the_cache_while_sampling():
 
 
 def equations(jaxpr):
-    """All equations, those of called functions once a call."""
+    """All equations, those of called functions once a call, those of a loop as often as it runs, if that is known."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for value in times * [*equation.params.values()]:
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(inner, jax.extend.core.ClosedJaxpr):
                     yield from equations(inner.jaxpr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -35,11 +34,11 @@ class Wish:
     frequency: float = 0.0
 
 
-@functools.partial(jax.jit, static_argnames="num_drafts")
+@jax.jit
 def adjusted(logits, rows, tokens, num_tokens, stop_ids, drafts, num_drafts):
     counts = output_counts(rows, tokens, num_tokens, V)
     adjust = adjuster(rows, tables(rows, tokens, V), counts, tokens, num_tokens, stop_ids)
-    return adjust(logits, list(drafts.T)[:num_drafts])
+    return adjust(logits, drafts, num_drafts)
 
 
 def padded(lists, width: int, fill: float = -1, dtype=np.int32) -> np.ndarray:
