@@ -48,10 +48,7 @@ class Raw:
         self.prompts = setup.prompts(batch_size, context)
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
         self.row_pages = -(-(self.length + most) // self.engine.page_size)
-        if self.engine.gather:  # as the engine does: its cost grows with the width of the table
-            table_width = batch.power_of_two(self.row_pages)
-        else:
-            table_width = self.row_pages
+        table_width = self.engine.table_width(self.row_pages)  # as the engine does: attention's cost depends on it
         self.sizes = {"num_pages": self.engine.num_pages, "row_pages": table_width}
 
     def requests(self, k: int) -> list[Request]:

@@ -71,13 +71,14 @@ class Engine:
         self.page_size, self.num_pages = self.layouts[0].page_size, self.layouts[0].num_pages
         self.cache = self.empty_cache()
         self.has_draft_cache = draft is not None
-        self.gather = platform == "cpu" or config.kernels == "reference"
         self.drafters = setup.drafters(speculative, paged.get("draft"))
         self.decoding = DecodeConfig(
             target=paged["target"],
             drafter=self.drafters[max(self.drafters)],
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
+        most = -(-(self.max_model_len + self.num_drafts) // self.page_size)
+        self.table_widths = setup.table_widths(platform, config.kernels, most, self.page_size)
         self.programs, self.variants = Programs(mesh), Variants()
         self.scheduler = Scheduler(
             PageAllocator(self.num_pages),
@@ -322,16 +323,15 @@ class Engine:
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
         """(B, N) of the next launch. Both only grow while requests are running: a smaller shape, for the few rows that
-        are left at the end, would cost more to compile than it saves. N is bucketed for the gather form, whose cost it
-        is; where attention is a kernel it has one value."""
-        rows = batch.power_of_two(len(requests))
-        if self.gather:
-            longest = max(r.max_len for r in requests)  # not what they hold now: that would be another program often
-            pages = batch.power_of_two(self.scheduler.pages_for(longest + self.num_drafts))
-        else:
-            pages = -(-(self.max_model_len + self.num_drafts) // self.page_size)
-        self.shape = max(rows, self.shape[0]), max(pages, self.shape[1])
+        are left at the end, would cost more to compile than it saves. N has room for what the rows may come to hold:
+        for what they hold now it would soon be another program."""
+        pages = self.table_width(max(map(self.scheduler.most_pages, requests)))
+        self.shape = max(batch.power_of_two(len(requests)), self.shape[0]), max(pages, self.shape[1])
         return self.shape
+
+    def table_width(self, num_pages: int) -> int:
+        """The least that has room for so many pages of a row."""
+        return next(width for width in self.table_widths if width >= num_pages)
 
     def absorb(self, requests: Sequence[Request], result: LaunchResult) -> None:
         """Takes a launch's result in: tokens, lengths, counters, reasons to end."""

@@ -14,12 +14,14 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
+from jaxspec.engine.batch import power_of_two
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.storage import stored_for
 from jaxspec.parallel.mesh import check_divides
+from pallas_kernels.paged_attention import WHOLE_KEYS
 
 Speculation = SpeculativeConfig | None
 
@@ -85,6 +87,16 @@ def page_layouts(
         most = config.max_num_seqs * -(-(longest + 64) // page_size) * (2 if config.enable_prefix_caching else 1)
         pages = min(budget.num_pages(memory, *page_bytes), most)
     return {name: layout(model, pages) for name, model in models.items()}
+
+
+def table_widths(platform: str, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
+    """The widths N, in pages, that block tables come in; the last has room for `most` pages. Each is another program.
+    Attention in plain jnp costs what the table is wide. As a kernel it does not, but on GPU it is faster where all
+    tables are short enough for keys not to be split."""
+    if platform == "cpu" or kernels == "reference":
+        return tuple(1 << i for i in range(power_of_two(most).bit_length()))
+    few = WHOLE_KEYS // page_size
+    return (few, most) if platform == "gpu" and 0 < few < most else (most,)
 
 
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation) -> int:

@@ -2,6 +2,8 @@ import jax
 
 from pallas_kernels._dispatch import check_shape, run
 
+WHOLE_KEYS = 1024  # on GPU, a row's keys need not be split between programs where a block table has room for no more
+
 
 def paged_attention(
     query: jax.Array,

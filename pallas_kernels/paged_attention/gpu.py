@@ -19,11 +19,12 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import _device
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
+from pallas_kernels.paged_attention import WHOLE_KEYS
 
 MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
 SPLIT_KEYS, MAX_SPLITS = 128, 16
 PROGRAMS = 512  # more splits than for so many only make more to combine
-WHOLE_PROGRAMS, WHOLE_KEYS = 96, 1024  # one split from so many programs on, up to so many keys
+WHOLE_PROGRAMS = 96  # one split from so many programs on, up to WHOLE_KEYS
 BLOCK_BYTES = 1 << 15  # of the keys and values that are read at a time, where more than one such read is under way
 MASKED = -1e30  # the score of a key that is not seen; finite: differences stay 0, not NaN
 LEAST = -5e29  # the largest score before the first key: no real one is below it, and what is masked weighs nothing

@@ -11,6 +11,7 @@ import pytest
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.batch import launch_input, variant
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.setup import table_widths
 from jaxspec.sampling_params import SamplingParams
 from tests import tiny
 from tests.lively import (
@@ -262,6 +263,38 @@ def test_packing_marks_what_is_not_there():
     assert packed.limits.stop_ids[0].tolist() == [3, -1, -1, -1]
     assert packed.tokens[0, :7].tolist() == list(PROMPTS[2])
     own.abort(request)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kernels", "most", "widths"),
+    [
+        ("cpu", None, 5, (1, 2, 4, 8)),
+        ("gpu", "reference", 4, (1, 2, 4)),
+        ("gpu", None, 64, (64,)),
+        ("gpu", "pallas", 65, (64, 65)),
+        ("tpu", None, 300, (300,)),
+    ],
+)
+def test_block_tables_come_in_widths_that_attention_makes_use_of(platform, kernels, most, widths):
+    assert table_widths(platform, kernels, most, page_size=16) == widths
+
+
+def test_a_block_table_is_as_wide_as_its_longest_request_may_become():
+    own = new_engine("noisy", K)
+    own.table_widths = (2, 5)
+    first, second = params([25, 5])
+    seen, requests = [], []
+    for prompt, sampling, steps in ((PROMPTS[1], first, 1), (PROMPTS[4], second, 99), (PROMPTS[1], first, 99)):
+        requests.append(own.add(prompt, sampling))
+        for _ in range(steps):
+            if own.busy:
+                own.step(2)
+                seen.append((own.shape[1], len(own.scheduler.running)))
+    widths = [width for width, _ in seen]
+    grown, idle = widths.index(5), seen.index((5, 0))
+    assert (5, 1) in seen, "the longer one was to end first"
+    assert (set(widths[:grown]), set(widths[grown : idle + 1]), set(widths[idle + 1 :])) == ({2}, {5}, {2})
+    assert texts(requests) == [*plain((PROMPTS[1], PROMPTS[4]), (first, second)), *plain(PROMPTS[1:2], (first,))]
 
 
 @pytest.mark.parametrize("limit", [None, 40])
