@@ -4,8 +4,9 @@ The compiler's products over several rows, which are its library's, walk down 64
 they take half as long again, or twice as long, as one over a single row. Here each row of the matrix is multiplied with
 all rows of x while it is read, in one loop of the compiler's own: a reduction of as many arrays as there are sums.
 Several rows of the matrix, far from each other, are read at a time, so that more memory is under way, and what is read
-of x serves all of them. The compiler may reorder sums there (see `COMPILER_OPTIONS` in jaxspec/decode/programs.py), or
-it would add up number by number.
+of x serves all of them: the more of them, the less often a large x is read again from beyond the nearest cache. The
+compiler may reorder sums there (see `COMPILER_OPTIONS` in jaxspec/decode/programs.py), or it would add up number by
+number.
 """
 
 import jax
@@ -16,17 +17,24 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from pallas_kernels.feed_forward import reference
 
 MAX_ROWS = 12  # more are faster by the library
-SUMS, STREAMS = 24, (4, 2, 1)  # at a time: as many as there are registers for; rows of the matrix
+SUMS = 24  # at a time: as many as there are registers for
+SMALL_X = 5 * 1024  # numbers, which are read again from the nearest cache
 
 
 def linear(weights, x):
     """x [..., I] times weights [I, O], the transpose of a matrix that lies output-first, as `reference.linear`."""
-    rows, width = x.size // x.shape[-1], weights.shape[1]
-    streams = next(s for s in STREAMS if s == 1 or (s * rows <= SUMS and width % s == 0))
+    rows = x.size // x.shape[-1]
+    streams = num_streams(rows, *weights.shape)
     # One array's reduction is another loop, which waits for its sums.
     if x.dtype != jnp.float32 or rows > MAX_ROWS or streams * rows == 1:
         return reference.linear(weights, x)
     return once(product, x, weights.T, streams)
+
+
+def num_streams(rows, depth, width):
+    """How many rows of the matrix [width, depth] are read at a time."""
+    most = 2 if rows > 1 and rows * depth <= SMALL_X else 4
+    return next(s for s in (4, 2, 1) if s == 1 or (s <= most and s * rows <= SUMS and width % s == 0))
 
 
 def once(function, *args):

@@ -43,6 +43,18 @@ def test_other_dtypes_and_many_rows_are_the_librarys(monkeypatch):
     assert _streamed.linear(matrix, jnp.ones((_streamed.MAX_ROWS, 8))).shape == (_streamed.MAX_ROWS, 16)
 
 
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "streams"),
+    [
+        (1, 576, 960, 4), (1, 4096, 50, 2), (1, 576, 7, 1),
+        (2, 576, 960, 2), (5, 1024, 960, 2), (5, 1025, 960, 4), (2, 3072, 50, 2),
+        (7, 1536, 960, 2), (12, 4096, 960, 2), (12, 4096, 7, 1),
+    ],
+)  # fmt: skip
+def test_a_large_x_serves_more_rows_of_the_matrix_at_a_time(rows, depth, width, streams):
+    assert _streamed.num_streams(rows, depth, width) == streams
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for CPU")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows):
@@ -65,7 +77,7 @@ def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows):
     called = [program.computations[i.line.split("to_apply=%")[1].split(",")[0]] for i in calls]
     for product in called:
         loops = [i for i in product if i.opcode == "fusion" and len(i.sizes) > 1]
-        assert [len(i.sizes) for i in loops] == [rows * 4], [i.line for i in product]
+        assert [len(i.sizes) for i in loops] == [rows * (4 if rows == 1 else 2)], [i.line for i in product]
     plain = flavour("feed_forward", "reference")
     expected, _ = plain(x, mixed, out, norm, gate_up, down, None, None, None, eps=1e-6, activation="silu", block=64)
     assert relative_error(compiled(x, mixed, norm, *turned), expected) < 2e-6
