@@ -47,7 +47,7 @@ class Raw:
         self.batch_size, self.context = batch_size, context
         self.prompts = setup.prompts(batch_size, context)
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
-        self.row_pages = -(-(self.length + most) // self.engine.page_size)
+        self.row_pages = self.engine.scheduler.pages_for(self.length + most)
         table_width = self.engine.table_width(self.row_pages)  # as the engine does: attention's cost depends on it
         self.sizes = {"num_pages": self.engine.num_pages, "row_pages": table_width}
 

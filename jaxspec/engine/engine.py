@@ -77,8 +77,6 @@ class Engine:
             drafter=self.drafters[max(self.drafters)],
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
-        most = -(-(self.max_model_len + self.num_drafts) // self.page_size)
-        self.table_widths = setup.table_widths(platform, config.kernels, most, self.page_size)
         self.programs, self.variants = Programs(mesh), Variants()
         self.scheduler = Scheduler(
             PageAllocator(self.num_pages),
@@ -87,6 +85,8 @@ class Engine:
             self.num_drafts,
             reuse=config.enable_prefix_caching,
         )
+        most = self.scheduler.pages_for(self.max_model_len + self.num_drafts)
+        self.table_widths = setup.table_widths(platform, config.kernels, most, self.page_size)
         self.controller = Controller(
             tuple(self.drafters),
             adaptive=speculative is not None and speculative.adaptive,
