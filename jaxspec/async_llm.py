@@ -177,12 +177,14 @@ class EngineThread(threading.Thread):
         except BaseException as error:  # whatever it was, nobody may wait for ever
             ended = (f"the engine failed: {error!r}", error)
         self.ended = ended
+        # What failed may fail again, at every step of this; each caller is told nevertheless.
         for call in dict.fromkeys(self.calls.values()):
-            call.send(self.refusal())
-            with contextlib.suppress(Exception):  # an engine that failed may fail here too
+            with contextlib.suppress(BaseException):
+                call.send(self.refusal())
+            with contextlib.suppress(BaseException):
                 self.close(call)
-        with contextlib.suppress(queue.Empty):  # only now: who is told after `ended` was set looks at it
-            while True:
+        while not self.inbox.empty():  # only now: who is told after `ended` was set looks at it
+            with contextlib.suppress(BaseException):
                 self.inbox.get_nowait()()
 
     def listen(self) -> bool:
@@ -221,6 +223,12 @@ class EngineThread(threading.Thread):
 
     def hand_over(self, call: Call) -> None:
         assert call.job is not None
+        try:
+            results = call.take(call.job)
+        except Exception as error:  # this call's own
+            call.send(error)
+            self.close(call)
+            return
         last = (None,) if call.job.ended else ()
-        if not call.send(*call.take(call.job), *last) or last:
+        if not call.send(*results, *last) or last:
             self.close(call)

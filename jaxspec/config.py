@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxspec.options import options, refuse_unsupported
+from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
 
 METHODS = ("draft_model", "ngram", "ngram+draft_model")
 # Method -> the (shortest, longest) n-gram that is looked up. A short match is a better guess than none, but not than a
 # draft model's: on the held-out prompts SmolLM2's draft alone has an acceptance length of 2.65, behind a look for 2 to
 # 4 tokens 2.57, for 4 to 6 tokens 2.65.
 LOOKUP = {"ngram": (2, 4), "ngram+draft_model": (4, 6)}
+MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison with all of the row
 REJECTION_METHODS = ("standard", "coupled", "synthetic")
 LATER_REJECTION_METHODS = ("block", "typical")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_DRAFTS = 1024  # of a round; the best is below 20
 MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of rounds itself is dynamic
 
 
@@ -71,9 +74,10 @@ class SpeculativeConfig:
             raise ValueError(f"method={self.method!r} needs model=: the draft's hub id, folder or .gguf file")
         if self.method == "ngram" and self.model:
             raise ValueError(f"method='ngram' uses no draft model, but model={self.model!r} is given: drop one of them")
-        at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        counts = {"num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_min": LARGEST, "prompt_lookup_max": MAX_LOOKUP}
+        check_counts(self, counts | dict.fromkeys(("max_model_len", "disable_by_batch_size"), LARGEST))
+        flag("adaptive", self.adaptive)
         shortest, longest = self.lookup
-        at_least("prompt_lookup_min", shortest, 1)
         if longest < shortest:
             raise ValueError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}: give both")
         one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
@@ -84,12 +88,8 @@ class SpeculativeConfig:
             )
         if self.rejection_sample_method is not None:
             one_of("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
-        if self.max_model_len is not None:
-            at_least("max_model_len", self.max_model_len, 1)
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
-        if self.disable_by_batch_size is not None:
-            at_least("disable_by_batch_size", self.disable_by_batch_size, 1)
         object.__setattr__(self, "synthetic_acceptance_rates", self.synthetic_rates())
         refuse_unsupported(
             self,
@@ -121,11 +121,14 @@ class SpeculativeConfig:
                 "rejection_sample_method='synthetic' needs one of synthetic_acceptance_length and "
                 "synthetic_acceptance_rates"
             )
-        if rates is None and length is not None:
+        if rates is None:
+            length = number("synthetic_acceptance_length", length)
             if not 1.0 <= length <= k + 1:
                 raise ValueError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
             return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
-        rates = tuple(float(r) for r in rates or ())
+        if not isinstance(rates, Iterable) or isinstance(rates, str | bytes):
+            raise ValueError(f"synthetic_acceptance_rates={rates!r:.80} must be a list of {k} probabilities")
+        rates = tuple(number("synthetic_acceptance_rates", r) for r in rates)
         if len(rates) != k or any(not 0.0 <= r <= 1.0 for r in rates) or list(rates) != sorted(rates, reverse=True):
             raise ValueError(
                 f"synthetic_acceptance_rates={rates} must be {k} probabilities that do not increase: the chances that "
@@ -136,7 +139,11 @@ class SpeculativeConfig:
     @classmethod
     def of(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
         """Accepts a dict in its place."""
-        return cls(**value) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            return cls(**value)
+        if value is not None and not isinstance(value, cls):
+            raise ValueError(f"speculative_config={value!r:.80}: give a SpeculativeConfig or a dict of its options")
+        return value
 
 
 @options
@@ -177,15 +184,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
-        for name in ("tensor_parallel_size", "max_num_seqs"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "page_size", "num_pages"):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
-        if self.rounds_per_launch is not None and not 1 <= self.rounds_per_launch <= MAX_ROUNDS:
-            raise ValueError(f"rounds_per_launch={self.rounds_per_launch} must lie in 1..{MAX_ROUNDS}")
-        if not 0.0 < self.memory_utilization <= 1.0:
+        counts = ("tensor_parallel_size", "max_num_seqs", "max_model_len", "page_size", "num_pages", "prefill_chunk")
+        check_counts(self, dict.fromkeys(counts, LARGEST) | {"rounds_per_launch": MAX_ROUNDS})
+        for name in ("enable_prefix_caching", "compilation_cache"):
+            flag(name, getattr(self, name))
+        if not 0.0 < number("memory_utilization", self.memory_utilization) <= 1.0:
             raise ValueError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
+        if (self.page_size or 1) * (self.num_pages or 1) > LARGEST:
+            raise ValueError(
+                f"num_pages={self.num_pages} of page_size={self.page_size} are more than {LARGEST} tokens: lower one"
+            )
         if self.prefill_chunk < 16 or self.prefill_chunk & (self.prefill_chunk - 1):
             raise ValueError(f"prefill_chunk={self.prefill_chunk} must be a power of two, at least 16")
         if self.kernels is not None:
@@ -197,6 +205,16 @@ class EngineConfig:
                 "pipeline_parallel_size": "shard the model with tensor_parallel_size",
             },
         )
+
+
+def check_counts(config: Any, most: Mapping[str, int]) -> None:
+    """Raises ValueError unless each of these options is a whole number from 1 to most, or None where that is its
+    default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name, limit in most.items():
+        value = getattr(config, name)
+        if value is not None or defaults[name] is not None:
+            object.__setattr__(config, name, whole(name, value, 1, limit))
 
 
 def at_least(name: str, value: int, least: int) -> None:

@@ -17,10 +17,15 @@ class Detokenizer:
         self.tokenizer, self.stop, self.min_tokens = tokenizer, stop, min_tokens
         self.skip_special_tokens = skip_special_tokens
         self.hidden: frozenset[int] = frozenset()  # ids that end the output and are not part of its text
-        self.text = ""
         self.stop_string: str | None = None
-        self.stop_at = 0  # where in text the stop string begins
+        self.stop_at = 0  # where in the text the stop string begins
+        self.begin()
+
+    def begin(self) -> None:
+        """No ids yet."""
+        self.text, self.unfinished = "", ""  # unfinished: what can be read already in front of half a character
         self.window, self.read = 0, 0  # ids before `read` are in text; the window gives them context
+        self.searched = self.num_fed = 0  # by find_stop: characters, ids
 
     def decode(self, ids: list[int]) -> str:
         ids = [i for i in ids if i not in self.hidden] if self.hidden else ids
@@ -29,13 +34,17 @@ class Detokenizer:
     def find_stop(self, ids: list[int], start: int) -> int | None:
         """Feeds ids one by one from index start on; the number of ids to keep once a stop string is complete. One that
         is complete within the first min_tokens ids ends nothing."""
+        if start != self.num_fed:  # the last ones were fed by somebody who was interrupted before he could keep them
+            self.begin()
+            start = 0
         for end in range(start + 1, len(ids) + 1):
-            known = len(self.text)
             self.feed(ids[:end])
+            readable, known = self.text + self.unfinished, self.searched
+            self.num_fed, self.searched = end, len(readable)
             if end <= self.min_tokens:
                 continue
             for string in self.stop:
-                at = self.text.find(string, max(0, known - len(string) + 1))
+                at = readable.find(string, max(0, known - len(string) + 1))
                 if at >= 0:
                     self.stop_string, self.stop_at = string, at
                     return end
@@ -45,16 +54,19 @@ class Detokenizer:
         """Brings text up to ids (those so far and new ones). An unfinished character waits, unless this is the last."""
         before = self.decode(ids[self.window : self.read])
         now = self.decode(ids[self.window :])
-        if len(now) > len(before) and (last or not now.endswith(REPLACEMENT)):
-            self.text += now[len(before) :]
-            self.window, self.read = self.read, len(ids)
+        new = now[len(before) :]
+        if new and (last or not new.endswith(REPLACEMENT)):
+            # All or nothing: an interrupt cannot come within one call.
+            vars(self).update(text=self.text + new, unfinished="", window=self.read, read=len(ids))
+        else:
+            self.unfinished = new.rstrip(REPLACEMENT)
 
     def finish(self, ids: list[int], *, include_stop: bool) -> str:
         """The final text, cut at the stop string."""
         if self.stop_string is None:
             self.feed(ids, last=True)
             return self.text
-        return self.text[: self.stop_at + (len(self.stop_string) if include_stop else 0)]
+        return (self.text + self.unfinished)[: self.stop_at + (len(self.stop_string) if include_stop else 0)]
 
     def settled(self) -> int:
         """How much of text can be shown already: what might be the beginning of a stop string is held back."""

@@ -38,7 +38,14 @@ class Sample:
         self.streamed = False  # whether the last piece is out
 
     def text_so_far(self) -> str:
-        """Text that will not change any more."""
+        """Text that will not change any more. A tokenizer that fails ends this sample with an error, and no other."""
+        try:
+            return self.read()
+        except Exception as error:
+            self.request.finish_reason, self.request.error = "error", f"{type(error).__name__}: {error}"
+            return self.detokenizer.text
+
+    def read(self) -> str:
         if self.request.finish_reason is not None:
             return self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
         if not self.params.stop:
@@ -47,10 +54,11 @@ class Sample:
 
     def piece(self) -> StreamOutput | None:
         """What is new since the last piece, or None."""
-        request, ended = self.request, self.request.finish_reason is not None
-        if self.streamed or not (ended or len(request.output) > self.sent):
+        request = self.request
+        if self.streamed or not (request.finish_reason or len(request.output) > self.sent):
             return None
         text, ids = self.text_so_far()[self.shown :], request.output[self.sent :]
+        ended = request.finish_reason is not None
         self.shown, self.sent, self.streamed = self.shown + len(text), self.sent + len(ids), ended
         return StreamOutput(text, ids, request.finish_reason, self.prompt_index, request.index, request.error)
 
@@ -61,10 +69,10 @@ class Sample:
         return self.detokenizer.stop_string
 
     def completion(self) -> CompletionOutput:
-        request, asked = self.request, self.params.logprobs
+        request, asked, text = self.request, self.params.logprobs, self.text_so_far()
         output = CompletionOutput(
             request.index,
-            self.text_so_far(),
+            text,
             request.output,
             request.finish_reason,
             self.stop_reason(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import os
 import time
 import warnings
@@ -28,6 +29,8 @@ from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import generation_progress
 from jaxspec.prompts import Ask, Prompt, asks, named
 from jaxspec.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
@@ -185,7 +188,7 @@ class LLM:
         """Prompts as the engine takes them, all checked. Raises ValueError for the first that it cannot serve."""
         asked = asks(self.tokenizer, prompts, sampling_params)
         for ask in asked:
-            named(ask.index, self.engine.check, ask.ids, ask.params, ask.bad_words)
+            named(ask.index, self.engine.check, ask.ids, ask.params, ask.bad_words, self.stop_ids)
         return asked
 
     def submit(self, ask: Ask) -> Job:
@@ -209,7 +212,10 @@ class LLM:
     def tell(self, ended: Iterable[Request]) -> None:
         for request in ended:
             for observe in self.observers:
-                observe(request)
+                try:
+                    observe(request)
+                except Exception:  # who looks on is not to end what he looks at
+                    logger.exception("an observer failed, and missed a request")
 
     # Profiles
 

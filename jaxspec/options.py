@@ -1,13 +1,20 @@
-"""Option classes: frozen dataclasses that name the nearest known option when given an unknown one."""
+"""Option classes: frozen dataclasses that name the nearest known option when given an unknown one; and the checks of
+what they are given, each one line that names the value and the limit."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
+import numbers
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
+import numpy as np
+
 T = TypeVar("T")
+LARGEST = 2**31 - 1  # of 32 bits, in which devices count
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -27,6 +34,59 @@ def options(cls: type[T]) -> type[T]:
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
+
+
+def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str = "") -> int:
+    """value as an int. Raises ValueError unless it is a whole number from least to most."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r:.80} must be a whole number{hint}") from None
+    if found < least:
+        raise ValueError(f"{name}={shown(found)} is below {least}{hint}")
+    if found > most:
+        raise ValueError(f"{name}={shown(found)} is above {most}{hint}")
+    return found
+
+
+def shown(value: int) -> str:
+    """A number in a message: Python refuses to write the largest."""
+    return str(value) if abs(value) < 10**40 else f"{'-' * (value < 0)}(more than 40 digits)"
+
+
+def number(name: str, value: Any) -> float:
+    """value as a float. Raises ValueError unless it is a number."""
+    scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    try:
+        if not scalar or isinstance(value, bool | np.bool_):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}={value!r:.80} must be a number") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """Raises ValueError unless value is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}={value!r:.80} must be True or False")
+    return bool(value)
+
+
+def ids(name: str, values: Any) -> tuple[int, ...]:
+    """Token ids as a tuple of ints. Raises ValueError unless they are whole numbers of 32 bits."""
+    if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r:.80} must be a list of token ids")
+    return tuple(whole(name, i, -LARGEST) for i in values)
+
+
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    """One string or several, none of them empty, as a tuple."""
+    listed = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if any(not isinstance(s, str) or not s for s in listed):
+        raise ValueError(f"{name}={value!r:.80} must hold non-empty strings")
+    return listed
 
 
 def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.options import ids as checked_ids
 from jaxspec.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,8 @@ def as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, BYTES):
+        raise ValueError(f"{prompts!r:.80} is no prompt: decode bytes to a string")
     if not isinstance(prompts, Iterable):
         raise ValueError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
@@ -74,15 +78,12 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(prompt, str) or (ids is None and text_of(prompt) is not None):
         return list(tokenizer.encode(text_of(prompt)))
-    if not isinstance(ids, Iterable) or isinstance(ids, Mapping):
+    if not isinstance(ids, Iterable) or isinstance(ids, str | Mapping | BYTES):
         raise ValueError(
             f"{prompt!r:.80} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
             "'prompt'"
         )
-    ids = list(ids)
-    if not all(hasattr(i, "__index__") for i in ids):
-        raise ValueError(f"token ids must be whole numbers, got {ids!s:.80}")
-    return [int(i) for i in ids]
+    return list(checked_ids("token id", ids))
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

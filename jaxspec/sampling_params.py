@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.options import options
+from jaxspec.options import flag, ids, number, options, strings, whole
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
+MAX_SAMPLES = 16_384  # of a prompt, as in vLLM
 MAX_LOGPROBS = 20  # most alternatives that can be asked for a token, as in vLLM
 MAX_LOGIT_BIAS = 100.0
+SEEDS = (-(1 << 63), (1 << 64) - 1)  # 64 bits, with a sign or without
+
+# Whole numbers: name -> (least, most); None is allowed for those whose default it is.
+COUNTS: dict[str, tuple[int, ...]] = {
+    "n": (1, MAX_SAMPLES),
+    "max_tokens": (1,),
+    "min_tokens": (0,),
+    "top_k": (-1,),
+    "seed": SEEDS,
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "num_speculative_tokens": (0,),
+}
+HINTS = {"top_k": "; 0 turns it off", "num_speculative_tokens": "; 0 turns speculation off"}
+# Numbers: name -> (least, most, the same in words). Beyond these, float32, in which devices compute, makes no law of
+# logits any more, or the same law as nearer by.
+RANGES = {
+    "temperature": (0.0, 1e6, "[0, 1e6]; 0 is greedy"),
+    "top_p": (math.ulp(0.0), 1.0, "(0, 1]; 1 turns it off"),
+    "min_p": (0.0, 1.0, "[0, 1]; 0 turns it off"),
+    "repetition_penalty": (1e-3, 1e3, "[0.001, 1000]; 1 turns it off"),
+    "presence_penalty": (-2.0, 2.0, "[-2, 2]; 0 turns it off"),
+    "frequency_penalty": (-2.0, 2.0, "[-2, 2]; 0 turns it off"),
+}
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
 @options
@@ -28,7 +55,9 @@ class SamplingParams:
       presence_penalty, frequency_penalty: subtracted from the logits of ids in the output, once or once an occurrence.
       logit_bias: id -> what is added to its logit, -100 to 100 (kept as sorted pairs). allowed_token_ids: no other id
         is chosen. bad_words: strings whose tokens never occur in the output.
-      seed: makes the output reproducible, whatever shares the batch and however many drafts are proposed.
+      seed: 64 bits that make the output reproducible, whatever shares the batch: in float32 it is that of plain
+        decoding with this seed, however many drafts are proposed. Under an explicit rejection_sample_method="standard"
+        it belongs to num_speculative_tokens, and is not that of plain decoding.
       stop: strings that end the output; stop_token_ids: ids that do. ignore_eos: the model's own end ids do not.
       include_stop_str_in_output, skip_special_tokens: of the text.
       logprobs: log-probabilities of each output token and of this many likeliest ids (0: of the token alone);
@@ -63,37 +92,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)
-        put("stop", strings("stop", self.stop))
-        put("bad_words", strings("bad_words", self.bad_words))
-        put("stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, limits in COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or DEFAULTS[name] is not None:
+                put(name, whole(name, value, *limits, hint=HINTS.get(name, "")))
+        for name, (least, most, words) in RANGES.items():
+            put(name, value := number(name, getattr(self, name)))
+            if not least <= value <= most:
+                raise ValueError(f"{name}={value} must lie in {words}")
+        for name in FLAGS:
+            put(name, flag(name, getattr(self, name)))
+        for name in ("stop", "bad_words"):
+            put(name, strings(name, () if getattr(self, name) is None else getattr(self, name)))
+        put("stop_token_ids", ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
         put("logit_bias", bias_pairs(self.logit_bias))
         if self.allowed_token_ids is not None:
-            put("allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
+            put("allowed_token_ids", tuple(dict.fromkeys(ids("allowed_token_ids", self.allowed_token_ids))))
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids is empty and would allow nothing: leave it out to allow all")
-        between("n", self.n, 1, None)
-        between("max_tokens", self.max_tokens, 1, None)
-        between("min_tokens", self.min_tokens, 0, self.max_tokens, "max_tokens")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]; 1 turns it off")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]; 0 turns it off")
-        if self.top_k < -1:
-            raise ValueError(f"top_k={self.top_k} must be positive, or 0 to turn it off")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 turns it off")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2.0 <= getattr(self, name) <= 2.0:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [-2, 2]; 0 turns it off")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                between(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:
-            raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens} is negative; 0 turns speculation off"
-            )
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens, {self.max_tokens}")
 
     @property
     def greedy(self) -> bool:
@@ -111,28 +129,25 @@ class SamplingParams:
         return penalties or self.min_tokens > 0 or bool(self.logit_bias) or self.allowed_token_ids is not None
 
 
-def strings(name: str, value: Any) -> tuple[str, ...]:
-    """One string or several, none of them empty."""
-    listed = (value,) if isinstance(value, str) else tuple(value or ())
-    if any(not isinstance(s, str) or not s for s in listed):
-        raise ValueError(f"{name}={listed!r} must hold non-empty strings")
-    return listed
-
-
-def bias_pairs(bias: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
-    """Hashable, sorted by id."""
-    pairs = tuple(sorted((int(i), float(value)) for i, value in dict(bias or {}).items()))
+def bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """A mapping or pairs of (id, bias), as pairs: hashable, sorted by id. Ids may be strings, as JSON has them."""
+    try:
+        given = list(bias.items() if isinstance(bias, Mapping) else bias or ())
+        pairs = [(int(i) if isinstance(i, str) and i.isdecimal() else i, value) for i, value in given]
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias={bias!r:.80} must map token ids to numbers") from None
+    found: dict[int, float] = {}
     for i, value in pairs:
+        i, value = whole("logit_bias id", i, 0), number(f"logit_bias of id {i}", value)
         if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
             raise ValueError(
                 f"logit_bias of id {i} is {value}: it must lie in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]; "
                 "allowed_token_ids forbids ids outright"
             )
-    return pairs
+        if i in found:
+            raise ValueError(f"logit_bias has id {i} twice: give each id once")
+        found[i] = value
+    return tuple(sorted(found.items()))
 
 
-def between(name: str, value: int, least: int, most: int | None, limit: str = "the limit") -> None:
-    if value < least:
-        raise ValueError(f"{name}={value} is below {least}")
-    if most is not None and value > most:
-        raise ValueError(f"{name}={value} is above {limit}, {most}")
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}  # type: ignore[arg-type]

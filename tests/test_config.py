@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
@@ -13,26 +14,26 @@ from jaxspec.sampling_params import SamplingParams
 NAN = float("nan")
 SYNTHETIC = {"rejection_sample_method": "synthetic"}
 WRONG = [
-    (SamplingParams, {"temperature": -0.1}, "temperature=-0.1 must be 0 (greedy) or a positive number"),
-    (SamplingParams, {"temperature": NAN}, "temperature=nan must be"),
-    (SamplingParams, {"temperature": float("inf")}, "temperature=inf must be"),
+    (SamplingParams, {"temperature": -0.1}, "temperature=-0.1 must lie in [0, 1e6]; 0 is greedy"),
+    (SamplingParams, {"temperature": NAN}, "temperature=nan must lie in"),
+    (SamplingParams, {"temperature": float("inf")}, "temperature=inf must lie in"),
     (SamplingParams, {"top_p": 0.0}, "top_p=0.0 must lie in (0, 1]; 1 turns it off"),
     (SamplingParams, {"top_p": 1.1}, "top_p=1.1 must lie in"),
     (SamplingParams, {"top_p": NAN}, "top_p=nan must lie in"),
     (SamplingParams, {"min_p": -0.1}, "min_p=-0.1 must lie in [0, 1]; 0 turns it off"),
     (SamplingParams, {"min_p": NAN}, "min_p=nan must lie in"),
-    (SamplingParams, {"top_k": -2}, "top_k=-2 must be positive, or 0 to turn it off"),
+    (SamplingParams, {"top_k": -2}, "top_k=-2 is below -1; 0 turns it off"),
     (SamplingParams, {"max_tokens": 0}, "max_tokens=0 is below 1"),
-    (SamplingParams, {"num_speculative_tokens": -1}, "num_speculative_tokens=-1 is negative; 0 turns speculation off"),
+    (SamplingParams, {"num_speculative_tokens": -1}, "num_speculative_tokens=-1 is below 0; 0 turns speculation off"),
     (SamplingParams, {"stop": ["a", ""]}, "must hold non-empty strings"),
     (SamplingParams, {"stop": [3]}, "must hold non-empty strings"),
-    (SamplingParams, {"bad_words": ["no", ""]}, "bad_words=('no', '') must hold non-empty strings"),
+    (SamplingParams, {"bad_words": ["no", ""]}, "bad_words=['no', ''] must hold non-empty strings"),
     (SamplingParams, {"n": 0}, "n=0 is below 1"),
     (SamplingParams, {"min_tokens": -1}, "min_tokens=-1 is below 0"),
     (SamplingParams, {"min_tokens": 17}, "min_tokens=17 is above max_tokens, 16"),
-    (SamplingParams, {"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be positive; 1 turns it off"),
-    (SamplingParams, {"repetition_penalty": NAN}, "repetition_penalty=nan must be positive"),
-    (SamplingParams, {"repetition_penalty": float("inf")}, "repetition_penalty=inf must be positive"),
+    (SamplingParams, {"repetition_penalty": 0.0}, "repetition_penalty=0.0 must lie in [0.001, 1000]; 1 turns it off"),
+    (SamplingParams, {"repetition_penalty": NAN}, "repetition_penalty=nan must lie in"),
+    (SamplingParams, {"repetition_penalty": float("inf")}, "repetition_penalty=inf must lie in"),
     (SamplingParams, {"presence_penalty": 2.1}, "presence_penalty=2.1 must lie in [-2, 2]; 0 turns it off"),
     (SamplingParams, {"presence_penalty": NAN}, "presence_penalty=nan must lie in"),
     (SamplingParams, {"frequency_penalty": -2.1}, "frequency_penalty=-2.1 must lie in [-2, 2]; 0 turns it off"),
@@ -41,9 +42,9 @@ WRONG = [
     (SamplingParams, {"logit_bias": {3: float("-inf")}}, "allowed_token_ids forbids ids outright"),
     (SamplingParams, {"allowed_token_ids": []}, "allowed_token_ids is empty and would allow nothing: leave it out"),
     (SamplingParams, {"logprobs": -1}, "logprobs=-1 is below 0"),
-    (SamplingParams, {"logprobs": 21}, "logprobs=21 is above the limit, 20"),
+    (SamplingParams, {"logprobs": 21}, "logprobs=21 is above 20"),
     (SamplingParams, {"prompt_logprobs": -1}, "prompt_logprobs=-1 is below 0"),
-    (SamplingParams, {"prompt_logprobs": 21}, "prompt_logprobs=21 is above the limit, 20"),
+    (SamplingParams, {"prompt_logprobs": 21}, "prompt_logprobs=21 is above 20"),
     (SamplingParams, {"temprature": 1.0}, "unknown option 'temprature' of SamplingParams: did you mean 'temperature'?"),
     (SamplingParams, {"max_new_tokens": 5}, "unknown option 'max_new_tokens' of SamplingParams: did you mean"),
     (SamplingParams, {"zzz": 5}, "unknown option 'zzz' of SamplingParams: known options: n, max_tokens, "),
@@ -109,12 +110,55 @@ WRONG = [
     (EngineConfig, {"max_num_seqs": 0}, "max_num_seqs=0 is below 1"),
     (EngineConfig, {"page_size": 0}, "page_size=0 is below 1"),
     (EngineConfig, {"num_pages": 0}, "num_pages=0 is below 1"),
-    (EngineConfig, {"rounds_per_launch": 65}, "rounds_per_launch=65 must lie in 1..64"),
-    (EngineConfig, {"rounds_per_launch": 0}, "rounds_per_launch=0 must lie in 1..64"),
+    (EngineConfig, {"rounds_per_launch": 65}, "rounds_per_launch=65 is above 64"),
+    (EngineConfig, {"rounds_per_launch": 0}, "rounds_per_launch=0 is below 1"),
     (EngineConfig, {"memory_utilization": 1.5}, "memory_utilization=1.5 must lie in (0, 1]"),
     (EngineConfig, {"prefill_chunk": 100}, "prefill_chunk=100 must be a power of two, at least 16"),
     (EngineConfig, {"prefill_chunk": 8}, "prefill_chunk=8 must be a power of two"),
     (EngineConfig, {"kernels": "cuda"}, "kernels='cuda' is unknown: use one of reference, pallas"),
+    # What passes a comparison and fails on a device, in types and in 32 bits.
+    *((SamplingParams, {"top_k": x}, f"top_k={x!r} ") for x in (2**31, NAN, 1.5, "7", None, True)),
+    *((SamplingParams, {"seed": x}, f"seed={x!r} ") for x in (1.5, "7", 2**64, -(2**63) - 1, True)),
+    (SamplingParams, {"min_tokens": 2**31, "max_tokens": 2**31}, "max_tokens=2147483648 is above 2147483647"),
+    (SamplingParams, {"max_tokens": 20.5}, "max_tokens=20.5 must be a whole number"),
+    (SamplingParams, {"max_tokens": None}, "max_tokens=None must be a whole number"),
+    (SamplingParams, {"n": 16_385}, "n=16385 is above 16384"),
+    (SamplingParams, {"logprobs": 2.5}, "logprobs=2.5 must be a whole number"),
+    (SamplingParams, {"prompt_logprobs": "2"}, "prompt_logprobs='2' must be a whole number"),
+    (SamplingParams, {"num_speculative_tokens": 1.5}, "num_speculative_tokens=1.5 must be a whole number"),
+    (SamplingParams, {"temperature": 1e39}, "temperature=1e+39 must lie in [0, 1e6]; 0 is greedy"),
+    (SamplingParams, {"temperature": "0.7"}, "temperature='0.7' must be a number"),
+    (SamplingParams, {"temperature": None}, "temperature=None must be a number"),
+    (SamplingParams, {"temperature": 10**400}, "must be a number"),
+    (SamplingParams, {"top_p": 1j}, "top_p=1j must be a number"),
+    (SamplingParams, {"repetition_penalty": 1e-38}, "repetition_penalty=1e-38 must lie in [0.001, 1000]"),
+    (SamplingParams, {"ignore_eos": "no"}, "ignore_eos='no' must be True or False"),
+    (SamplingParams, {"stop": b"end"}, "stop=b'end' must hold non-empty strings"),
+    (SamplingParams, {"stop": 3}, "stop=3 must hold non-empty strings"),
+    (SamplingParams, {"stop_token_ids": b"12"}, "stop_token_ids=b'12' must be a list of token ids"),
+    (SamplingParams, {"stop_token_ids": 5}, "stop_token_ids=5 must be a list of token ids"),
+    (SamplingParams, {"stop_token_ids": [2**31]}, "stop_token_ids=2147483648 is above 2147483647"),
+    (SamplingParams, {"allowed_token_ids": [1.0]}, "allowed_token_ids=1.0 must be a whole number"),
+    (SamplingParams, {"allowed_token_ids": "12"}, "allowed_token_ids='12' must be a list of token ids"),
+    (SamplingParams, {"logit_bias": {2.7: 1.0}}, "logit_bias id=2.7 must be a whole number"),
+    (SamplingParams, {"logit_bias": {"5": 1.0, 5: 2.0}}, "logit_bias has id 5 twice"),
+    (SamplingParams, {"logit_bias": {5: "1"}}, "logit_bias of id 5='1' must be a number"),
+    (SamplingParams, {"logit_bias": 7}, "logit_bias=7 must map token ids to numbers"),
+    (SpeculativeConfig, {"num_speculative_tokens": 1.5}, "num_speculative_tokens=1.5 must be a whole number"),
+    (SpeculativeConfig, {"num_speculative_tokens": 1025}, "num_speculative_tokens=1025 is above 1024"),
+    (SpeculativeConfig, {"prompt_lookup_max": 10**6}, "prompt_lookup_max=1000000 is above 64"),
+    (SpeculativeConfig, {"adaptive": "no"}, "adaptive='no' must be True or False"),
+    (
+        SpeculativeConfig,
+        SYNTHETIC | {"synthetic_acceptance_length": "2"},
+        "synthetic_acceptance_length='2' must be a number",
+    ),
+    (SpeculativeConfig, SYNTHETIC | {"synthetic_acceptance_rates": 1}, "synthetic_acceptance_rates=1 must be a list"),
+    (EngineConfig, {"max_num_seqs": "4"}, "max_num_seqs='4' must be a whole number"),
+    (EngineConfig, {"max_model_len": 1.5}, "max_model_len=1.5 must be a whole number"),
+    (EngineConfig, {"memory_utilization": "1"}, "memory_utilization='1' must be a number"),
+    (EngineConfig, {"enable_prefix_caching": 1}, "enable_prefix_caching=1 must be True or False"),
+    (EngineConfig, {"page_size": 2**20, "num_pages": 2**20}, "are more than 2147483647 tokens: lower one"),
     (EngineConfig, {"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
 ]
 LATER = [
@@ -193,6 +237,11 @@ def test_synthetic_rates_are_kept():
     assert SpeculativeConfig().synthetic_acceptance_rates is None
 
 
+def test_numbers_that_python_refuses_to_write_are_refused_in_a_line():
+    with pytest.raises(ValueError, match=r"seed=\(more than 40 digits\) is above 18446744073709551615"):
+        SamplingParams(seed=10**5000)
+
+
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)])
 def test_tiny_temperatures_are_greedy(temperature, greedy):
     params = SamplingParams(temperature=temperature, top_k=5)
@@ -234,7 +283,26 @@ def test_what_changes_logits_is_noticed(given, processed):
 
 
 @pytest.mark.parametrize(
-    "given", [{"n": 100}, {"min_tokens": 16}, {"logprobs": 20}, {"logprobs": 0}, {"logit_bias": {1: 100}}]
+    "given",
+    [
+        {"n": 16_384},
+        {"min_tokens": 16},
+        {"logprobs": 20},
+        {"logprobs": 0},
+        {"logit_bias": {1: 100}},
+        {"logit_bias": {"7": 1}},
+        {"logit_bias": [(7, 1)]},
+        {"top_k": 2**31 - 1},
+        {"top_k": np.int64(3)},
+        {"seed": 2**64 - 1},
+        {"seed": -(2**63)},
+        {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1},
+        {"top_p": 1e-45},
+        {"temperature": np.float32(0.5)},
+        {"temperature": 1e6},
+        {"stop_token_ids": np.array([3, 4])},
+        {"stop": None, "bad_words": None, "stop_token_ids": None},
+    ],
 )
 def test_values_at_their_limits_are_fine(given):
     SamplingParams(**given)

@@ -188,14 +188,19 @@ STAGES: dict[str, Callable[..., tuple[Any, Any]]] = {
     "propose": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: propose(
         config, params, pages, inputs, state, wanted, live
     ),
-    "score": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: score(
-        config, params["target"], pages, inputs, state, proposal, live
+    "score": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: with_pages(
+        *score(config, params["target"], pages, inputs, state, proposal, live)
     ),
     "verify": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: (
-        verify(config, logits, proposal, inputs, state),
+        verify(config, logits, jnp.isfinite(jnp.max(logits, axis=-1)), proposal, inputs, state),
         pages,
     ),
 }
+
+
+def with_pages(*given: Any) -> tuple[Any, Any]:
+    """(all but the last, the last, which are pages)."""
+    return given[:-1], given[-1]
 
 
 def repeat(config: DecodeConfig, once: Callable, pages, num_rounds, params, inputs, proposal, logits):

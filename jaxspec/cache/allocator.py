@@ -24,8 +24,12 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.free = deque(range(num_pages))
-        self.references = [0] * num_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages are free, and none is known by its content."""
+        self.free = deque(range(self.num_pages))
+        self.references = [0] * self.num_pages
         self.kept: OrderedDict[int, None] = OrderedDict()  # free, but known by its digest; oldest first
         self.page_of: dict[Digest, int] = {}
         self.digest_of: dict[int, Digest] = {}
@@ -80,13 +84,6 @@ class PageAllocator:
                 break
             pages.append(self.page_of[digest])
         return pages
-
-    def forget(self) -> None:
-        """No page is known by its content any more: the contents were lost."""
-        self.free.extend(self.kept)
-        self.kept.clear()
-        self.page_of.clear()
-        self.digest_of.clear()
 
 
 def digest(before: Digest, tokens: Sequence[int]) -> Digest:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
+from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.models.decoder import Decoder, Vocabulary
 from jaxspec.sampling import rng
@@ -20,7 +20,7 @@ from jaxspec.sampling.logprobs import record
 from jaxspec.sampling.processors import Adjust, Tables, adjuster, count
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.verify import coupled, rejection, synthetic
-from jaxspec.verify.base import Verdict
+from jaxspec.verify.base import Verdict, leading
 from pallas_kernels.likeliest_token.reference import likeliest
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}
@@ -68,11 +68,11 @@ def round(
     with jax.named_scope("propose"):
         proposal, draft_pages = propose(config, params, cache.draft, batch, state, wanted, live, adjust)
     with jax.named_scope("target"):
-        scores, target_pages = score(config, params["target"], cache.target, batch, state, proposal, live)
+        scores, lawful, target_pages = score(config, params["target"], cache.target, batch, state, proposal, live)
     with jax.named_scope("verify"):
-        verdict = verify(config, scores, proposal, batch, state, adjust)
+        verdict, ending = verify(config, scores, lawful, proposal, batch, state, adjust)
     with jax.named_scope("commit"):
-        state = commit(config, batch, state, proposal, verdict, wanted, live, scores)
+        state = commit(config, batch, state, proposal, verdict, ending, wanted, live, scores)
     return PagedKVCache(target_pages, draft_pages), state
 
 
@@ -86,7 +86,8 @@ def propose(
     live: Bool[Array, " B"],
     adjust: Adjust | None = None,
 ) -> tuple[Proposal, Any]:
-    """-> (Proposal, draft pages)."""
+    """-> (Proposal, draft pages). A proposal ends before a draft that q gives nothing: where the draft has none of a
+    row's allowed ids, or its logits are no numbers, what was drawn is no proposal, under any rule."""
     if config.drafter is None:
         num_rows = state.num_tokens.shape[0]
         return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), pages
@@ -112,11 +113,15 @@ def propose(
         token = likeliest(z + noise)
         if not config.variant.standard:
             return token, None
-        # Zeros, not NaN, where the draft has none of the allowed ids: then it is rejected, and p is what remains.
+        # Zeros, not NaN, where the draft has none of the allowed ids.
         return token, jax.nn.softmax(z, axis=-1, where=z > -jnp.inf)
 
     history = History(state.tokens, state.num_tokens, state.draft_len, batch.block_table, wanted, live)
-    return config.drafter.propose(params.get("draft"), pages, history, choose)
+    proposal, pages = config.drafter.propose(params.get("draft"), pages, history, choose)
+    if proposal.probs is not None:
+        possible = rejection.at_tokens(proposal.probs, proposal.tokens) > 0.0
+        proposal = dataclasses.replace(proposal, num_proposed=leading(possible, proposal.num_proposed))
+    return proposal, pages
 
 
 def fit_vocabulary(
@@ -144,38 +149,41 @@ def score(
     state: DecodeState,
     proposal: Proposal,
     live: Bool[Array, " B"],
-) -> tuple[Scores, Any]:
-    """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (scores, target pages)."""
+) -> tuple[Scores, Bool[Array, "B T"], Any]:
+    """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (scores, where they are numbers,
+    target pages)."""
     pending = rng.take_row(state.tokens, state.num_tokens - 1)
     tokens = jnp.concatenate([pending[:, None], proposal.tokens], axis=1)
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = state.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~live[:, None]
     decoder, hidden, pages = config.target.forward(params, pages, tokens, positions, masked, batch.block_table)
-    scores = decoder.likeliest if only_likeliest(config, batch) else decoder.logits
-    return scores(hidden, config.target.backend), pages
+    if only_likeliest(config, batch):  # no logits are left to look at, but what they are made of
+        lawful = jnp.all(jnp.isfinite(hidden), axis=-1)
+        return decoder.likeliest(hidden, config.target.backend), lawful, pages
+    logits = decoder.logits(hidden, config.target.backend)
+    return logits, jnp.isfinite(jnp.max(logits, axis=-1)), pages
 
 
 def verify(
     config: DecodeConfig,
     scores: Scores,
+    lawful: Bool[Array, "B T"],
     proposal: Proposal,
     batch: LaunchInput,
     state: DecodeState,
     adjust: Adjust | None = None,
-) -> Verdict:
-    """The verdict on a proposal; a row whose next token has no allowed id is blocked."""
-    if batch.synthetic_rates is not None:
-        seed, rates = batch.sampling.seed, batch.synthetic_rates
-        return synthetic.verify(own_tokens(scores), proposal, rates, seed, state.num_tokens)
-    if adjust is None:
-        return judge(config, scores, proposal, batch, state)
-    logits = jnp.stack([adjust(scores[:, i], proposal.tokens, i) for i in range(scores.shape[1])], axis=1)
-    possible = jnp.any(logits > -jnp.inf, axis=-1)
-    reachable = jnp.sum(jnp.cumprod(possible, axis=1), axis=1, dtype=jnp.int32)
-    proposal = dataclasses.replace(proposal, num_proposed=jnp.minimum(proposal.num_proposed, reachable))
-    verdict = judge(config, logits, proposal, batch, state)
-    return dataclasses.replace(verdict, blocked=~rng.take_row(possible, verdict.num_accepted))
+) -> tuple[Verdict, Int[Array, " B"]]:
+    """The verdict on a proposal, and RUNNING, or why there is no extra token: NO_ID, NO_LAW. Drafts are judged as far
+    as there is a law to judge them by."""
+    possible = lawful
+    if adjust is not None:
+        scores = jnp.stack([adjust(scores[:, i], proposal.tokens, i) for i in range(scores.shape[1])], axis=1)
+        possible &= jnp.max(scores, axis=-1) > -jnp.inf
+    judged = leading(possible[:, :-1], proposal.num_proposed)
+    verdict = judge(config, scores, dataclasses.replace(proposal, num_proposed=judged), batch, state)
+    at = lambda x: rng.take_row(x, verdict.num_accepted)
+    return verdict, jnp.where(at(possible), RUNNING, jnp.where(at(lawful), NO_ID, NO_LAW))
 
 
 def own_tokens(scores: Scores) -> Int[Array, "B T"]:
@@ -185,6 +193,8 @@ def own_tokens(scores: Scores) -> Int[Array, "B T"]:
 def judge(config: DecodeConfig, scores: Scores, proposal: Proposal, batch: LaunchInput, state: DecodeState) -> Verdict:
     """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection."""
     rows, variant = batch.sampling, config.variant
+    if batch.synthetic_rates is not None:
+        return synthetic.verify(own_tokens(scores), proposal, batch.synthetic_rates, rows.seed, state.num_tokens)
     if not (variant.standard or variant.coupled):
         return coupled.verify(own_tokens(scores), proposal)
     z = process(scores, rows, filters=variant.filters)
@@ -206,11 +216,13 @@ def commit(
     state: DecodeState,
     proposal: Proposal,
     verdict: Verdict,
+    ending: Int[Array, " B"],
     wanted: Int[Array, " B"],
     live: Bool[Array, " B"],
     scores: Scores | None = None,
 ) -> DecodeState:
-    """Appends the accepted drafts and the extra token, cut at the first stop id and at the row's length limit.
+    """Appends the accepted drafts and, unless the row is `ending`, the extra token, cut at the first stop id and at the
+    row's length limit.
 
     Lowering nothing but lengths is the rollback: what the caches hold beyond them is never read.
     """
@@ -218,8 +230,8 @@ def commit(
     offset = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
     drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
-    extra = 1 if verdict.blocked is None else (~verdict.blocked).astype(jnp.int32)
-    room = jnp.minimum(verdict.num_accepted + extra, limits.max_len - state.num_tokens)
+    num_emitted = verdict.num_accepted + (ending == RUNNING)
+    room = jnp.minimum(num_emitted, limits.max_len - state.num_tokens)
     is_stop = (emitted[:, :, None] == limits.stop_ids[:, None, :]) & (offset < room[:, None])[:, :, None]
     first_stop = jnp.min(jnp.where(is_stop, offset[:, :, None], num_drafts + 1), axis=(1, 2))  # one small reduction
     stopped = first_stop <= num_drafts
@@ -229,9 +241,7 @@ def commit(
     target_at = jnp.where(keep, state.num_tokens[:, None] + offset, state.tokens.shape[1])
     tokens = state.tokens.at[jnp.arange(keep.shape[0])[:, None], target_at].set(emitted, mode="drop")
     num_tokens = state.num_tokens + num_kept
-    finish = jnp.where(stopped, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, RUNNING))
-    if verdict.blocked is not None:
-        finish = jnp.where(verdict.blocked & (finish == RUNNING), ERROR, finish)
+    finish = jnp.where(stopped, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, ending))
     drafted = jnp.minimum(num_tokens - 1, state.num_tokens + jnp.maximum(wanted, 1) - 1)
     # The first draft pass covers a lag of one token; a draft further behind keeps its length until it is caught up.
     in_step = live & (num_drafts > 0) & (state.draft_len >= state.num_tokens - 2)

@@ -13,8 +13,9 @@ from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sampling.processors import Processors
 
-RUNNING, STOP, LENGTH, ERROR = 0, 1, 2, 3  # values of DecodeState.finish; ERROR: no id was allowed
-FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", ERROR: "error"}
+# Values of DecodeState.finish. NO_ID: none was allowed; NO_LAW: the target's logits were no numbers.
+RUNNING, STOP, LENGTH, NO_ID, NO_LAW = range(5)
+FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error", NO_LAW: "error"}
 
 
 @dataclasses.dataclass(frozen=True)

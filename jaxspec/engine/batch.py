@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -71,6 +72,16 @@ def launch_input(
     )
 
 
+def check(request: Request, *, num_pages: int, page_size: int) -> None:
+    """Raises whatever keeps a request from being packed."""
+    row_pages = len(request.pages)
+    used = dataclasses.replace(variant([request]), processors=True)
+    prefill_variant([request])
+    chunk_input([request], [request.target_len], num_pages=num_pages, row_pages=row_pages, longest=16)
+    sizes = {"rows": 1, "num_pages": num_pages, "page_size": page_size, "row_pages": row_pages}
+    launch_input([request], request.num_speculative_tokens, used, **sizes)
+
+
 def processors(requests: Sequence[Request], rows: int) -> Processors:
     """What penalises, biases or forbids ids. Widths are powers of two, so that few programs serve all."""
     params = [r.params for r in requests]
@@ -82,7 +93,7 @@ def processors(requests: Sequence[Request], rows: int) -> Processors:
 
     return Processors(
         prompt_len=column([len(r.prompt) for r in requests], np.int32),
-        min_len=column([len(r.prompt) + r.params.min_tokens for r in requests], np.int32),
+        min_len=column([min(len(r.prompt) + r.params.min_tokens, r.max_len) for r in requests], np.int32),
         restricted=column([p.allowed_token_ids is not None for p in params], np.bool_, False),
         allowed_ids=ragged([p.allowed_token_ids or () for p in params]),
         bias_ids=ragged([[i for i, _ in p.logit_bias] for p in params]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxspec.cache.allocator import PageAllocator, digest
 from jaxspec.engine.request import Request
@@ -55,6 +55,16 @@ class Scheduler:
                 f"{self.allocator.num_pages}: lower max_tokens or raise num_pages"
             )
 
+    def reset(self, requests: Iterable[Request]) -> None:
+        """These requests wait, oldest first, without pages; whatever was before."""
+        self.num_preemptions += len(self.running)
+        self.running.clear()
+        self.allocator.reset()
+        self.waiting = deque(sorted(requests, key=lambda request: request.id))
+        for request in self.waiting:
+            request.pages = []
+            request.target_len = request.draft_len = request.num_registered = 0
+
     def admit(self) -> tuple[list[Request], list[tuple[int, int]]]:
         """Moves waiting requests to running while there are rows, and pages for what they hold and one more round
         -> (the newcomers, (source, target) of pages to be copied)."""
@@ -79,7 +89,7 @@ class Scheduler:
             request.target_len = request.draft_len = len(known) * self.page_size
             request.num_registered = len(known) if sibling is None else 0
             if sibling is not None:
-                copies += self.share_prompt(request, sibling, len(known))
+                copies += self.share_prompt(request, sibling, len(known), {b: a for a, b in copies})
             now = time.perf_counter()
             request.times.admitted = request.times.admitted or now
             if request.prefilled:
@@ -93,18 +103,24 @@ class Scheduler:
         """Another sample of the same prompt that runs, one that has its prompt in the caches if there is any."""
         if request.output or request.wants_prompt_logprobs:
             return None
-        running = [s for s in request.samples if s is not request and s.pages]
+        running = [s for s in self.running if s.samples is request.samples]  # n may be large, the rows are few
         return next((s for s in running if s.prefilled), running[0] if running else None)
 
     def common_pages(self, request: Request, sibling: Request) -> list[int]:
         return sibling.pages[: (len(request.prompt) - 1) // self.page_size]
 
-    def share_prompt(self, request: Request, sibling: Request, num_shared: int) -> list[tuple[int, int]]:
-        """The request begins where its sibling's prompt ends; the page that ends it only in part is copied."""
+    def share_prompt(
+        self, request: Request, sibling: Request, num_shared: int, source: dict[int, int]
+    ) -> list[tuple[int, int]]:
+        """The request begins where its sibling's prompt ends; the page that ends it only in part is copied. source: of
+        pages that are still to be filled by a copy of the same moment."""
         request.target_len = len(request.prompt) - 1
         request.draft_len = min(sibling.draft_len, request.target_len)
         partial = request.target_len % self.page_size
-        return [(sibling.pages[num_shared], request.pages[num_shared])] if partial else []
+        if not partial:
+            return []
+        page = sibling.pages[num_shared]
+        return [(source.get(page, page), request.pages[num_shared])]
 
     def known_pages(self, request: Request) -> list[int]:
         """Pages in the pool that hold the request's first tokens already. The pending token is always left over."""
@@ -165,6 +181,7 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
+                break
         self.drop_pages(request)
 
     def drop_pages(self, request: Request) -> None:

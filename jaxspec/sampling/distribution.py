@@ -40,20 +40,22 @@ class SamplingRows:
 def process(logits: Float[Array, "B T V"], rows: SamplingRows, *, filters: bool) -> Float[Array, "B T V"]:
     """Logits -> scaled and filtered logits, -inf where forbidden; softmax of it is the row's distribution.
 
-    filters=False leaves min-p, top-k and top-p out (no row asks for them). Greedy rows keep their logits.
+    filters=False leaves min-p, top-k and top-p out (no row asks for them). Greedy rows keep their logits. The largest
+    logit is always kept, whatever float32 makes of the wishes.
     """
     at = lambda x: x[:, None, None]
     temperature = jnp.where(rows.greedy, 1.0, rows.temperature)
     z = logits / at(temperature)
     if not filters:
         return z
-    floor = jnp.max(z, axis=-1, keepdims=True) + jnp.log(at(rows.min_p))  # log(0) = -inf: off
+    largest = jnp.max(z, axis=-1, keepdims=True)
+    floor = largest + jnp.log(at(rows.min_p))  # log(0) = -inf: off
     z = jnp.where(z >= floor, z, -jnp.inf)
     top_k = jnp.where(rows.top_k > 0, rows.top_k, z.shape[-1]).astype(jnp.float32)
     z = jnp.where(ordered(z) >= threshold(ordered(z), jnp.ones_like(z), at(top_k)), z, -jnp.inf)
     p = jax.nn.softmax(z, axis=-1)
     keep = ordered(p) >= threshold(ordered(p), p, at(rows.top_p))
-    return jnp.where(keep | (at(rows.top_p) >= 1.0), z, -jnp.inf)
+    return jnp.where(keep | (at(rows.top_p) >= 1.0) | (z >= largest), z, -jnp.inf)
 
 
 def ordered(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:

@@ -13,12 +13,10 @@ from jaxspec.shapes import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Verdict:
-    """num_accepted i32[B]: drafts kept, 0..K_b; next_token i32[B]: the one extra token behind them; blocked bool[B]:
-    there is none, because no id is allowed (None: no row forbids any)."""
+    """num_accepted i32[B]: drafts kept, 0..K_b; next_token i32[B]: the one extra token that follows them."""
 
     num_accepted: jax.Array
     next_token: jax.Array
-    blocked: jax.Array | None = None
 
 
 def leading(accepted: Bool[Array, "B K"], num_proposed: Int[Array, " B"]) -> Int[Array, " B"]:

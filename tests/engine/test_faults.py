@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import sys
 
 import jax
 import pytest
 
+from jaxspec.detokenizer import Detokenizer
+from jaxspec.engine import engine as engine_module
 from jaxspec.engine.adaptive import Choice
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
 from tests.lively import new_engine, params, plain, repeating, serve, texts
 
 K = 3
@@ -128,8 +133,9 @@ def test_an_interrupt_while_pages_are_made_anew(monkeypatch):
     break_once(engine, monkeypatch, "launch", KeyboardInterrupt(), after=2, donated=True)
     monkeypatch.setattr(engine, "empty_cache", interrupted)
     requests = add_all(engine)
-    with pytest.raises(KeyboardInterrupt):
-        finish(engine)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            finish(engine)
     finish(engine)
     assert texts(requests) == plain(PROMPTS, SAMPLING)
     check_usable(engine)
@@ -146,17 +152,153 @@ def test_all_may_be_aborted_after_an_interrupt(monkeypatch):
     check_usable(engine)
 
 
-def test_a_callback_that_fails_ends_the_launch_it_looked_at():
-    """Who waits for a row goes on."""
+def steps(engine: Engine, most: int = 200) -> int:
+    """As finish, but an engine that spins fails."""
+    for count in range(most):
+        if not engine.busy:
+            return count
+        engine.step(2)
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("when", ["at once", "with the last token"])
+def test_a_callback_that_fails_ends_its_own_row(when):
+    """Its neighbours in the launch and who waits for a row go on."""
     engine = own()
 
     def find_stop(output, known):
-        raise LookupError("no such text")
+        if when == "at once" or len(output) == SAMPLING[0].max_tokens:
+            raise LookupError("no such text")
 
     first = engine.add(PROMPTS[0], SAMPLING[0])
     first.find_stop = find_stop
     others = [engine.add(p, s) for p, s in zip(PROMPTS[1:], SAMPLING[1:], strict=True)]
-    finish(engine)
-    assert (first.finish_reason, first.error) == ("error", "LookupError: no such text")
-    assert others[-1].output == plain(PROMPTS, SAMPLING)[-1]
+    steps(engine)
+    assert (first.finish_reason, first.error, first.pages) == ("error", "LookupError: no such text", [])
+    assert texts(others) == plain(PROMPTS, SAMPLING)[1:]
+    assert first.output == plain(PROMPTS, SAMPLING)[0][: len(first.output)]
+    check_usable(engine)
+
+
+def test_log_probabilities_that_fail_end_their_own_row(monkeypatch):
+    """Also where the row's last tokens are taken in."""
+    engine, found = own(), engine_module.token_logprobs
+    asked = [*SAMPLING[:2], params(9, logprobs=1)[0], *SAMPLING[3:]]
+
+    def failing(scores, row, count, n):
+        if n and requests[2].num_tokens + count == requests[2].max_len:
+            raise ArithmeticError("no such number")
+        return found(scores, row, count, n)
+
+    monkeypatch.setattr(engine_module, "token_logprobs", failing)
+    requests = [engine.add(p, s) for p, s in zip(PROMPTS, asked, strict=True)]
+    steps(engine)
+    assert (requests[2].finish_reason, requests[2].error) == ("error", "ArithmeticError: no such number")
+    assert len(requests[2].logprobs) == len(requests[2].output) < 9
+    rest = [0, 1, 3, 4]
+    assert [requests[i].output for i in rest] == [plain(PROMPTS, SAMPLING)[i] for i in rest]
+    check_usable(engine)
+
+
+@pytest.mark.parametrize("asked", [{"top_k": 2**31}, {"min_p": "0.5"}, {"seed": 1.5}, {"logprobs": 2.5}])
+def test_parameters_that_no_device_takes_end_their_own_row(asked):
+    """SamplingParams refuses them; who gets past it hurts himself."""
+    engine = own()
+    bad = dataclasses.replace(params(9, temperature=1.0)[0])
+    for name, value in asked.items():
+        object.__setattr__(bad, name, value)
+    requests = [engine.add(p, s) for p, s in zip(PROMPTS, [bad, *SAMPLING[1:]], strict=True)]
+    steps(engine)
+    assert requests[0].finish_reason == "error"
+    assert texts(requests[1:]) == plain(PROMPTS, SAMPLING)[1:]
+    check_usable(engine)
+
+
+def test_a_request_given_up_in_the_middle_of_a_step(monkeypatch):
+    """As a stream that is garbage-collected at any moment does."""
+    engine = own()
+    run, seen = engine.programs.run, itertools.count()
+
+    def giving_up(name, *arguments):
+        if name == "launch" and next(seen) == 1:
+            engine.abort(requests[0])
+            engine.abort(requests[-1])
+        return run(name, *arguments)
+
+    monkeypatch.setattr(engine.programs, "run", giving_up)
+    requests = [engine.add(p, s) for p, s in zip(PROMPTS, SAMPLING, strict=True)]
+    steps(engine)
+    assert [r.finish_reason for r in requests] == ["abort", "length", "length", "length", "abort"]
+    assert texts(requests[1:4]) == plain(PROMPTS, SAMPLING)[1:4]
+    check_usable(engine)
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt before the count-th line of the engine's own files that is executed."""
+
+    FILES = ("jaxspec/engine/", "jaxspec/cache/allocator", "jaxspec/detokenizer")
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self.enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def enter(self, frame, event, argument):
+        return self.line if any(name in frame.f_code.co_filename for name in self.FILES) else None
+
+    def line(self, frame, event, argument):
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.line
+
+
+def lines() -> int:
+    """So many are executed when `served` is not interrupted."""
+    with InterruptAt(10**9) as counter:
+        served(own())
+    return 10**9 - counter.left
+
+
+def served(engine: Engine) -> tuple[list[Request], list[str]]:
+    """The first with a stop string that never comes, so that its text is read along."""
+    requests = [engine.add(p, s) for p, s in zip(PROMPTS, SAMPLING, strict=True)]
+    detokenizer = Detokenizer(Letters(), stop=("?",))
+    requests[0].find_stop = detokenizer.find_stop
+    while engine.busy:
+        try:
+            engine.step(2)
+        except KeyboardInterrupt:
+            continue
+    return requests, [detokenizer.text]
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(ord("A") + i) for i in ids)
+
+
+@pytest.mark.parametrize("share", range(8))
+def test_an_interrupt_between_any_two_lines(share):
+    """Every 8 * 47th line of a service, each time another one: every request gets every token, once."""
+    engine = own()
+    served(engine)  # what is compiled once
+    total = lines()
+    for count in range(1 + 47 * share, total, 8 * 47):
+        with InterruptAt(count):
+            try:
+                requests, text = served(engine)
+            except KeyboardInterrupt:  # within `add`: nothing was handed out
+                for request in list(engine.open.values()):
+                    engine.abort(request)
+                continue
+        assert texts(requests) == plain(PROMPTS, SAMPLING), count
+        assert text == [Letters().decode(requests[0].output, True)], count
+        assert not engine.busy
     check_usable(engine)
