@@ -73,6 +73,7 @@ def start_state(config: DecodeConfig, batch: LaunchInput) -> DecodeState:
         num_tokens=batch.num_tokens,
         draft_len=batch.draft_len,
         finish=jnp.zeros_like(batch.num_tokens),
+        spoilt=jnp.zeros_like(batch.live),
         round=jnp.int32(0),
         rounds_of=jnp.zeros_like(batch.num_tokens),
         log=jnp.zeros((3, num_rows, MAX_ROUNDS), jnp.int32),

@@ -31,7 +31,8 @@ Scores = Float[Array, "B T V"] | Int[Array, "B T"]
 def num_wanted(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> Int[Array, " B"]:
     """K_b: drafts the row may have this round. Near a full context it proposes less, and stays correct."""
     room = config.position_limit - state.num_tokens - 1
-    return jnp.clip(jnp.minimum(batch.limits.num_speculative_tokens, room), 0, config.num_speculative_tokens)
+    wanted = jnp.where(state.spoilt, 0, jnp.minimum(batch.limits.num_speculative_tokens, room))
+    return jnp.clip(wanted, 0, config.num_speculative_tokens)
 
 
 def capacity(config: DecodeConfig, batch: LaunchInput) -> Int[Array, " B"]:
@@ -157,6 +158,7 @@ def score(
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = state.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~live[:, None]
+    tokens = jnp.where(masked, pending[:, None], tokens)  # what nobody reads: no less a number than what is
     decoder, hidden, pages = config.target.forward(params, pages, tokens, positions, masked, batch.block_table)
     if only_likeliest(config, batch):  # no logits are left to look at, but what they are made of
         lawful = jnp.all(jnp.isfinite(hidden), axis=-1)
@@ -231,6 +233,9 @@ def commit(
     drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
     num_emitted = verdict.num_accepted + (ending == RUNNING)
+    # A draft whose own keys and values are no numbers spoils those of its row that stand before it.
+    spoilt = live & (ending == NO_LAW) & (proposal.num_proposed > 0)
+    ending = jnp.where(spoilt, RUNNING, ending)
     room = jnp.minimum(num_emitted, limits.max_len - state.num_tokens)
     is_stop = (emitted[:, :, None] == limits.stop_ids[:, None, :]) & (offset < room[:, None])[:, :, None]
     first_stop = jnp.min(jnp.where(is_stop, offset[:, :, None], num_drafts + 1), axis=(1, 2))  # one small reduction
@@ -260,6 +265,7 @@ def commit(
         num_tokens=num_tokens,
         draft_len=jnp.where(in_step, jnp.minimum(drafted, config.position_limit), state.draft_len),
         finish=jnp.where(live, finish, state.finish),
+        spoilt=spoilt,
         round=state.round + 1,
         rounds_of=state.rounds_of + (num_kept > 0),
         log=lax.dynamic_update_index_in_dim(state.log, entry, state.round, axis=2),

@@ -76,7 +76,8 @@ class DecodeState:
     """The loop's carry. Row b has num_tokens[b] committed tokens, of which the last is pending: its keys and values
     are computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
 
-    tokens i32[B,M]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B];
+    tokens i32[B,M]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B]; spoilt
+    bool[B]: the last round's logits were no numbers, which may be its drafts' doing, so that the next goes without;
     round i32[]: rounds done in this launch; rounds_of i32[B]: those in which the row gained a token, not summed up from
     the log each time; log i32[3, B, MAX_ROUNDS]: in each round, drafts proposed, drafts committed, tokens committed.
     output_counts i32[B,V]: how often each id stands in the output, where some row is penalised; logprobs: of the
@@ -87,6 +88,7 @@ class DecodeState:
     num_tokens: jax.Array
     draft_len: jax.Array
     finish: jax.Array
+    spoilt: jax.Array
     round: jax.Array
     rounds_of: jax.Array
     log: jax.Array

@@ -60,14 +60,16 @@ class Rows:
     """Where the tokens of one pass stand.
 
     positions i32[B,T]; slots i32[B*T] (pad slot where nothing is written); block_table i32[B,N];
-    kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t.
-    A row with kv_len 0 is not computed. A pass without a cache has positions only.
+    kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t;
+    num_keys i32[B]: positions of the row that are written, padding of this pass left out. A row with kv_len 0 is not
+    computed. A pass without a cache has positions only.
     """
 
     positions: jax.Array
     slots: Any = None
     block_table: Any = None
     kv_len: Any = None
+    num_keys: Any = None
 
 
 def matmul_precision(dtype: Any) -> lax.Precision:
@@ -99,16 +101,16 @@ def attend(
     next_out, the matrix of the product behind.
     """
 
-    def shard(x, weights, pages, slots, block_table, kv_len, tables):
+    def shard(x, weights, pages, where, tables):
         cos, sin = tables
-        arrays = {"pages": pages, "slots": slots, "block_table": block_table, "kv_len": kv_len, "cos": cos, "sin": sin}
-        return self_attention(x, **weights, **arrays, **options, **backend.fused)
+        return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.fused)
 
     heads = P(None, None, MODEL_AXES)
     split = {"qkv": P(None, MODEL_AXES), "bias": P(MODEL_AXES), "next_out": P(MODEL_AXES)}
     specs = {name: split.get(name, P()) for name in weights}
-    run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P(), P(), P()), (heads, PAGES_SPEC))
-    return run(x, weights, pages, rows.slots, rows.block_table, rows.kv_len, tables)
+    where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys")}
+    run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P()), (heads, PAGES_SPEC))
+    return run(x, weights, pages, where, tables)
 
 
 def attend_densely(

@@ -48,9 +48,10 @@ class PagedModel:
             pad_slot=self.layout.pad_slot,
             **self.backend.how,
         )
-        kv_len = jnp.where(masked[:, 0], 0, positions[:, 0] + t)
+        reach = lambda length: jnp.where(masked[:, 0], 0, positions[:, 0] + length)
+        kv_len, num_keys = reach(t), reach(jnp.sum(~masked, axis=1, dtype=jnp.int32))
         decoder = bind(self.config, params)
-        hidden, pages, _ = decoder(tokens, pages, Rows(positions, slots, block_table, kv_len), self.backend)
+        hidden, pages, _ = decoder(tokens, pages, Rows(positions, slots, block_table, kv_len, num_keys), self.backend)
         return decoder, hidden, pages
 
     def prefill(

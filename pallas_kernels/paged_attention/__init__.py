@@ -10,6 +10,7 @@ def paged_attention(
     pages: jax.Array,
     block_table: jax.Array,
     kv_len: jax.Array,
+    num_keys: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -28,7 +29,9 @@ def paged_attention(
       pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head.
       block_table: i32[B, N], page ids; entries beyond the pool (unassigned) are read as the last page, so they may only
         stand where no live query looks.
-      kv_len: i32[B], written positions of the row, T of this pass included. May exceed `N * S` by padded queries.
+      kv_len: i32[B], positions of the row, T of this pass included. May exceed `N * S` by padded queries.
+      num_keys: i32[B], at most kv_len: those of them that are written, the others being padding of this pass; what lies
+        there may be anything, also no number. None: all.
       scale: usually `D ** -0.5`.
       window: number of positions that a query sees, its own included; None for all.
       soft_cap: bound on the absolute score; None for none.
@@ -52,4 +55,4 @@ def paged_attention(
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1 or None, not {window}")
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return run("paged_attention", implementation, platform, query, pages, block_table, kv_len, **options)
+    return run("paged_attention", implementation, platform, query, pages, block_table, kv_len, num_keys, **options)

@@ -54,7 +54,7 @@ def num_stages(deep: bool, block_bytes: int) -> int:
     return 7 if deep else 3
 
 
-def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap, interpret=False):
+def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, interpret=False):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
     rows = t * h // g
@@ -70,10 +70,12 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
     else:
         partial = lambda *size: shape((splits, b, t * h, *size), jnp.float32)
         outputs = {"acc": partial(d), "top": partial(), "total": partial()}
+    # A single token is written, or its row computes nothing.
+    bounds = {} if num_keys is None or t == 1 else {"num_keys": num_keys}
     results = pl.pallas_call(
         functools.partial(
-            _kernel, names=tuple(outputs), num_tokens=t, page_size=s, window=window, scale=scale, soft_cap=soft_cap,
-            splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d, interpret=interpret,
+            _kernel, names=(*bounds, *outputs), num_tokens=t, page_size=s, window=window, scale=scale,
+            soft_cap=soft_cap, splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d, interpret=interpret,
         ),
         grid=(row_blocks * splits, g, b),
         out_shape=list(outputs.values()),
@@ -82,7 +84,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
         ),
         interpret=interpret,
         name="paged_attention",
-    )(query.reshape(b, t * h, d), pages.reshape(p * s, g2, d), block_table, kv_len)  # fmt: skip
+    )(query.reshape(b, t * h, d), pages.reshape(p * s, g2, d), block_table, kv_len, *bounds.values())  # fmt: skip
     if splits == 1:
         return results[0].reshape(query.shape)
     acc, top, total = results
@@ -183,10 +185,10 @@ def tile(rows, columns, head_dim):
 
 
 def _kernel(
-    query, pages, block_table, kv_len, *outputs, names,
+    query, pages, block_table, kv_len, *refs, names,
     num_tokens, page_size, window, scale, soft_cap, splits, block_rows, block_keys, block_d, interpret,
 ):  # fmt: skip
-    out = dict(zip(names, outputs, strict=True))
+    out = dict(zip(names, refs, strict=True))
     (_, g2, d), row_pages = pages.shape, block_table.shape[1]
     h = query.shape[1] // num_tokens
     group = h // (g2 // 2)
@@ -212,6 +214,8 @@ def _kernel(
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
     begin = 0 if window is None else jnp.maximum(position + first_row // group - window + 1, 0)
     end = jnp.clip(last_query + 1, 0, row_pages * page_size)
+    if "num_keys" in out:
+        end = jnp.minimum(end, out["num_keys"][b])
     split_keys = pl.cdiv(pl.cdiv(jnp.maximum(end - begin, 0), splits), block_keys) * block_keys
     split_begin = begin + split * split_keys
     split_end = jnp.minimum(split_begin + split_keys, end)

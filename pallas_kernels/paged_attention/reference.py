@@ -16,11 +16,12 @@ def score(query, key):
     return product("bgrd,bcgd->bgrc", query, key)
 
 
-def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap, score=score):
+def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, score=score):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
     num_rows = t * h // g  # rows of a key-value head's products: r = t * (H / G) + head within the group
     pages = pages.reshape(p, s, g, 2, d)
+    written = jnp.minimum(kv_len if num_keys is None else num_keys, n * s)
     num_pages = min(n, max(1, KEYS // s))  # at a time
     num_keys = num_pages * s
     table = jnp.pad(block_table, ((0, 0), (0, -n % num_pages)))
@@ -36,7 +37,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
         ids = lax.dynamic_slice_in_dim(table, i * num_pages, num_pages, axis=1)
         key, value = (pages.at[ids, :, :, x].get(mode="clip").reshape(b, num_keys, g, d) for x in (0, 1))
         key_at = i * num_keys + jnp.arange(num_keys)
-        used = key_at < jnp.minimum(kv_len, n * s)[:, None]  # [B, keys]: some query may see it
+        used = key_at < written[:, None]  # [B, keys]: some query may see it
         visible = key_at <= query_at
         if window is not None:
             used &= key_at > kv_len[:, None] - t - window

@@ -21,7 +21,7 @@ MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret"))
-def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_cap, interpret=False):
+def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, interpret=False):
     (b, t, h, d), (_, s, g2, _) = query.shape, pages.shape
     if d % 64:
         raise NotImplementedError(f"paged_attention on TPU: head size {d} is no multiple of 64")
@@ -41,7 +41,7 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
     out = pl.pallas_call(
         functools.partial(_kernel, num_tokens=t, group=group, scale=scale, window=window, soft_cap=soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(b, padded_rows // block_rows),
             in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=spec,
@@ -56,12 +56,12 @@ def paged_attention(query, pages, block_table, kv_len, *, scale, window, soft_ca
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         interpret=interpret,
         name="paged_attention",
-    )(block_table, kv_len, query, in_hbm(pages, interpret))
+    )(block_table, kv_len, kv_len if num_keys is None else num_keys, query, in_hbm(pages, interpret))
     return out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
 
 
 def _kernel(
-    block_table, kv_len, query, pages, out, buffer, semaphores, top, total, acc, *,
+    block_table, kv_len, num_keys, query, pages, out, buffer, semaphores, top, total, acc, *,
     num_tokens, group, scale, window, soft_cap,
 ):  # fmt: skip
     row, (g, block_rows, d) = pl.program_id(0), query.shape
@@ -77,7 +77,7 @@ def _kernel(
 
     # The block reads keys [begin, end), in the pages [first_page, end_page).
     begin = 0 if window is None else jnp.maximum(first_query - window + 1, 0)
-    end = jnp.clip(last_query + 1, 0, row_pages * s)
+    end = jnp.minimum(jnp.clip(last_query + 1, 0, row_pages * s), num_keys[row])
     first_page, end_page = begin // s, pl.cdiv(end, s)
     num_blocks = pl.cdiv(jnp.maximum(end_page - first_page, 0), block_pages)
 

@@ -20,6 +20,7 @@ def self_attention(
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
     next_out: jax.Array | None = None,
+    num_keys: jax.Array | None = None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -42,6 +43,7 @@ def self_attention(
       bias: of qkv, or None.
       q_norm, k_norm: f32[D], scales of RMSNorms of the heads; None for none.
       next_out: [H * D, ...], the matrix that the next op reads first: a kernel may ask for it ahead.
+      num_keys: i32[B], as in `paged_attention`: the positions that are written, or None for all of kv_len.
       scale, window, soft_cap: as in `paged_attention`.
       implementation: None (the best known on the platform for these shapes), "reference" (the parts one by one, each in
         its best form) or "pallas".
@@ -66,6 +68,22 @@ def self_attention(
     if qkv.shape[1] % (g * d) or qkv.shape[1] < 3 * g * d:
         raise ValueError(f"self_attention: {qkv.shape[1]} columns are no groups of {g} key-value heads of {d}")
     fits = lambda gpu: gpu.fits(x, qkv, pages, d)
-    arrays = (x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, next_out)
+    arrays = (
+        x,
+        norm,
+        normed,
+        qkv,
+        bias,
+        q_norm,
+        k_norm,
+        pages,
+        slots,
+        block_table,
+        kv_len,
+        cos,
+        sin,
+        next_out,
+        num_keys,
+    )
     options = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
     return run("self_attention", implementation, platform, *arrays, fits=fits, **options)

@@ -24,7 +24,7 @@ def fits(x, qkv, pages, head_dim) -> bool:
 
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
-    next_out=None, *, eps, scale, window, soft_cap, interpret=False,
+    next_out=None, num_keys=None, *, eps, scale, window, soft_cap, interpret=False,
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
@@ -43,5 +43,5 @@ def self_attention(
         )
         return mixed.reshape(b, t, -1), pages
     queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, interpret=interpret)
-    mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, **options)
+    mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, num_keys, **options)
     return mixed.reshape(b, t, -1), pages

@@ -9,7 +9,7 @@ from pallas_kernels.paged_attention import paged_attention
 
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
-    next_out=None, *, eps, scale, window, soft_cap, platform=None, linear=linear,
+    next_out=None, num_keys=None, *, eps, scale, window, soft_cap, platform=None, linear=linear,
 ):  # fmt: skip
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
     normed = rms_norm(norm, x, eps) if normed is None else normed
@@ -19,7 +19,7 @@ def self_attention(
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
     pages = kv_write(pages, kv.reshape(b * t, *kv.shape[2:]), slots, platform=platform)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "platform": platform}
-    mixed = paged_attention(query, pages, block_table, kv_len, **options)
+    mixed = paged_attention(query, pages, block_table, kv_len, num_keys, **options)
     return mixed[..., :d].reshape(b, t, -1), pages
 
 

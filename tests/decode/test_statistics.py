@@ -124,17 +124,45 @@ def test_the_coupled_rule_draws_from_the_targets_law(greedy_draft):
     assert (coupled < high * standard).all()
 
 
+def reduced() -> Model:
+    """A draft that has ids 1 and 3 of four."""
+    m = draft(4)
+    ids = {"d2t": jnp.array([1, 3], jnp.int32), "t2d": jnp.array([2, 0, 2, 1], jnp.int32)}
+    params = {**m.params, **ids, "head": m.params["head"][:, ids["d2t"]]}
+    return Model(dataclasses.replace(m.config, reduced_vocab_size=2), params)
+
+
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_a_reduced_vocabulary_draws_from_the_targets_law(greedy_draft):
     """The draft lacks two of four ids, which the target emits often; half of the rows are coupled."""
     rows = [Setting(t, coupled=c) for t in (0.7, 1.0) for c in (False, True)]
-    m = draft(4)
-    ids = {"d2t": jnp.array([1, 3], jnp.int32), "t2d": jnp.array([2, 0, 2, 1], jnp.int32)}
-    params = {**m.params, **ids, "head": m.params["head"][:, ids["d2t"]]}
-    reduced = Model(dataclasses.replace(m.config, reduced_vocab_size=2), params)
-    p_values, accepted = compare(2, 4, 25_000, rows, reduced, greedy_draft=greedy_draft)
+    p_values, accepted = compare(2, 4, 25_000, rows, reduced(), greedy_draft=greedy_draft)
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.2).all()
+
+
+# A draft has none of the allowed ids of the first of these, and none that may follow id 3 in the second.
+NOTHING_TO_PROPOSE = (
+    {"allowed_ids": (0, 2), "bias": ((0, -1.0),)},
+    {"bad_words": ((3, 1), (3, 3))},
+)
+
+
+@pytest.mark.parametrize("greedy_draft", [False, True])
+def test_a_draft_without_any_allowed_id_draws_from_the_targets_law(greedy_draft):
+    rows = [Setting(1.0, coupled=c, **how) for how in NOTHING_TO_PROPOSE for c in (False, True)]
+    p_values, accepted = compare(2, 4, 25_000, rows, reduced(), greedy_draft=greedy_draft)
+    assert (p_values > LEAST_P).all()
+    assert accepted[0, 0] == 0 or greedy_draft
+    assert accepted[2, 0] > 0.2
+
+
+def test_and_one_that_proposes_nevertheless_does_not(monkeypatch):
+    """What every rule was given before proposals ended there: an id that q gives nothing."""
+    monkeypatch.setattr(decode_round, "leading", lambda accepted, num_proposed: num_proposed)
+    rows = [Setting(1.0, **how) for how in NOTHING_TO_PROPOSE]
+    p_values, _ = compare(2, 4, 12_000, rows, reduced())
+    assert (p_values < REJECTED).all()
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -83,10 +83,12 @@ def random_laws(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 @functools.cache
 def tables(length: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """p(next | prefix) and q(next | prefix), [V]*i + [V] for prefixes of i < length + K tokens; q is p now and then."""
+    """p(next | prefix) and q(next | prefix), [V]*i + [V] for prefixes of i < length + K tokens; q is p now and then,
+    and now and then nothing: a draft that has none of the allowed ids."""
     rng = np.random.default_rng(seed)
     p = [random_laws(rng, *(V,) * i) for i in range(length + K)]
     q = [np.where(rng.random((V,) * i + (1,)) < 0.15, p[i], random_laws(rng, *(V,) * i)) for i in range(length + K)]
+    q = [np.where(rng.random((V,) * i + (1,)) < 0.1, 0.0, q[i]) for i in range(length + K)]
     return p, q
 
 
@@ -108,22 +110,31 @@ def emitted_law(round_laws: Callable, length: int) -> np.ndarray:
     reached = {(): 1.0}  # prefix at which a round starts -> its probability
     while reached:
         prefix = min(reached, key=len)
-        mass, k = reached.pop(prefix), num_drafts(prefix)
+        mass = reached.pop(prefix)
+        for drafts, proposed, p_rows, q_rows in proposals(p, q, prefix):
+            lengths, extras = round_laws(p_rows, q_rows, drafts)
+            weight = mass * proposed[:, None, None] * np.asarray(lengths)[..., None] * np.asarray(extras)
+            for n, i, token in zip(*np.nonzero(weight), strict=True):
+                sequence = (*prefix, *drafts[n, :i].tolist(), int(token))
+                if len(sequence) >= length:
+                    law[sequence[:length]] += weight[n, i, token]
+                else:
+                    reached[sequence] = reached.get(sequence, 0.0) + weight[n, i, token]
+    return law
+
+
+def proposals(p: list[np.ndarray], q: list[np.ndarray], prefix: tuple[int, ...]) -> Iterator[tuple[np.ndarray, ...]]:
+    """All that may be proposed after prefix, by its length k <= K_b: (drafts [n,k], their chances [n], p [n,k+1,V],
+    q [n,k,V]). A proposal ends early where q is nothing."""
+    most = num_drafts(prefix)
+    for k in range(most + 1):
         drafts = np.array(list(itertools.product(range(V), repeat=k)), np.int32).reshape(V**k, k)
         p_rows = np.array([path(p, prefix, x, k + 1) for x in drafts])
-        q_rows = np.array([path(q, prefix, x, k) for x in drafts]).reshape(V**k, k, V)
-        proposed = np.prod(np.take_along_axis(q_rows, drafts[..., None], axis=-1), axis=(1, 2))
-        possible = proposed > 0
-        drafts, p_rows, q_rows, proposed = (x[possible] for x in (drafts, p_rows, q_rows, proposed))
-        lengths, extras = round_laws(p_rows, q_rows, drafts)
-        weight = mass * proposed[:, None, None] * np.asarray(lengths)[..., None] * np.asarray(extras)
-        for n, i, token in zip(*np.nonzero(weight), strict=True):
-            sequence = (*prefix, *drafts[n, :i].tolist(), int(token))
-            if len(sequence) >= length:
-                law[sequence[:length]] += weight[n, i, token]
-            else:
-                reached[sequence] = reached.get(sequence, 0.0) + weight[n, i, token]
-    return law
+        q_rows = np.array([path(q, prefix, x, k + 1) for x in drafts])
+        proposed = np.prod(np.take_along_axis(q_rows[:, :k], drafts[..., None], axis=-1), axis=(1, 2))
+        there = (proposed > 0) & ((k == most) | (q_rows[:, k].sum(axis=-1) == 0))
+        if there.any():
+            yield drafts[there], proposed[there], p_rows[there], q_rows[there, :k]
 
 
 def distance(round_laws: Callable, length: int) -> float:
