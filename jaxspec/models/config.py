@@ -120,9 +120,9 @@ class ModelConfig:
         return {"qkv": qkv, "qkv_bias": qkv, "gate_up": {"gate": block, "up": block}}
 
     @staticmethod
-    def check_supported(raw: Mapping[str, Any]) -> None:
-        """Looks at a raw config.json only; see `hf.check_supported`."""
-        hf.check_supported(raw)
+    def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Looks at a raw config.json only, and returns what is read of it; see `hf.check_supported`."""
+        return hf.check_supported(raw)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:

@@ -54,10 +54,16 @@ NEEDED = (
     "max_position_embeddings",
 )
 GEMMA_ONLY = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+READ = (
+    *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
+    *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
+    *NUMBERS,
+    *FIXED,
+)
 
 
-def check_supported(raw: Mapping[str, Any]) -> None:
-    """Looks at a raw config.json before anything is computed from it.
+def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Looks at a raw config.json before anything is computed from it. Returns the options that are read.
 
     Raises: NotImplementedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
     a rotary embedding that no supported family has, or another option that changes what is computed and is not
@@ -83,6 +89,7 @@ def check_supported(raw: Mapping[str, Any]) -> None:
             number(what, raw[key], key)
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
+    return {key: raw[key] for key in READ if key in raw}
 
 
 def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
@@ -93,7 +100,9 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
         raise ValueError(f"layer_types={short(kinds)} must be a list of strings, one a layer")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise NotImplementedError(f"layer types {short(sorted(unknown))}: full_attention and sliding_attention are supported")
+        raise NotImplementedError(
+            f"layer types {short(sorted(unknown))}: full_attention and sliding_attention are supported"
+        )
     sliding = "sliding_attention" in kinds
     if sliding and window is None:
         raise ValueError("layer_types name sliding_attention, but sliding_window is missing")
