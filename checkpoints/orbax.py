@@ -98,9 +98,9 @@ def stored_arrays(path: Path) -> dict[str, Any]:
     """Name -> shape and dtype of what is stored."""
     import orbax.checkpoint.experimental.v1 as ocp
 
-    if not path.is_dir() or not ocp.is_orbax_checkpoint(path):
-        raise FileNotFoundError(f"{path} is missing or incomplete: it is no orbax checkpoint")
     with told(path):
+        if not path.is_dir() or not ocp.is_orbax_checkpoint(path):
+            raise FileNotFoundError(f"{path} is missing or incomplete: it is no orbax checkpoint")
         return dict(ocp.metadata(path).metadata)
 
 
