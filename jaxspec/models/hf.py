@@ -87,6 +87,9 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
     for key, what in NUMBERS.items():
         if raw.get(key) is not None:
             number(what, raw[key], key)
+    kinds = raw.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list | tuple) and all(isinstance(k, str) for k in kinds)):
+        raise ValueError(f"layer_types={short(kinds)} must be a list of strings, one a layer")
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
     return {key: raw[key] for key in READ if key in raw}
@@ -97,8 +100,6 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     window, kinds = raw.get("sliding_window"), raw.get("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if family == "mistral" and window else "full_attention"] * layers
-    if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"layer_types={short(kinds)} must be a list of strings, one a layer")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
         raise NotImplementedError(
             f"layer types {short(sorted(unknown))}: full_attention and sliding_attention are supported"
