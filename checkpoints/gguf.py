@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -21,13 +22,17 @@ import numpy as np
 
 from checkpoints.assemble import Index, assemble
 from checkpoints.names import GGUF
+from checkpoints.reading import told
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.limits import short
 
 QuantType = gguf.GGMLQuantizationType
 FLOATS = {QuantType.F32: "float32", QuantType.F16: "float16", QuantType.BF16: "bfloat16"}
 # GGUF value type -> struct code; 8 is a string, 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+# What a header may hold; the largest vocabularies have a million entries of several kinds.
+MOST_VALUES, DEEPEST, MOST_DIMS, MOST_ALIGNMENT = 2**25, 4, 4, 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +48,14 @@ class TensorInfo:
 
     @property
     def end(self) -> int:
-        return self.offset + int(np.prod(self.shape[:-1])) * self.row_bytes
+        return self.offset + math.prod(self.shape[:-1]) * self.row_bytes
 
 
 class Cursor:
     """Reads little-endian values one after the other."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+        self.data, self.at, self.values = data, 0, 0
 
     def take(self, code: str, count: int = 1) -> tuple:
         values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
@@ -64,15 +69,26 @@ class Cursor:
         start, self.at = self.at, self.at + size
         return self.data[start : self.at].decode("utf-8", errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
             inner, size = *self.take("I"), *self.take("Q")
+            self.values += size
+            if self.values > MOST_VALUES:
+                raise struct.error(f"its arrays hold more than {MOST_VALUES} values")
+            if depth == DEEPEST:
+                raise struct.error(f"arrays in arrays, more than {DEEPEST} deep")
             if inner in (STRING, ARRAY):
-                return [self.value(inner) for _ in range(size)]
-            return list(self.take(SCALARS[inner], size))
-        return self.take(SCALARS[kind])[0]
+                return [self.value(inner, depth + 1) for _ in range(size)]
+            return list(self.take(scalar(inner), size))
+        return self.take(scalar(kind))[0]
+
+
+def scalar(kind: int) -> str:
+    if kind not in SCALARS:
+        raise struct.error(f"a value of type {kind}, which GGUF does not have")
+    return SCALARS[kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +110,14 @@ def read_header(path: Path) -> Header:
 
 @functools.lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, _mtime: int) -> Header:
-    with path.open("rb") as file:
+    with told(path), path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path} is no GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = _parse(Cursor(data))
-            except (struct.error, KeyError, OverflowError, MemoryError) as error:
+            except (struct.error, OverflowError) as error:
                 raise ValueError(f"{path} is truncated or damaged (header: {error}): fetch it again") from None
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
     missing = max((tensor.end for tensor in header.tensors.values()), default=0) - size
     if missing > 0:
         raise ValueError(f"{path} is truncated ({missing} bytes of weights are missing): fetch it again")
@@ -115,32 +129,53 @@ def _parse(cursor: Cursor) -> Header:
     (version,), (tensors, keys) = cursor.take("I"), cursor.take("Q", 2)
     if version not in (2, 3):
         raise ValueError(f"GGUF version {version}: little-endian files of version 2 and 3 are read")
-    meta = {}
+    meta: dict[str, Any] = {}
     for _ in range(keys):
         name = cursor.string()
+        if name in meta:
+            raise struct.error(f"{short(name)} stands twice in it")
         meta[name] = cursor.value(cursor.take("I")[0])
-    found = []
+    found: dict[str, TensorInfo] = {}
     for _ in range(tensors):
-        name = cursor.string()
-        dims = cursor.take("Q", cursor.take("I")[0])
-        found.append((name, dims[::-1], QuantType(cursor.take("I")[0]), cursor.take("Q")[0]))
+        name, (dims,) = cursor.string(), cursor.take("I")
+        if name in found or not 1 <= dims <= MOST_DIMS:
+            raise struct.error(f"tensor {short(name)} stands twice in it, or has {dims} dimensions")
+        shape, (kind,), (offset,) = cursor.take("Q", dims)[::-1], cursor.take("I"), cursor.take("Q")
+        found[name] = TensorInfo(shape, quant_type(name, kind, shape), offset)
     align = meta.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+    if type(align) is not int or not 1 <= align <= MOST_ALIGNMENT or align & (align - 1):
+        raise struct.error(f"general.alignment={short(align)} is no power of two up to {MOST_ALIGNMENT}")
     start = -(-cursor.at // align) * align
-    return Header(meta, {name: TensorInfo(shape, kind, start + offset) for name, shape, kind, offset in found})
+    return Header(meta, {n: dataclasses.replace(tensor, offset=start + tensor.offset) for n, tensor in found.items()})
+
+
+def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
+    """How a tensor of this shape is stored. Raises: struct.error where it cannot be."""
+    try:
+        found = QuantType(kind)
+        block, _ = gguf.GGML_QUANT_SIZES[found]
+    except (ValueError, KeyError):
+        raise struct.error(f"tensor {short(name)} is of type {kind}, which GGUF does not have") from None
+    if 0 in shape or shape[-1] % block:
+        raise struct.error(f"tensor {short(name)} of {found.name} has shape {shape}: rows of whole blocks are needed")
+    return found
 
 
 def load_config(path: Path) -> ModelConfig:
     """ModelConfig of a file. Raises: NotImplementedError for an architecture that ModelConfig.from_gguf refuses."""
     header, weights = read_header(path), Weights(path)
     factors = "rope_freqs.weight"  # Llama 3.1's stretched frequencies come as a tensor
-    if "token_embd.weight" not in header.tensors:
-        raise ValueError(f"{path}: tensor token_embd.weight is missing")
-    return ModelConfig.from_gguf(
-        header.meta,
-        vocab_size=header.tensors["token_embd.weight"].shape[0],
-        tied="output.weight" not in header.tensors,
-        rope_factors=weights.read(factors, (slice(None),)) if factors in header.tensors else (),
-    )
+    with told(path):
+        if "token_embd.weight" not in header.tensors:
+            raise ValueError("tensor token_embd.weight is missing")
+        if factors in header.tensors and len(shape := header.tensors[factors].shape) > 1:
+            raise ValueError(f"tensor {factors} has shape {shape}: one factor a frequency is needed")
+        return ModelConfig.from_gguf(
+            header.meta,
+            vocab_size=header.tensors["token_embd.weight"].shape[0],
+            tied="output.weight" not in header.tensors,
+            rope_factors=weights.read(factors, (slice(None),)) if factors in header.tensors else (),
+        )
 
 
 def load_params(
@@ -169,7 +204,9 @@ def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
 
 def stored_dtype(path: Path) -> str:
     """The float dtype of the largest tensor, or bfloat16 where that is quantised."""
-    largest = max(read_header(path).tensors.values(), key=lambda tensor: np.prod(tensor.shape))
+    largest = max(read_header(path).tensors.values(), key=lambda tensor: math.prod(tensor.shape), default=None)
+    if largest is None:
+        raise ValueError(f"{path} holds no tensor: fetch it again")
     return FLOATS.get(largest.kind, "bfloat16")
 
 

@@ -12,7 +12,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxspec.models.limits import short
+
 CONTROL, USER_DEFINED = 3, 4  # token types
+LONGEST_PIECE = 1024  # characters; every way to cut a SentencePiece token in two is tried
 SPACE = "▁"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -30,6 +33,19 @@ PRE_TOKENIZERS: dict[str, Any] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }
+# Key -> the types that its value may have; in a list, those of a list's entries.
+TYPES: dict[str, Any] = {
+    "ggml.model": (str,),
+    "ggml.pre": (str,),
+    "ggml.tokens": [(str,)],
+    "ggml.merges": [(str,)],
+    "ggml.scores": [(float, int)],
+    "ggml.token_type": [(int,)],
+    "ggml.add_space_prefix": (bool,),
+    "ggml.add_bos_token": (bool,),
+    "ggml.add_eos_token": (bool,),
+    "chat_template": (str,),
+}
 
 
 def build_tokenizer(meta: Mapping[str, Any]):
@@ -37,10 +53,11 @@ def build_tokenizer(meta: Mapping[str, Any]):
 
     Adds BOS and EOS as the file says; carries the chat template where there is one.
     Raises: NotImplementedError for a kind of tokenizer or pre-tokenizer that is not supported; ValueError where the
-    file holds none.
+    file holds none, or one that cannot be.
     """
     from transformers import PreTrainedTokenizerFast  # slow to import
 
+    check(meta)
     kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
     if kind is None or "tokenizer.ggml.tokens" not in meta:
         raise ValueError("the GGUF file holds no tokenizer")
@@ -55,6 +72,8 @@ def build_tokenizer(meta: Mapping[str, Any]):
             tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
         # Gemma's scores do not follow its merges' order; the vocabulary's order does.
         scores = range(0, -len(tokens), -1) if gemma else meta["tokenizer.ggml.scores"]
+        if len(scores) != len(tokens):
+            raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens: one a token is needed")
         prefix = not gemma and meta.get("tokenizer.ggml.add_space_prefix", True)
         unknown = name(tokens, meta, "unknown")
         tokenizer = sentence_piece(tokens, scores, unknown, prefix)
@@ -79,8 +98,22 @@ def build_tokenizer(meta: Mapping[str, Any]):
     )
 
 
+def check(meta: Mapping[str, Any]) -> None:
+    """Raises: ValueError for a value of another type than its key is for."""
+    for key, kind in TYPES.items():
+        value = meta.get(f"tokenizer.{key}")
+        values = value if isinstance(kind, list) and isinstance(value, list) else [value]
+        wanted = kind[0] if isinstance(kind, list) else kind
+        lacks = isinstance(kind, list) and not isinstance(value, list)
+        if value is not None and (lacks or any(type(v) not in wanted for v in values)):
+            many = "a list, each " if isinstance(kind, list) else ""
+            raise ValueError(f"tokenizer.{key}={short(value)} must be {many}{' or '.join(t.__name__ for t in wanted)}")
+
+
 def name(tokens: list[str], meta: Mapping[str, Any], role: str) -> str | None:
     index = meta.get(f"tokenizer.ggml.{role}_token_id")
+    if index is not None and (type(index) is not int or not 0 <= index < len(tokens)):
+        raise ValueError(f"tokenizer.ggml.{role}_token_id={short(index)} must be an id in 0..{len(tokens) - 1}")
     return None if index is None else tokens[index]
 
 
@@ -127,6 +160,8 @@ def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str
     """The merges of a SentencePiece BPE: every way to make a token of two others, best score first."""
     ranked = []
     for token, index in vocab.items():
+        if len(token) > LONGEST_PIECE:
+            raise ValueError(f"the token {short(token)} has {len(token)} characters: at most {LONGEST_PIECE} are read")
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
         ranked += [(-scores[index], vocab[a], vocab[b], a, b) for a, b in pairs if a in vocab and b in vocab]
     return [(a, b) for *_, a, b in sorted(ranked)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +18,10 @@ from jax.sharding import SingleDeviceSharding
 from checkpoints import gguf, orbax, safetensors
 from checkpoints.gguf_tokenizer import build_tokenizer
 from checkpoints.names import param_shapes
+from checkpoints.reading import read_json, told
 from checkpoints.sources import Source, resolve
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.limits import short, token_ids
 
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
 
@@ -50,11 +53,14 @@ def load_params(
 def load_tokenizer(source: Source) -> Any:
     """A transformers tokenizer: the folder's own, or one built from a GGUF file's metadata.
 
+    Nothing that a checkpoint brings is run.
     Raises: FileNotFoundError for a folder without tokenizer files; NotImplementedError for a kind of GGUF tokenizer
-      that is not supported.
+      that is not supported, or one that wants its own code to be run; ValueError naming the file or folder where its
+      tokenizer is damaged.
     """
     if source.kind == "gguf":
-        return build_tokenizer(gguf.read_header(source.path).meta)
+        with told(source.path):
+            return build_tokenizer(gguf.read_header(source.path).meta)
     if (source.path / orbax.FINGERPRINT).is_file():
         raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
     known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -62,7 +68,16 @@ def load_tokenizer(source: Source) -> Any:
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
     from transformers import AutoTokenizer  # slow to import
 
-    return AutoTokenizer.from_pretrained(source.path)
+    with told(source.path):
+        try:
+            return AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise NotImplementedError(
+                f"the tokenizer of {source.name} ({source.path}) is code of its own, which jaxspec does not run: name "
+                "another checkpoint of this model, one with a tokenizer.json, as the model or with tokenizer="
+            ) from None
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -73,18 +88,29 @@ def fingerprint(tokenizer: Any) -> str:
 def load_fingerprint(source: Source) -> str | None:
     """That of the tokenizer which a draft was trained for; None where the source has a tokenizer of its own."""
     path = source.path / orbax.FINGERPRINT
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    if not path.is_file():
+        return None
+    with told(path):
+        digest = path.read_text(encoding="utf-8").strip()
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(f"{short(digest)} is no SHA-256 digest of a tokenizer")
+    return digest
 
 
 def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
     """The token ids that end a generation: the generation config's (else the configuration's; a GGUF file's eos and eot
-    ids), then the tokenizer's EOS. Without repetitions. tokenizer: loaded from the source where not given."""
+    ids), then the tokenizer's EOS. Without repetitions. tokenizer: loaded from the source where not given.
+
+    Raises: ValueError naming the file for what is no id of 31 bits.
+    """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
-    ids: Any = load_config(source).eos_ids
+    ids = load_config(source).eos_ids
     if source.kind == "hf" and (path := source.path / "generation_config.json").is_file():
-        ids = safetensors.read_json(path).get("eos_token_id") or ids
-    ids = list(ids) if isinstance(ids, list | tuple) else [ids]
-    return tuple(dict.fromkeys(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None))
+        raw = read_json(path)
+        with told(path):
+            ids = token_ids(raw.get("eos_token_id"), "eos_token_id") or ids
+    with told(source.path):
+        return tuple(dict.fromkeys([*ids, *token_ids(tokenizer.eos_token_id, "the tokenizer's eos_token_id")]))
 
 
 def convert(src: str, dst: str | Path, *, dtype: str | None = None, progress: bool = True) -> Path:

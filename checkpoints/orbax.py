@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from checkpoints.reading import read_json, told
 from jaxspec.models.config import ModelConfig
 
 CONFIG_FILE = "jaxspec.json"
@@ -67,10 +68,9 @@ def check_free(folder: Path) -> None:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    try:
-        return ModelConfig.from_json(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{folder / CONFIG_FILE} is damaged: {error}") from None
+    raw = read_json(folder / CONFIG_FILE)
+    with told(folder / CONFIG_FILE):
+        return ModelConfig.from_json(raw)
 
 
 def load_params(
@@ -81,7 +81,8 @@ def load_params(
 
 
 def stored_dtype(folder: Path) -> str:
-    return stored_arrays(folder / PARAMS)["layers.0.qkv"].dtype.name
+    with told(folder / PARAMS):
+        return stored_arrays(folder / PARAMS)["layers.0.qkv"].dtype.name
 
 
 # The only place that knows orbax's API.
@@ -97,9 +98,10 @@ def stored_arrays(path: Path) -> dict[str, Any]:
     """Name -> shape and dtype of what is stored."""
     import orbax.checkpoint.experimental.v1 as ocp
 
-    if not path.is_dir() or not ocp.is_orbax_checkpoint(path):
-        raise FileNotFoundError(f"{path} is missing or incomplete: it is no orbax checkpoint")
-    return dict(ocp.metadata(path).metadata)
+    with told(path):
+        if not path.is_dir() or not ocp.is_orbax_checkpoint(path):
+            raise FileNotFoundError(f"{path} is missing or incomplete: it is no orbax checkpoint")
+        return dict(ocp.metadata(path).metadata)
 
 
 def load_arrays(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -121,7 +123,8 @@ def load_arrays(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) 
     if extra := sorted(set(stored) - set(abstract)):
         raise ValueError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
     here = SingleDeviceSharding(jax.devices()[0])
-    return ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})
+    with told(path):
+        return ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})
 
 
 def sharded(leaf: jax.ShapeDtypeStruct, default: Any) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,33 +14,27 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.assemble import Index, assemble
 from checkpoints.names import HF, HF_SANDWICH
+from checkpoints.reading import read_json, told
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.limits import short
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises: FileNotFoundError, or ValueError where the file is no JSON; both name it."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-
-
 def load_config(folder: Path) -> ModelConfig:
     """ModelConfig of a folder.
 
-    Raises: FileNotFoundError without a config.json; NotImplementedError as ModelConfig.from_hf does.
+    Raises: FileNotFoundError without a config.json; NotImplementedError and ValueError as ModelConfig.from_hf does.
     """
     from transformers import AutoConfig  # slow to import
 
     raw = read_json(folder / "config.json")
-    ModelConfig.check_supported(raw)  # before transformers, which answers unknown kinds with a paragraph
-    # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way.
-    return ModelConfig.from_hf(AutoConfig.for_model(**raw).to_dict())
+    with told(folder / "config.json"):
+        # Before transformers, which answers unknown kinds with a paragraph, and makes 10**9 labels where that is asked.
+        known = ModelConfig.check_supported(raw)
+        # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way.
+        return ModelConfig.from_hf(AutoConfig.for_model(**known).to_dict())
 
 
 def load_params(
@@ -62,16 +57,30 @@ def stored_dtype(folder: Path) -> str:
     """The dtype most of the weights are stored in: that of the largest tensor."""
     shards = Shards(folder)
     sizes = shards.shapes()
-    return FLOATS[shards.slice(max(sizes, key=lambda name: np.prod(sizes[name]))).get_dtype()]
+    largest = max(sizes, key=lambda name: math.prod(sizes[name]), default=None)
+    if largest is None:
+        raise ValueError(f"{folder} holds no tensor: fetch it again")
+    return FLOATS[shards.dtype(largest)]
 
 
 def files_of(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those that its index names, else the single one, else all.
 
-    Raises: FileNotFoundError naming the missing shard, or the folder that holds none.
+    Raises: FileNotFoundError naming the missing shard, or the folder that holds none; ValueError for an index that
+    names none, or one outside the folder.
     """
     if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        found = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(found, dict) or not found:
+            raise ValueError(f"{folder / INDEX} has no weight_map (an object: tensor -> shard): fetch it again")
+        # The name, not where it leads: the hub's cache links a snapshot's files to others outside its folder.
+        for name in found.values():
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+                raise ValueError(
+                    f"{folder / INDEX} names {short(name)} as a shard: it must be a .safetensors file in the same "
+                    "folder, named without a path; fetch it again"
+                )
+        names = sorted(set(found.values()))
         for name in names:
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder / name} is missing: {INDEX} names it as a shard")
@@ -91,11 +100,12 @@ class Shards:
         self.where = str(folder)
         self._home: dict[str, Any] = {}  # tensor name -> open file
         for path in files_of(folder):
-            try:
-                file = safe_open(path, framework="np")
-            except SafetensorError as error:
-                raise ValueError(f"{path} is truncated or damaged ({error}): fetch it again") from None
-            self._home |= dict.fromkeys(file.keys(), file)
+            with told(path):
+                try:
+                    file = safe_open(path, framework="np")
+                except SafetensorError as error:
+                    raise ValueError(f"{path} is truncated or damaged ({error}): fetch it again") from None
+                self._home |= dict.fromkeys(file.keys(), file)
         self._shapes = {name: tuple(self.slice(name).get_shape()) for name in self._home}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -104,10 +114,13 @@ class Shards:
     def slice(self, name: str) -> Any:
         return self._home[name].get_slice(name)
 
+    def dtype(self, name: str) -> str:
+        """A key of FLOATS. Raises: NotImplementedError where it is stored as something else."""
+        if (found := self.slice(name).get_dtype()) not in FLOATS:
+            raise NotImplementedError(f"{self.where}: tensor {name} is stored as {found}: {', '.join(FLOATS)} are read")
+        return found
+
     def read(self, name: str, index: Index) -> np.ndarray:
-        tensor = self.slice(name)
-        if tensor.get_dtype() not in FLOATS:
-            raise NotImplementedError(
-                f"{self.where}: tensor {name} is stored as {tensor.get_dtype()}: {', '.join(FLOATS)} are read"
-            )
-        return tensor[index]
+        self.dtype(name)
+        with told(self.where):
+            return self.slice(name)[index]

@@ -12,16 +12,18 @@ import tempfile
 import threading
 import zipfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from checkpoints.orbax import CONFIG_FILE
 from checkpoints.progress import progress_bar
+from jaxspec.models.limits import short
 
 # The tokenizer's vocabulary comes in several spellings; weights only as safetensors.
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
 UNWANTED_FILES = ["*/*", "consolidated*", "*.safetensors.index.*.json"]  # second copies of the weights
 
+LONGEST_NAME = 4096  # characters; no system has longer paths
 DOWNLOAD_LIMIT = 1800  # seconds that one download may take in all
 
 
@@ -68,9 +70,15 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
       weights: False fetches a hub id's configuration and tokenizer only.
 
     Raises: FileNotFoundError for a path or an id that does not exist; ConnectionError, within seconds, where something
-      has to be fetched and cannot be; ValueError for a folder that holds no checkpoint.
+      has to be fetched and cannot be; ValueError for a folder that holds no checkpoint, or what is no name at all.
     """
-    path = Path(model).expanduser()
+    model = name_of("model", os.fspath(model) if isinstance(model, os.PathLike) else model)
+    if revision is not None:
+        name_of("revision", revision)
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # ~someone
+        raise FileNotFoundError(f"{model} does not exist: {error}") from None
     if path.is_dir():
         return local_folder(path, model)
     if path.is_file():
@@ -87,6 +95,18 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         known = ", ".join((*EMBEDDED, *DRAFTS.values()))
         raise FileNotFoundError(f"no model {model!r}: give a folder, a .gguf file, a hub id (org/name) or {known}")
     return Source("hf", from_hub(model, revision, weights=weights), model)
+
+
+def name_of(what: str, value: Any) -> str:
+    """The value, where it is a name. Raises: ValueError."""
+    if (
+        not isinstance(value, str)
+        or not value.strip()
+        or len(value) > LONGEST_NAME
+        or re.search(r"[\0-\x1f\x7f]", value)
+    ):
+        raise ValueError(f"{what}={short(value)} must be a string of 1..{LONGEST_NAME} characters, none a control one")
+    return value
 
 
 def looks_like_path(model: str) -> bool:
@@ -147,7 +167,9 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
         raise FileNotFoundError(f"{model} is gated: accept its terms on the hub, `hf auth login`") from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise FileNotFoundError(missing) from None
-    except (errors.HfHubHTTPError, OSError) as error:  # LocalEntryNotFoundError is one
+    except errors.HFValidationError as error:
+        raise ValueError(f"{model!r}{at} is no hub id: {' '.join(str(error).split())[:200]}") from None
+    except Exception as error:  # LocalEntryNotFoundError, HfHubHTTPError, the HTTP library's own
         raise ConnectionError(
             f"cannot fetch {model}{at} from the hub ({reason or type(error).__name__}): "
             "go online, or download it elsewhere and give the folder's path"

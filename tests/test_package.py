@@ -30,7 +30,7 @@ BELOW_LLM = BELOW_ENGINE | {
 BELOW_CLI = BELOW_LLM | {"jaxspec.llm", "checkpoints"}
 ALLOWED: dict[str, set[str]] = {
     "pallas_kernels": set(),
-    "checkpoints": {"jaxspec.models.config"},
+    "checkpoints": {"jaxspec.models.config", "jaxspec.models.limits"},
     "jaxspec": set(),  # __init__: public names are strings, loaded on first use
     "jaxspec.options": set(),
     "jaxspec.shapes": set(),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 
-from jaxspec.models.config import ModelConfig, Rope, llama3_factors
+from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import abstract_params
+from jaxspec.models.rope import llama3_factors
 from jaxspec.parallel.mesh import make_mesh
 
 # Columns as in the public config.json files; stretch: Llama 3's rope factor, 1 where there is none.

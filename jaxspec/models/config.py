@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.models import hf
+from jaxspec.models.limits import check_numbers, number, short, token_ids
+from jaxspec.models.rope import PLAIN_ROPE, Rope, rope_tables
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-# Hugging Face model_type -> family. Multimodal wrappers are refused by name instead of guessed at.
-MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: frequencies theta^(-2i/D), each divided by factors[i] (all 1 where factors is empty)."""
-
-    theta: float = 10000.0
-    factors: tuple[float, ...] = ()
+# GGUF key, after the architecture's name, that changes what a model computes -> the only value that is supported.
+GGUF_FIXED: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0,
+    "attention.scale": 0,
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+    "logit_scale": 0,
+    "embedding_scale": 0,
+    "residual_scale": 0,
+    "expert_count": 0,
+    "rope.scale_linear": 1,
+    "rope.scaling.attn_factor": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +43,7 @@ class ModelConfig:
     head_dim: int  # D
     max_model_len: int
     windows: tuple[int | None, ...]  # one a layer: sliding window in tokens, None sees everything
-    rope: Rope = Rope()
+    rope: Rope = PLAIN_ROPE
     local_rope: Rope | None = None  # rotary base of the sliding layers, where it differs
     norm_eps: float = 1e-6
     tied: bool = True  # the head is the embedding table
@@ -58,7 +67,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise NotImplementedError(f"architecture {self.family!r}: jaxspec reads {', '.join(FAMILIES)}")
+            raise NotImplementedError(f"architecture {short(self.family)}: jaxspec reads {', '.join(FAMILIES)}")
+        check_numbers(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key-value heads")
         if self.head_dim % 2:
@@ -110,43 +120,32 @@ class ModelConfig:
         return {"qkv": qkv, "qkv_bias": qkv, "gate_up": {"gate": block, "up": block}}
 
     @staticmethod
-    def check_supported(raw: Mapping[str, Any]) -> None:
-        """Looks at a raw config.json only.
-
-        Raises: NotImplementedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
-        or a bias that the family does not have by itself.
-        """
-        kind = raw.get("model_type", "")
-        if any(key.endswith("_config") and "vision" in key for key in raw) or "vision" in kind:
-            raise NotImplementedError(f"{kind!r} is a multimodal checkpoint: only text decoders are supported")
-        if kind not in MODEL_TYPES:
-            raise NotImplementedError(f"architecture {kind!r}: jaxspec reads {', '.join(sorted(MODEL_TYPES))}")
-        for key in ("rope_scaling", "rope_parameters"):
-            if (raw.get(key) or {}).get("mrope_section"):
-                raise NotImplementedError("M-RoPE (mrope_section) is of multimodal checkpoints: only text is supported")
-        if raw.get("quantization_config"):
-            raise NotImplementedError("quantization_config: of quantised checkpoints only GGUF files are read")
-        for flag in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
-            if raw.get(flag):
-                raise NotImplementedError(f"{flag}=true in a {kind!r} checkpoint is not supported")
+    def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Looks at a raw config.json only, and returns what is read of it; see `hf.check_supported`."""
+        return hf.check_supported(raw)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """From a Hugging Face config as a dict (`transformers.AutoConfig...to_dict()`, which fills the defaults).
 
-        Raises: NotImplementedError as `check_supported` does, and for a rotary embedding or an activation that no
-        supported family has.
+        Raises: NotImplementedError as `check_supported` does, and for an activation or a kind of layer that no
+        supported family has; ValueError for a value that no model has.
         """
         cls.check_supported(raw)
-        family = MODEL_TYPES[raw["model_type"]]
-        layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
-        head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+        family = hf.MODEL_TYPES[raw["model_type"]]
+        for key in hf.NEEDED:
+            number(hf.NUMBERS[key], raw.get(key), key)
+        layers, heads, kv_heads = raw["num_hidden_layers"], raw["num_attention_heads"], raw.get("num_key_value_heads")
+        head_dim = raw["hidden_size"] // heads if raw.get("head_dim") is None else raw["head_dim"]
+        number("head_dim", head_dim)
         ropes = rope_tables(raw, head_dim)
         gemma = family == "gemma3"
         activation = raw.get("hidden_activation" if gemma else "hidden_act", "silu")
         if activation not in ("silu", "gelu_pytorch_tanh"):
-            raise NotImplementedError(f"activation {activation!r}: silu and gelu_pytorch_tanh are supported")
-        eos = raw.get("eos_token_id")
+            raise NotImplementedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
+        if gemma:
+            number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar")
+        tied = raw.get("tie_word_embeddings")
         return cls(
             family=family,
             vocab_size=raw["vocab_size"],
@@ -154,14 +153,14 @@ class ModelConfig:
             width=raw["hidden_size"],
             mlp_width=raw["intermediate_size"],
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            num_kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim,
             max_model_len=raw["max_position_embeddings"],
-            windows=hf_windows(raw, family),
+            windows=hf.windows(raw, family, layers),
             rope=ropes[0],
             local_rope=ropes[1],
             norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tied=bool(raw.get("tie_word_embeddings", False)),
+            tied=False if tied is None else tied,
             qkv_bias=family == "qwen2",
             qk_norm=family in ("qwen3", "gemma3"),
             sandwich_norm=gemma,
@@ -172,7 +171,7 @@ class ModelConfig:
             soft_cap=raw.get("attn_logit_softcapping"),
             logit_soft_cap=raw.get("final_logit_softcapping"),
             bos_id=raw.get("bos_token_id"),
-            eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+            eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         )
 
     @classmethod
@@ -183,43 +182,61 @@ class ModelConfig:
         """
         family = meta.get("general.architecture")
         if family not in ("llama", "qwen2", "qwen3", "gemma3"):
-            raise NotImplementedError(f"GGUF architecture {family!r}: jaxspec reads llama, qwen2, qwen3, gemma3")
+            raise NotImplementedError(f"GGUF architecture {short(family)}: jaxspec reads llama, qwen2, qwen3, gemma3")
 
-        def get(key: str, default: Any = None) -> Any:
+        def get(key: str, what: str, default: Any = None) -> Any:
             value = meta.get(f"{family}.{key}", default)
             if value is None:
                 raise ValueError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
-            return value
+            if isinstance(value, list):
+                raise NotImplementedError(f"{family}.{key} has a value for each layer: one for all is supported")
+            return number(what, value, f"{family}.{key}")
 
-        scaling = get("rope.scaling.type", "none")
+        for key, only in GGUF_FIXED.items():
+            if (value := meta.get(f"{family}.{key}", only)) != only:
+                raise NotImplementedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
+        scaling = meta.get(f"{family}.rope.scaling.type", "none")
         if scaling not in ("none", "linear"):
-            raise NotImplementedError(f"rope scaling {scaling!r} in GGUF: none and linear are supported")
-        layers, heads, width = get("block_count"), get("attention.head_count"), get("embedding_length")
-        head_dim = get("attention.key_length", width // heads)
+            raise NotImplementedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
+        layers, width = get("block_count", "num_layers"), get("embedding_length", "width")
+        heads = get("attention.head_count", "num_heads")
+        head_dim = get("attention.key_length", "head_dim", width // heads)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if get(key, "head_dim", head_dim) != head_dim:
+                part = "partial rotary embedding" if "rope" in key else "values of another size than keys"
+                raise NotImplementedError(
+                    f"{family}.{key}={meta[f'{family}.{key}']} where heads have {head_dim}: {part} is not supported"
+                )
         factors = tuple(float(f) for f in rope_factors)
         if scaling == "linear":
-            factors = (float(get("rope.scaling.factor")),) * (head_dim // 2)
+            if factors:
+                raise NotImplementedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
+            factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
         gemma = family == "gemma3"
-        window, pattern = 0, 1
+        window, local = 0, [False] * layers
         if gemma:  # every sixth layer is global, unless the file gives the period, or a flag a layer
-            window, pattern = get("attention.sliding_window"), get("attention.sliding_window_pattern", 6)
-        local = pattern if isinstance(pattern, list) else [bool((i + 1) % pattern) for i in range(layers)]
+            window = get("attention.sliding_window", "window")
+            if isinstance(flags := meta.get(f"{family}.attention.sliding_window_pattern"), list):
+                local = flags
+            else:
+                period = get("attention.sliding_window_pattern", "num_layers", 6)
+                local = [bool((i + 1) % period) for i in range(layers)]
         eos = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         return cls(
             family=family,
             vocab_size=vocab_size,
             num_layers=layers,
             width=width,
-            mlp_width=get("feed_forward_length"),
+            mlp_width=get("feed_forward_length", "mlp_width"),
             num_heads=heads,
-            num_kv_heads=get("attention.head_count_kv", heads),
+            num_kv_heads=get("attention.head_count_kv", "num_kv_heads", heads),
             head_dim=head_dim,
-            max_model_len=get("context_length"),
+            max_model_len=get("context_length", "max_model_len"),
             # Files of the other families name no window that is in use.
             windows=tuple(window if sliding else None for sliding in local),
-            rope=Rope(float(get("rope.freq_base", 1e6 if gemma else 1e4)), factors),
-            local_rope=Rope(float(get("rope.freq_base_swa", 1e4))) if gemma else None,
-            norm_eps=get("attention.layer_norm_rms_epsilon"),
+            rope=Rope(float(get("rope.freq_base", "theta", 1e6 if gemma else 1e4)), factors),
+            local_rope=Rope(float(get("rope.freq_base_swa", "theta", 1e4))) if gemma else None,
+            norm_eps=get("attention.layer_norm_rms_epsilon", "norm_eps"),
             tied=tied,
             qkv_bias=family == "qwen2",
             qk_norm=family in ("qwen3", "gemma3"),
@@ -229,7 +246,7 @@ class ModelConfig:
             # The 27B model scales queries by width / heads, all others by head_dim.
             query_scale=(width / heads) ** -0.5 if gemma and layers == 62 else 0.0,
             bos_id=meta.get("tokenizer.ggml.bos_token_id"),
-            eos_ids=tuple(dict.fromkeys(int(i) for i in eos if i is not None)),
+            eos_ids=token_ids([i for i in eos if i is not None], "tokenizer.ggml's eos or eot id"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -238,61 +255,21 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Raises: ValueError for a field that this version does not know, or lacks."""
-        rope = lambda r: None if r is None else Rope(r["theta"], tuple(r["factors"]))
+        """Raises: ValueError for a field that this version does not know, or lacks, or for a value that cannot be."""
+
+        def rope(value: Any) -> Rope | None:
+            if value is None:
+                return None
+            if not isinstance(value, Mapping) or not isinstance(value.get("factors"), list | tuple):
+                raise ValueError(f"rope={short(value)} must be an object of theta and factors")
+            return Rope(value.get("theta", 0), tuple(value["factors"]))
+
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
         fields |= {key: rope(raw[key]) for key in ("rope", "local_rope") if key in raw}
+        for key in ("windows", "eos_ids"):
+            if not isinstance(fields.get(key, ()), tuple):
+                raise ValueError(f"{key}={short(raw[key])} must be a list")
         try:
             return cls(**fields)
         except TypeError as error:
             raise ValueError(f"model configuration: {error}: was it written by another version?") from None
-
-
-def hf_windows(raw: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
-    """The sliding window of each layer, from `layer_types` where the config has them."""
-    layers, window = raw["num_hidden_layers"], raw.get("sliding_window")
-    if family == "mistral":
-        return (window,) * layers
-    kinds = raw.get("layer_types") or ["full_attention"] * layers
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise NotImplementedError(f"layer types {sorted(unknown)}: full_attention and sliding_attention are supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | None]:
-    """(global, local) rotary tables; local is None where all layers share one."""
-    parameters = raw.get("rope_parameters") or {
-        "rope_theta": raw.get("rope_theta", 10000.0),
-        **(raw.get("rope_scaling") or {}),
-    }
-    if "full_attention" in parameters:
-        tables = [parameters["full_attention"], parameters["sliding_attention"]]
-        return rope_table(tables[0], head_dim), rope_table(tables[1], head_dim)
-    return rope_table(parameters, head_dim), None
-
-
-def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
-    """One Hugging Face rope dict as a Rope."""
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = float(parameters["rope_theta"])
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotImplementedError("partial rotary embedding is not supported")
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, (float(parameters["factor"]),) * (head_dim // 2))
-    if kind == "llama3":
-        return Rope(theta, llama3_factors(parameters, theta, head_dim))
-    raise NotImplementedError(f"rope type {kind!r}: default, linear and llama3 are supported")
-
-
-def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between interpolated."""
-    factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    context = float(parameters["original_max_position_embeddings"])
-    factors = []
-    for i in range(head_dim // 2):
-        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
-        smooth = min(1.0, max(0.0, (context / wavelength - low) / (high - low)))
-        factors.append(1.0 / ((1 - smooth) / factor + smooth))
-    return tuple(factors)

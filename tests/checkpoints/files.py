@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,50 @@ def shard(folder: Path, family: str, count: int = 3) -> Path:
         weight_map |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A GGUF value as it stands in the file, whether or not it makes sense."""
+
+    kind: int
+    data: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> Value:
+        if isinstance(value, Value):
+            return value
+        if isinstance(value, list):
+            items = [cls.of(v) for v in value] or [cls.of(0)]
+            return cls(9, struct.pack("<IQ", items[0].kind, len(value)) + b"".join(v.data for v in items[: len(value)]))
+        if isinstance(value, bool):
+            return cls(7, struct.pack("<B", value))
+        if isinstance(value, int):
+            return cls(4, struct.pack("<I", value)) if 0 <= value < 2**32 else cls(11, struct.pack("<q", value))
+        if isinstance(value, float):
+            return cls(6, struct.pack("<f", value))
+        return cls(8, gguf_string(value))
+
+
+def gguf_string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def raw_gguf(
+    path: Path,
+    meta: list[tuple[str, Any]],
+    tensors: list[tuple[str, tuple[int, ...], int, int]],
+    *,
+    counts: tuple[int, int] | None = None,
+    version: int = 3,
+    size: int = 1 << 16,
+) -> Path:
+    """A GGUF file written without any check. tensors: (name, dimensions, type, offset); size: bytes of weights."""
+    head = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(meta))))
+    for key, value in meta:
+        head += gguf_string(key) + struct.pack("<I", Value.of(value).kind) + Value.of(value).data
+    for name, dims, kind, offset in tensors:
+        head += gguf_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+    head += bytes(-len(head) % 4)
+    path.write_bytes(head + b"\0\0\x80?" * (size // 4))  # ones in float32
+    return path

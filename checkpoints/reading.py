@@ -1,0 +1,70 @@
+"""Reading files that may be damaged: whatever goes wrong is told in one line that names the file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+LONGEST = 400  # characters of what a library says; some answer with a paragraph
+MOST_JSON = 2**28  # bytes
+
+
+@contextlib.contextmanager
+def told(where: Path | str) -> Iterator[None]:
+    """Makes of any error in the block a ValueError, NotImplementedError or OSError of one line that names `where`.
+
+    Libraries raise what they like over damaged files, MemoryError and RecursionError included. The cause stays
+    attached. Devices' own errors, such as too little memory, pass: the file is no reason for them.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        raise
+    except NotImplementedError as error:
+        raise NotImplementedError(line(where, error)) from error
+    except OSError as error:
+        if error.errno is not None:  # the system's own, which names the file
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        raise kind(line(where, error)) from error
+    except BaseException as error:
+        # What Rust calls a panic, in tokenizers, is no Exception in Python.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        text = line(where, error)
+        if isinstance(error, MemoryError):
+            text = f"{where}: reading it takes more memory than there is"
+        elif "again" not in text:
+            text += ": mend the file, or fetch it again"
+        raise ValueError(text) from error
+
+
+def line(where: Path | str, error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if str(where) in text and len(text) <= LONGEST + len(str(where)):
+        return text
+    if not isinstance(
+        error, ValueError | NotImplementedError | OSError
+    ):  # "KeyError: 'model'" says more than "'model'"
+        text = f"{type(error).__name__}: {text}"
+    return f"{where}: {text if len(text) <= LONGEST else text[:LONGEST] + '…'}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: FileNotFoundError, or ValueError where the file holds no JSON object; both name it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    if (size := path.stat().st_size) > MOST_JSON:
+        raise ValueError(f"{path} has {size} bytes, no configuration has more than {MOST_JSON}: fetch it again")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): mend it, or fetch it again") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a JSON {type(raw).__name__}, not an object: mend it, or fetch it again")
+    return raw

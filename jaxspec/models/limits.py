@@ -1,0 +1,91 @@
+"""What a decoder's numbers may be: one table, whichever file they come from."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+INT32 = 2**31 - 1
+
+# What is checked -> (kind, least, most). Generous: beyond is no model, but a damaged file that would fill the memory,
+# keep the compiler busy for ever, or give NaN for every logit.
+LIMITS: dict[str, tuple[type, float, float]] = {
+    "vocab_size": (int, 1, INT32),
+    "num_layers": (int, 1, 1_000),  # of the deepest known it is 126; describing a thousand takes seconds
+    "width": (int, 1, 2**20),
+    "mlp_width": (int, 1, 2**24),
+    "num_heads": (int, 1, 2**16),
+    "num_kv_heads": (int, 1, 2**16),
+    "head_dim": (int, 2, 2**16),
+    "max_model_len": (int, 1, 2**30),  # positions have 32 bits, and a launch reserves some beyond the last
+    "window": (int, 1, INT32),
+    "theta": (float, 1, 1e30),
+    "factor": (float, 1e-3, 1e6),
+    "norm_eps": (float, 0, 1),
+    "embed_scale": (float, 1e-6, 1e6),
+    "query_scale": (float, 0, 1e6),
+    "soft_cap": (float, 1e-3, 1e6),
+    "logit_soft_cap": (float, 1e-3, 1e6),
+    "token_id": (int, 0, INT32),  # beyond the vocabulary it is never drawn, which does no harm
+    "bos_id": (int, -1, INT32),  # -1 in files that have none
+    "reduced_vocab_size": (int, 2, INT32),
+    "rare_vocab_size": (int, 0, INT32),
+    "rare_width": (int, 0, 2**20),
+    "embed_width": (int, 1, 2**20),
+}
+OPTIONAL = ("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_size", "embed_width")  # may be None
+
+
+def number(what: str, value: Any, name: str | None = None) -> Any:
+    """The value, where LIMITS allow it for `what`. name: what the file calls it.
+
+    Raises: ValueError that names it, its value and the limits.
+    """
+    kind, least, most = LIMITS[what]
+    wanted = numbers.Integral if kind is int else numbers.Real
+    # A comparison with NaN is false, and one of integers beyond float's range is exact.
+    if isinstance(value, wanted) and not isinstance(value, bool) and least <= value <= most:  # type: ignore[operator]
+        return value
+    limits = f"{least}..{most}" if kind is int else f"{least:g}..{most:g}"
+    raise ValueError(f"{name or what}={short(value)} must be a {'whole ' if kind is int else ''}number in {limits}")
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """One id, several or None (none), as a tuple without repetitions. Raises: ValueError as `number` does."""
+    ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    return tuple(dict.fromkeys(int(number("token_id", i, name)) for i in ids))
+
+
+def short(value: Any) -> str:
+    """repr, but never long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_numbers(config: Any) -> None:
+    """Every number of a ModelConfig, and that what is a flag is one."""
+    for name in LIMITS.keys() & vars(config).keys():
+        value = getattr(config, name)
+        if value is not None or name not in OPTIONAL:
+            number(name, value)
+    for name in ("tied", "qkv_bias", "qk_norm", "sandwich_norm", "norm_plus_one"):
+        if not isinstance(value := getattr(config, name), bool):
+            raise ValueError(f"{name}={short(value)} must be true or false")
+    for window in config.windows:
+        if window is not None:
+            number("window", window)
+    if config.activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation={short(config.activation)} must be silu or gelu_tanh")
+    token_ids(config.eos_ids, "eos_ids")
+    if config.rope is None:
+        raise ValueError("rope is missing: theta and factors are needed")
+    for rope in (config.rope, config.local_rope):
+        if rope is None:
+            continue
+        number("theta", rope.theta, "rope's theta")
+        for factor in rope.factors:
+            number("factor", factor, "a factor of rope")
+        if len(rope.factors) not in (0, config.head_dim // 2):
+            raise ValueError(
+                f"{len(rope.factors)} factors of rope for head_dim {config.head_dim}: {config.head_dim // 2} are needed"
+            )
