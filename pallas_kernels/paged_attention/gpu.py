@@ -75,7 +75,8 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*bounds, *outputs), num_tokens=t, page_size=s, window=window, scale=scale,
-            soft_cap=soft_cap, splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d, interpret=interpret,
+            soft_cap=soft_cap, splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d,
+            interpret=interpret,
         ),
         grid=(row_blocks * splits, g, b),
         out_shape=list(outputs.values()),

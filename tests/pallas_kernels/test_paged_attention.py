@@ -61,6 +61,7 @@ class Inputs(NamedTuple):
     pages: np.ndarray
     block_table: np.ndarray
     kv_len: np.ndarray
+    num_keys: np.ndarray
 
 
 def random_inputs(case: Case, seed: int) -> tuple[Inputs, np.ndarray]:
@@ -73,18 +74,20 @@ def random_inputs(case: Case, seed: int) -> tuple[Inputs, np.ndarray]:
     assigned = np.minimum(-(-kv_len // case.s), case.n)
     assigned -= (draw.random(case.b) < 0.3) & (assigned > 0)  # the last page is missing: its queries are padding
 
-    # The last page of the pool is read in place of unassigned ones, by queries that nobody reads; it is finite.
+    # The last page of the pool is read in place of unassigned ones, by queries that nobody reads. It may hold anything
+    # where there is padding to be told apart, which a single token is not.
     ids = draw.permutation(case.num_pages - 1)[: case.b * case.n].reshape(case.b, case.n)
     block_table = np.where(np.arange(case.n) < assigned[:, None], ids, case.num_pages).astype(np.int32)
     pages = np.full((case.num_pages, case.s, 2 * case.g, case.d), np.nan, np.float32)
-    pages[-1] = 1
+    pages[-1] = 1 if case.t == 1 else np.nan
     for b in range(case.b):
         for j in range(min(kv_len[b], assigned[b] * case.s)):
             if case.window is None or j > kv_len[b] - case.t - case.window:
                 pages[block_table[b, j // case.s], j % case.s] = draw.normal(size=pages.shape[2:])
     query = draw.normal(size=(case.b, case.t, case.h, case.d)).astype(np.float32)
     position = kv_len[:, None] - case.t + np.arange(case.t)
-    return Inputs(query, pages, block_table, kv_len), position < np.minimum(kv_len, assigned * case.s)[:, None]
+    num_keys = np.minimum(kv_len, assigned * case.s).astype(np.int32)
+    return Inputs(query, pages, block_table, kv_len, num_keys), position < num_keys[:, None]
 
 
 def oracle(case: Case, inputs: Inputs, read: np.ndarray) -> np.ndarray:
