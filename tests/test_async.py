@@ -380,3 +380,65 @@ def test_one_that_is_dropped_ends_its_thread(folder):
     gc.collect()
     thread.join(SOON)
     assert not thread.is_alive()
+
+
+def test_a_second_failure_while_the_first_is_handled_lets_nobody_wait(own, monkeypatch):
+    """Whatever else fails then: aborting, a call's own loop, what is still in the inbox."""
+    own.thread.tell(lambda: None)
+
+    def failing(*_, **__):
+        raise SystemExit("the device is gone")
+
+    async def main():
+        calls = [asyncio.create_task(own.generate(p, LONG)) for p in PROMPTS[:3]]
+        await until(lambda: len(own.thread.calls) == 3)
+        monkeypatch.setattr(own.llm, "abort", failing)
+        own.thread.tell(failing)
+        own.thread.tell(failing)
+        late = [asyncio.create_task(own.generate(p, LONG)) for p in PROMPTS[:2]]
+        return await asyncio.gather(*calls, *late, return_exceptions=True)
+
+    for error in run(main()):
+        assert isinstance(error, RuntimeError)
+        assert "the engine failed: SystemExit('the device is gone')" in str(error)
+    own.thread.join(SOON)
+    assert not own.thread.is_alive()
+
+
+def test_a_text_that_cannot_be_made_is_its_callers_trouble(llm, expected, monkeypatch):
+    output = Job.output
+
+    def failing(job):
+        if job.ask.text == PROMPTS[0]:
+            raise LookupError("no such word")
+        return output(job)
+
+    monkeypatch.setattr(Job, "output", failing)
+
+    async def main():
+        return await asyncio.gather(*(llm.generate(p, GREEDY) for p in PROMPTS[:3]), return_exceptions=True)
+
+    first, *others = run(main())
+    assert isinstance(first, LookupError)
+    monkeypatch.undo()
+    assert texts(others) == texts(expected(PROMPTS[1:3]))
+
+
+def test_rows_that_fail_as_they_end_leave(llm, expected):
+    """A callback that fails with the last token: the row is gone, later callers are served."""
+
+    async def main():
+        doomed = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
+        await until(lambda: llm.thread.calls)
+
+        def find_stop(output, known):
+            if len(output) >= 24:
+                raise LookupError("no such text")
+
+        for request in llm.thread.calls:
+            request.find_stop = find_stop
+        return await doomed, await llm.generate(PROMPTS[1], GREEDY)
+
+    first, second = run(main())
+    assert first.outputs[0].finish_reason in ("error", "length")  # the thread may have been faster
+    assert texts([second]) == texts(expected(PROMPTS[1]))

@@ -131,3 +131,35 @@ def test_an_unfinished_character_at_the_end_is_not_lost():
     detokenizer.feed(ids)
     assert detokenizer.text in ("n", "")
     assert detokenizer.finish(ids, include_stop=False) == "n\ufffd"
+
+
+def test_a_stop_string_whose_token_begins_another_character_is_found():
+    """And cut, also where the output ends there."""
+
+    class Pieces:
+        def decode(self, ids, skip_special_tokens):
+            return b"".join([b"so ", b"it", b" END\xe2", b"\x82\xac"][i] for i in ids).decode("utf-8", errors="replace")
+
+    ids = [0, 1, 2, 3]
+    detokenizer = Detokenizer(Pieces(), stop=("END",))
+    assert detokenizer.find_stop(ids[:2], 0) is None
+    assert detokenizer.find_stop(ids[:3], 2) == 3
+    assert detokenizer.finish(ids[:3], include_stop=False) == "so it "
+    assert detokenizer.finish(ids[:3], include_stop=True) == "so it END"
+    late = Detokenizer(Pieces(), stop=("END",), min_tokens=3)
+    assert late.find_stop(ids, 0) is None, "it was complete with the third token"
+    assert late.finish(ids, include_stop=False) == "so it END€"
+
+
+@given(encoded, cuts)
+def test_ids_that_were_read_before_an_interrupt_are_read_again(ids, at):
+    """find_stop is asked anew from where the ids were kept; the text is as if it had been asked once."""
+    detokenizer = Detokenizer(Bytes(), stop=("\0",))
+    ids = [i for i in ids if i]
+    kept = 0
+    for part in cut(ids, at):
+        assert detokenizer.find_stop(part, kept) is None
+        if len(part) % 2:  # else they were not kept
+            kept = len(part)
+    assert detokenizer.find_stop(ids, kept) is None
+    assert detokenizer.finish(ids, include_stop=False) == bytes(ids).decode()

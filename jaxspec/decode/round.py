@@ -178,14 +178,18 @@ def verify(
 ) -> tuple[Verdict, Int[Array, " B"]]:
     """The verdict on a proposal, and RUNNING, or why there is no extra token: NO_ID, NO_LAW. Drafts are judged as far
     as there is a law to judge them by."""
-    possible = lawful
+    variant = config.variant
     if adjust is not None:
         scores = jnp.stack([adjust(scores[:, i], proposal.tokens, i) for i in range(scores.shape[1])], axis=1)
-        possible &= jnp.max(scores, axis=-1) > -jnp.inf
-    judged = leading(possible[:, :-1], proposal.num_proposed)
+    if variant.standard or variant.coupled:
+        scores = process(scores, batch.sampling, filters=variant.filters)
+    ending = jnp.where(lawful, RUNNING, NO_LAW)
+    if scores.ndim == 3:
+        largest = jnp.max(scores, axis=-1)
+        ending = jnp.where(lawful & (largest == -jnp.inf), NO_ID, jnp.where(jnp.isfinite(largest), ending, NO_LAW))
+    judged = leading(ending[:, :-1] == RUNNING, proposal.num_proposed)
     verdict = judge(config, scores, dataclasses.replace(proposal, num_proposed=judged), batch, state)
-    at = lambda x: rng.take_row(x, verdict.num_accepted)
-    return verdict, jnp.where(at(possible), RUNNING, jnp.where(at(lawful), NO_ID, NO_LAW))
+    return verdict, rng.take_row(ending, verdict.num_accepted)
 
 
 def own_tokens(scores: Scores) -> Int[Array, "B T"]:
@@ -193,22 +197,22 @@ def own_tokens(scores: Scores) -> Int[Array, "B T"]:
 
 
 def judge(config: DecodeConfig, scores: Scores, proposal: Proposal, batch: LaunchInput, state: DecodeState) -> Verdict:
-    """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection."""
+    """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection.
+    scores: as processed."""
     rows, variant = batch.sampling, config.variant
     if batch.synthetic_rates is not None:
         return synthetic.verify(own_tokens(scores), proposal, batch.synthetic_rates, rows.seed, state.num_tokens)
     if not (variant.standard or variant.coupled):
         return coupled.verify(own_tokens(scores), proposal)
-    z = process(scores, rows, filters=variant.filters)
-    perturbed = z  # of a greedy row: filters never touch the largest logit
+    perturbed = scores  # of a greedy row: filters never touch the largest logit
     if variant.coupled:
-        at = lambda i: coupled.shared_noise(rows.seed, state.num_tokens + i, z.shape[-1])
-        noise = jnp.stack([at(i) for i in range(z.shape[1])], axis=1)
-        perturbed = z + jnp.where((rows.coupled & ~rows.greedy)[:, None, None], noise, 0.0)
+        at = lambda i: coupled.shared_noise(rows.seed, state.num_tokens + i, scores.shape[-1])
+        noise = jnp.stack([at(i) for i in range(scores.shape[1])], axis=1)
+        perturbed = scores + jnp.where((rows.coupled & ~rows.greedy)[:, None, None], noise, 0.0)
     verdict = coupled.verify(likeliest(perturbed), proposal)
     if not variant.standard:
         return verdict
-    standard = rejection.verify(z, proposal, rows.seed, state.num_tokens)
+    standard = rejection.verify(scores, proposal, rows.seed, state.num_tokens)
     return jax.tree.map(lambda a, b: jnp.where(rows.coupled | rows.greedy, a, b), verdict, standard)
 
 

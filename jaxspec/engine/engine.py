@@ -133,6 +133,7 @@ class Engine:
         stop_ids: the model's own end ids; bad_words: params.bad_words as ids. See `check` for what is refused.
         """
         self.check(prompt, params, bad_words, stop_ids)
+        params = dataclasses.replace(params)  # the caller's own may change
         wanted = self.num_drafts
         if params.num_speculative_tokens is not None:
             wanted = min(wanted, params.num_speculative_tokens)
@@ -176,7 +177,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
     ) -> None:
         """Raises ValueError for a prompt or a request that cannot be served."""
-        prompt = checked_ids("token id", prompt)
+        prompt, params = checked_ids("token id", prompt), dataclasses.replace(params)  # checks once more
         checked_ids("the model's own stop id", stop_ids)
         if not len(prompt):
             raise ValueError("the prompt is empty: give at least one token")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -202,12 +201,16 @@ def test_log_probabilities_that_fail_end_their_own_row(monkeypatch):
 
 @pytest.mark.parametrize("asked", [{"top_k": 2**31}, {"min_p": "0.5"}, {"seed": 1.5}, {"logprobs": 2.5}])
 def test_parameters_that_no_device_takes_end_their_own_row(asked):
-    """SamplingParams refuses them; who gets past it hurts himself."""
+    """SamplingParams refuses them, and the engine does; who gets past both hurts himself."""
     engine = own()
-    bad = dataclasses.replace(params(9, temperature=1.0)[0])
-    for name, value in asked.items():
-        object.__setattr__(bad, name, value)
+    bad = params(9, temperature=1.0)[0]
     requests = [engine.add(p, s) for p, s in zip(PROMPTS, [bad, *SAMPLING[1:]], strict=True)]
+    for name, value in asked.items():
+        object.__setattr__(requests[0].params, name, value)
+        object.__setattr__(bad, name, value)
+    with pytest.raises(ValueError, match=next(iter(asked))):
+        engine.add(PROMPTS[0], bad)
+    requests[0].seed = asked.get("seed", 0)
     steps(engine)
     assert requests[0].finish_reason == "error"
     assert texts(requests[1:]) == plain(PROMPTS, SAMPLING)[1:]

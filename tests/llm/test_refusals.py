@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -18,7 +19,12 @@ from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of
         ([5, 320], r"prompt 1: token id 320 is outside the vocabulary 0\.\.319"),
         ([5, -1], "prompt 1: token id -1 is outside"),
         ([5] * 512, "prompt 1: the prompt has 512 tokens, max_model_len=512 leaves no room"),
-        ([1.5], "prompt 1: token ids must be whole numbers"),
+        ([1.5], "prompt 1: token id=1.5 must be a whole number"),
+        ([2**40], "prompt 1: token id=1099511627776 is above 2147483647"),
+        ([True], "prompt 1: token id=True must be a whole number"),
+        (b"abc", "prompt 1: b'abc' is no prompt: give a string"),
+        ({"prompt_token_ids": b"abc"}, "prompt 1: .* is no prompt"),
+        ({"prompt_token_ids": "abc"}, "prompt 1: .* is no prompt"),
         ({"promt": "x"}, "prompt 1: .*'promt'.* is no prompt"),
         (None, "prompt 1: None is no prompt"),
     ],
@@ -121,3 +127,54 @@ def test_a_request_that_fails_is_returned_with_its_error(llm, monkeypatch):
     assert failed.token_ids == ids_of(expected[1])[: len(failed.token_ids)]
     last = list(llm.stream(PROMPTS[1], GREEDY))[-1]
     assert (last.finish_reason, last.error) == ("error", "the launch failed: out of memory")
+
+
+@pytest.mark.parametrize("prompts", [b"abc", bytearray(b"abc"), memoryview(b"abc")])
+def test_bytes_are_no_token_ids(llm, prompts):
+    with pytest.raises(ValueError, match="is no prompt: decode bytes to a string"):
+        llm.generate(prompts, GREEDY)
+    assert_idle(llm)
+
+
+def test_an_observer_that_fails_ends_nothing(llm, caplog):
+    seen = []
+
+    def observe(request):
+        seen.append(request.id)
+        raise LookupError("no such gauge")
+
+    llm.observers.append(observe)
+    try:
+        outputs = llm.generate(PROMPTS[:2], GREEDY)
+    finally:
+        llm.observers.remove(observe)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length"] * 2 or all(o.outputs[0].text for o in outputs)
+    assert len(seen) == 2
+    assert "an observer failed" in caplog.text
+    assert_idle(llm)
+
+
+def test_a_tokenizer_that_fails_on_one_text_fails_one_sample(llm, monkeypatch):
+    """With a stop string, when the row ends; without, when its text is made."""
+    expected = llm.generate(PROMPTS[:3], GREEDY)
+    decode, bad = llm.tokenizer.decode, ids_of(expected[1])[-2:]
+
+    def failing(ids, **how):
+        if list(ids)[-2:] == bad:
+            raise UnicodeError("no such character")
+        return decode(ids, **how)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", failing)
+    for params in (GREEDY, dataclasses.replace(GREEDY, stop=("never said",))):
+        with pytest.warns(RuntimeWarning, match="1 of 3 completions ended with an error, the first: UnicodeError"):
+            outputs = llm.generate(PROMPTS[:3], params)
+        assert [o.outputs[0].finish_reason for o in outputs][1] == "error"
+        assert outputs[1].outputs[0].error == "UnicodeError: no such character"
+        for i in (0, 2):
+            assert outputs[i].outputs[0].text == expected[i].outputs[0].text
+        assert_idle(llm)
+    pieces = list(llm.stream(PROMPTS[:3], GREEDY))
+    ends = {p.prompt_index: (p.finish_reason, p.error) for p in pieces if p.finish_reason}
+    assert ends[1] == ("error", "UnicodeError: no such character")
+    assert {ends[0][0], ends[2][0]} <= {"length", "stop"}
+    assert_idle(llm)
