@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "jaxspec.drafters": BELOW_DRAFTERS,
     "jaxspec.decode": BELOW_DRAFTERS | {"jaxspec.drafters", "jaxspec.verify"},
     "jaxspec.engine": BELOW_ENGINE,
-    "jaxspec.prompts": {"jaxspec.sampling_params"},
+    "jaxspec.prompts": {"jaxspec.options", "jaxspec.sampling_params"},
     "jaxspec.job": PLAIN | {"jaxspec.engine", "jaxspec.detokenizer", "jaxspec.prompts"},
     "jaxspec.llm": BELOW_LLM | {"checkpoints"},
     "jaxspec.async_llm": BELOW_LLM | {"jaxspec.llm"},

@@ -310,3 +310,54 @@ def test_all_who_decode_may_give_way_to_one_in_prefill():
         without_launch += ran == [long] and said[0] == 0 < said[1]
     assert without_launch
     assert [long.output, short.output] == plain(prompts, sampling)
+
+
+def test_a_copy_of_a_copy_begins_at_what_is_there():
+    """A sample whose sibling is itself admitted in this step: the page that is copied is not yet filled."""
+    s = scheduler(num_pages=40, rows=4, reuse=False)
+    first, second, third = samples(3, length=7)
+    for r in (first, second, third):
+        s.add(r)
+    assert s.admit()[0] == [first]
+    fill(s, first)
+    s.waiting.clear()
+    s.running.clear()
+    # The last one runs, the others wait: as after two were preempted before they had said anything.
+    third.pages, third.target_len, third.draft_len = first.pages, first.target_len, first.draft_len
+    first.pages, first.target_len, first.draft_len = [], 0, 0
+    s.running.append(third)
+    s.waiting.extend([first, second])
+    monkey = lambda request: next((r for r in s.running if r is not third), third)
+    s.sibling = monkey  # type: ignore[method-assign]
+    admitted, copies = s.admit()
+    assert admitted == [first, second]
+    assert copies == [(third.pages[1], first.pages[1]), (third.pages[1], second.pages[1])]
+
+
+def test_samples_that_wait_cost_no_more_each_the_more_there_are():
+    """What is looked at for each of n waiting samples does not grow with n."""
+
+    def looks(n: int) -> int:
+        seen = 0
+
+        class Counted(list):
+            def __iter__(self):
+                nonlocal seen
+                for sample in super().__iter__():
+                    seen += 1
+                    yield sample
+
+        s = scheduler(num_pages=4 * n, rows=4)
+        found = Counted(samples(n))
+        for sample in list.__iter__(found):
+            sample.samples = found
+            s.add(sample)
+        while s.waiting or s.running:
+            s.admit()
+            for r in list(s.running):
+                if not r.target_len:
+                    fill(s, r)
+                s.remove(r)
+        return seen
+
+    assert looks(400) <= 4 * max(looks(100), 100)

@@ -99,3 +99,15 @@ def test_every_kind_of_row_in_one_batch():
         assert requests[i].output == expected[i]
     assert len(requests[2].output) == 20
     assert requests[3].metrics.num_drafts == 0
+
+
+def test_a_seed_under_the_standard_rule_is_no_matter_of_how_many_run():
+    """Speculation is off for a full batch, but not where a seeded request's tokens depend on it."""
+    own = new_engine("noisy", 4, spec={**STANDARD, "disable_by_batch_size": 2, "adaptive": True}, max_num_seqs=4)
+    sampling = seeded(temperature=0.9)
+    alone = [serve(own, [p], [s])[0].output for p, s in zip(PROMPTS[:3], sampling, strict=False)]
+    together = serve(own, PROMPTS[:3], sampling[:3])
+    assert texts(together) == alone
+    assert sum(r.metrics.num_draft_tokens for r in together) > 0
+    unseeded = serve(own, PROMPTS[:3], params((9, 9, 9), temperature=0.9))
+    assert sum(r.metrics.num_draft_tokens for r in unseeded[:2]) == 0
