@@ -355,8 +355,9 @@ def evaluate_draft(
     target: Annotated[str, typer.Option(help=MODEL_HELP)],
     draft: Annotated[str, typer.Option(help="The draft to be measured.")],
     prompts: Annotated[
-        Path, typer.Option(metavar="FILE.json", help="What users say, by category: {category: [text, ...]}.")
-    ] = Path("tests/heldout.json"),
+        Path | None,
+        typer.Option(metavar="FILE.json", help="What users say: {category: [text, ...]}; 64 texts that come along."),
+    ] = None,
     k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
@@ -365,7 +366,7 @@ def evaluate_draft(
     """How many of a draft's tokens a model accepts, greedy and at temperature 0.7."""
     from jaxspec.train import evaluate
 
-    texts = evaluate.read_prompts(prompts)  # before the loading
+    texts = evaluate.read_prompts(prompts or evaluate.HELDOUT)  # before the loading
     say(f"loading {target} and {draft} ...")
     document = evaluate.evaluate(target, draft, texts, num_speculative_tokens=k, max_tokens=max_tokens, dtype=dtype)
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 import checkpoints
 from checkpoints.sources import DRAFTS
 from jaxspec import LLM, SamplingParams
+from jaxspec.train import evaluate
 
 ((TARGET, DRAFT),) = DRAFTS.items()
 FOLDER = Path(checkpoints.__file__).parent / DRAFT
@@ -24,7 +24,7 @@ def test_small_enough_to_ship():
 
 @pytest.mark.real
 def test_it_drafts_for_its_target():
-    texts = json.loads((Path(__file__).parents[1] / "heldout.json").read_text(encoding="utf-8"))
+    texts = evaluate.read_prompts(evaluate.HELDOUT)
     llm = LLM(TARGET, speculative_config={"model": DRAFT, "adaptive": False}, max_num_seqs=8, max_model_len=256)
     prompts = [llm.render_chat([{"role": "user", "content": text}]) for said in texts.values() for text in said[:2]]
     answers = lambda k: llm.generate(
