@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 import checkpoints
 from checkpoints.sources import DRAFTS
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, info
 from jaxspec.train import evaluate
 
 ((TARGET, DRAFT),) = DRAFTS.items()
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(checkpoints.__file__).parent / DRAFT
 
 
@@ -20,6 +22,17 @@ def test_small_enough_to_ship():
     assert {"jaxspec.json", "recipe.json", "metrics.jsonl", "curves.png", "README.md"} <= {
         path.name for path in FOLDER.iterdir()
     }
+
+
+def test_what_is_said_of_it():
+    """Its card has the number of its parameters as they are, and nobody else says it again."""
+    document = info.describe(TARGET, DRAFT)["draft"]
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"{document['parameters'] / 1e6:.1f} million parameters of its own" in card
+    said = r"[\d.,]+ million parameters"
+    assert len(re.findall(said, card)) == 1
+    for other in ("README.md", "colab/quickstart.py", "colab/quickstart.ipynb", "colab/README.md"):
+        assert not re.findall(said, (ROOT / other).read_text(encoding="utf-8")), other
 
 
 @pytest.mark.real
