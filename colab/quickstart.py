@@ -84,8 +84,8 @@ print(f"{len(devices)} x {devices[0].device_kind}{each}, jax {jax.__version__}")
 # %% [markdown]
 # ## 3. Load a pair
 # With network and enough memory: Qwen3 from the hub. Else a pair that needs no hub: SmolLM2-135M-Instruct with the
-# draft that comes with jaxspec, 9.5 million parameters trained for it, and n-gram drafts, which look the next words up
-# in what was said before, where there is something to be found.
+# draft that comes with jaxspec, a small model trained for it, and n-gram drafts, which look the next words up in what
+# was said before, where there is something to be found.
 
 # %%
 import urllib.request

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec.exits import keeping, leave, status
+from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.progress import say
 
 if TYPE_CHECKING:
@@ -45,16 +47,18 @@ class Method(enum.StrEnum):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point. What the user can mend is told in one line, with exit status 2; JAXSPEC_DEBUG=1 keeps the
-    traceback."""
+    """The entry point; see exits.py for how a command ends."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # only its tokenizers are used: torch is not missed
-    try:
-        app(arguments)
-    except (ValueError, NotImplementedError, OSError) as error:  # OSError: missing files, no connection
-        if os.environ.get("JAXSPEC_DEBUG"):
-            raise
-        say("jaxspec: " + " ".join(str(error).split()))
-        sys.exit(2)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def run() -> None:
+        command: Any = typer.main.get_command(app)
+        with command.make_context("jaxspec", list(words)) as context:
+            if "--help" not in words:
+                leave_out_absent_tpu()
+            command.invoke(context)
+
+    leave(status(run), at_once=arguments is None)
 
 
 @app.command()
@@ -276,7 +280,16 @@ def generate_data(
     as_json: AsJson = False,
 ) -> None:
     """Let a model write what a draft is trained on."""
-    from jaxspec.train.generate import MIXTURE, TEMPERATURES, DataOptions, engine_options, generate, part_of, shares
+    from jaxspec.train.generate import (
+        MIXTURE,
+        TEMPERATURES,
+        DataOptions,
+        engine_options,
+        generate,
+        kept,
+        part_of,
+        shares,
+    )
 
     options = DataOptions(
         tokens=tokens,
@@ -288,12 +301,13 @@ def generate_data(
         rows=rows,
         part=part_of(part),
     )
-    import checkpoints
-    from jaxspec.llm import LLM
+    with keeping(lambda: kept(out)):
+        import checkpoints
+        from jaxspec.llm import LLM
 
-    say(f"loading {target} ...")
-    name = checkpoints.resolve(target).name
-    written = generate(LLM(target, dtype=dtype, **engine_options(options)), out, options, target=name)
+        say(f"loading {target} ...")
+        name = checkpoints.resolve(target).name
+        written = generate(LLM(target, dtype=dtype, **engine_options(options)), out, options, target=name)
     if as_json:
         print(json.dumps(written))
     else:
@@ -345,9 +359,10 @@ def train_draft(
     names = {field.name for field in dataclasses.fields(TrainOptions)}
     chosen = {name: value for name, value in given.items() if name in names}
     options = TrainOptions(**chosen | {"loss": loss or DEFAULT_LOSS, "num_speculative_tokens": k})
-    from jaxspec.train.loop import train
+    from jaxspec.train.loop import kept, train
 
-    print(train(options))
+    with keeping(lambda: kept(options)):
+        print(train(options))
 
 
 @app.command()
@@ -355,8 +370,9 @@ def evaluate_draft(
     target: Annotated[str, typer.Option(help=MODEL_HELP)],
     draft: Annotated[str, typer.Option(help="The draft to be measured.")],
     prompts: Annotated[
-        Path, typer.Option(metavar="FILE.json", help="What users say, by category: {category: [text, ...]}.")
-    ] = Path("tests/heldout.json"),
+        Path | None,
+        typer.Option(metavar="FILE.json", help="What users say: {category: [text, ...]}; 64 texts that come along."),
+    ] = None,
     k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
@@ -365,7 +381,7 @@ def evaluate_draft(
     """How many of a draft's tokens a model accepts, greedy and at temperature 0.7."""
     from jaxspec.train import evaluate
 
-    texts = evaluate.read_prompts(prompts)  # before the loading
+    texts = evaluate.read_prompts(prompts or evaluate.HELDOUT)  # before the loading
     say(f"loading {target} and {draft} ...")
     document = evaluate.evaluate(target, draft, texts, num_speculative_tokens=k, max_tokens=max_tokens, dtype=dtype)
     if as_json:

@@ -25,6 +25,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.layers import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
+from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import generation_progress
 from jaxspec.prompts import Ask, Prompt, asks, named
@@ -57,6 +58,7 @@ class LLM:
         self.config, speculative = EngineConfig(**options), SpeculativeConfig.of(speculative_config)
         if self.config.compilation_cache:
             enable_compilation_cache()
+        leave_out_absent_tpu()
         self.mesh = make_mesh(self.config.tensor_parallel_size)
         self.source = checkpoints.resolve(model, revision=self.config.revision)
         self.target = self.load(self.source, self.config.dtype)

@@ -56,7 +56,8 @@ ALLOWED: dict[str, set[str]] = {
     "jaxspec.info": BELOW_CLI,
     "jaxspec.demo": BELOW_CLI,
     "jaxspec.bench": BELOW_CLI | {"jaxspec.demo"},
-    "jaxspec.cli": BELOW_CLI | {"jaxspec.info", "jaxspec.demo", "jaxspec.bench", "jaxspec.train"},
+    "jaxspec.exits": {"jaxspec.progress"},
+    "jaxspec.cli": BELOW_CLI | {"jaxspec.exits", "jaxspec.info", "jaxspec.demo", "jaxspec.bench", "jaxspec.train"},
 }
 
 
@@ -139,6 +140,14 @@ def test_public_names():
     import checkpoints
 
     assert set(checkpoints.__all__) >= {"resolve", "load_config", "load_params", "load_tokenizer", "load_stop_ids"}
+
+
+def test_nothing_is_looked_for_in_the_repository():
+    """What is installed is the packages: no file of theirs names one beside them, such as a test's."""
+    for module, path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not node.value.startswith(("tests/", "colab/", "docs/")), f"{module}: {node.value}"
 
 
 def test_init_files_only_reexport():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 from tests.folders import write_model
@@ -13,16 +14,31 @@ ROOT = Path(__file__).parent.parent
 
 def blocks(document: str, language: str) -> list[str]:
     """The fenced blocks of a language, unindented."""
+    found: list[str] = []
+    inside: tuple[str, list[str]] | None = None  # the language and the lines of an open block
+    for line in (ROOT / document).read_text(encoding="utf-8").splitlines():
+        if fence := re.fullmatch(r" *```(\w*)", line):
+            if inside is None:
+                inside = (fence[1], [])
+                continue
+            if inside[0] == language:
+                found.append(textwrap.dedent("\n".join(inside[1]) + "\n"))
+            inside = None
+        elif inside is not None:
+            inside[1].append(line)
+    assert inside is None, f"{document}: a block is not closed"
+    return found
+
+
+def spans(document: str) -> list[str]:
+    """Code within the text and its tables."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-    return [re.sub(rf"^{indent}", "", body, flags=re.MULTILINE) for indent, body in found]
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
 def commands(document: str, program: str) -> list[list[str]]:
     """Every command line of `program` in the document's blocks and code spans, split into words."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    lines = [line.lstrip(" !") for block in blocks(document, "") for line in block.splitlines()]
-    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = [line.lstrip(" !") for block in blocks(document, "") for line in block.splitlines()] + spans(document)
     return [shlex.split(line, comments=True) for line in lines if re.match(rf"{program}( |$)", line)]
 
 
@@ -51,6 +67,7 @@ def test_commands_exist():
     group = typer.main.get_command(app)
     shown = commands("README.md", "jaxspec")
     assert shown
+    assert any(len(words) > 2 for words in shown)
     for _, name, *rest in shown:
         known = {option for parameter in group.commands[name].params for option in parameter.opts}
         assert {word for word in rest if word.startswith("-")} <= known, (name, rest)

@@ -24,10 +24,11 @@ from jaxspec.decode.loop import start_state
 from jaxspec.decode.programs import compiler_options
 from jaxspec.decode.round import capacity, num_wanted, propose, runnable, score, verify
 from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
-from jaxspec.drafters.base import Proposal
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.engine import batch
 from jaxspec.engine.engine import Engine, fetch
 from jaxspec.engine.request import Request
+from jaxspec.engine.setup import drafter
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import paged_attention
@@ -42,7 +43,7 @@ class Raw:
 
     def __init__(self, setup: Setup, batch_size: int, context: int, speculative: SpeculativeConfig) -> None:
         most = speculative.num_speculative_tokens
-        self.length = context + launch_tokens(most)
+        self.speculative, self.length = speculative, context + launch_tokens(most)
         self.engine: Engine = setup.engine(batch_size, self.length, speculative)
         self.batch_size, self.context = batch_size, context
         self.prompts = setup.prompts(batch_size, context)
@@ -80,7 +81,14 @@ class Raw:
     def config(self, k: int) -> DecodeConfig:
         """The device program at K = k; 0 is plain decoding."""
         variant = batch.variant(self.requests(k))
-        return dataclasses.replace(self.engine.decoding, drafter=self.engine.drafters[k], variant=variant)
+        return dataclasses.replace(self.engine.decoding, drafter=self.drafter(k), variant=variant)
+
+    def drafter(self, k: int) -> Drafter | None:
+        """Of any K; the engine has its largest and the half of that."""
+        if not k:
+            return None
+        model: Any = getattr(self.engine.decoding.drafter, "model", None)  # prompt lookup has none
+        return drafter(self.speculative, model, k)
 
     def launch(self, k: int) -> Call:
         """One launch of ROUNDS rounds; its result, packed."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-MANIFEST = "manifest.json"
+MANIFEST, SHARDS = "manifest.json", "shard-*.npz"
 HELDOUT = 0.02  # share of the sequences
 
 

@@ -15,6 +15,7 @@ from jaxspec.parallel.mesh import device_name
 from jaxspec.sampling_params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7)
+HELDOUT = Path(__file__).with_name("heldout.json")  # 64 texts that the grammar of the training data cannot make
 ROWS = {"cpu": 16}  # elsewhere all prompts together
 ALL = "all"
 Prompts = Mapping[str, Sequence[str]]  # category -> what users say

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,16 @@ from jaxspec.options import options
 from jaxspec.progress import token_progress
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.ahead import ahead
-from jaxspec.train.data import MANIFEST, id_dtype, read_manifest, read_shard, shard_path, write_manifest, write_shard
+from jaxspec.train.data import (
+    MANIFEST,
+    SHARDS,
+    id_dtype,
+    read_manifest,
+    read_shard,
+    shard_path,
+    write_manifest,
+    write_shard,
+)
 from jaxspec.train.openings import Opening, openings, with_message
 from jaxspec.train.prompts import CATEGORIES
 
@@ -114,9 +124,12 @@ def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, 
     """An option such as "chat:2,code:1" as {"chat": 2.0, "code": 1.0}. Raises ValueError with the option's name."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
-        return {kind(key.strip()): float(share) for key, share in pairs}
+        found = {kind(key.strip()): float(share) for key, share in pairs}
+        if len(found) < len(pairs) or not all(map(math.isfinite, found.values())):
+            raise ValueError
+        return found
     except ValueError:
-        raise ValueError(f"{name} {text}: give values with their shares, such as a:2,b:1") from None
+        raise ValueError(f"{name} {text!r}: give values, each once, with their shares, such as a:2,b:1") from None
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -250,6 +263,14 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     return describe()
 
 
+def kept(folder: Path) -> str:
+    """What an interrupt leaves of `generate`, and how to go on, in words."""
+    count = len(list(folder.glob(SHARDS)))
+    if not count:
+        return f"no shard was finished, nothing is kept in {folder}"
+    return f"{count} shard{'s' if count > 1 else ''} kept in {folder}: the same command goes on from there"
+
+
 def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
     if not (folder / MANIFEST).is_file():
         return
@@ -264,7 +285,7 @@ def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
 
 def look(folder: Path, done: dict[int, Counter[str]]) -> None:
     """Adds what the shards on disk hold that are not in `done` yet: those of earlier runs, and of other parts."""
-    for index in sorted(int(path.stem.removeprefix("shard-")) for path in folder.glob("shard-*.npz")):
+    for index in sorted(int(path.stem.removeprefix("shard-")) for path in folder.glob(SHARDS)):
         if index not in done:
             done[index] = counts(read_shard(shard_path(folder, index)))
 

@@ -54,6 +54,17 @@ def train(options: TrainOptions) -> Path:
     return options.out
 
 
+def kept(options: TrainOptions) -> str:
+    """What an interrupt leaves of `train`, and how to go on, in words."""
+    again = "the same command" + ("" if options.resume else " with --resume")
+    steps = [int(path.name) for path in (options.out / WORK).glob("*") if path.name.isdecimal()]
+    if steps:
+        return f"step {max(steps)} is kept in {options.out}: {again} goes on from there"
+    if (options.out / RECIPE).is_file():
+        return f"{options.out} keeps no step yet: {again} begins anew"
+    return "no step was made: the same command begins anew, with what the target has said of the data so far"
+
+
 def recipe(options: TrainOptions) -> dict[str, Any]:
     """The options as JSON holds them, but for where and when."""
     fields = dataclasses.asdict(options)

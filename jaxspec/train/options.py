@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from jaxspec.config import DTYPES, at_least, one_of
@@ -87,9 +88,13 @@ class TrainOptions:
         at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         for name in ("warmup", "weight_decay", "seed", "top_n"):
             at_least(name, getattr(self, name), 0)
+        if self.seed >= 1 << 63:
+            raise ValueError(f"seed={self.seed} has more than 63 bits")
         for name in ("learning_rate", "clip", "minutes"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be above 0")
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be above 0, and finite")
+        if not self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay} must be finite")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         if self.init_from and not self.init_from_target:
@@ -103,6 +108,6 @@ def loss_weights(text: str) -> dict[str, float]:
     weights = shares("loss", text)
     for name, weight in weights.items():
         one_of("loss", name, LOSSES)
-        if not weight > 0:
+        if not 0 < weight < math.inf:
             raise ValueError(f"loss {text}: the weight of {name} must be above 0")
     return weights

@@ -240,6 +240,27 @@ def test_json_is_all_there_is_on_standard_output(capsys, quick, tmp_path):
     assert "times its floor" in err
 
 
+def test_of_several_k_each_is_timed(capsys, quick, tmp_path):
+    """Also one that is neither the largest nor its half, which are those that an engine compiles."""
+    extra = ("--json", "--plot", str(tmp_path / "bench.png"), "-k", "2,3,4")
+    code, out, err = run(capsys, "--preset", "tiny+tiny-draft", *SHORT, "round,propose,score,verify,attention", *extra)
+    assert code == 0, err
+    found = json.loads(out)["rows"]
+    for stage in ("round", "propose", "score", "verify"):
+        assert [r["k"] for r in found if r["stage"] == stage] == [2, 3, 4]
+    assert [r["k"] for r in found if r["stage"] == "attention"] == [None, 2, 3, 4]
+    propose = [r["floor_ms"] for r in found if r["stage"] == "propose"]
+    assert propose == pytest.approx([k * propose[0] / 2 for k in (2, 3, 4)])
+
+
+def test_never_slower_of_several_k(capsys, quick):
+    extra = ("--json", "--never-slower", "-k", "1,2", "--synthetic-acceptance-length", "1.5")
+    code, out, err = run(capsys, "--preset", "tiny", *SHORT, "plain", *extra)
+    assert code == 0, err
+    ways = [(r["k"], r["way"]) for r in json.loads(out)["rows"] if r["stage"] == "adaptive"]
+    assert ways == [(k, way) for k in (1, 2) for way in ("off", "always", "adaptive")]
+
+
 def test_a_real_model(capsys, quick, tmp_path):
     """With prompts of text, in its own tokens."""
     folder = str(write_model(tmp_path / "model"))

@@ -428,7 +428,7 @@ def test_command(folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([*arguments[:-2], "chat=1"])
     assert stop.value.code == 2
-    assert "--mixture chat=1: give values with their shares" in capsys.readouterr().err
+    assert "--mixture 'chat=1': give values, each once, with their shares" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         cli.main([*arguments, "--part", "2"])
     assert stop.value.code == 2

@@ -75,6 +75,17 @@ def test_command(folder, tmp_path, capsys):
     assert rows(json.loads(out))[0.0, "all"]["mean_acceptance_length"] == 3.0
 
 
+def test_the_prompts_come_along(folder, tmp_path, capsys, monkeypatch):
+    """Wherever the command is given."""
+    seen = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda target, draft, prompts, **_: seen.append(prompts) or {})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["evaluate-draft", "--target", folder, "--draft", folder, "--json"])
+    assert stop.value.code == 0, capsys.readouterr().err
+    assert [len(texts) for texts in seen[0].values()] == [16] * 4
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,18 +1,16 @@
-"""The 64 prompts on which drafts are measured: tests/heldout.json."""
+"""The 64 prompts on which drafts are measured: jaxspec/train/heldout.json."""
 
 from __future__ import annotations
 
 import functools
 import random
 import re
-from pathlib import Path
 
 import pytest
 
-from jaxspec.train import prompts
-from jaxspec.train.evaluate import read_prompts
+from jaxspec.train import evaluate, prompts
 
-HELDOUT = read_prompts(Path(__file__).parents[1] / "heldout.json")
+HELDOUT = evaluate.read_prompts(evaluate.HELDOUT)
 ASKED = [category for category in prompts.DRAWN if category != "free"]  # which is no user's message
 ANYTHING = ("passage", "talk")  # the instruction around it tells enough
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import pytest
 
 import checkpoints
 from checkpoints.sources import DRAFTS
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, info
+from jaxspec.train import evaluate
 
 ((TARGET, DRAFT),) = DRAFTS.items()
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(checkpoints.__file__).parent / DRAFT
 
 
@@ -22,9 +24,20 @@ def test_small_enough_to_ship():
     }
 
 
+def test_what_is_said_of_it():
+    """Its card has the number of its parameters as they are, and nobody else says it again."""
+    document = info.describe(TARGET, DRAFT)["draft"]
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"{document['parameters'] / 1e6:.1f} million parameters of its own" in card
+    said = r"[\d.,]+ million parameters"
+    assert len(re.findall(said, card)) == 1
+    for other in ("README.md", "colab/quickstart.py", "colab/quickstart.ipynb", "colab/README.md"):
+        assert not re.findall(said, (ROOT / other).read_text(encoding="utf-8")), other
+
+
 @pytest.mark.real
 def test_it_drafts_for_its_target():
-    texts = json.loads((Path(__file__).parents[1] / "heldout.json").read_text(encoding="utf-8"))
+    texts = evaluate.read_prompts(evaluate.HELDOUT)
     llm = LLM(TARGET, speculative_config={"model": DRAFT, "adaptive": False}, max_num_seqs=8, max_model_len=256)
     prompts = [llm.render_chat([{"role": "user", "content": text}]) for said in texts.values() for text in said[:2]]
     answers = lambda k: llm.generate(

@@ -1,0 +1,138 @@
+"""Every command line of README, run with its very options: small models and presets stand under the large ones' names,
+and numbers that only make it last are lowered."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoints
+from checkpoints import loading
+from jaxspec import cli
+from jaxspec.bench import measure, options, presets
+from jaxspec.bench.hardware import Hardware
+from jaxspec.demo import run as demo
+from jaxspec.train import evaluate
+from tests.folders import write_model
+from tests.test_readme import blocks, commands
+from tests.train import runs
+
+# Option -> its number in README -> the number here.
+LOWER: dict[str, dict[str, str]] = {
+    "--batch-size": {"4": "2", "16": "2", "128": "8"},
+    "--context": {"256": "24", "512": "24", "8192": "40"},
+    "--tokens": {"100000000": "100"},
+    "--steps": {"5000": "2"},
+}
+# Command -> options that are added where README gives them no value.
+BRIEF: dict[str, dict[str, str]] = {
+    "demo": {"--max-tokens": "4"},
+    "generate": {"--max-tokens": "8"},
+    "bench": {"--context": "24", "--launches": "1"},
+    "generate-data": {"--shard-size": "4", "--rows": "4", "--length": "64", "--mixture": "free:1"},
+    "train-draft": {"--length": "64", "--eval-prompts": "2", "--eval-tokens": "4"},
+    "evaluate-draft": {"--max-tokens": "4"},
+}
+# Names of models in README that are large, or are fetched -> the tiny one here.
+STANDS_FOR = {
+    cli.EMBEDDED: "target",
+    cli.DRAFT: "draft",
+    "Qwen/Qwen3-8B": "target",
+    "Qwen/Qwen3-0.6B": "draft",
+    "my-draft": "draft",
+}
+TINY, TINY_DRAFT = ((*presets.TABLE[name][:8], 8192, *presets.TABLE[name][9:]) for name in ("tiny", "tiny-draft"))
+SHOWN = list(dict.fromkeys(shlex.join(words) for words in commands("README.md", "jaxspec") if len(words) > 2))
+SHOWN = [line for line in SHOWN if "PROMPT" not in line]
+
+
+# What else README's blocks may begin a line with -> why it is not run here.
+ELSEWHERE = {
+    "make": "CI runs the targets; test_readme.py looks that they and the files they name exist",
+    "pip": "an installation",
+    "python": "a program of the tests, as CI runs them",
+    "JAXSPEC_TEST_PLATFORM=gpu": "needs a GPU",
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("readme")
+    runs.write(root)
+    write_model(root / "draft", seed=1, layers=1)
+    return root
+
+
+@pytest.fixture
+def small(root, tmp_path, monkeypatch):
+    """The folder where the command is given. Its own results are not there yet; those of others are."""
+    resolve = checkpoints.resolve
+
+    def found(name: Any, **options: Any) -> checkpoints.Source:
+        return resolve(str(root / STANDS_FOR[name]) if name in STANDS_FOR else name, **options)
+
+    monkeypatch.setattr(checkpoints, "resolve", found)
+    monkeypatch.setattr(loading, "resolve", found)
+    table = {name: TINY_DRAFT if name == "qwen3-0.6b" else TINY for name in presets.TABLE}
+    monkeypatch.setattr(presets, "TABLE", table)
+    monkeypatch.setattr(measure, "hardware", lambda dtype: Hardware(8.0, 16.0, 0.25))
+    monkeypatch.setattr(options, "ADAPTIVE_LENGTHS", (1.2, 3.0))
+    monkeypatch.setattr(demo, "PROMPTS", {"one": "Count the words.", "two": "The quick brown fox"})
+    monkeypatch.setattr(evaluate, "HELDOUT", tmp_path / "prompts.json")
+    (tmp_path / "prompts.json").write_text(json.dumps({"chat": ["Hello", "One, two"]}))
+    shutil.copytree(root / "data", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def brief(words: list[str]) -> list[str]:
+    """The command line with lower numbers."""
+    _, name, *rest = words
+    lowered = list(rest)
+    for i, option in enumerate(rest[:-1]):
+        if option in LOWER:
+            lowered[i + 1] = ",".join(dict.fromkeys(LOWER[option].get(n, n) for n in rest[i + 1].split(",")))
+    added = [word for option, value in BRIEF.get(name, {}).items() if option not in rest for word in (option, value)]
+    return [name, *lowered, *added]
+
+
+def test_they_are_found():
+    """In blocks, in tables and in the text."""
+    assert len(SHOWN) > 15
+    assert {line.split()[1] for line in SHOWN} >= {"generate", "bench", "info", "convert", "generate-data"}
+    for option in ("--preset", "--chat", "--never-slower", "--plot"):
+        assert any(option in line for line in SHOWN), option
+
+
+def test_no_line_is_left_out():
+    lines = [line for block in blocks("README.md", "") for line in block.splitlines()]
+    for words in filter(None, (shlex.split(line, comments=True) for line in lines)):
+        assert Path(words[0]).name in {"jaxspec", *ELSEWHERE}, words
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_it_works(line, small, capsys):
+    words = brief(shlex.split(line))
+    if "--out" in words:
+        shutil.rmtree(small / words[words.index("--out") + 1], ignore_errors=True)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    if "--compare-transformers" in words and importlib.util.find_spec("torch") is None:
+        assert (stop.value.code, out) == (2, "")
+        assert err == "jaxspec: --compare-transformers needs torch: pip install torch, or leave the option out\n"
+        return
+    assert stop.value.code == 0, err
+    assert out.strip()
+    if "--json" in words:
+        json.loads(out)
+    for option in ("--plot", "--out"):
+        if option in words:
+            assert (small / words[words.index(option) + 1]).exists()
