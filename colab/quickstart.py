@@ -66,7 +66,7 @@ else:
 # %%
 import jax
 
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, info
 
 devices = jax.devices()
 platform = devices[0].platform
@@ -79,7 +79,7 @@ WORDS = {
 }
 print(WORDS.get(platform, f"An unknown platform, {platform}."))
 each = f", {memory:.0f} GB each" if memory else ""
-print(f"{len(devices)} x {devices[0].device_kind}{each}, jax {jax.__version__}")
+print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.device(platform)}")
 
 # %% [markdown]
 # ## 3. Load a pair
@@ -89,6 +89,8 @@ print(f"{len(devices)} x {devices[0].device_kind}{each}, jax {jax.__version__}")
 
 # %%
 import urllib.request
+
+from jaxspec.llm import compute_dtype
 
 LARGE = [("Qwen/Qwen3-8B", 40), ("Qwen/Qwen3-1.7B", 12)]  # with the memory, in GB, that is comfortable for each
 NUM_DRAFTS = 4
@@ -102,7 +104,8 @@ def online():
         return False
 
 
-fitting = [name for name, needed in LARGE if memory >= needed]
+factor = compute_dtype("auto", platform).itemsize / 2  # older GPUs compute in float32
+fitting = [name for name, needed in LARGE if memory >= needed * factor]
 if fitting and online():
     model, drafting = fitting[0], {"model": "Qwen/Qwen3-0.6B"}
 else:

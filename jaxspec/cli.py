@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 64,
     draft: Annotated[str, typer.Option(help="The draft; the trained one comes with jaxspec.")] = DRAFT,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto is what the device does best.")] = "auto",
     compare_transformers: Annotated[
         bool, typer.Option("--compare-transformers", help="Answer with transformers too (needs torch).")
     ] = False,
@@ -276,7 +276,7 @@ def generate_data(
     part: Annotated[
         str, typer.Option(metavar="I/N", help="The I-th of N processes, a device each, that fill the folder together.")
     ] = "1/1",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto is what the device does best.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Let a model write what a draft is trained on."""
@@ -375,7 +375,7 @@ def evaluate_draft(
     ] = None,
     k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; float32 on CPU, else bfloat16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto is what the device does best.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """How many of a draft's tokens a model accepts, greedy and at temperature 0.7."""

@@ -152,7 +152,8 @@ class EngineConfig:
 
     Args:
       tensor_parallel_size: devices the model is sharded over.
-      dtype: "auto" is float32 on CPU, else bfloat16. "float32" also means full-precision products everywhere.
+      dtype: "auto" is float32 on CPU, else bfloat16; float32 too on GPUs below compute capability 8.0, which have no
+        bfloat16, and whose float16 overflows in some models. "float32" also means full-precision products everywhere.
       max_model_len: longest prompt + output, in tokens. Default: the model's own.
       max_num_seqs: requests decoded together.
       page_size: tokens a cache page holds. Default 16, on TPU 32.
@@ -161,7 +162,8 @@ class EngineConfig:
       rounds_per_launch: rounds that one launch of the device program runs, 1 to 64. Default: 64, and 16 where something
         may happen on the host in the meantime: a stop string found, or, in AsyncLLM, another request.
       prefill_chunk: longest piece of a prompt in one pass, in tokens.
-      kernels: "reference" (plain jnp), "pallas", or None for the measured fastest of the platform.
+      kernels: "reference" (plain jnp), "pallas", or None for the measured fastest of the platform. GPUs below compute
+        capability 8.0 run no kernels: plain forms there, and "pallas" is refused.
       compilation_cache: keep compiled programs on disk, so that a second start takes seconds.
     """
 

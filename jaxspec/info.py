@@ -15,10 +15,12 @@ from jaxspec.llm import PLATFORMS, check_same_tokenizer, check_table, compute_dt
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
+from pallas_kernels import _device
 
 
 def describe(model: str, draft: str | None = None) -> dict[str, Any]:
-    """{"model": {...}, "draft": {...} where one is named, "page_size", "pages", "tokens_that_fit", "draft_fits"}.
+    """{"model": {...}, "draft": {...} where one is named, "page_size", "pages", "tokens_that_fit", "draft_fits",
+    "device"}.
 
     pages: how many the default engine could hold of both models together, on this machine's first device.
     draft_fits: None without a draft, else whether it can draft for the model; draft_problem says why not.
@@ -27,6 +29,7 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
     source = checkpoints.resolve(model, weights=False)
     target = facts(source, platform, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
+    document["device"] = device(platform)
     if draft is not None:
         draft_source = checkpoints.resolve(draft, weights=False)
         shares = checkpoints.load_fingerprint(draft_source) is not None
@@ -43,6 +46,14 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
     free = budget.free_memory(jax.devices()[0], EngineConfig().memory_utilization, weights)
     pages = max(free, 0) // sum(m["kv_bytes_per_token"] * page_size for m in models)
     return document | {"page_size": page_size, "pages": pages, "tokens_that_fit": pages * page_size}
+
+
+def device(platform: str) -> str:
+    """This machine's first device, and what it does without."""
+    kind = _device.first().device_kind
+    if platform != "gpu" or not _device.before_ampere():
+        return kind
+    return f"{kind}: plain forms in {compute_dtype('auto', platform).name}, as {_device.no_triton()}"
 
 
 def facts(source: checkpoints.Source, platform: str, tokenizer_source: checkpoints.Source) -> dict[str, Any]:
@@ -92,6 +103,7 @@ def show(document: dict[str, Any]) -> None:
     def row(label: str, *cells: str) -> None:
         table.add_row(Text(label, style="bold"), *(Text(cell) for cell in cells))
 
+    row("device", document["device"], *([""] if len(models) > 1 else []))
     row("model", *(f"{m['name']} ({m['format']})" for m in models))
     row("architecture", *(f"{m['architecture']}: {m['shape']}" for m in models))
     row("parameters", *(f"{m['parameters'] / 1e6:,.1f} million" for m in models))

@@ -30,6 +30,7 @@ from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import generation_progress
 from jaxspec.prompts import Ask, Prompt, asks, named
 from jaxspec.sampling_params import SamplingParams
+from pallas_kernels import _device
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,8 @@ class LLM:
         self.engine.timing.load_seconds = time.perf_counter() - started
 
     def load(self, source: checkpoints.Source, dtype: str, target: Model | None = None) -> Model:
-        model = load(source, compute_dtype(dtype, this_platform()), self.mesh, target)
-        return model.stored_for(Backend(this_platform(), self.mesh, self.config.kernels))
+        backend = Backend(this_platform(), self.mesh, self.config.kernels)  # refuses before anything is loaded
+        return load(source, compute_dtype(dtype, backend.platform), self.mesh, target).stored_for(backend)
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
         """Another LLM on the same target, whose weights the two share, that speculates in another way."""
@@ -265,7 +266,10 @@ def this_platform() -> str:
 
 
 def compute_dtype(name: str, platform: str) -> Any:
-    return jnp.dtype(("float32" if platform == "cpu" else "bfloat16") if name == "auto" else name)
+    """ "auto" is float32 on CPU, and on a GPU that has no bfloat16: float16, which it has, ends at 65,504, and the
+    activations of some models do not (Gemma's, Qwen's)."""
+    float32 = platform == "cpu" or (platform == "gpu" and _device.before_ampere())
+    return jnp.dtype(("float32" if float32 else "bfloat16") if name == "auto" else name)
 
 
 def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Model:

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import _device
+
 # op -> platform -> the form that `implementation=None` means.
 # On TPU the two integer ops are a few vector operations that XLA fuses with their neighbours; a kernel of their own
 # only adds a launch. On GPU it is the same (H200: merge and slots 4 us fused, 6 to 7 as kernels; kv_write 5 us for up
@@ -33,13 +35,8 @@ def run(op: str, implementation: str | None, platform: str | None, *args: Any, *
     kernel by name, the plain form takes those it is not meant for.
     """
     fits = options.pop("fits", None)
-    platform = jax.default_backend() if platform is None else platform
-    platform = "gpu" if platform in ("cuda", "rocm") else platform
-    if platform not in PLATFORMS:
-        raise ValueError(f"{op}: platform {platform!r} is not one of {PLATFORMS}; pass platform= to choose one")
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"{op}: implementation {implementation!r} is not one of {(None, *IMPLEMENTATIONS)}")
-    chosen = DEFAULTS[op][platform] if implementation is None else implementation
+    platform = normalized(op, platform)
+    chosen = form(op, implementation, platform)
     composed = {"platform": platform} if op in COMPOSED else {}
     plain = functools.partial(call, op, "cpu" if chosen == "streamed" else "reference", **composed)
     if chosen != "pallas":
@@ -51,6 +48,27 @@ def run(op: str, implementation: str | None, platform: str | None, *args: Any, *
         return plain(*args, **options)
     # No Pallas compiler for CPU: interpret.
     return call(op, name, *args, **options, **({"interpret": True} if platform == "cpu" else {}))
+
+
+def normalized(op: str, platform: str | None) -> str:
+    platform = jax.default_backend() if platform is None else platform
+    platform = "gpu" if platform in ("cuda", "rocm") else platform
+    if platform not in PLATFORMS:
+        raise ValueError(f"{op}: platform {platform!r} is not one of {PLATFORMS}; pass platform= to choose one")
+    return platform
+
+
+def form(op: str, implementation: str | None, platform: str) -> str:
+    """ "reference", "streamed" or "pallas": what the options ask for there. Where the GPU has no Triton, the plain form
+    is the best known."""
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"{op}: implementation {implementation!r} is not one of {(None, *IMPLEMENTATIONS)}")
+    old = platform == "gpu" and _device.before_ampere()
+    if implementation == "pallas" and old:
+        raise NotImplementedError(f"{op}: {_device.no_triton()}: pass implementation=None or 'reference'")
+    if implementation is None:
+        return "reference" if old else DEFAULTS[op][platform]
+    return implementation
 
 
 def call(op: str, name: str, *args: Any, **options: Any) -> Any:

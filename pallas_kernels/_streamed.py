@@ -6,7 +6,7 @@ all rows of x while it is read, in one loop of the compiler's own: a reduction o
 Several rows of the matrix, far from each other, are read at a time, so that more memory is under way, and what is read
 of x serves all of them: the more of them, the less often a large x is read again from beyond the nearest cache. The
 compiler may reorder sums there (see `COMPILER_OPTIONS` in jaxspec/decode/programs.py), or it would add up number by
-number.
+number. Its order depends on how many sums there are, so that the number of rows changes the last bits of each.
 """
 
 import jax

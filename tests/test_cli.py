@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import checkpoints
@@ -200,6 +201,7 @@ def test_info(capsys, folder):
     assert model["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size, bytes
     assert (model["context_length"], model["tokenizer_size"], model["stop_ids"]) == (512, 320, [EOS])
     assert document["draft_fits"] is True
+    assert document["device"] == jax.devices()[0].device_kind
     assert document["tokens_that_fit"] == document["pages"] * document["page_size"]
     out, _ = run(capsys, "info", folder)
     for word in ("llama", "float32", "512 tokens", "256 bytes per token", "2 </s>", "pages that fit"):

@@ -67,10 +67,10 @@ def engine(
     draft: Model | None = None,
     *,
     tensor_parallel_size: int = 1,
+    platform: str | None = None,
     **options,
 ) -> Engine:
     mesh = make_mesh(tensor_parallel_size)
-    platform = jax.default_backend()
     if isinstance(speculative, dict):
         speculative = {"adaptive": False, **speculative}  # the number of drafts is the test's choice
     return Engine(
@@ -79,7 +79,7 @@ def engine(
         mesh=mesh,
         speculative=SpeculativeConfig.of(speculative),
         draft=draft,
-        platform=platform,
+        platform=platform or jax.default_backend(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -12,6 +13,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from jaxspec.cache.pages import copy_pages
+from jaxspec.decode.cpu import cpu_features, vector_width
 from jaxspec.decode.loop import launch
 from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.prefill import catch_up, prefill
@@ -21,13 +23,14 @@ from jaxspec.parallel.mesh import sharding
 WORTH_COMPILING = 16  # launches
 
 # Platform -> options of its compiler. On CPU, products over a few rows are loops of the compiler's own: faster where
-# registers hold 512 bits, and where sums may be reordered (see pallas_kernels/_streamed.py). What else the compiler
-# calls fast mathematics stays off. Two passes that look for what a loop need not do are left out: they go through the
-# whole program for each layer's loop over keys, which is half of the compiling, and make nothing faster.
+# registers of 512 bits are used, if there are any, and where sums may be reordered (see pallas_kernels/_streamed.py).
+# What else the compiler calls fast mathematics stays off. Two passes that look for what a loop need not do are left
+# out: they go through the whole program for each layer's loop over keys, which is half of the compiling, and make
+# nothing faster.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": {
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
-        "xla_cpu_prefer_vector_width": 512,
+        **vector_width(cpu_features(), os.environ.get("XLA_FLAGS", "")),
         "xla_cpu_enable_fast_math": True,
         **{f"xla_cpu_fast_math_honor_{what}": True for what in ("nans", "infs", "division", "functions")},
     }

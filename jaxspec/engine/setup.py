@@ -21,6 +21,7 @@ from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.storage import stored_for
 from jaxspec.parallel.mesh import check_divides
+from pallas_kernels._dispatch import form
 from pallas_kernels.paged_attention import WHOLE_KEYS
 
 Speculation = SpeculativeConfig | None
@@ -93,7 +94,7 @@ def table_widths(platform: str, kernels: str | None, most: int, page_size: int) 
     """The widths N, in pages, that block tables come in; the last has room for `most` pages. Each is another program.
     Attention in plain jnp costs what the table is wide. As a kernel it does not, but on GPU it is faster where all
     tables are short enough for keys not to be split."""
-    if platform == "cpu" or kernels == "reference":
+    if platform == "cpu" or form("paged_attention", kernels, platform) == "reference":
         return tuple(1 << i for i in range(power_of_two(most).bit_length()))
     few = WHOLE_KEYS // page_size
     return (few, most) if platform == "gpu" and 0 < few < most else (most,)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.config import Rope
 from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, per_shard
+from pallas_kernels import _device
 from pallas_kernels.feed_forward.reference import rms_norm
 from pallas_kernels.self_attention import self_attention
 from pallas_kernels.self_attention.reference import project
@@ -27,6 +28,10 @@ class Backend:
     mesh: Mesh | None = None
     implementation: str | None = None  # None: the measured fastest of the platform
     dense_attention: Literal["xla", "cudnn"] = "xla"  # of passes without a cache
+
+    def __post_init__(self) -> None:
+        if self.platform == "gpu" and self.implementation == "pallas" and _device.before_ampere():
+            raise ValueError(f"kernels='pallas': {_device.no_triton()}; leave kernels out, plain forms run there")
 
     @property
     def how(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class TrainOptions:
         cosine down to a hundredth; weights of Muon's products decay, gradients are cut at the norm `clip`.
       eval_every: steps between measurements and checkpoints; eval_prompts, eval_tokens: held-out prompts that are
         answered then and the longest answer; num_speculative_tokens: K.
-      dtype: that of the computation; masters are float32. "auto": float32 on CPU, else bfloat16.
+      dtype: that of the computation; masters are float32. "auto": as EngineConfig has it.
 
     Raises: ValueError for a value out of its range.
     """

@@ -53,8 +53,10 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
             top = jnp.maximum(top, before[0])
         finite = jnp.where(top > -jnp.inf, top, 0)  # weights are 0 for a query that has seen nothing yet
         weights = jnp.exp(scores - finite)
-        # As a product: sums over few and over many elements are compiled differently on CPU, products are not.
-        total = product("bgrc,cx->bgrx", weights, jnp.ones((num_keys, 2)))[..., :1]
+        # As a product: sums over few and over many elements are compiled differently on CPU, products are not. By rows
+        # and heads, as the values' is: what the library makes of all their rows in one product, and in which order it
+        # adds up, depends on how many there are (seen with AVX2, whose kernels it takes where the CPU has no AVX-512).
+        total = product("bgrc,bgcx->bgrx", weights, jnp.ones((b, g, num_keys, 2)))[..., :1]
         out = product("bgrc,bcgd->bgrd", weights.astype(value.dtype), value)
         if before is None:
             return top, total, out
