@@ -18,7 +18,8 @@ from jaxspec.decode.state import STOP, DecodeConfig, LaunchInput, LaunchResult, 
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
-from jaxspec.engine.engine import Model, fetch
+from jaxspec.engine.engine import Model
+from jaxspec.engine.runner import fetch
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel

@@ -200,7 +200,7 @@ class Soak:
             f"{metrics.num_emitted_tokens} tokens, {scheduler.num_preemptions} preemptions, "
             f"{scheduler.allocator.num_evicted} pages evicted, acceptance length {metrics.mean_acceptance_length:.2f}, "
             f"launches by drafts {dict(sorted(self.launches.items()))}, aborted {dict(self.aborted)}, "
-            f"{self.engine.programs.num_compiled} programs"
+            f"{self.engine.runner.programs.num_compiled} programs"
         )
 
 

@@ -230,14 +230,14 @@ def test_convert(capsys, folder, tmp_path):
     ("arguments", "message"),
     [
         (["--max-tokens", "0"], "max_tokens=0 is below 1"),
-        (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or a positive number"),
+        (["--temperature", "-1"], "temperature=-1.0 must lie in [0, 1e6]; 0 is greedy"),
         (["--top-p", "2"], "top_p=2.0 must lie in (0, 1]"),
         (["-n", "0"], "n=0 is below 1"),
-        (["--stop", ""], "stop=('',) must hold non-empty strings"),
+        (["--stop", ""], "stop=[''] must hold non-empty strings"),
         (["--min-tokens", "200"], "min_tokens=200 is above max_tokens, 128"),
-        (["--logprobs", "21", "--json"], "logprobs=21 is above the limit, 20"),
+        (["--logprobs", "21", "--json"], "logprobs=21 is above 20"),
         (["--logprobs", "1"], "--logprobs 1 is shown in the JSON document only: add --json"),
-        (["--repetition-penalty", "0"], "repetition_penalty=0.0 must be positive; 1 turns it off"),
+        (["--repetition-penalty", "0"], "repetition_penalty=0.0 must lie in [0.001, 1000]; 1 turns it off"),
         (["--presence-penalty", "3"], "presence_penalty=3.0 must lie in [-2, 2]; 0 turns it off"),
         (["--frequency-penalty", "-3"], "frequency_penalty=-3.0 must lie in [-2, 2]"),
         (["-k", "0"], "num_speculative_tokens=0 is below 1"),
@@ -273,7 +273,7 @@ def test_the_program_itself(folder):
     assert json.loads(ran.stdout)["model"]["architecture"] == "llama"
     failed = subprocess.run([*program, "generate", "x", "--top-k", "-5"], capture_output=True, text=True, cwd=ROOT)
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "jaxspec: top_k=-5 must be positive, or 0 to turn it off\n"
+    assert failed.stderr == "jaxspec: top_k=-5 is below -1; 0 turns it off\n"
 
 
 def test_an_unknown_option_names_the_nearest(capsys):

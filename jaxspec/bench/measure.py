@@ -18,7 +18,7 @@ from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
-from jaxspec.engine.engine import fetch
+from jaxspec.engine.runner import fetch
 from jaxspec.models.decoder import weight_bytes
 from jaxspec.parallel.mesh import device_name
 from jaxspec.progress import say
@@ -186,7 +186,7 @@ class Point:
 
     def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
         """The floor of a token: the passes that it was counted to take."""
-        decoding, model_draft = runner.engine.decoding, self.setup.draft and runner.engine.speculative
+        decoding, model_draft = runner.engine.runner.decoding, self.setup.draft and runner.engine.speculative
         target_passes, draft_passes = runner.passes
         floor = target_passes * self.floor_of_pass(decoding.target, "target")
         if model_draft:
@@ -212,14 +212,14 @@ class Point:
 
     def pass_ms(self, raw: Raw, name: str) -> float:
         """A pass of the target or the draft; 0 for a draft that is no model."""
-        drafter: Any = raw.engine.decoding.drafter
+        drafter: Any = raw.engine.runner.decoding.drafter
         if name == "draft" and self.setup.draft is None:
             return 0.0
-        return self.floor_of_pass(raw.engine.decoding.target if name == "target" else drafter.model, name)
+        return self.floor_of_pass(raw.engine.runner.decoding.target if name == "target" else drafter.model, name)
 
     def floor_of_pass(self, paged: Any, name: str) -> float:
         model: Any = self.setup.target if name == "target" else self.setup.draft
         return self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
 
     def pages_ms(self, raw: Raw) -> float:
-        return self.limits.bytes_ms(floors.page_bytes(raw.engine.decoding.target, self.batch_size, self.context))
+        return self.limits.bytes_ms(floors.page_bytes(raw.engine.runner.decoding.target, self.batch_size, self.context))

@@ -85,10 +85,10 @@ def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams
 
 def timed_step(runner: Runner, requests: list[Request]) -> None:
     length = lambda: sum(len(request.output) for request in requests)
-    known, compiled = length(), runner.engine.programs.compile_seconds
+    known, compiled = length(), runner.engine.runner.programs.compile_seconds
     before = time.perf_counter()
     runner.engine.step()
-    seconds = time.perf_counter() - before - (runner.engine.programs.compile_seconds - compiled)
+    seconds = time.perf_counter() - before - (runner.engine.runner.programs.compile_seconds - compiled)
     gained = length() - known
     if not gained:
         why = next((request.error for request in requests if request.error), "it cannot be timed")

@@ -26,8 +26,9 @@ from jaxspec.decode.round import capacity, num_wanted, propose, runnable, score,
 from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.engine import batch
-from jaxspec.engine.engine import Engine, fetch
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
+from jaxspec.engine.runner import fetch
 from jaxspec.engine.setup import drafter
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ NEVER = 2**30  # no token id, count or logit is as large
 
 class Raw:
     """Rows that stand at one context, and programs over them. Every launch starts from there again: what it wrote
-    behind is overwritten by the next. The donated caches are threaded through self.engine.cache."""
+    behind is overwritten by the next. The donated caches are threaded through self.engine.runner.cache."""
 
     def __init__(self, setup: Setup, batch_size: int, context: int, speculative: SpeculativeConfig) -> None:
         most = speculative.num_speculative_tokens
@@ -71,7 +72,7 @@ class Raw:
         ]
 
     def place(self, tree: Any) -> Any:
-        return jax.device_put(tree, sharding(self.engine.mesh))
+        return jax.device_put(tree, sharding(self.engine.runner.mesh))
 
     def inputs(self, k: int) -> LaunchInput:
         requests, rows = self.requests(k), batch.power_of_two(self.batch_size)
@@ -81,13 +82,13 @@ class Raw:
     def config(self, k: int) -> DecodeConfig:
         """The device program at K = k; 0 is plain decoding."""
         variant = batch.variant(self.requests(k))
-        return dataclasses.replace(self.engine.decoding, drafter=self.drafter(k), variant=variant)
+        return dataclasses.replace(self.engine.runner.decoding, drafter=self.drafter(k), variant=variant)
 
     def drafter(self, k: int) -> Drafter | None:
         """Of any K; the engine has its largest and the half of that."""
         if not k:
             return None
-        model: Any = getattr(self.engine.decoding.drafter, "model", None)  # prompt lookup has none
+        model: Any = getattr(self.engine.runner.decoding.drafter, "model", None)  # prompt lookup has none
         return drafter(self.speculative, model, k)
 
     def launch(self, k: int) -> Call:
@@ -96,7 +97,7 @@ class Raw:
 
     def launch_draft(self) -> Call:
         """The draft model alone, decoding plainly as if it were a target."""
-        drafter: Any = self.engine.decoding.drafter
+        drafter: Any = self.engine.runner.decoding.drafter
         return self.launching(dataclasses.replace(self.config(0), target=drafter.model), 0, draft_alone=True)
 
     def launching(self, config: DecodeConfig, k: int, *, draft_alone: bool = False) -> Call:
@@ -104,11 +105,11 @@ class Raw:
         control = np.int32(ROUNDS), np.bool_(False), np.float32(0)
 
         def call() -> Any:
-            params, cache = engine.params, engine.cache
+            params, cache = engine.runner.params, engine.runner.cache
             if draft_alone:
                 params, cache = {"target": params["draft"]}, PagedKVCache(cache.draft)
-            new, result = engine.programs.run("launch", config, params, cache, inputs, *control)
-            engine.cache = PagedKVCache(engine.cache.target, new.target) if draft_alone else new
+            new, result = engine.runner.programs.run("launch", config, params, cache, inputs, *control)
+            engine.runner.cache = PagedKVCache(engine.runner.cache.target, new.target) if draft_alone else new
             return result
 
         self.check(fetch(call()), k)
@@ -119,13 +120,13 @@ class Raw:
         emitted, proposed = result.emitted[: self.batch_size], result.proposed[: self.batch_size]
         if int(result.num_rounds) != ROUNDS or not (emitted > 0).all():
             raise RuntimeError(f"a launch did {int(result.num_rounds)} rounds of {ROUNDS}, or a row ended early")
-        if k and "draft" in self.engine.params and not (proposed == k).all():
+        if k and "draft" in self.engine.runner.params and not (proposed == k).all():
             raise RuntimeError(f"rounds proposed {proposed.min()}..{proposed.max()} drafts instead of {k}")
 
     def prefill(self) -> Call:
         """The prompts, all but their last token, into the target's cache, in chunks."""
         engine, requests = self.engine, self.requests(0)
-        config = dataclasses.replace(engine.decoding, drafter=None)
+        config = dataclasses.replace(engine.runner.decoding, drafter=None)
         longest = engine.config.prefill_chunk
         starts = range(0, self.context - 1, longest)
         at = lambda start: batch.chunk_input(requests, [start] * len(requests), longest=longest, **self.sizes)[0]
@@ -133,8 +134,10 @@ class Raw:
 
         def call() -> Any:
             for chunk in chunks:
-                engine.cache, _ = engine.programs.run("prefill", config, engine.params, engine.cache, chunk)
-            return engine.cache
+                engine.runner.cache, _ = engine.runner.programs.run(
+                    "prefill", config, engine.runner.params, engine.runner.cache, chunk
+                )
+            return engine.runner.cache
 
         call()
         return call
@@ -149,11 +152,11 @@ class Raw:
         part = {"propose": "draft", "score": "target", "verify": None}[name]
         once = functools.partial(STAGES[name], config)
         program = functools.partial(repeat, config, once)
-        return self.compiled(program, part, self.engine.params, inputs, proposal, logits)
+        return self.compiled(program, part, self.engine.runner.params, inputs, proposal, logits)
 
     def attention(self, k: int) -> Call:
         """ROUNDS times the target's attention over the pages, layer by layer, K + 1 queries a row."""
-        inputs, model = self.place(self.inputs(k)), self.engine.decoding.target
+        inputs, model = self.place(self.inputs(k)), self.engine.runner.decoding.target
         rows, layout = inputs.num_tokens.shape[0], model.layout
         shape = (rows, k + 1, model.config.num_heads, layout.head_dim)
         query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layout.dtype))
@@ -162,17 +165,17 @@ class Raw:
     def compiled(self, program: Callable, part: str | None, *arrays: Any) -> Call:
         """program(pages, number of rounds, *arrays) -> (pages, something small), the pages donated."""
         engine, rounds = self.engine, self.place(np.int32(ROUNDS))
-        pages = lambda: getattr(engine.cache, part) if part else ()
+        pages = lambda: getattr(engine.runner.cache, part) if part else ()
         started = time.perf_counter()
         options = compiler_options(rounds.sharding)
         jitted = jax.jit(program, donate_argnums=0, compiler_options=options)
         run = jitted.lower(pages(), rounds, *arrays).compile()
-        engine.programs.compile_seconds += time.perf_counter() - started
+        engine.runner.programs.compile_seconds += time.perf_counter() - started
 
         def call() -> Any:
             new, done = run(pages(), rounds, *arrays)
             if part:
-                engine.cache = dataclasses.replace(engine.cache, **{part: new})
+                engine.runner.cache = dataclasses.replace(engine.runner.cache, **{part: new})
             return done
 
         return call
@@ -186,7 +189,7 @@ def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> 
         wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state, capacity(config, inputs))
         return propose(config, params, pages, inputs, state, wanted, live)[0]
 
-    s = jax.eval_shape(shapes, engine.params, engine.cache.draft, inputs)
+    s = jax.eval_shape(shapes, engine.runner.params, engine.runner.cache.draft, inputs)
     probs = None if s.probs is None else jnp.full(s.probs.shape, 1 / s.probs.shape[-1], s.probs.dtype)
     return Proposal(jnp.zeros_like(s.tokens), probs, jnp.full_like(s.num_proposed, config.num_speculative_tokens))
 

@@ -55,7 +55,7 @@ class Setup:
             draft=models.get("draft"),
             platform=self.platform,
         )
-        engine.programs = self.programs
+        engine.runner.programs = self.programs
         return engine
 
     def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:

@@ -74,7 +74,7 @@ def evaluate(
         "target": target,
         "draft": draft,
         "device": device_name(),
-        "dtype": str(llm.engine.params["target"]["embed"].dtype),
+        "dtype": str(llm.engine.runner.params["target"]["embed"].dtype),
         "num_speculative_tokens": num_speculative_tokens,
         "max_tokens": max_tokens,
         "rows": measured,

@@ -188,7 +188,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     """
     folder, engine = Path(out), llm.engine
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = {"target": target, "vocab_size": engine.vocab_size, **options.recipe}
+    recipe = {"target": target, "vocab_size": engine.limits.vocab_size, **options.recipe}
     check_recipe(folder, recipe)
     done: dict[int, Counter[str]] = {}
     look(folder, done)
@@ -214,7 +214,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
                 if num_tokens() >= mine:
                     return
                 index, begun = next(fresh)
-                under_way[index] = shard = Shard(index, begun, options.length, engine.vocab_size)
+                under_way[index] = shard = Shard(index, begun, options.length, engine.limits.vocab_size)
                 # Messages first: at the end there are answers to start, so many at a time, and none has to wait.
                 waiting.extend(
                     (shard, row) for row in sorted(range(len(begun)), key=lambda row: not begun[row].attempt)

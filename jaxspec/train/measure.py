@@ -52,7 +52,7 @@ def make_measure(
     def measure(params: Params) -> SpecDecodeMetrics:
         as_before = lambda old, new: jax.device_put(new.astype(old.dtype), old.sharding)
         changed = {name: as_before(draft.params[name], x) for name, x in params.items()}
-        engine.use("draft", {**draft.params, **changed})
+        engine.runner.use("draft", {**draft.params, **changed})
         requests = [engine.add(prompt, greedy, stop_ids=stop_ids) for prompt in prompts]
         while engine.busy:
             engine.step()

@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.engine.engine import sample_seed
+from jaxspec.engine.arrivals import sample_seed
 from jaxspec.engine.request import Request
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.prompts import CATEGORIES, DRAWN, WRITTEN, draw

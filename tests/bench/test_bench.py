@@ -18,7 +18,7 @@ from jaxspec.bench.options import ROUNDS
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import load
-from jaxspec.engine.engine import fetch
+from jaxspec.engine.runner import fetch
 from tests.folders import write_model
 
 LIMITS = Hardware(copy_gb_s=8.0, read_gb_s=16.0, peak_tflops=0.25)
@@ -202,11 +202,11 @@ def test_a_launch_that_did_less_is_not_timed(raw, damage):
 
 def test_stages_write_where_the_round_does(raw):
     """The draft's proposals and the target's scores reach the cache, behind the context."""
-    raw.engine.cache = jax.tree.map(jnp.zeros_like, raw.engine.cache)
+    raw.engine.runner.cache = jax.tree.map(jnp.zeros_like, raw.engine.runner.cache)
     for stage, part in (("propose", "draft"), ("score", "target")):
-        assert not np.asarray(getattr(raw.engine.cache, part)[0]).any()
+        assert not np.asarray(getattr(raw.engine.runner.cache, part)[0]).any()
         assert int(raw.stage(stage, K)()) == 0  # what ties the iterations together never becomes anything else
-        assert np.asarray(getattr(raw.engine.cache, part)[0]).any()
+        assert np.asarray(getattr(raw.engine.runner.cache, part)[0]).any()
     assert int(raw.stage("verify", K)()) == 0
     assert int(raw.attention(K)()) == 0
 
@@ -289,7 +289,7 @@ def test_a_real_model(capsys, quick, tmp_path):
         (["--stages", ","], "--stages ',' names no stage: use some of target"),
         (["--dtype", "int3"], "--dtype='int3' is unknown: use one of auto"),
         (["--kernels", "cuda"], "--kernels='cuda' is unknown: use one of reference, pallas"),
-        (["--temperature", "-1"], "temperature=-1.0 must be 0 (greedy) or a positive number"),
+        (["--temperature", "-1"], "temperature=-1.0 must lie in [0, 1e6]; 0 is greedy"),
         (["--launches", "0"], "--launches 0 is below 1"),
         (["--plot", "x.jpg"], "give a name that ends in .png"),
         (["--plot", "/no/such/folder/x.png"], "the folder /no/such/folder does not exist: make it first"),

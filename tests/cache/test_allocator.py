@@ -72,9 +72,9 @@ class Pool(RuleBasedStateMachine):
         self.holdings.append(found)
 
     @rule()
-    def forget(self):
-        self.pool.forget()
-        self.names, self.kept = {}, []
+    def reset(self):
+        self.pool.reset()
+        self.names, self.kept, self.holdings = {}, [], []
 
     @invariant()
     def agrees(self):
@@ -184,13 +184,12 @@ def test_the_first_to_be_known_stays():
     assert list(pool.kept) == [one]
 
 
-def test_forgotten_pages_stay_with_their_holders():
+def test_nothing_is_left_of_a_pool_that_was_reset():
     pool = PageAllocator(3)
-    held, kept = known(pool, "a"), known(pool, "b")
+    _held, kept = known(pool, "a"), known(pool, "b")
     pool.release(kept)
-    pool.forget()
-    assert (lookup(pool, "a"), lookup(pool, "b"), pool.num_free) == ([], [], 2)
-    pool.release(held)
+    pool.reset()
+    assert (lookup(pool, "a"), lookup(pool, "b"), pool.num_free) == ([], [], 3)
     assert sorted(pool.allocate(3)) == [0, 1, 2]
 
 

@@ -17,8 +17,7 @@ from jaxspec.decode.loop import launch
 from jaxspec.decode.packing import pack
 from jaxspec.decode.programs import COMPILER_OPTIONS, lower
 from jaxspec.decode.state import DecodeConfig, Variant
-from jaxspec.engine import batch
-from jaxspec.engine import engine as engine_module
+from jaxspec.engine import batch, runner
 from jaxspec.engine.engine import Engine
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
@@ -58,23 +57,23 @@ def arguments(engine: Engine):
     )
     engine.abort(request)
     packed = pack((inputs, np.int32(4), np.bool_(False), np.float32(0)))
-    return jax.device_put(packed, sharding(engine.mesh))
+    return jax.device_put(packed, sharding(engine.runner.mesh))
 
 
 def config(engine: Engine, variant: str) -> DecodeConfig:
-    return dataclasses.replace(engine.decoding, variant=VARIANTS[variant])
+    return dataclasses.replace(engine.runner.decoding, variant=VARIANTS[variant])
 
 
 @functools.cache
 def compiled(method: str, variant: str = "greedy", num_pages: int = 48) -> jax.stages.Compiled:
     engine = make(method, num_pages)
     with no_compilation_cache():
-        lowered = lower("launch", config(engine, variant), engine.params, engine.cache, arguments(engine))
+        lowered = lower("launch", config(engine, variant), engine.runner.params, engine.runner.cache, arguments(engine))
         return lowered.compile()
 
 
 def cache_bytes(engine: Engine) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(engine.cache))
+    return sum(x.nbytes for x in jax.tree.leaves(engine.runner.cache))
 
 
 @pytest.mark.parametrize("variant", ["greedy", "everything"])
@@ -91,10 +90,10 @@ def test_the_host_takes_no_part(method, variant):
 def test_caches_are_updated_in_place(method):
     """Every leaf aliases, all bytes of it, and temporary memory knows nothing of the number of pages."""
     program, engine = compiled(method), make(method)
-    leaves = jax.tree.leaves(engine.cache)
+    leaves = jax.tree.leaves(engine.runner.cache)
     assert len(leaves) == {"plain": 2, "draft_model": 3, "ngram": 2}[method]
     table = re.search(r"input_output_alias=\{(.*?)\}, entry", program.as_text()).group(1)
-    first = len(jax.tree.leaves(engine.params))
+    first = len(jax.tree.leaves(engine.runner.params))
     aliased = {int(out): int(at) for out, at in re.findall(r"\{(\d+)\}: \((\d+), \{\}, may-alias\)", table)}
     assert aliased == {i: first + i for i in range(len(leaves))}
     small, large = program.memory_analysis(), compiled(method, num_pages=16 * 48).memory_analysis()
@@ -124,7 +123,7 @@ def equations(jaxpr):
 def loop_body(engine: Engine, variant: str):
     """The body of the loop over rounds: the launch's one outermost while."""
     program = functools.partial(launch, config(engine, variant))
-    jaxpr = jax.make_jaxpr(program)(engine.params, engine.cache, *arguments(engine).unpack())
+    jaxpr = jax.make_jaxpr(program)(engine.runner.params, engine.runner.cache, *arguments(engine).unpack())
     (loop,) = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "while"]
     return list(equations(loop.params["body_jaxpr"].jaxpr))
 
@@ -134,7 +133,7 @@ def loop_body(engine: Engine, variant: str):
 def test_a_round_is_k_draft_passes_and_one_verification(method, variant):
     engine = make(method)
     body = loop_body(engine, variant)
-    pages = {name: getattr(engine.cache, name) for name in ("target", "draft")}
+    pages = {name: getattr(engine.runner.cache, name) for name in ("target", "draft")}
     slots = {(x.shape[0] * x.shape[1], *x.shape[2:]): name for name, layers in pages.items() for x in layers}
     passes, writes = collections.Counter(), collections.Counter()
     for equation in body:
@@ -179,7 +178,7 @@ class Sealed:
 @pytest.mark.parametrize("rounds", [1, 16])
 def test_one_transfer_a_launch(monkeypatch, rounds):
     engine = make()
-    run, fetched, copies = engine.programs.run, [], []
+    run, fetched, copies = engine.runner.programs.run, [], []
 
     def sealed_run(name, *args):
         if name != "launch":
@@ -195,9 +194,9 @@ def test_one_transfer_a_launch(monkeypatch, rounds):
         copies.append(tree)
         return real_device_get(tree)
 
-    real_fetch, real_device_get = engine_module.fetch, jax.device_get
-    monkeypatch.setattr(engine.programs, "run", sealed_run)
-    monkeypatch.setattr(engine_module, "fetch", fetch)
+    real_fetch, real_device_get = runner.fetch, jax.device_get
+    monkeypatch.setattr(engine.runner.programs, "run", sealed_run)
+    monkeypatch.setattr(runner, "fetch", fetch)
     monkeypatch.setattr(jax, "device_get", device_get)
     requests = [engine.add(p, s) for p, s in zip(lively.PROMPTS, lively.params(), strict=True)]
     steps = 0
@@ -219,18 +218,18 @@ def test_caches_are_donated():
     engine = make()
     request = engine.add(lively.PROMPTS[4], SamplingParams(temperature=0.0, max_tokens=20))
     for _ in range(3):
-        before = jax.tree.leaves(engine.cache)
+        before = jax.tree.leaves(engine.runner.cache)
         where = [x.unsafe_buffer_pointer() for x in before]
         engine.step(1)
         assert all(x.is_deleted() for x in before)
-        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.cache)] == where
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.runner.cache)] == where
     engine.abort(request)
 
 
 def test_options_reach_the_compiler(monkeypatch):
     monkeypatch.setitem(COMPILER_OPTIONS, jax.default_backend(), {"no_such_option": 1})
     engine = make("plain")
-    lowered = lower("launch", config(engine, "greedy"), engine.params, engine.cache, arguments(engine))
+    lowered = lower("launch", config(engine, "greedy"), engine.runner.params, engine.runner.cache, arguments(engine))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         lowered.compile()
 
@@ -241,7 +240,7 @@ def test_what_needs_no_other_program():
     serve = functools.partial(lively.serve, engine)
     first = SamplingParams(max_tokens=20, seed=1, temperature=0.8)
     serve([(1, 2, 3), (4, 5)], [first] * 2)
-    known = engine.programs.num_compiled
+    known = engine.runner.programs.num_compiled
     assert known == 2  # a prefill and a launch
     cases = [
         SamplingParams(max_tokens=5, seed=2, temperature=1.7),
@@ -251,7 +250,7 @@ def test_what_needs_no_other_program():
     for other in cases:
         for rounds in (1, 7, 32):
             serve([(1, 2, 3, 4, 5, 6, 7), (9, 8)], [first, other], rounds=rounds)
-    assert engine.programs.num_compiled == known
+    assert engine.runner.programs.num_compiled == known
     serve([(1, 2)] * 3, [first] * 3)  # a wider batch is another shape
-    assert engine.programs.num_compiled == known + 2
-    assert engine.timing.compile_seconds == pytest.approx(engine.programs.compile_seconds)
+    assert engine.runner.programs.num_compiled == known + 2
+    assert engine.timing.compile_seconds == pytest.approx(engine.runner.programs.compile_seconds)

@@ -53,9 +53,9 @@ def test_what_a_wide_program_says_is_the_same():
     engine.grown_shape = lambda requests: (4, 4)
     prompts, greedy = PROMPTS[1:3], params((20, 20))
     serve(engine, prompts, params((2, 2), temperature=1.0, seed=1, top_k=5, logprobs=2, presence_penalty=1.0))
-    compiled = engine.programs.num_compiled
+    compiled = engine.runner.programs.num_compiled
     wide = texts(serve(engine, prompts, greedy))
-    assert engine.programs.num_compiled == compiled
+    assert engine.runner.programs.num_compiled == compiled
     serve(engine, prompts, greedy, rounds=1)
-    assert engine.programs.num_compiled == compiled + 1, "worth a program of its own by now"
+    assert engine.runner.programs.num_compiled == compiled + 1, "worth a program of its own by now"
     assert texts(serve(engine, prompts, greedy)) == wide

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.config import MAX_ROUNDS
-from jaxspec.engine.engine import Engine, fetch
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from tests.lively import OPTIONS, PROMPTS, engine, new_engine, params, plain, texts
 
@@ -30,7 +30,7 @@ def start(engine: Engine, prompts, sampling) -> list[Request]:
 def launch(engine: Engine, requests: list[Request], rounds: int = MAX_ROUNDS):
     """One launch, its result taken in; (result, tokens that each row gained)."""
     known = [r.num_tokens for r in requests]
-    result = fetch(engine.launch(requests, engine.num_drafts, rounds))
+    result = engine.launch(requests, engine.num_drafts, rounds)
     engine.absorb(requests, result)
     return result, [r.num_tokens - n for r, n in zip(requests, known, strict=True)]
 
@@ -60,12 +60,16 @@ def test_a_row_without_pages_pauses(method):
     assert requests[1].finish_reason == "length"
 
     paused = [requests[0], requests[2]]
-    before = [(list(r.tokens), r.draft_len, r.metrics.as_dict(), row_pages(shared.cache, r.pages)) for r in paused]
+    before = [
+        (list(r.tokens), r.draft_len, r.metrics.as_dict(), row_pages(shared.runner.cache, r.pages)) for r in paused
+    ]
     result, gained = launch(shared, paused)
     assert (gained, int(result.num_rounds)) == ([0, 0], 0)
     for request, (tokens, draft_len, metrics, pages) in zip(paused, before, strict=True):
         assert (request.tokens, request.draft_len, request.metrics.as_dict()) == (tokens, draft_len, metrics)
-        assert all(np.array_equal(a, b) for a, b in zip(row_pages(shared.cache, request.pages), pages, strict=True))
+        assert all(
+            np.array_equal(a, b) for a, b in zip(row_pages(shared.runner.cache, request.pages), pages, strict=True)
+        )
 
     # One of them gets pages: the other stays as it is, though rounds are run beside it.
     requests[2].pages = held[2]
@@ -73,7 +77,9 @@ def test_a_row_without_pages_pauses(method):
     assert gained[0] == 0
     tokens, draft_len, metrics, pages = before[0]
     assert (requests[0].tokens, requests[0].draft_len, requests[0].metrics.as_dict()) == (tokens, draft_len, metrics)
-    assert all(np.array_equal(a, b) for a, b in zip(row_pages(shared.cache, requests[0].pages), pages, strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(row_pages(shared.runner.cache, requests[0].pages), pages, strict=True)
+    )
     assert requests[2].finish_reason == "length"
 
     requests[0].pages = held[0]
@@ -140,11 +146,11 @@ def roomy():
 def test_the_number_of_rounds_is_data(roomy, asked, done):
     requests = start(roomy, PROMPTS[1:3], params((90, 90)))
     launch(roomy, requests, 2)  # compiles, where no other test has
-    compiled = roomy.programs.num_compiled
+    compiled = roomy.runner.programs.num_compiled
     result, gained = launch(roomy, requests, asked)
     assert int(result.num_rounds) == done
     assert gained == [done, done]  # a round of a draft that is always wrong yields one token
-    assert roomy.programs.num_compiled == compiled
+    assert roomy.runner.programs.num_compiled == compiled
     for request in requests:
         roomy.abort(request)
 

@@ -301,7 +301,7 @@ def test_a_block_table_is_as_wide_as_its_longest_request_may_become():
 def test_the_pool_holds_the_same_pages_for_both_models(limit):
     options = {k: v for k, v in OPTIONS.items() if k != "num_pages"} | ({"num_pages": limit} if limit else {})
     own = tiny.engine(target(), {"model": "x"}, noisy(target()), **options)
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(own.cache)} == {own.num_pages}
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(own.runner.cache)} == {own.num_pages}
     assert own.num_pages == (limit or 2 * 8 * (64 + 64) // 16)  # as much again for pages to be found again
     assert dataclasses.replace(own.config).num_pages == limit
     assert isinstance(own, Engine)

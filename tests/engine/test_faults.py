@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxspec.detokenizer import Detokenizer
-from jaxspec.engine import engine as engine_module
+from jaxspec.engine import results
 from jaxspec.engine.adaptive import Choice
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
@@ -34,7 +34,7 @@ def own() -> Engine:
 
 def break_once(engine: Engine, monkeypatch, program: str, error: BaseException, *, after: int = 0, donated: bool):
     """The program's run number `after` raises; donated: when the device had taken the caches already."""
-    run, seen = engine.programs.run, itertools.count()
+    run, seen = engine.runner.programs.run, itertools.count()
 
     def broken(name, config, weights, cache, *arrays):
         if name == program and next(seen) == after:
@@ -44,7 +44,7 @@ def break_once(engine: Engine, monkeypatch, program: str, error: BaseException, 
             raise error
         return run(name, config, weights, cache, *arrays)
 
-    monkeypatch.setattr(engine.programs, "run", broken)
+    monkeypatch.setattr(engine.runner.programs, "run", broken)
 
 
 def add_all(engine: Engine):
@@ -130,7 +130,7 @@ def test_an_interrupt_while_pages_are_made_anew(monkeypatch):
         raise KeyboardInterrupt
 
     break_once(engine, monkeypatch, "launch", KeyboardInterrupt(), after=2, donated=True)
-    monkeypatch.setattr(engine, "empty_cache", interrupted)
+    monkeypatch.setattr(engine.runner, "empty_cache", interrupted)
     requests = add_all(engine)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -181,7 +181,7 @@ def test_a_callback_that_fails_ends_its_own_row(when):
 
 def test_log_probabilities_that_fail_end_their_own_row(monkeypatch):
     """Also where the row's last tokens are taken in."""
-    engine, found = own(), engine_module.token_logprobs
+    engine, found = own(), results.token_logprobs
     asked = [*SAMPLING[:2], params(9, logprobs=1)[0], *SAMPLING[3:]]
 
     def failing(scores, row, count, n):
@@ -189,7 +189,7 @@ def test_log_probabilities_that_fail_end_their_own_row(monkeypatch):
             raise ArithmeticError("no such number")
         return found(scores, row, count, n)
 
-    monkeypatch.setattr(engine_module, "token_logprobs", failing)
+    monkeypatch.setattr(results, "token_logprobs", failing)
     requests = [engine.add(p, s) for p, s in zip(PROMPTS, asked, strict=True)]
     steps(engine)
     assert (requests[2].finish_reason, requests[2].error) == ("error", "ArithmeticError: no such number")
@@ -220,7 +220,7 @@ def test_parameters_that_no_device_takes_end_their_own_row(asked):
 def test_a_request_given_up_in_the_middle_of_a_step(monkeypatch):
     """As a stream that is garbage-collected at any moment does."""
     engine = own()
-    run, seen = engine.programs.run, itertools.count()
+    run, seen = engine.runner.programs.run, itertools.count()
 
     def giving_up(name, *arguments):
         if name == "launch" and next(seen) == 1:
@@ -228,7 +228,7 @@ def test_a_request_given_up_in_the_middle_of_a_step(monkeypatch):
             engine.abort(requests[-1])
         return run(name, *arguments)
 
-    monkeypatch.setattr(engine.programs, "run", giving_up)
+    monkeypatch.setattr(engine.runner.programs, "run", giving_up)
     requests = [engine.add(p, s) for p, s in zip(PROMPTS, SAMPLING, strict=True)]
     steps(engine)
     assert [r.finish_reason for r in requests] == ["abort", "length", "length", "length", "abort"]

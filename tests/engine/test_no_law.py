@@ -8,7 +8,8 @@ import functools
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.engine.engine import NO_NUMBERS, Engine, Model
+from jaxspec.engine.engine import Engine, Model
+from jaxspec.engine.results import NO_NUMBERS
 from jaxspec.sampling_params import SamplingParams
 from tests import tiny
 

@@ -40,14 +40,14 @@ def computed(monkeypatch):
     """computed(engine) -> a list to which every prefill adds the number of its tokens."""
 
     def watch(engine: Engine) -> list[int]:
-        lengths, run = [], engine.run
+        lengths, execute = [], engine.runner.execute
 
-        def counted(name, config, *arrays):
-            if name == "prefill":
-                lengths.append(int(arrays[0].length.sum()))
-            return run(name, config, *arrays)
+        def counted(plan):
+            if plan.program == "prefill":
+                lengths.append(int(plan.arrays[0].length.sum()))
+            return execute(plan)
 
-        monkeypatch.setattr(engine, "run", counted)
+        monkeypatch.setattr(engine.runner, "execute", counted)
         return lengths
 
     return watch
@@ -196,7 +196,7 @@ def test_the_page_that_ends_the_prompt_is_copied_for_both_models():
     engine.admit()
     assert [s.pages[:2] for s in others] == [first.pages[:2]] * 2
     assert [engine.scheduler.allocator.references[page] for page in first.pages[:2]] == [3, 3]
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(engine.cache)]
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(engine.runner.cache)]
     assert len(leaves) == 4, "two layers of each model"
     for leaf in leaves:
         ends = [leaf[s.pages[2], :2] for s in request.samples]  # the prompt's positions 8 and 9
@@ -206,7 +206,7 @@ def test_the_page_that_ends_the_prompt_is_copied_for_both_models():
     own_end = [leaf[first.pages[2], :2] for leaf in leaves]
     pages, end = list(first.pages[:2]), first.pages[2]
     engine.step(3)
-    for leaf, before, before_end in zip(jax.tree.leaves(engine.cache), shared, own_end, strict=True):
+    for leaf, before, before_end in zip(jax.tree.leaves(engine.runner.cache), shared, own_end, strict=True):
         assert np.array_equal(np.asarray(leaf)[pages], before), "nobody writes to what is shared"
         assert np.array_equal(np.asarray(leaf)[end, :2], before_end)
     while engine.busy:

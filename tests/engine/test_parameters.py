@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.engine.engine import NO_ID_ALLOWED
 from jaxspec.engine.request import Request
+from jaxspec.engine.results import NO_ID_ALLOWED
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import FAMILY, VOCAB, new_engine, params, serve, texts, total
 from tests.wishes import LONG, METHODS, PROMPTS, batch, expected, found, plain, speculative

@@ -15,7 +15,9 @@ def table_of(llm, tokens: list[int]) -> np.ndarray:
 
     from tests.models.forward import run
 
-    logits = run(llm.engine.decoding.target.config, llm.engine.params["target"], np.array([tokens]), [len(tokens)])
+    logits = run(
+        llm.engine.runner.decoding.target.config, llm.engine.runner.params["target"], np.array([tokens]), [len(tokens)]
+    )
     return np.asarray(jax.nn.log_softmax(logits[0]))
 
 

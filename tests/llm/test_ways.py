@@ -12,7 +12,7 @@ from tests.llm.answers import GREEDY, PROMPTS, ids_of
 
 def test_another_way_of_speculating_shares_the_weights(llm, folder):
     other = llm.speculating({"method": "ngram", "num_speculative_tokens": 2})
-    mine, theirs = llm.engine.params["target"], other.engine.params["target"]
+    mine, theirs = llm.engine.runner.params["target"], other.engine.runner.params["target"]
     assert all(a is b for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True))
     assert (llm.engine.num_drafts, other.engine.num_drafts) == (3, 2)
     before = llm.metrics.num_emitted_tokens

@@ -38,8 +38,8 @@ def test_a_dict_is_emptied_on_the_way():
     assert not params
     model = tiny.model(CONFIG)
     engine = tiny.engine(model)
-    assert isinstance(engine.params["target"], OutputFirst)
-    assert len(model.params) == len(engine.params["target"]), "the engine took what is somebody else's"
+    assert isinstance(engine.runner.params["target"], OutputFirst)
+    assert len(model.params) == len(engine.runner.params["target"]), "the engine took what is somebody else's"
 
 
 @pytest.mark.parametrize(

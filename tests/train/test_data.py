@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import cli
-from jaxspec.engine.engine import sample_seed
+from jaxspec.engine.arrivals import sample_seed
 from jaxspec.llm import LLM
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train import data, generate, openings

@@ -96,7 +96,7 @@ def test_a_draft_without_a_tokenizer_knows_its_targets(trained, root, tmp_path):
 
 def test_a_draft_reads_its_targets_own_table(trained, root, tmp_path):
     llm = LLM(str(root / "target"), speculative_config={"model": str(trained)}, max_model_len=64)
-    target, draft = (llm.engine.params[name]["embed"] for name in ("target", "draft"))
+    target, draft = (llm.engine.runner.params[name]["embed"] for name in ("target", "draft"))
     assert target.unsafe_buffer_pointer() == draft.unsafe_buffer_pointer()
     wider = folders.write_model(tmp_path / "wider", vocab_size=runs.VOCAB, width=64)
     with pytest.raises(ValueError, match="'draft' reads a table of 320 ids and width 32, the target's has 320 and 64"):

@@ -1,0 +1,101 @@
+"""A prompt with its parameters -> the engine's requests, one a sample; and what is refused of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxspec.engine.adaptive import Acceptance
+from jaxspec.engine.request import Request
+from jaxspec.options import ids as checked_ids
+from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Of an engine. num_drafts: K, the most drafts of a round; rule: the acceptance rule asked for, or None."""
+
+    max_model_len: int
+    vocab_size: int
+    num_drafts: int
+    rule: str | None = None
+
+    def max_len(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Of prompt and output."""
+        return min(len(prompt) + params.max_tokens, self.max_model_len)
+
+
+def check(
+    limits: Limits,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    bad_words: Sequence[Sequence[int]] = (),
+    stop_ids: Sequence[int] = (),
+) -> None:
+    """Raises ValueError for a prompt or parameters that cannot be served."""
+    prompt, params = checked_ids("token id", prompt), dataclasses.replace(params)  # checks once more
+    checked_ids("the model's own stop id", stop_ids)
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one token")
+    if len(prompt) >= limits.max_model_len:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, max_model_len={limits.max_model_len} leaves no room for output: "
+            "shorten it or raise max_model_len"
+        )
+    kinds: dict[str, Sequence[int]] = {
+        "token id": prompt,
+        "stop token id": params.stop_token_ids,
+        "allowed token id": params.allowed_token_ids or (),
+        "logit_bias id": [i for i, _ in params.logit_bias],
+        "bad word's token id": [i for word in bad_words for i in checked_ids("bad word's token id", word)],
+    }
+    for kind, ids in kinds.items():
+        if (bad := next((i for i in ids if not 0 <= i < limits.vocab_size), None)) is not None:
+            raise ValueError(f"{kind} {bad} is outside the vocabulary 0..{limits.vocab_size - 1}")
+    wanted, most = params.num_speculative_tokens, limits.num_drafts
+    if wanted is not None and wanted > most and most:
+        raise ValueError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")
+
+
+def samples(
+    limits: Limits,
+    ids: Iterator[int],
+    prompt: Sequence[int],
+    params: SamplingParams,
+    bad_words: Sequence[Sequence[int]],
+    stop_ids: Sequence[int],
+) -> list[Request]:
+    """The n requests of a prompt that was checked, each with all of them as its `samples`."""
+    prompt, params = list(checked_ids("token id", prompt)), dataclasses.replace(params)  # the caller's own may change
+    wanted = limits.num_drafts
+    if params.num_speculative_tokens is not None:
+        wanted = min(wanted, params.num_speculative_tokens)
+    seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) if params.seed is None else params.seed
+    found = [
+        Request(
+            id=next(ids),
+            prompt=prompt,
+            params=params,
+            seed=sample_seed(seed, index),
+            coupled=params.seed is not None if limits.rule is None else limits.rule == "coupled",
+            stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else stop_ids)])),
+            max_len=limits.max_len(prompt, params),
+            num_speculative_tokens=wanted,
+            bad_words=tuple(tuple(word) for word in bad_words),
+            index=index,
+            metrics=SpecDecodeMetrics(num_accepted_tokens_per_pos=[0] * limits.num_drafts),
+            acceptance=Acceptance(limits.num_drafts),
+        )
+        for index in range(params.n)
+    ]
+    for sample in found:
+        sample.samples = found
+    return found
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Of the index-th sample; the first one's is the request's own."""
+    return int(np.random.SeedSequence([seed % (1 << 64), index]).generate_state(1, np.uint64)[0]) if index else seed

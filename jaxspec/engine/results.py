@@ -1,0 +1,95 @@
+"""What a device program brings back -> requests: tokens, lengths, log-probabilities, reasons to end, counters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.decode.state import FINISH_REASONS, NO_ID, NO_LAW, LaunchResult
+from jaxspec.engine.account import counters
+from jaxspec.engine.adaptive import Acceptance
+from jaxspec.engine.request import Request, TokenLogprobs
+from jaxspec.outputs import SpecDecodeMetrics
+
+NO_ID_ALLOWED = (
+    "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
+)
+NO_NUMBERS = (
+    "the target's logits were no numbers: its weights are damaged, or its dtype is too narrow for this text; check the "
+    "file, or take dtype='float32'"
+)
+ERRORS = {NO_ID: NO_ID_ALLOWED, NO_LAW: NO_NUMBERS}
+
+# (positions that the draft cache holds by the device's count, the target's) -> request.draft_len
+DraftLen = Callable[[int, int], int]
+
+
+def absorb_chunk(request: Request, row: int, length: int, scores: Any, draft_len: DraftLen) -> None:
+    """length more tokens of the request are in the caches; scores: log-probabilities of the chunk, or None."""
+    if request.wants_prompt_logprobs:
+        n = request.params.prompt_logprobs or 0
+        request.prompt_logprobs[request.target_len :] = token_logprobs(scores, row, length, n)
+    request.target_len += length
+    request.draft_len = draft_len(request.target_len, request.target_len)
+    if request.prefilled:
+        request.times.prefilled = request.times.prefilled or time.perf_counter()
+
+
+def absorb_row(request: Request, row: int, result: LaunchResult, draft_len: DraftLen) -> int:
+    """The tokens that this launch added to the output; below 0 where a stop string took back earlier ones."""
+    count, known, finish = int(result.num_new[row]), len(request.output), int(result.finish[row])
+    output = request.output + result.new_tokens[row, :count].tolist()
+    reason, error = FINISH_REASONS[finish], ERRORS.get(finish)
+    if request.find_stop and (keep := request.find_stop(output, known)) is not None:
+        count -= len(output) - keep
+        reason, error = "stop", None
+        del output[keep:]
+    logprobs, asked = request.logprobs, request.params.logprobs
+    if asked is not None:  # a stop string may have begun in an earlier launch
+        logprobs = [*logprobs, *token_logprobs(result.logprobs, row, max(count, 0), asked)][: len(output)]
+    target_len = len(request.prompt) + len(output) - 1
+    # All or nothing: an interrupt cannot come within one call.
+    vars(request).update(
+        output=output,
+        logprobs=logprobs,
+        finish_reason=reason,
+        error=error,
+        target_len=target_len,
+        draft_len=draft_len(min(int(result.draft_len[row]), target_len), target_len),
+    )
+    return count
+
+
+def token_logprobs(scores: Any, row: int, count: int, n: int) -> list[TokenLogprobs]:
+    """The first `count` of a row, with their n likeliest ids."""
+    arrays = (scores.chosen, scores.rank, scores.top_ids[..., :n], scores.top[..., :n])
+    return [TokenLogprobs(*values) for values in zip(*(x[row, :count].tolist() for x in arrays), strict=True)]
+
+
+def keep_count(
+    requests: Sequence[Request],
+    kept: Sequence[int],
+    result: LaunchResult,
+    metrics: SpecDecodeMetrics,
+    overall: Acceptance,
+) -> None:
+    """Adds what a launch did to the requests' own counters and to those of all, `metrics` and `overall`. kept: tokens
+    that each request gained."""
+    now, size = time.perf_counter(), result.num_speculative_tokens
+    for request, seen in zip(requests, counters(result, kept), strict=True):
+        if request.output:
+            request.times.first_token = request.times.first_token or now
+        if request.finish_reason:
+            request.times.finished = now
+        request.metrics += seen
+        metrics += seen
+    drafted = [(row, r, k) for row, r in enumerate(requests) if (k := min(size, r.num_speculative_tokens))]
+    rounds = [np.asarray(result.accepted)[row, result.emitted[row] > 0] for row, _, _ in drafted]
+    for (_, request, k), accepted in zip(drafted, rounds, strict=True):
+        request.acceptance.observe(accepted, k)
+    for k in {k for _, _, k in drafted}:
+        of_k = [accepted for (_, _, own), accepted in zip(drafted, rounds, strict=True) if own == k]
+        overall.observe(np.concatenate(of_k), k)

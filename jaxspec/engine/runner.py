@@ -1,0 +1,114 @@
+"""The device side of an engine: parameters, caches, programs. It executes what the engine planned; it knows no request.
+
+A plan is small and holds no device array, so that several processes can execute the same one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, Literal
+
+import jax
+from jax.profiler import TraceAnnotation
+from jax.sharding import Mesh
+
+from jaxspec.cache.pages import PagedKVCache, allocate
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.decode.packing import Packed
+from jaxspec.decode.programs import Programs
+from jaxspec.decode.state import DecodeConfig, Variant
+from jaxspec.engine import setup
+from jaxspec.engine.setup import Model
+from jaxspec.models.decoder import Params
+from jaxspec.models.storage import stored_for
+
+NOTHING = Variant()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One run of a device program.
+
+    program: a name in decode.programs.FUNCTIONS; k: drafts a round of a launch; variant: the code paths that its rows
+    need; arrays: its arguments next to parameters and caches, pytrees of numpy arrays.
+    """
+
+    program: Literal["launch", "prefill", "catch_up", "copy_pages"]
+    arrays: tuple[Any, ...]
+    k: int = 0
+    variant: Variant = NOTHING
+
+    @property
+    def answers(self) -> bool:
+        """Whether something comes back."""
+        return self.program == "launch" or self.variant.logprobs is not None
+
+
+def fetch(result: Packed) -> Any:
+    """The one transfer from device to host of a launch."""
+    return jax.device_get(result).unpack()
+
+
+class Runner:
+    """models: "target" and, for a method that has one, "draft"."""
+
+    def __init__(
+        self,
+        models: dict[str, Model],
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None,
+        mesh: Mesh,
+        platform: str,
+    ) -> None:
+        paged = setup.paged_models(models, config, speculative, mesh, platform)
+        self.mesh, self.backend = mesh, paged["target"].backend
+        self.params: dict[str, Params] = {}
+        for name, model in models.items():
+            self.use(name, model.params)
+        self.layouts = [model.layout for model in paged.values()]
+        self.cache = self.empty_cache()
+        self.drafters = setup.drafters(speculative, paged.get("draft"))
+        self.decoding = DecodeConfig(
+            target=paged["target"],
+            drafter=self.drafters[max(self.drafters)],
+            greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
+        )
+        self.programs = Programs(mesh)
+
+    def use(self, name: str, params: Params) -> None:
+        """The model `name` has these parameters from now on."""
+        self.params[name] = stored_for(self.backend, copy.copy(params))
+
+    def execute(self, plan: Plan) -> Any:
+        """Runs a plan to its end -> what comes back, on the host; None where nothing does."""
+        with TraceAnnotation(plan.program):
+            self.cache, result = self.programs.run(
+                plan.program, self.config(plan), self.params, self.cache, *plan.arrays
+            )
+            if plan.answers:
+                return fetch(result)
+            jax.block_until_ready(self.cache)  # what fails, fails here
+            return None
+
+    def config(self, plan: Plan) -> DecodeConfig | None:
+        """The static description of the plan's program."""
+        if plan.program == "copy_pages":
+            return None
+        drafter = self.drafters[plan.k] if plan.program == "launch" else self.decoding.drafter
+        return dataclasses.replace(self.decoding, variant=plan.variant, drafter=drafter)
+
+    def empty_cache(self) -> PagedKVCache:
+        return PagedKVCache(*(allocate(layout, self.mesh) for layout in self.layouts))
+
+    @property
+    def lost(self) -> bool:
+        """Whether a program that did not end has taken the caches."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
+
+    def renew(self) -> None:
+        """Empty caches in place of what is there."""
+        for leaf in jax.tree.leaves(self.cache):
+            if not leaf.is_deleted():
+                leaf.delete()  # before new pages take the same space
+        self.cache = self.empty_cache()
