@@ -20,6 +20,7 @@ PLAIN = {"jaxspec.config", "jaxspec.sampling_params", "jaxspec.outputs", "jaxspe
 BASE = PLAIN | {"jaxspec.parallel"}
 BELOW_DRAFTERS = BASE | {"jaxspec.models", "jaxspec.sampling", "jaxspec.cache", "pallas_kernels"}
 BELOW_ENGINE = BELOW_DRAFTERS | {"jaxspec.decode", "jaxspec.drafters", "jaxspec.verify"}
+LOADING = {"jaxspec.loading", "checkpoints"}
 BELOW_LLM = BELOW_ENGINE | {
     "jaxspec.engine",
     "jaxspec.detokenizer",
@@ -27,7 +28,7 @@ BELOW_LLM = BELOW_ENGINE | {
     "jaxspec.prompts",
     "jaxspec.job",
 }
-BELOW_CLI = BELOW_LLM | {"jaxspec.llm", "checkpoints"}
+BELOW_CLI = BELOW_LLM | LOADING | {"jaxspec.llm"}
 ALLOWED: dict[str, set[str]] = {
     "pallas_kernels": set(),
     "checkpoints": {"jaxspec.models.config", "jaxspec.models.limits"},
@@ -49,13 +50,15 @@ ALLOWED: dict[str, set[str]] = {
     "jaxspec.engine": BELOW_ENGINE,
     "jaxspec.prompts": {"jaxspec.options", "jaxspec.sampling_params"},
     "jaxspec.job": PLAIN | {"jaxspec.engine", "jaxspec.detokenizer", "jaxspec.prompts"},
-    "jaxspec.llm": BELOW_LLM | {"checkpoints"},
+    "jaxspec.loading": {"checkpoints", "pallas_kernels", "jaxspec.engine.setup", "jaxspec.models"},
+    "jaxspec.llm": BELOW_LLM | LOADING,
     "jaxspec.async_llm": BELOW_LLM | {"jaxspec.llm"},
     "jaxspec.prometheus": PLAIN | {"jaxspec.engine", "jaxspec.llm", "jaxspec.async_llm"},
     "jaxspec.train": BELOW_CLI | {"jaxspec.demo"},
-    "jaxspec.info": BELOW_CLI,
+    "jaxspec.info": {"jaxspec.cache", "jaxspec.config", "jaxspec.models", "jaxspec.parallel", "pallas_kernels"}
+    | LOADING,
     "jaxspec.demo": BELOW_CLI,
-    "jaxspec.bench": BELOW_CLI | {"jaxspec.demo"},
+    "jaxspec.bench": BELOW_LLM | LOADING | {"jaxspec.demo"},
     "jaxspec.exits": {"jaxspec.progress"},
     "jaxspec.cli": BELOW_CLI | {"jaxspec.exits", "jaxspec.info", "jaxspec.demo", "jaxspec.bench", "jaxspec.train"},
 }
@@ -123,7 +126,7 @@ def test_any_module_may_be_imported_first(first):
 
 def test_import_is_light():
     """jax and the engine are loaded when they are needed, so that `jaxspec --help` answers at once."""
-    heavy = "jax jaxlib flax numpy transformers matplotlib huggingface_hub jaxspec.engine jaxspec.llm checkpoints"
+    heavy = "jax jaxlib flax numpy transformers matplotlib huggingface_hub jaxspec.engine jaxspec.llm jaxspec.loading checkpoints"
     code = f"import sys, jaxspec, jaxspec.cli; print(sorted(set({heavy.split()!r}) & set(sys.modules)))"
     assert run(code).strip() == "[]"
 
