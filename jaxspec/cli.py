@@ -280,16 +280,8 @@ def generate_data(
     as_json: AsJson = False,
 ) -> None:
     """Let a model write what a draft is trained on."""
-    from jaxspec.train.generate import (
-        MIXTURE,
-        TEMPERATURES,
-        DataOptions,
-        engine_options,
-        generate,
-        kept,
-        part_of,
-        shares,
-    )
+    from jaxspec.train.data_options import MIXTURE, TEMPERATURES, DataOptions, part_of, shares
+    from jaxspec.train.generate import engine_options, generate, kept
 
     options = DataOptions(
         tokens=tokens,

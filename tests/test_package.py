@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,9 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
+MODULES = dict(modules())
+
+
 def room(module: str) -> str:
     parts = module.split(".")
     return parts[0] if parts[0] != "jaxspec" else ".".join(parts[:2])
@@ -83,7 +87,8 @@ def imported(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: imports are absolute here"
             assert node.module is not None
             # `from jaxspec import info` names a module, `from jaxspec.llm import LLM` an object in one.
-            names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "jaxspec" else [node.module]
+            named = [f"{node.module}.{a.name}" for a in node.names]
+            names = [name if name in MODULES else node.module for name in named]
         elif isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         else:
@@ -91,19 +96,35 @@ def imported(path: Path) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] in PACKAGES)
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
-def test_imports_point_one_way(module, path):
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module):
     here = room(module)
     allowed = ALLOWED[here] | {here}
-    for name in imported(path):
+    for name in imported(MODULES[module]):
         fits = any(name == a or name.startswith(a + ".") for a in allowed)
         assert fits, f"{module} imports {name}; {here} may import from {', '.join(sorted(allowed))}"
+
+
+def test_no_circles():
+    """Not even by an import in a function, or for types only."""
+    graph = {module: set(imported(path)) for module, path in MODULES.items()}
+    assert not circle(graph), " -> ".join(circle(graph))
+    graph["jaxspec.options"].add("jaxspec.config")
+    assert set(circle(graph)) == {"jaxspec.options", "jaxspec.config"}, "the test sees none any more"
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as found:
+        return found.args[1]
+    return []
 
 
 def test_kernels_stand_alone():
     """pallas_kernels is of use without jaxspec: it imports jax, numpy and the standard library only."""
     outside = set()
-    for module, path in modules():
+    for module, path in MODULES.items():
         if not module.startswith("pallas_kernels"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -126,8 +147,9 @@ def test_any_module_may_be_imported_first(first):
 
 def test_import_is_light():
     """jax and the engine are loaded when they are needed, so that `jaxspec --help` answers at once."""
-    heavy = "jax jaxlib flax numpy transformers matplotlib huggingface_hub jaxspec.engine jaxspec.llm jaxspec.loading checkpoints"
-    code = f"import sys, jaxspec, jaxspec.cli; print(sorted(set({heavy.split()!r}) & set(sys.modules)))"
+    heavy = ["jax", "jaxlib", "flax", "numpy", "transformers", "matplotlib", "huggingface_hub"]
+    heavy += ["jaxspec.engine", "jaxspec.llm", "jaxspec.loading", "checkpoints"]
+    code = f"import sys, jaxspec, jaxspec.cli; print(sorted(set({heavy!r}) & set(sys.modules)))"
     assert run(code).strip() == "[]"
 
 
@@ -147,7 +169,7 @@ def test_public_names():
 
 def test_nothing_is_looked_for_in_the_repository():
     """What is installed is the packages: no file of theirs names one beside them, such as a test's."""
-    for module, path in modules():
+    for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert not node.value.startswith(("tests/", "colab/", "docs/")), f"{module}: {node.value}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxspec.config import DTYPES, at_least, one_of
 from jaxspec.options import options
-from jaxspec.train.generate import shares
+from jaxspec.train.data_options import shares
 
 LOSSES = ("kl", "rkl", "tv")
 # Forward KL teaches from the first step on, where total variation, which is what is wanted (1 - acceptance), has next
