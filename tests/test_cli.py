@@ -14,6 +14,8 @@ import pytest
 
 import checkpoints
 from jaxspec import cli
+from jaxspec.cli.generate import Method, speculation
+from jaxspec.cli.shared import DRAFT, EMBEDDED
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
 from tests.folders import EOS, write_model
@@ -81,17 +83,17 @@ def test_methods_and_streaming_agree(capsys, folder):
 @pytest.mark.parametrize(
     ("options", "method", "draft"),
     [
-        ((cli.EMBEDDED, None, None), "ngram+draft_model", cli.DRAFT),
-        ((cli.EMBEDDED, cli.Method.draft_model, None), "draft_model", cli.DRAFT),
-        ((cli.EMBEDDED, cli.Method.ngram, None), "ngram", None),
-        ((cli.EMBEDDED, None, "org/mine"), "draft_model", "org/mine"),
+        ((EMBEDDED, None, None), "ngram+draft_model", DRAFT),
+        ((EMBEDDED, Method.draft_model, None), "draft_model", DRAFT),
+        ((EMBEDDED, Method.ngram, None), "ngram", None),
+        ((EMBEDDED, None, "org/mine"), "draft_model", "org/mine"),
         (("org/other", None, None), "ngram", None),
-        (("org/other", cli.Method.both, "org/mine"), "ngram+draft_model", "org/mine"),
+        (("org/other", Method.both, "org/mine"), "ngram+draft_model", "org/mine"),
     ],
 )
 def test_what_speculates(options, method, draft):
     """Prompt lookup, and its trained draft too for the embedded model; what is asked for goes first."""
-    found = cli.speculation(*options, None)
+    found = speculation(*options, None)
     assert (found.method, found.model) == (method, draft)
 
 
@@ -291,7 +293,8 @@ def test_commands_are_listed(capsys):
 
 def test_defaults_agree():
     """The command line does not import what it would take these from."""
+    from jaxspec.cli.demo import demo as command
     from jaxspec.demo import run as demo
 
-    assert cli.EMBEDDED == demo.MODEL == checkpoints.sources.DEFAULT_MODEL
-    assert cli.demo.__defaults__[0] == demo.MAX_TOKENS
+    assert EMBEDDED == demo.MODEL == checkpoints.sources.DEFAULT_MODEL
+    assert command.__defaults__[0] == demo.MAX_TOKENS
