@@ -14,6 +14,7 @@ from jaxspec.cli.convert import convert
 from jaxspec.cli.demo import demo
 from jaxspec.cli.evaluate_draft import evaluate_draft
 from jaxspec.cli.exits import leave, status
+from jaxspec.cli.fields import as_typer_takes_it
 from jaxspec.cli.generate import generate
 from jaxspec.cli.generate_data import generate_data
 from jaxspec.cli.info import info
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # prompts and file names may hold brackets
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(as_typer_takes_it(command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

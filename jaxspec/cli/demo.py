@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.cli.shared import DRAFT, AsJson
+from jaxspec.cli.shared import DRAFT, AsJson, Dtype
+from jaxspec.config import EngineConfig
 
 
 def demo(
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 64,
     draft: Annotated[str, typer.Option(help="The draft; the trained one comes with jaxspec.")] = DRAFT,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto is what the device does best.")] = "auto",
+    dtype: Dtype = EngineConfig.dtype,
     compare_transformers: Annotated[
         bool, typer.Option("--compare-transformers", help="Answer with transformers too (needs torch).")
     ] = False,

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.cli.shared import MODEL_HELP, AsJson
+from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
+from jaxspec.config import EngineConfig
 from jaxspec.progress import say
 
 
@@ -21,7 +22,7 @@ def evaluate_draft(
     ] = None,
     k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto is what the device does best.")] = "auto",
+    dtype: Dtype = EngineConfig.dtype,
     as_json: AsJson = False,
 ) -> None:
     """How many of a draft's tokens a model accepts, greedy and at temperature 0.7."""

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import EMBEDDED, MODEL_HELP, AsJson
+from jaxspec.config import SpeculativeConfig
 from jaxspec.progress import say
+from jaxspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxspec.config import SpeculativeConfig
     from jaxspec.llm import LLM
     from jaxspec.outputs import RequestOutput
-    from jaxspec.sampling_params import SamplingParams
 
 
 class Method(enum.StrEnum):
@@ -28,8 +29,22 @@ class Method(enum.StrEnum):
     none = "none"
 
 
+SAMPLING = (
+    *("max_tokens", "temperature", "seed", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "n", "min_tokens", "stop", "logprobs"),
+)
+OWN = {
+    "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens"), default=None),
+    "max_tokens": Own(default=128),
+    "n": Own(flags=("-n",)),
+    "stop": Own(kind=list[str], default=None, help="A string that ends the output; may be repeated."),
+    "logprobs": Own(help="With --json: log-probabilities of the tokens and of this many likeliest."),
+}
+
+
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", show_default=False)],
+    *,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = EMBEDDED,
     draft: Annotated[
         str | None, typer.Option(help="A smaller model of the same family that drafts; the embedded model has its own.")
@@ -37,58 +52,24 @@ def generate(
     method: Annotated[
         Method | None, typer.Option(help="Default: draft_model with --draft, both with the embedded pair, else ngram.")
     ] = None,
-    k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round; 4.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest output, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling reproducible.")] = None,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this likely relative to the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Divide the logits of tokens in prompt or output; 1 is off.")
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="Subtract this from the logits of tokens in the output.")
-    ] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, once for each occurrence.")] = 0.0,
-    n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 1,
-    min_tokens: Annotated[int, typer.Option(help="Shortest output, in tokens.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output; may be repeated.")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities of the tokens and of this many likeliest.")
-    ] = None,
+    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, ("num_speculative_tokens",), OWN)],
+    sampling: Annotated[dict[str, Any], Fields(SamplingParams, SAMPLING, OWN)],
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put in the template.")] = False,
     as_json: AsJson = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is complete.")] = False,
 ) -> None:
     """Complete prompts. One prompt streams to the terminal."""
-    from jaxspec.sampling_params import SamplingParams
-
     # Options are checked before the model is loaded.
-    speculative = speculation(model, method, draft, k)
-    if logprobs is not None and not as_json:
-        raise ValueError(f"--logprobs {logprobs} is shown in the JSON document only: add --json")
-    params = SamplingParams(
-        n=n,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        seed=seed,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        stop=stop or (),
-        logprobs=logprobs,
-    )
+    speculative = speculation(model, method, draft, drafts.get("num_speculative_tokens"))
+    if "logprobs" in sampling and not as_json:
+        raise ValueError(f"--logprobs {sampling['logprobs']} is shown in the JSON document only: add --json")
+    params = SamplingParams(**sampling)
     from jaxspec.llm import LLM
 
     say(f"loading {model} ...")
-    llm = LLM(model, speculative_config=speculative, max_num_seqs=min(len(prompts) * n, 16))
+    llm = LLM(model, speculative_config=speculative, max_num_seqs=min(len(prompts) * params.n, 16))
     inputs: list[Any] = [llm.render_chat([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)
-    if len(prompts) * n == 1 and not (as_json or no_stream):
+    if len(prompts) * params.n == 1 and not (as_json or no_stream):
         failed = stream(llm, inputs[0], params)
     else:
         failed = complete(llm, inputs, params, as_json)
@@ -125,7 +106,6 @@ def speculation(model: str, method: Method | None, draft: str | None, k: int | N
     """The speculation that --method, --draft and -k ask for. Where they ask for nothing: prompt lookup, and a trained
     draft too where the model has one."""
     from checkpoints.sources import DRAFTS
-    from jaxspec.config import SpeculativeConfig
 
     if method is Method.none:
         if draft is not None or k is not None:

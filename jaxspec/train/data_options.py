@@ -35,19 +35,24 @@ TEMPERATURES = {0.0: 0.5, 0.7: 0.4, 1.0: 0.1}
 class DataOptions:
     """What is generated.
 
+    The first sentence of each is the command line's help.
+
     Args:
-      tokens: at least so many, prompts included.
-      seed: of prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
-      length: longest sequence, prompt included, in tokens. A prompt takes at most half of it, a message that the
+      tokens: Generate at least so many, prompts included.
+      seed: Of prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
+      length: Longest sequence, prompt included, in tokens. A prompt takes at most half of it, a message that the
         target writes at most a quarter.
-      shard_size: sequences of a shard.
-      mixture: category (prompts.CATEGORIES) -> its share; temperatures: temperature -> its share. 0 is greedy.
-      rows: sequences decoded together; changes the speed, not the data, but for rounding.
-      part: (i, n) is the i-th of n processes, one a device say, that fill the folder together: every n-th shard, and
+      shard_size: Sequences of a shard.
+      mixture: Shares of chat, story, code, summary, rewrite, list, translate, free, self: chat:2,self:1. As a mapping
+        of prompts.CATEGORIES here.
+      temperatures: Shares of temperatures; 0:0.5,0.7:0.4,1:0.1. As a mapping here; 0 is greedy.
+      rows: Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU. They change the speed, not the data, but for
+        rounding.
+      part: The I-th of N processes, a device each, that fill the folder together. Here (i, n): every n-th shard, and
         that share of the tokens.
     """
 
-    tokens: int
+    tokens: int = 10_000_000
     seed: int = 0
     length: int = 512
     shard_size: int = 4096
