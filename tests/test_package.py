@@ -16,52 +16,48 @@ import jaxspec
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 
-# Room -> the rooms that it may import from, itself aside. A room is a package of jaxspec, or one of its files.
-PLAIN = {"jaxspec.config", "jaxspec.sampling_params", "jaxspec.outputs", "jaxspec.options", "jaxspec.shapes"}
-BASE = PLAIN | {"jaxspec.parallel"}
-BELOW_DRAFTERS = BASE | {"jaxspec.models", "jaxspec.sampling", "jaxspec.cache", "pallas_kernels"}
-BELOW_ENGINE = BELOW_DRAFTERS | {"jaxspec.decode", "jaxspec.drafters", "jaxspec.verify"}
-LOADING = {"jaxspec.loading", "checkpoints"}
-BELOW_LLM = BELOW_ENGINE | {
-    "jaxspec.engine",
-    "jaxspec.detokenizer",
-    "jaxspec.progress",
-    "jaxspec.prompts",
-    "jaxspec.job",
+# Room -> the rooms that it may import from, itself aside: those that it does import from, and no other. A room is a
+# package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
+ARROWS = {
+    "pallas_kernels": "",
+    "checkpoints": "models.config models.limits",
+    "jaxspec": "",  # __init__: public names are strings, loaded on first use
+    "options": "",
+    "shapes": "",
+    "outputs": "",
+    "detokenizer": "",
+    "progress": "",
+    "parallel": "",
+    "config": "options",
+    "sampling_params": "options",
+    "cache": "parallel models.config",  # the config is data, not the decoder
+    "sampling": "shapes",
+    "models": "parallel cache pallas_kernels",
+    "drafters": "shapes models sampling pallas_kernels",
+    "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
+    "decode": "shapes config parallel cache models sampling pallas_kernels drafters verify",
+    "engine": "config options outputs sampling_params parallel cache models sampling pallas_kernels drafters decode",
+    "prompts": "options sampling_params",
+    "job": "outputs engine.request detokenizer prompts",
+    "loading": "checkpoints pallas_kernels models engine.setup",
+    "llm": "config outputs sampling_params parallel models checkpoints loading engine progress prompts job",
+    "async_llm": "config outputs sampling_params engine prompts job llm",
+    "prometheus": "engine.request llm async_llm",
+    "info": "config parallel cache models pallas_kernels checkpoints loading",
+    "demo": "config outputs sampling_params parallel progress checkpoints engine.setup llm",
+    "bench": "config outputs sampling_params parallel cache models pallas_kernels drafters.base decode engine progress "
+    "checkpoints loading",
+    "train": "config options outputs sampling_params shapes parallel cache models engine progress checkpoints "
+    "loading llm",
+    "cli": "config outputs sampling_params parallel progress checkpoints job llm info demo bench train",
 }
-BELOW_CLI = BELOW_LLM | LOADING | {"jaxspec.llm"}
-ALLOWED: dict[str, set[str]] = {
-    "pallas_kernels": set(),
-    "checkpoints": {"jaxspec.models.config", "jaxspec.models.limits"},
-    "jaxspec": set(),  # __init__: public names are strings, loaded on first use
-    "jaxspec.options": set(),
-    "jaxspec.shapes": set(),
-    "jaxspec.outputs": set(),
-    "jaxspec.parallel": {"jaxspec.shapes"},
-    "jaxspec.detokenizer": set(),
-    "jaxspec.progress": set(),
-    "jaxspec.config": {"jaxspec.options"},
-    "jaxspec.sampling_params": {"jaxspec.options"},
-    "jaxspec.cache": BASE | {"jaxspec.models.config", "pallas_kernels"},  # the config is data, not the decoder
-    "jaxspec.sampling": BASE | {"jaxspec.cache", "pallas_kernels"},
-    "jaxspec.models": BASE | {"jaxspec.cache", "pallas_kernels"},
-    "jaxspec.verify": BELOW_DRAFTERS | {"jaxspec.drafters.base"},  # a Proposal is what it verifies
-    "jaxspec.drafters": BELOW_DRAFTERS,
-    "jaxspec.decode": BELOW_DRAFTERS | {"jaxspec.drafters", "jaxspec.verify"},
-    "jaxspec.engine": BELOW_ENGINE,
-    "jaxspec.prompts": {"jaxspec.options", "jaxspec.sampling_params"},
-    "jaxspec.job": PLAIN | {"jaxspec.engine", "jaxspec.detokenizer", "jaxspec.prompts"},
-    "jaxspec.loading": {"checkpoints", "pallas_kernels", "jaxspec.engine.setup", "jaxspec.models"},
-    "jaxspec.llm": BELOW_LLM | LOADING,
-    "jaxspec.async_llm": BELOW_LLM | {"jaxspec.llm"},
-    "jaxspec.prometheus": PLAIN | {"jaxspec.engine", "jaxspec.llm", "jaxspec.async_llm"},
-    "jaxspec.train": BELOW_CLI | {"jaxspec.demo"},
-    "jaxspec.info": {"jaxspec.cache", "jaxspec.config", "jaxspec.models", "jaxspec.parallel", "pallas_kernels"}
-    | LOADING,
-    "jaxspec.demo": BELOW_CLI,
-    "jaxspec.bench": BELOW_LLM | LOADING | {"jaxspec.demo"},
-    "jaxspec.cli": BELOW_CLI | {"jaxspec.info", "jaxspec.demo", "jaxspec.bench", "jaxspec.train"},
-}
+
+
+def full(name: str) -> str:
+    return name if name.split(".")[0] in PACKAGES else f"jaxspec.{name}"
+
+
+ALLOWED = {full(room): set(map(full, arrows.split())) for room, arrows in ARROWS.items()}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -102,6 +98,21 @@ def test_imports_point_one_way(module):
     for name in imported(MODULES[module]):
         fits = any(name == a or name.startswith(a + ".") for a in allowed)
         assert fits, f"{module} imports {name}; {here} may import from {', '.join(sorted(allowed))}"
+
+
+def test_allowed_is_what_is_used():
+    assert ALLOWED.keys() == {room(module) for module in MODULES}
+    assert not unused(ALLOWED)
+    planted = ALLOWED | {"jaxspec.prompts": ALLOWED["jaxspec.prompts"] | {"jaxspec.llm"}}
+    assert unused(planted) == {("jaxspec.prompts", "jaxspec.llm")}, "the test sees none any more"
+
+
+def unused(allowed: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """Arrows that no import of the room needs."""
+    used = {(room(module), name) for module, path in MODULES.items() for name in imported(path)}
+    within = lambda name, arrow: name == arrow or name.startswith(arrow + ".")
+    needed = lambda here, arrow: any(there == here and within(name, arrow) for there, name in used)
+    return {(here, arrow) for here, arrows in allowed.items() for arrow in arrows if not needed(here, arrow)}
 
 
 def test_no_circles():
