@@ -37,7 +37,7 @@ class Options:
 
     Args:
       preset: Random weights, public shapes: qwen3-8b+qwen3-0.6b.
-      model: Hub id, local folder, .gguf file, or an embedded model's name.
+      model: A real one.
       draft: The draft of --model; n-gram without one.
       batch_sizes: One or several: 1,16.
       contexts: Tokens in the caches, one or several.

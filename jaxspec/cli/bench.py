@@ -9,11 +9,12 @@ import typer
 
 from jaxspec.bench.options import Options, listed, stages
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.shared import AsJson
+from jaxspec.cli.shared import MODEL_HELP, AsJson
 
 WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "lengths", "dtype", "stages")
 HOW = ("temperature", "kernels", "launches")
 OWN = {
+    "model": Own(help=MODEL_HELP),
     "batch_sizes": Own(flags=("--batch-size",), kind=str),
     "contexts": Own(flags=("--context",), kind=str),
     "ks": Own(flags=("-k", "--k", "--num-speculative-tokens"), kind=str),

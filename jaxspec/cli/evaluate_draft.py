@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.progress import say
 
 
@@ -20,7 +20,9 @@ def evaluate_draft(
         Path | None,
         typer.Option(metavar="FILE.json", help="What users say: {category: [text, ...]}; 64 texts that come along."),
     ] = None,
-    k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")] = 4,
+    k: Annotated[
+        int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")
+    ] = SpeculativeConfig.num_speculative_tokens,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
     dtype: Dtype = EngineConfig.dtype,
     as_json: AsJson = False,

@@ -13,12 +13,16 @@ from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
 from jaxspec.config import EngineConfig
 from jaxspec.progress import say
-from jaxspec.train.data_options import DataOptions, part_of, shares
+from jaxspec.train.data_options import TEMPERATURES, DataOptions, part_of, shares
 
 NAMES = ("tokens", "seed", "length", "shard_size", "mixture", "temperatures", "rows", "part")
 OWN = {
     "mixture": Own(kind=str, default=None),
-    "temperatures": Own(kind=str, default=None),
+    "temperatures": Own(
+        kind=str,
+        default=None,
+        help=f"Shares of temperatures; {','.join(f'{t:g}:{share:g}' for t, share in TEMPERATURES.items())}.",
+    ),
     "part": Own(kind=str, default="1/1", metavar="I/N"),
 }
 

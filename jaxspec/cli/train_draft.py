@@ -7,20 +7,19 @@ from typing import Annotated, Any
 
 from jaxspec.cli.exits import keeping
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.shared import EMBEDDED
+from jaxspec.cli.shared import EMBEDDED, MODEL_HELP
 from jaxspec.train.options import TrainOptions
 
 NAMES = [field.name for field in dataclasses.fields(TrainOptions)]
-FIRST = ("data", "out")
 OWN = {
-    "target": Own(default=EMBEDDED),
+    "target": Own(default=EMBEDDED, help=MODEL_HELP),
     "loss": Own(default=None),
     "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens")),
 }
 
 
 def train_draft(
-    options: Annotated[dict[str, Any], Fields(TrainOptions, (*FIRST, *(n for n in NAMES if n not in FIRST)), OWN)],
+    options: Annotated[dict[str, Any], Fields(TrainOptions, NAMES, OWN)],
 ) -> None:
     """Distil a draft for a target. --out then names it: jaxspec generate --model TARGET --draft OUT."""
     chosen = TrainOptions(**options)

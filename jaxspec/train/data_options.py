@@ -45,7 +45,7 @@ class DataOptions:
       shard_size: Sequences of a shard.
       mixture: Shares of chat, story, code, summary, rewrite, list, translate, free, self: chat:2,self:1. As a mapping
         of prompts.CATEGORIES here.
-      temperatures: Shares of temperatures; 0:0.5,0.7:0.4,1:0.1. As a mapping here; 0 is greedy.
+      temperatures: Shares of temperatures. As a mapping here; 0 is greedy.
       rows: Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU. They change the speed, not the data, but for
         rounding.
       part: The I-th of N processes, a device each, that fill the folder together. Here (i, n): every n-th shard, and

@@ -23,9 +23,9 @@ class TrainOptions:
     The first sentence of each is the command line's help.
 
     Args:
-      target: Hub id, local folder, .gguf file, or an embedded model's name.
       data: The folder of training data that the target wrote.
       out: The folder to write; it is then the draft's name.
+      target: The model that the draft is for.
       layers: Of the draft; two.
       width: Of the draft; two thirds of the target's.
       heads: Query heads; as many as fit the width. Their size is always the target's.
@@ -61,9 +61,9 @@ class TrainOptions:
     Raises: ValueError for a value out of its range.
     """
 
-    target: str
     data: Path
     out: Path
+    target: str
     layers: int | None = None
     width: int | None = None
     heads: int | None = None
