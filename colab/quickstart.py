@@ -90,7 +90,7 @@ print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.device(platfo
 # %%
 import urllib.request
 
-from jaxspec.llm import compute_dtype
+from jaxspec.loading import compute_dtype
 
 LARGE = [("Qwen/Qwen3-8B", 40), ("Qwen/Qwen3-1.7B", 12)]  # with the memory, in GB, that is comfortable for each
 NUM_DRAFTS = 4

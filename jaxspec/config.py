@@ -29,7 +29,7 @@ class SpeculativeConfig:
       method: "draft_model" (where `model` is given), "ngram" (prompt lookup) or "ngram+draft_model" (prompt lookup
         where it finds something, the draft model elsewhere).
       model, revision: the draft: a hub id, a local folder or a .gguf file.
-      num_speculative_tokens: K, drafts a round, at least 1.
+      num_speculative_tokens: Drafts a round. K, at least 1.
       max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
       dtype: the draft's; default the target's.
       draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
@@ -152,8 +152,9 @@ class EngineConfig:
 
     Args:
       tensor_parallel_size: devices the model is sharded over.
-      dtype: "auto" is float32 on CPU, else bfloat16; float32 too on GPUs below compute capability 8.0, which have no
-        bfloat16, and whose float16 overflows in some models. "float32" also means full-precision products everywhere.
+      dtype: float32 or bfloat16; auto is what the device does best. That is float32 on CPU, else bfloat16; float32 too
+        on GPUs below compute capability 8.0, which have no bfloat16, and whose float16 overflows in some models.
+        "float32" also means full-precision products everywhere.
       max_model_len: longest prompt + output, in tokens. Default: the model's own.
       max_num_seqs: requests decoded together.
       page_size: tokens a cache page holds. Default 16, on TPU 32.

@@ -11,7 +11,7 @@ import checkpoints
 from jaxspec.cache import budget
 from jaxspec.cache.pages import cache_layout, default_page_size
 from jaxspec.config import EngineConfig
-from jaxspec.llm import PLATFORMS, check_same_tokenizer, check_table, compute_dtype
+from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype, this_platform
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
@@ -25,7 +25,7 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
     pages: how many the default engine could hold of both models together, on this machine's first device.
     draft_fits: None without a draft, else whether it can draft for the model; draft_problem says why not.
     """
-    platform = PLATFORMS[jax.default_backend()]
+    platform = this_platform()
     source = checkpoints.resolve(model, weights=False)
     target = facts(source, platform, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}

@@ -1,5 +1,7 @@
 """Option classes: frozen dataclasses that name the nearest known option when given an unknown one; and the checks of
-what they are given, each one line that names the value and the limit."""
+what they are given, each one line that names the value and the limit.
+
+numpy is imported where it is used: the command line reads the classes for its help."""
 
 from __future__ import annotations
 
@@ -10,8 +12,6 @@ import numbers
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, dataclass_transform
-
-import numpy as np
 
 T = TypeVar("T")
 LARGEST = 2**31 - 1  # of 32 bits, in which devices count
@@ -36,10 +36,17 @@ def options(cls: type[T]) -> type[T]:
     return cls
 
 
+def truth(value: Any) -> bool:
+    """Whether it is True or False, of Python or of numpy."""
+    import numpy as np
+
+    return isinstance(value, bool | np.bool_)
+
+
 def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str = "") -> int:
     """value as an int. Raises ValueError unless it is a whole number from least to most."""
     try:
-        if isinstance(value, bool | np.bool_):
+        if truth(value):
             raise TypeError
         found = operator.index(value)
     except TypeError:
@@ -58,9 +65,11 @@ def shown(value: int) -> str:
 
 def number(name: str, value: Any) -> float:
     """value as a float. Raises ValueError unless it is a number."""
+    import numpy as np
+
     scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
     try:
-        if not scalar or isinstance(value, bool | np.bool_):
+        if not scalar or truth(value):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -69,7 +78,7 @@ def number(name: str, value: Any) -> float:
 
 def flag(name: str, value: Any) -> bool:
     """Raises ValueError unless value is True or False."""
-    if not isinstance(value, bool | np.bool_):
+    if not truth(value):
         raise ValueError(f"{name}={value!r:.80} must be True or False")
     return bool(value)
 

@@ -44,25 +44,35 @@ FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 class SamplingParams:
     """How one request is decoded. With speculation or without, the output obeys the same law.
 
+    The first sentence of each is the command line's help.
+
     Args:
-      n: samples of the prompt; they share its pages. Sample 0 is what n=1 gives.
-      max_tokens: at most this many output tokens; min_tokens: no stop id and no stop string ends the output before.
+      n: Samples of each prompt. They share its pages; sample 0 is what n=1 gives.
+      max_tokens: Longest output, in tokens.
+      min_tokens: Shortest output, in tokens. No stop id and no stop string ends it before.
       temperature: 0 is greedy.
-      top_k: keep the k likeliest ids; 0 or -1 keeps all. top_p: keep the likeliest ids that hold this much
-        probability. min_p: keep ids at least this likely relative to the likeliest. Applied after temperature, in the
-        order min-p, top-k, top-p.
-      repetition_penalty: divides positive (multiplies negative) logits of ids in prompt or output; 1 is off.
-      presence_penalty, frequency_penalty: subtracted from the logits of ids in the output, once or once an occurrence.
-      logit_bias: id -> what is added to its logit, -100 to 100 (kept as sorted pairs). allowed_token_ids: no other id
-        is chosen. bad_words: strings whose tokens never occur in the output.
-      seed: 64 bits that make the output reproducible, whatever shares the batch: in float32 it is that of plain
+      top_p: Keep the likeliest tokens that hold this probability. Filters apply after temperature, in the order min-p,
+        top-k, top-p.
+      top_k: Keep the k likeliest tokens; 0 keeps all. So does -1.
+      min_p: Keep tokens at least this likely relative to the likeliest.
+      repetition_penalty: Divide the logits of tokens in prompt or output; 1 is off. Negative ones are multiplied.
+      presence_penalty: Subtract this from the logits of tokens in the output.
+      frequency_penalty: The same, once for each occurrence.
+      logit_bias: id -> what is added to its logit, -100 to 100. Kept as sorted pairs.
+      allowed_token_ids: No other id is chosen.
+      bad_words: Strings whose tokens never occur in the output.
+      seed: Makes sampling reproducible. 64 bits, whatever shares the batch: in float32 the output is that of plain
         decoding with this seed, however many drafts are proposed. Under an explicit rejection_sample_method="standard"
         it belongs to num_speculative_tokens, and is not that of plain decoding.
-      stop: strings that end the output; stop_token_ids: ids that do. ignore_eos: the model's own end ids do not.
-      include_stop_str_in_output, skip_special_tokens: of the text.
-      logprobs: log-probabilities of each output token and of this many likeliest ids (0: of the token alone);
-        prompt_logprobs: the same of the prompt's tokens. Of the target's raw logits, as in vLLM.
-      num_speculative_tokens: drafts a round for this request, at most the engine's; 0 turns speculation off.
+      stop: A string that ends the output, or several.
+      stop_token_ids: Ids that do.
+      ignore_eos: The model's own end ids do not.
+      include_stop_str_in_output: The text ends with the stop string.
+      skip_special_tokens: The text leaves them out.
+      logprobs: Log-probabilities of the tokens and of this many likeliest. 0: of the token alone. Of the target's raw
+        logits, as in vLLM.
+      prompt_logprobs: The same of the prompt's tokens.
+      num_speculative_tokens: Drafts a round for this request, at most the engine's; 0 turns speculation off.
 
     Raises: ValueError for a value out of its range.
     """

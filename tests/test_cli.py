@@ -3,6 +3,7 @@ matter."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,11 +12,19 @@ from pathlib import Path
 
 import jax
 import pytest
+import typer
 
 import checkpoints
 from jaxspec import cli
+from jaxspec.cli.app import app
+from jaxspec.cli.fields import sentences
+from jaxspec.cli.generate import Method, speculation
+from jaxspec.cli.shared import DRAFT, EMBEDDED
+from jaxspec.config import METHODS
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.train.data_options import DataOptions
+from jaxspec.train.options import TrainOptions
 from tests.folders import EOS, write_model
 
 ROOT = Path(__file__).parent.parent
@@ -81,17 +90,17 @@ def test_methods_and_streaming_agree(capsys, folder):
 @pytest.mark.parametrize(
     ("options", "method", "draft"),
     [
-        ((cli.EMBEDDED, None, None), "ngram+draft_model", cli.DRAFT),
-        ((cli.EMBEDDED, cli.Method.draft_model, None), "draft_model", cli.DRAFT),
-        ((cli.EMBEDDED, cli.Method.ngram, None), "ngram", None),
-        ((cli.EMBEDDED, None, "org/mine"), "draft_model", "org/mine"),
+        ((EMBEDDED, None, None), "ngram+draft_model", DRAFT),
+        ((EMBEDDED, Method.draft_model, None), "draft_model", DRAFT),
+        ((EMBEDDED, Method.ngram, None), "ngram", None),
+        ((EMBEDDED, None, "org/mine"), "draft_model", "org/mine"),
         (("org/other", None, None), "ngram", None),
-        (("org/other", cli.Method.both, "org/mine"), "ngram+draft_model", "org/mine"),
+        (("org/other", Method.both, "org/mine"), "ngram+draft_model", "org/mine"),
     ],
 )
 def test_what_speculates(options, method, draft):
     """Prompt lookup, and its trained draft too for the embedded model; what is asked for goes first."""
-    found = cli.speculation(*options, None)
+    found = speculation(*options, None)
     assert (found.method, found.model) == (method, draft)
 
 
@@ -291,7 +300,40 @@ def test_commands_are_listed(capsys):
 
 def test_defaults_agree():
     """The command line does not import what it would take these from."""
+    from jaxspec.cli.demo import demo as command
     from jaxspec.demo import run as demo
 
-    assert cli.EMBEDDED == demo.MODEL == checkpoints.sources.DEFAULT_MODEL
-    assert cli.demo.__defaults__[0] == demo.MAX_TOKENS
+    assert EMBEDDED == demo.MODEL == checkpoints.sources.DEFAULT_MODEL
+    assert command.__defaults__[0] == demo.MAX_TOKENS
+
+
+def test_every_option_has_a_help():
+    for name, command in typer.main.get_command(app).commands.items():
+        assert not [p.name for p in command.params if p.name != "prompts" and not p.help], name
+
+
+def test_options_are_those_of_the_classes():
+    """Their defaults too, but for what a command says is its own."""
+    commands = typer.main.get_command(app).commands
+    for name, cls in {"train-draft": TrainOptions, "generate": SamplingParams, "generate-data": DataOptions}.items():
+        fields = {field.name: field.default for field in dataclasses.fields(cls)}
+        others = {"target", "loss", "max_tokens", "stop", "part", "mixture", "temperatures", "num_speculative_tokens"}
+        shown = {p.name: p.default for p in commands[name].params if p.name in fields.keys() - others}
+        assert len(shown) >= 5
+        assert shown == {field: None if fields[field] is dataclasses.MISSING else fields[field] for field in shown}
+    assert {*Method} == {*METHODS, "none"}
+
+
+def test_help_is_the_first_sentence_of_the_docstring():
+    class Options:
+        """What.
+
+        Args:
+          one: The first: a.b or c. And more
+            of it.
+          two, three: Both.
+
+        Raises: nothing.
+        """
+
+    assert sentences(Options) == {"one": "The first: a.b or c.", "two": "Both.", "three": "Both."}

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import pytest
 import typer
 
-from jaxspec import cli, exits
+from jaxspec import cli
+from jaxspec.cli import exits
 from jaxspec.parallel.absent import may_have_tpu
 from tests.train import runs
 
@@ -246,7 +247,7 @@ def test_an_interrupt_that_python_drops_comes_again():
     """In a callback of the garbage collector, where JAX has one, an exception is written down and forgotten."""
     code = """
 import gc, os, signal, sys, time
-from jaxspec import exits
+from jaxspec.cli import exits
 
 def run():
     def callback(phase, info):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,50 +16,48 @@ import jaxspec
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 
-# Room -> the rooms that it may import from, itself aside. A room is a package of jaxspec, or one of its files.
-PLAIN = {"jaxspec.config", "jaxspec.sampling_params", "jaxspec.outputs", "jaxspec.options", "jaxspec.shapes"}
-BASE = PLAIN | {"jaxspec.parallel"}
-BELOW_DRAFTERS = BASE | {"jaxspec.models", "jaxspec.sampling", "jaxspec.cache", "pallas_kernels"}
-BELOW_ENGINE = BELOW_DRAFTERS | {"jaxspec.decode", "jaxspec.drafters", "jaxspec.verify"}
-BELOW_LLM = BELOW_ENGINE | {
-    "jaxspec.engine",
-    "jaxspec.detokenizer",
-    "jaxspec.progress",
-    "jaxspec.prompts",
-    "jaxspec.job",
+# Room -> the rooms that it may import from, itself aside: those that it does import from, and no other. A room is a
+# package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
+ARROWS = {
+    "pallas_kernels": "",
+    "checkpoints": "models.config models.limits",
+    "jaxspec": "",  # __init__: public names are strings, loaded on first use
+    "options": "",
+    "shapes": "",
+    "outputs": "",
+    "detokenizer": "",
+    "progress": "",
+    "parallel": "",
+    "config": "options",
+    "sampling_params": "options",
+    "cache": "parallel models.config",  # the config is data, not the decoder
+    "sampling": "shapes",
+    "models": "parallel cache pallas_kernels",
+    "drafters": "shapes models sampling pallas_kernels",
+    "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
+    "decode": "shapes config parallel cache models sampling pallas_kernels drafters verify",
+    "engine": "config options outputs sampling_params parallel cache models sampling pallas_kernels drafters decode",
+    "prompts": "options sampling_params",
+    "job": "outputs engine.request detokenizer prompts",
+    "loading": "checkpoints pallas_kernels models engine.setup",
+    "llm": "config outputs sampling_params parallel models checkpoints loading engine progress prompts job",
+    "async_llm": "config outputs sampling_params engine prompts job llm",
+    "prometheus": "engine.request llm async_llm",
+    "info": "config parallel cache models pallas_kernels checkpoints loading",
+    "demo": "config outputs sampling_params parallel progress checkpoints engine.setup llm",
+    "bench": "config outputs sampling_params parallel cache models pallas_kernels drafters.base decode engine progress "
+    "checkpoints loading",
+    "train": "config options outputs sampling_params shapes parallel cache models engine progress checkpoints "
+    "loading llm",
+    "cli": "config outputs sampling_params parallel progress checkpoints job llm info demo bench train",
 }
-BELOW_CLI = BELOW_LLM | {"jaxspec.llm", "checkpoints"}
-ALLOWED: dict[str, set[str]] = {
-    "pallas_kernels": set(),
-    "checkpoints": {"jaxspec.models.config", "jaxspec.models.limits"},
-    "jaxspec": set(),  # __init__: public names are strings, loaded on first use
-    "jaxspec.options": set(),
-    "jaxspec.shapes": set(),
-    "jaxspec.outputs": set(),
-    "jaxspec.parallel": {"jaxspec.shapes"},
-    "jaxspec.detokenizer": set(),
-    "jaxspec.progress": set(),
-    "jaxspec.config": {"jaxspec.options"},
-    "jaxspec.sampling_params": {"jaxspec.options"},
-    "jaxspec.cache": BASE | {"jaxspec.models.config", "pallas_kernels"},  # the config is data, not the decoder
-    "jaxspec.sampling": BASE | {"jaxspec.cache", "pallas_kernels"},
-    "jaxspec.models": BASE | {"jaxspec.cache", "pallas_kernels"},
-    "jaxspec.verify": BELOW_DRAFTERS | {"jaxspec.drafters.base"},  # a Proposal is what it verifies
-    "jaxspec.drafters": BELOW_DRAFTERS,
-    "jaxspec.decode": BELOW_DRAFTERS | {"jaxspec.drafters", "jaxspec.verify"},
-    "jaxspec.engine": BELOW_ENGINE,
-    "jaxspec.prompts": {"jaxspec.options", "jaxspec.sampling_params"},
-    "jaxspec.job": PLAIN | {"jaxspec.engine", "jaxspec.detokenizer", "jaxspec.prompts"},
-    "jaxspec.llm": BELOW_LLM | {"checkpoints"},
-    "jaxspec.async_llm": BELOW_LLM | {"jaxspec.llm"},
-    "jaxspec.prometheus": PLAIN | {"jaxspec.engine", "jaxspec.llm", "jaxspec.async_llm"},
-    "jaxspec.train": BELOW_CLI | {"jaxspec.demo"},
-    "jaxspec.info": BELOW_CLI,
-    "jaxspec.demo": BELOW_CLI,
-    "jaxspec.bench": BELOW_CLI | {"jaxspec.demo"},
-    "jaxspec.exits": {"jaxspec.progress"},
-    "jaxspec.cli": BELOW_CLI | {"jaxspec.exits", "jaxspec.info", "jaxspec.demo", "jaxspec.bench", "jaxspec.train"},
-}
+
+
+def full(name: str) -> str:
+    return name if name.split(".")[0] in PACKAGES else f"jaxspec.{name}"
+
+
+ALLOWED = {full(room): set(map(full, arrows.split())) for room, arrows in ARROWS.items()}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -66,6 +65,9 @@ def modules() -> Iterator[tuple[str, Path]]:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+MODULES = dict(modules())
 
 
 def room(module: str) -> str:
@@ -80,7 +82,8 @@ def imported(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: imports are absolute here"
             assert node.module is not None
             # `from jaxspec import info` names a module, `from jaxspec.llm import LLM` an object in one.
-            names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "jaxspec" else [node.module]
+            named = [f"{node.module}.{a.name}" for a in node.names]
+            names = [name if name in MODULES else node.module for name in named]
         elif isinstance(node, ast.Import):
             names = [a.name for a in node.names]
         else:
@@ -88,19 +91,50 @@ def imported(path: Path) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] in PACKAGES)
 
 
-@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
-def test_imports_point_one_way(module, path):
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module):
     here = room(module)
     allowed = ALLOWED[here] | {here}
-    for name in imported(path):
+    for name in imported(MODULES[module]):
         fits = any(name == a or name.startswith(a + ".") for a in allowed)
         assert fits, f"{module} imports {name}; {here} may import from {', '.join(sorted(allowed))}"
+
+
+def test_allowed_is_what_is_used():
+    assert ALLOWED.keys() == {room(module) for module in MODULES}
+    assert not unused(ALLOWED)
+    planted = ALLOWED | {"jaxspec.prompts": ALLOWED["jaxspec.prompts"] | {"jaxspec.llm"}}
+    assert unused(planted) == {("jaxspec.prompts", "jaxspec.llm")}, "the test sees none any more"
+
+
+def unused(allowed: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """Arrows that no import of the room needs."""
+    used = {(room(module), name) for module, path in MODULES.items() for name in imported(path)}
+    within = lambda name, arrow: name == arrow or name.startswith(arrow + ".")
+    needed = lambda here, arrow: any(there == here and within(name, arrow) for there, name in used)
+    return {(here, arrow) for here, arrows in allowed.items() for arrow in arrows if not needed(here, arrow)}
+
+
+def test_no_circles():
+    """Not even by an import in a function, or for types only."""
+    graph = {module: set(imported(path)) for module, path in MODULES.items()}
+    assert not circle(graph), " -> ".join(circle(graph))
+    graph["jaxspec.options"].add("jaxspec.config")
+    assert set(circle(graph)) == {"jaxspec.options", "jaxspec.config"}, "the test sees none any more"
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as found:
+        return found.args[1]
+    return []
 
 
 def test_kernels_stand_alone():
     """pallas_kernels is of use without jaxspec: it imports jax, numpy and the standard library only."""
     outside = set()
-    for module, path in modules():
+    for module, path in MODULES.items():
         if not module.startswith("pallas_kernels"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -123,8 +157,9 @@ def test_any_module_may_be_imported_first(first):
 
 def test_import_is_light():
     """jax and the engine are loaded when they are needed, so that `jaxspec --help` answers at once."""
-    heavy = "jax jaxlib flax numpy transformers matplotlib huggingface_hub jaxspec.engine jaxspec.llm checkpoints"
-    code = f"import sys, jaxspec, jaxspec.cli; print(sorted(set({heavy.split()!r}) & set(sys.modules)))"
+    heavy = ["jax", "jaxlib", "flax", "numpy", "transformers", "matplotlib", "huggingface_hub"]
+    heavy += ["jaxspec.engine", "jaxspec.llm", "jaxspec.loading", "checkpoints"]
+    code = f"import sys, jaxspec, jaxspec.cli; print(sorted(set({heavy!r}) & set(sys.modules)))"
     assert run(code).strip() == "[]"
 
 
@@ -144,7 +179,7 @@ def test_public_names():
 
 def test_nothing_is_looked_for_in_the_repository():
     """What is installed is the packages: no file of theirs names one beside them, such as a test's."""
-    for module, path in modules():
+    for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert not node.value.startswith(("tests/", "colab/", "docs/")), f"{module}: {node.value}"
@@ -153,4 +188,6 @@ def test_nothing_is_looked_for_in_the_repository():
 def test_init_files_only_reexport():
     """Of jaxspec's rooms: nothing to look for in an __init__."""
     for path in (ROOT / "jaxspec").glob("*/__init__.py"):
-        assert not path.read_text(encoding="utf-8").strip(), path
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        statements = tree.body[ast.get_docstring(tree) is not None :]
+        assert all(isinstance(statement, ast.ImportFrom) for statement in statements), path

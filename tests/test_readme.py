@@ -62,7 +62,7 @@ def test_commands_exist():
     """With the options that they are shown with."""
     import typer.main
 
-    from jaxspec.cli import app
+    from jaxspec.cli.app import app
 
     group = typer.main.get_command(app)
     shown = commands("README.md", "jaxspec")

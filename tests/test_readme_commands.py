@@ -17,6 +17,7 @@ from checkpoints import loading
 from jaxspec import cli
 from jaxspec.bench import measure, options, presets
 from jaxspec.bench.hardware import Hardware
+from jaxspec.cli import shared
 from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
 from tests.folders import write_model
@@ -41,8 +42,8 @@ BRIEF: dict[str, dict[str, str]] = {
 }
 # Names of models in README that are large, or are fetched -> the tiny one here.
 STANDS_FOR = {
-    cli.EMBEDDED: "target",
-    cli.DRAFT: "draft",
+    shared.EMBEDDED: "target",
+    shared.DRAFT: "draft",
     "Qwen/Qwen3-8B": "target",
     "Qwen/Qwen3-0.6B": "draft",
     "my-draft": "draft",

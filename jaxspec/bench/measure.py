@@ -19,6 +19,7 @@ from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
 from jaxspec.engine.runner import fetch
+from jaxspec.loading import compute_dtype, this_platform
 from jaxspec.models.decoder import weight_bytes
 from jaxspec.parallel.mesh import device_name
 from jaxspec.progress import say
@@ -46,9 +47,7 @@ def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) 
 
 def run(options: Options, limits: Hardware | None = None) -> dict[str, Any]:
     """The JSON document. limits: the device's, where they are known already."""
-    from jaxspec.llm import PLATFORMS, compute_dtype
-
-    dtype = compute_dtype(options.dtype, PLATFORMS[jax.default_backend()])
+    dtype = compute_dtype(options.dtype, this_platform())
     if limits is None:  # before the weights: its arrays are large too
         say("measuring copy bandwidth and matrix peak ...")
         limits = hardware(dtype)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxspec.bench import presets
-from jaxspec.config import DTYPES, MAX_ROUNDS, SpeculativeConfig, one_of
-from jaxspec.models.config import ModelConfig
+from jaxspec.config import DTYPES, MAX_ROUNDS, EngineConfig, SpeculativeConfig, one_of
 from jaxspec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxspec.models.config import ModelConfig
 
 MODEL_STAGES = ("target", "draft", "round", "propose", "score", "verify", "prefill", "attention")
 ENGINE_STAGES = ("plain", "speculative", "adaptive")
@@ -30,27 +31,44 @@ def engine_tokens(k: int) -> int:
     return (FIRST_ROUNDS + ROUNDS) * (k + 1) + 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """See the command's help. lengths: synthetic acceptance lengths, empty for real acceptance."""
+    """What is measured, and how. The first sentence of each is the command line's help.
 
-    preset: str | None
-    model: str | None
-    draft: str | None
-    batch_sizes: tuple[int, ...]
-    contexts: tuple[int, ...]
-    ks: tuple[int, ...]
-    lengths: tuple[float, ...]
-    dtype: str
+    Args:
+      preset: Random weights, public shapes: qwen3-8b+qwen3-0.6b.
+      model: A real one.
+      draft: The draft of --model; n-gram without one.
+      batch_sizes: One or several: 1,16.
+      contexts: Tokens in the caches, one or several.
+      ks: One or several: 2,4,6.
+      lengths: Tokens a round, one or several; real acceptance without it.
+      dtype: auto, float32, bfloat16 or float16.
+      stages: Of target,draft,round,...; all but adaptive.
+      temperature: 0 is greedy.
+      kernels: reference or pallas; the platform's best.
+      launches: Timed launches a figure.
+    """
+
+    preset: str | None = None
+    model: str | None = None
+    draft: str | None = None
+    batch_sizes: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (512,)
+    ks: tuple[int, ...] = (4,)
+    lengths: tuple[float, ...] = ()
+    dtype: str = EngineConfig.dtype
     stages: tuple[str, ...]
-    temperature: float
-    kernels: str | None
-    launches: int
+    temperature: float = 0.0
+    kernels: str | None = None
+    launches: int = 12
 
     def __post_init__(self) -> None:
         if (self.preset is None) == (self.model is None):
             raise ValueError("give one of --preset (random weights) and --model (a real model)")
         if self.preset is not None:
+            from jaxspec.bench import presets
+
             if self.draft is not None:
                 raise ValueError(f"--draft {self.draft} goes with --model: give a preset's draft as target+draft")
             target, draft = presets.split(self.preset)
@@ -76,12 +94,18 @@ class Options:
 
     @property
     def draft_name(self) -> str | None:
-        return self.draft if self.preset is None else presets.split(self.preset)[1]
+        return self.draft if self.preset is None else self.pair[1]
 
     @property
     def name(self) -> str:
-        pair = [self.model or presets.split(self.preset or "")[0], self.draft_name]
-        return "+".join(part for part in pair if part)
+        return "+".join(part for part in (self.model or self.pair[0], self.draft_name) if part)
+
+    @property
+    def pair(self) -> tuple[str, str | None]:
+        """The preset's target and draft."""
+        from jaxspec.bench import presets  # with jax, which --help does without
+
+        return presets.split(self.preset or "")
 
     def check_context(self, name: str, config: ModelConfig) -> None:
         """Raises ValueError where the model's context does not hold what will be written."""

@@ -6,9 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import numpy as np
 
+import checkpoints
+from jaxspec import loading
 from jaxspec.bench import presets
 from jaxspec.bench.options import Options
 from jaxspec.cache.pages import cache_layout, default_page_size
@@ -95,11 +96,9 @@ def english() -> str:
 
 def load(options: Options) -> Setup:
     """Random weights of a preset, born on the device in the compute dtype; or a real model and draft."""
-    from jaxspec.llm import PLATFORMS, compute_dtype, enable_compilation_cache
-
-    enable_compilation_cache()
-    platform = PLATFORMS[jax.default_backend()]
-    dtype, mesh = compute_dtype(options.dtype, platform), make_mesh()
+    loading.enable_compilation_cache()
+    platform = loading.this_platform()
+    dtype, mesh = loading.compute_dtype(options.dtype, platform), make_mesh()
     names = (options.model or presets.split(options.preset or "")[0], options.draft_name)
     models: list[Model | None] = [None, None]
     tokenizer: Any = None
@@ -130,15 +129,12 @@ def check_weights_fit(name: str, config: Any, dtype: Any, mesh: Any) -> None:
 
 def real(model: str, draft: str | None, dtype: Any, mesh: Any) -> tuple[list[Model | None], Any]:
     """(target and draft, tokenizer), as LLM loads them."""
-    import checkpoints
-    from jaxspec import llm
-
     source = checkpoints.resolve(model)
     tokenizer = checkpoints.load_tokenizer(source)
-    target = llm.load(source, dtype, mesh)
+    target = loading.load(source, dtype, mesh)
     models: list[Model | None] = [target, None]
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
-        llm.check_same_tokenizer(source, tokenizer, draft_source)
-        models[1] = llm.load(draft_source, dtype, mesh, target)
+        loading.check_same_tokenizer(source, tokenizer, draft_source)
+        models[1] = loading.load(draft_source, dtype, mesh, target)
     return models, tokenizer

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +12,9 @@ import jax
 import numpy as np
 
 from jaxspec.cache.pages import default_page_size
-from jaxspec.config import at_least
 from jaxspec.engine.batch import power_of_two
 from jaxspec.engine.request import Request
-from jaxspec.options import options
 from jaxspec.progress import token_progress
-from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.ahead import ahead
 from jaxspec.train.data import (
     MANIFEST,
@@ -32,118 +26,25 @@ from jaxspec.train.data import (
     write_manifest,
     write_shard,
 )
+from jaxspec.train.data_options import DataOptions
 from jaxspec.train.openings import Opening, openings, with_message
 from jaxspec.train.prompts import CATEGORIES
 
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
-# Shares are relative. Half of it greedy: a draft is mostly asked for the target's likeliest token.
-MIXTURE = {
-    "chat": 0.25,
-    "story": 0.16,
-    "code": 0.17,
-    "summary": 0.13,
-    "rewrite": 0.1,
-    "list": 0.06,
-    "translate": 0.03,
-    "free": 0.1,
-    # No grammar is as wide as what the target itself has seen. Of its own accord it hardly ever asks for code, and
-    # rarely for a plain fact.
-    "self": 1.0,
-    "begun": 2.0,
-}
-# At 1 a small target often loses its thread, and what follows teaches little of what it is used for.
-TEMPERATURES = {0.0: 0.5, 0.7: 0.4, 1.0: 0.1}
 ROWS = {"cpu": 16, "gpu": 2048, "tpu": 512}
 REFILL = 8  # eighths of the rows are filled again at a time
 
 
-@options
-class DataOptions:
-    """What is generated.
-
-    Args:
-      tokens: at least so many, prompts included.
-      seed: of prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
-      length: longest sequence, prompt included, in tokens. A prompt takes at most half of it, a message that the
-        target writes at most a quarter.
-      shard_size: sequences of a shard.
-      mixture: category (prompts.CATEGORIES) -> its share; temperatures: temperature -> its share. 0 is greedy.
-      rows: sequences decoded together; changes the speed, not the data, but for rounding.
-      part: (i, n) is the i-th of n processes, one a device say, that fill the folder together: every n-th shard, and
-        that share of the tokens.
-    """
-
-    tokens: int
-    seed: int = 0
-    length: int = 512
-    shard_size: int = 4096
-    mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(MIXTURE))
-    temperatures: Mapping[float, float] = dataclasses.field(default_factory=lambda: dict(TEMPERATURES))
-    rows: int | None = None
-    part: tuple[int, int] = (1, 1)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.part[0] <= self.part[1]:
-            raise ValueError(f"part {self.part[0]}/{self.part[1]}: give i/n with i in 1..n")
-        for name, least in {"tokens": 1, "seed": 0, "length": 16, "shard_size": 1}.items():
-            at_least(name, getattr(self, name), least)
-        if self.rows is not None:
-            at_least("rows", self.rows, 1)
-        if unknown := self.mixture.keys() - set(CATEGORIES):
-            raise ValueError(f"mixture has no category {min(unknown)!r}: choose among {', '.join(CATEGORIES)}")
-        for name in ("mixture", "temperatures"):
-            shares = getattr(self, name)
-            if not shares or min(shares.values()) < 0 or not sum(shares.values()) > 0:
-                raise ValueError(f"{name}={dict(shares)}: shares must not be negative, and one must be positive")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)  # refuses what is none
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows or ROWS.get(jax.default_backend(), ROWS["gpu"])
-
-    def takes(self, shard: int) -> bool:
-        """Whether the shard of this number is this part's."""
-        return shard % self.part[1] == self.part[0] - 1
-
-    @property
-    def recipe(self) -> dict[str, Any]:
-        """What the sequences depend on, as the manifest has it."""
-        return {
-            "seed": self.seed,
-            "length": self.length,
-            "shard_size": self.shard_size,
-            "mixture": dict(self.mixture),
-            "temperatures": {f"{temperature:g}": share for temperature, share in self.temperatures.items()},
-        }
-
-
-def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, float]:
-    """An option such as "chat:2,code:1" as {"chat": 2.0, "code": 1.0}. Raises ValueError with the option's name."""
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        found = {kind(key.strip()): float(share) for key, share in pairs}
-        if len(found) < len(pairs) or not all(map(math.isfinite, found.values())):
-            raise ValueError
-        return found
-    except ValueError:
-        raise ValueError(f"{name} {text!r}: give values, each once, with their shares, such as a:2,b:1") from None
-
-
-def part_of(text: str) -> tuple[int, int]:
-    """ "2/4" -> (2, 4). Raises ValueError."""
-    try:
-        i, n = map(int, text.split("/"))
-    except ValueError:
-        raise ValueError(f"--part {text}: give i/n, such as 2/4 for the second of four") from None
-    return i, n
+def num_rows(options: DataOptions) -> int:
+    """Sequences that are decoded together."""
+    return options.rows or ROWS.get(jax.default_backend(), ROWS["gpu"])
 
 
 def engine_options(options: DataOptions) -> dict[str, Any]:
     """Of an LLM that generates: pages for all rows, so that nobody waits or is put back, and prompts in one pass."""
-    rows, page_size = options.num_rows, default_page_size(jax.default_backend())
+    rows, page_size = num_rows(options), default_page_size(jax.default_backend())
     return {
         "max_model_len": options.length,
         "max_num_seqs": rows,
@@ -192,7 +93,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     check_recipe(folder, recipe)
     done: dict[int, Counter[str]] = {}
     look(folder, done)
-    mine = -(-options.tokens // options.part[1])
+    at_once, mine = num_rows(options), -(-options.tokens // options.part[1])
     indices = (index for index in itertools.count() if options.takes(index) and index not in done)
     waiting: deque[tuple[Shard, int]] = deque()
     running: dict[Request, tuple[Shard, int]] = {}
@@ -205,11 +106,11 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     def refill() -> None:
         """Starts messages and answers where rows are free: one, two or four eighths of the rows at a time, because
         newcomers interrupt the others and every other number would compile another program."""
-        eighth = max(options.num_rows // REFILL, 1)
-        free = (options.num_rows - len(running)) // eighth
+        eighth = max(at_once // REFILL, 1)
+        free = (at_once - len(running)) // eighth
         if not free:
             return
-        for _ in range(eighth << (free.bit_length() - 1) if running else options.num_rows):
+        for _ in range(eighth << (free.bit_length() - 1) if running else at_once):
             if not waiting:
                 if num_tokens() >= mine:
                     return

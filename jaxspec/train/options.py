@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxspec.config import DTYPES, at_least, one_of
 from jaxspec.options import options
-from jaxspec.train.generate import shares
+from jaxspec.train.data_options import shares
 
 LOSSES = ("kl", "rkl", "tv")
 # Forward KL teaches from the first step on, where total variation, which is what is wanted (1 - acceptance), has next
@@ -20,32 +20,50 @@ DEFAULT_LOSS = "kl:1,tv:1"
 class TrainOptions:
     """How a draft is built and distilled.
 
+    The first sentence of each is the command line's help.
+
     Args:
-      layers, width, heads, kv_heads, mlp_width: the draft's shape; by default two layers of two thirds of the target's
-        width and the rest in proportion. The head size is always the target's.
-      vocab_size: ids that the draft can propose, the most frequent ones of the data; it reads all, in the target's own
-        table. None: at most 16,384. rare_ids: the rarest so many of these have logits by way of rare_width channels,
-        which costs less; by default half of them and a quarter of the width, and none where the draft has all ids.
-      init_from_target: begin with the target's embeddings, projected where the widths differ, and with its layers,
-        evenly spaced, where the shapes agree. False: random.
-      init_from: begin with this draft instead, to train it further: its shape and its vocabulary stay.
-      top_n: of the target's distribution, so many likeliest ids are found once, kept on disk beside the data and taught
-        from; all other ids count as one. 0: all ids are, and the target is computed in every step.
-      steps, minutes: ends after so many steps; where fewer fit into so many minutes, after those.
-      batch_size, length: rows of a step and tokens of a row; accumulate: parts that a step's rows are computed in.
-      loss: a weighted sum of "kl" (forward), "rkl" (reverse) and "tv" (total variation), as "kl:1,tv:0.5".
-      learning_rate, warmup, weight_decay, clip: Muon and Adam (step.py) with a linear warm-up of `warmup` steps and a
-        cosine down to a hundredth; weights of Muon's products decay, gradients are cut at the norm `clip`.
-      eval_every: steps between measurements and checkpoints; eval_prompts, eval_tokens: held-out prompts that are
-        answered then and the longest answer; num_speculative_tokens: K.
-      dtype: that of the computation; masters are float32. "auto": as EngineConfig has it.
+      data: The folder of training data that the target wrote.
+      out: The folder to write; it is then the draft's name.
+      target: The model that the draft is for.
+      layers: Of the draft; two.
+      width: Of the draft; two thirds of the target's.
+      heads: Query heads; as many as fit the width. Their size is always the target's.
+      kv_heads: Key-value heads; as the target's where they divide.
+      mlp_width: In proportion to the width.
+      vocab_size: Ids that it can propose, the most frequent ones; at most 16384. It reads all, in the target's own
+        table.
+      rare_ids: The rarest of them, by a narrower way; half. Their logits cost less. None where the draft has all ids.
+      rare_width: Of that way; a quarter of the width.
+      init_from_target: Begin with the target's layers and embeddings. Evenly spaced layers, where the shapes agree;
+        embeddings projected where the widths differ. False: random.
+      init_from: Begin with this draft, and train it further. Its shape and its vocabulary stay.
+      top_n: Likeliest ids that the target teaches, found once; 0: all, in every step. They are kept on disk beside the
+        data; all other ids count as one.
+      steps: Steps of the optimiser.
+      minutes: Make only as many steps as fit.
+      batch_size: Rows of a step.
+      length: Tokens of a row.
+      accumulate: Parts that a step's rows are computed in, for memory.
+      loss: Shares of kl, rkl and tv. A weighted sum of forward and reverse KL and total variation, as "kl:1,tv:0.5".
+      learning_rate: At its highest; a cosine takes it to a hundredth. Of Muon and Adam (step.py).
+      warmup: Steps until it is reached. The way there is linear.
+      weight_decay: Of the layers' matrices. Those are Muon's products.
+      clip: Largest norm of the gradients.
+      eval_every: Steps between measurements and checkpoints.
+      eval_prompts: Held-out prompts of a measurement.
+      eval_tokens: Longest answer to each.
+      num_speculative_tokens: Drafts a round when measuring.
+      seed: Of the first weights and of the order of the data.
+      dtype: auto, float32, bfloat16 or float16; masters are float32. "auto": as EngineConfig has it.
+      resume: Go on where a run into --out was ended.
 
     Raises: ValueError for a value out of its range.
     """
 
-    target: str
     data: Path
     out: Path
+    target: str
     layers: int | None = None
     width: int | None = None
     heads: int | None = None

@@ -12,7 +12,7 @@ import numpy as np
 
 import checkpoints
 from jaxspec.engine.setup import Model
-from jaxspec.llm import PLATFORMS, check_same_tokenizer, compute_dtype, enable_compilation_cache, load
+from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load, this_platform
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import say
 from jaxspec.train import build, data, likeliest
@@ -51,7 +51,7 @@ class Setup:
 def prepare(options: TrainOptions) -> Setup:
     """Loads the target and the data, and checks that they fit."""
     enable_compilation_cache()
-    platform, count = PLATFORMS[jax.default_backend()], len(jax.devices())
+    platform, count = this_platform(), len(jax.devices())
     if options.batch_size // options.accumulate % count:
         raise ValueError(
             f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"

@@ -31,7 +31,7 @@ def cached(method: str, spec: tuple, options: tuple) -> Engine:
 def own(method: str = "noisy", spec: dict | None = None, **options) -> Engine:
     """Shared by the tests of this file, but with no pages known."""
     found = cached(method, tuple((spec or {}).items()), tuple(options.items()))
-    found.scheduler.allocator.forget()
+    found.scheduler.allocator.reset()
     return found
 
 
@@ -98,7 +98,7 @@ def test_a_preempted_request_finds_its_own_pages(computed):
     """It computes the rest, and goes on as if nothing had been, with as many drafts accepted."""
     engine = own()
     undisturbed = serve(engine, [LONG], params(25), rounds=2)[0]
-    engine.scheduler.allocator.forget()
+    engine.scheduler.allocator.reset()
     request = engine.add(LONG, params(25)[0])
     for _ in range(4):
         engine.step(2)
@@ -157,7 +157,7 @@ def test_pages_that_were_decoded_without_the_draft_are_not_known():
     assert len(engine.scheduler.allocator.page_of) == 9 // PAGE
     again = off.tokens[:30]
     with_hits = serve(engine, [again], params(20))[0]
-    engine.scheduler.allocator.forget()
+    engine.scheduler.allocator.reset()
     without = serve(engine, [again], params(20))[0]
     assert with_hits.output == without.output
     assert with_hits.metrics == without.metrics

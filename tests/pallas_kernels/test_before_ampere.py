@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import info, llm
+from jaxspec import info, llm, loading
 from jaxspec.engine.engine import Model
 from jaxspec.models.layers import Backend
 from pallas_kernels import (
@@ -127,7 +127,7 @@ def test_kernels_are_refused_in_one_line(t4, monkeypatch):
 
 
 def test_the_dtype_is_one_that_the_gpu_computes_with(t4):
-    found = [llm.compute_dtype(name, "gpu").name for name in ("auto", "bfloat16", "float16")]
+    found = [loading.compute_dtype(name, "gpu").name for name in ("auto", "bfloat16", "float16")]
     assert found == ["float32", "bfloat16", "float16"]
-    assert llm.compute_dtype("auto", "tpu").name == "bfloat16"
+    assert loading.compute_dtype("auto", "tpu").name == "bfloat16"
     assert info.device("gpu") == f"Tesla T4: plain forms in float32, as {WORDS}"

@@ -15,9 +15,10 @@ from jaxspec import cli
 from jaxspec.engine.arrivals import sample_seed
 from jaxspec.llm import LLM
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.train import data, generate, openings
+from jaxspec.train import data, data_options, generate, openings
 from jaxspec.train.ahead import ahead
-from jaxspec.train.generate import DataOptions, engine_options
+from jaxspec.train.data_options import DataOptions
+from jaxspec.train.generate import engine_options
 from jaxspec.train.prompts import CATEGORIES, grammar
 from tests.folders import BOS, CHAT_TEMPLATE, EOS, write_model
 
@@ -122,7 +123,7 @@ def test_mixture_and_temperatures(llm, out, shards, options):
     picked = [openings.pick({"a": 1.0, "b": 0.0, "c": 3.0}, rng) for _ in range(4000)]
     assert 0.72 < picked.count("c") / 4000 < 0.78
     assert "b" not in picked
-    assert sum(generate.MIXTURE[name] for name in ("self", "begun")) / sum(generate.MIXTURE.values()) == 0.75
+    assert sum(data_options.MIXTURE[name] for name in ("self", "begun")) / sum(data_options.MIXTURE.values()) == 0.75
 
 
 @pytest.mark.parametrize("category", ["self", "begun"])

@@ -1,0 +1,3 @@
+"""The command line: a file a command."""
+
+from jaxspec.cli.app import main as main

@@ -1,0 +1,50 @@
+"""The command line: jaxspec demo | generate | bench | generate-data | train-draft | evaluate-draft | info | convert."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from jaxspec.cli.bench import bench
+from jaxspec.cli.convert import convert
+from jaxspec.cli.demo import demo
+from jaxspec.cli.evaluate_draft import evaluate_draft
+from jaxspec.cli.exits import leave, status
+from jaxspec.cli.fields import as_typer_takes_it
+from jaxspec.cli.generate import generate
+from jaxspec.cli.generate_data import generate_data
+from jaxspec.cli.info import info
+from jaxspec.cli.train_draft import train_draft
+from jaxspec.parallel.absent import leave_out_absent_tpu
+
+COMMANDS = (demo, generate, bench, generate_data, train_draft, evaluate_draft, info, convert)  # as --help lists them
+
+app = typer.Typer(
+    name="jaxspec",
+    help="Lossless speculative decoding in one device program.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # prompts and file names may hold brackets
+)
+for command in COMMANDS:
+    app.command()(as_typer_takes_it(command))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point; see exits.py for how a command ends."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # only its tokenizers are used: torch is not missed
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def run() -> None:
+        command: Any = typer.main.get_command(app)
+        with command.make_context("jaxspec", list(words)) as context:
+            if "--help" not in words:
+                leave_out_absent_tpu()
+            command.invoke(context)
+
+    leave(status(run), at_once=arguments is None)

@@ -1,0 +1,45 @@
+"""jaxspec bench"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxspec.bench.options import Options, listed, stages
+from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.shared import MODEL_HELP, AsJson
+
+WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "lengths", "dtype", "stages")
+HOW = ("temperature", "kernels", "launches")
+OWN = {
+    "model": Own(help=MODEL_HELP),
+    "batch_sizes": Own(flags=("--batch-size",), kind=str),
+    "contexts": Own(flags=("--context",), kind=str),
+    "ks": Own(flags=("-k", "--k", "--num-speculative-tokens"), kind=str),
+    "lengths": Own(flags=("--synthetic-acceptance-length",), kind=str),
+    "stages": Own(kind=str, default=None),
+}
+
+
+def bench(
+    *,
+    what: Annotated[dict[str, Any], Fields(Options, WHAT, OWN)],
+    never_slower: Annotated[bool, typer.Option("--never-slower", help="Off, always K and adaptive K.")] = False,
+    how: Annotated[dict[str, Any], Fields(Options, HOW)],
+    as_json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed and time per round.")] = None,
+) -> None:
+    """Time every stage beside what the device could do at best."""
+    if not what.keys() & {"preset", "model"}:
+        what["preset"] = "smollm2-135m"
+    for name, kind, least in (("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("lengths", float, 1)):
+        if name in what:
+            what[name] = listed(OWN[name].flags[0], what[name], kind, least)
+    drafts = bool(what.get("draft")) or "+" in what.get("preset", "")
+    what["stages"] = stages(what.get("stages"), never_slower=never_slower, draft=drafts)
+    chosen = Options(**what, **how)
+    from jaxspec.bench.measure import bench
+
+    bench(chosen, as_json=as_json, plot=plot)

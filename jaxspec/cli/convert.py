@@ -1,0 +1,27 @@
+"""jaxspec convert"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxspec.cli.shared import MODEL_HELP
+from jaxspec.progress import say
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help=MODEL_HELP)],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")] = None,
+) -> None:
+    """Write a model as a self-contained orbax folder, which loads fastest."""
+    from jaxspec.config import DTYPES, one_of
+
+    if dtype is not None:
+        one_of("--dtype", dtype, DTYPES[1:])
+    import checkpoints
+
+    say(f"converting {source} ...")
+    print(checkpoints.convert(source, destination, dtype=dtype))

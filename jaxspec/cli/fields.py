@@ -1,0 +1,100 @@
+"""A command's options made from the fields of an option class: name, type, default and help stand there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+FIELD = inspect.Parameter.empty  # what the field has
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """What a command has other than the field.
+
+    flags: option names, such as "-k"; those of the field's name where there are none.
+    kind: the option's type. default: the option's; None leaves the field at its own. help, metavar: in --help.
+    """
+
+    flags: tuple[str, ...] = ()
+    kind: Any = FIELD
+    default: Any = FIELD
+    help: str | None = None
+    metavar: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The fields of an option class that a command offers, as the annotation of a parameter: Annotated[dict[str, Any],
+    Fields(...)]. The command gets a dict of them, of which what was left at None is missing."""
+
+    cls: type
+    names: Sequence[str]
+    own: Mapping[str, Own] = dataclasses.field(default_factory=dict)
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """What typer is shown in its place."""
+        kinds, helps = typing.get_type_hints(self.cls), sentences(self.cls)
+        fields = {field.name: field for field in dataclasses.fields(self.cls)}
+        for name in self.names:
+            own = self.own.get(name, Own())
+            kept = fields[name].default
+            kept = FIELD if kept is dataclasses.MISSING else kept
+            if own.kind is str and isinstance(kept, tuple):  # several values, with commas between them
+                kept = ",".join(map(str, kept)) or None
+            default = kept if own.default is FIELD else own.default
+            text = own.help or helps.get(name, "")
+            if default is None and kept not in (None, FIELD, ()):  # --help would not show it
+                text = f"{text.removesuffix('.')}; {kept}."
+            flags = own.flags or (("--" + name.replace("_", "-"),) if default is False else ())
+            option = typer.Option(*flags, help=text, metavar=own.metavar)
+            kind = kinds[name] if own.kind is FIELD else own.kind
+            kind = kind | None if default is None else kind
+            yield inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+            )
+
+    def taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Takes the fields out of what typer found."""
+        found = {name: given.pop(name) for name in self.names}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each of its Fields' fields."""
+    groups: dict[str, Fields] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        fields = [m for m in getattr(parameter.annotation, "__metadata__", ()) if isinstance(m, Fields)]
+        if fields:
+            (groups[parameter.name],) = fields
+            parameters.extend(fields[0].parameters())
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(**{name: fields.taken(given) for name, fields in groups.items()}, **given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def sentences(cls: type) -> dict[str, str]:
+    """Field -> the first sentence of what the class's docstring says of it under "Args:"."""
+    _, _, listed = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
+    found = {}
+    for entry in re.findall(r"^  (\S.*(?:\n    .*)*)", listed.partition("\n\n")[0], re.MULTILINE):
+        names, _, text = entry.partition(": ")
+        first = re.split(r"(?<=[.])\s", " ".join(text.split()), maxsplit=1)[0]
+        for name in names.split(", "):
+            found[name] = first
+    return found

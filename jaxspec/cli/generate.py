@@ -1,0 +1,140 @@
+"""jaxspec generate"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.shared import EMBEDDED, MODEL_HELP, AsJson
+from jaxspec.config import SpeculativeConfig
+from jaxspec.progress import say
+from jaxspec.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxspec.llm import LLM
+    from jaxspec.outputs import RequestOutput
+
+
+class Method(enum.StrEnum):
+    ngram = "ngram"
+    draft_model = "draft_model"
+    both = "ngram+draft_model"
+    none = "none"
+
+
+SAMPLING = (
+    *("max_tokens", "temperature", "seed", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "n", "min_tokens", "stop", "logprobs"),
+)
+OWN = {
+    "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens"), default=None),
+    "max_tokens": Own(default=128),
+    "n": Own(flags=("-n",)),
+    "stop": Own(kind=list[str], default=None, help="A string that ends the output; may be repeated."),
+    "logprobs": Own(help="With --json: log-probabilities of the tokens and of this many likeliest."),
+}
+
+
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", show_default=False)],
+    *,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = EMBEDDED,
+    draft: Annotated[
+        str | None, typer.Option(help="A smaller model of the same family that drafts; the embedded model has its own.")
+    ] = None,
+    method: Annotated[
+        Method | None, typer.Option(help="Default: draft_model with --draft, both with the embedded pair, else ngram.")
+    ] = None,
+    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, ("num_speculative_tokens",), OWN)],
+    sampling: Annotated[dict[str, Any], Fields(SamplingParams, SAMPLING, OWN)],
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put in the template.")] = False,
+    as_json: AsJson = False,
+    no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is complete.")] = False,
+) -> None:
+    """Complete prompts. One prompt streams to the terminal."""
+    # Options are checked before the model is loaded.
+    speculative = speculation(model, method, draft, drafts.get("num_speculative_tokens"))
+    if "logprobs" in sampling and not as_json:
+        raise ValueError(f"--logprobs {sampling['logprobs']} is shown in the JSON document only: add --json")
+    params = SamplingParams(**sampling)
+    from jaxspec.llm import LLM
+
+    say(f"loading {model} ...")
+    llm = LLM(model, speculative_config=speculative, max_num_seqs=min(len(prompts) * params.n, 16))
+    inputs: list[Any] = [llm.render_chat([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)
+    if len(prompts) * params.n == 1 and not (as_json or no_stream):
+        failed = stream(llm, inputs[0], params)
+    else:
+        failed = complete(llm, inputs, params, as_json)
+    summarise(llm)
+    if failed:
+        say(f"jaxspec: {failed}")
+        raise typer.Exit(2)
+
+
+def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> str | None:
+    """Prints the outputs; what failed in them."""
+    from jaxspec.job import failures
+
+    with warnings.catch_warnings():  # said in the end instead
+        warnings.simplefilter("ignore", RuntimeWarning)
+        outputs = llm.generate(prompts, params)
+    if as_json:
+        print(json.dumps(as_document(outputs, llm)))
+    else:
+        for label, text in labelled(outputs):
+            print(label + text)
+    return failures(outputs)
+
+
+def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
+    """(label, text) of every sample: "[prompt.sample] ", of which only what tells them apart."""
+    for i, output in enumerate(outputs):
+        for completion in output.outputs:
+            places = [i] * (len(outputs) > 1) + [completion.index] * (len(output.outputs) > 1)
+            yield f"[{'.'.join(map(str, places))}] " if places else "", completion.text
+
+
+def speculation(model: str, method: Method | None, draft: str | None, k: int | None) -> SpeculativeConfig | None:
+    """The speculation that --method, --draft and -k ask for. Where they ask for nothing: prompt lookup, and a trained
+    draft too where the model has one."""
+    from checkpoints.sources import DRAFTS
+
+    if method is Method.none:
+        if draft is not None or k is not None:
+            raise ValueError("--method none decodes plainly: leave --draft and -k out")
+        return None
+    if draft is None and method is not Method.ngram and model in DRAFTS:
+        draft, method = DRAFTS[model], method or Method.both
+    chosen: dict[str, Any] = {} if k is None else {"num_speculative_tokens": k}
+    return SpeculativeConfig(method=None if method is None else str(method), model=draft, **chosen)
+
+
+def stream(llm: LLM, prompt: Any, params: SamplingParams) -> str | None:
+    """Prints the text as it comes; what failed."""
+    error = None
+    for piece in llm.stream(prompt, params):
+        print(piece.text, end="", flush=True)
+        error = piece.error
+    print(flush=True)
+    return error
+
+
+def as_document(outputs: list[RequestOutput], llm: LLM) -> dict[str, Any]:
+    """The JSON document of `generate`."""
+    described = [dataclasses.asdict(output) | {"metrics": output.metrics.as_dict()} for output in outputs]
+    return {"outputs": described, "timing": llm.timing.as_dict()}
+
+
+def summarise(llm: LLM) -> None:
+    timing, metrics = llm.timing, llm.metrics
+    drafted = f", acceptance length {metrics.mean_acceptance_length:.2f}" if llm.engine.speculative else ""
+    spent = f"loading {timing.load_seconds:.1f} s, compiling {timing.compile_seconds:.1f} s"
+    say(f"{timing.num_tokens} tokens, {timing.tokens_per_second:.1f} tokens/s{drafted} ({spent} apart)")

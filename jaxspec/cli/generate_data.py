@@ -1,0 +1,55 @@
+"""jaxspec generate-data"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxspec.cli.exits import keeping
+from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
+from jaxspec.config import EngineConfig
+from jaxspec.progress import say
+from jaxspec.train.data_options import TEMPERATURES, DataOptions, part_of, shares
+
+NAMES = ("tokens", "seed", "length", "shard_size", "mixture", "temperatures", "rows", "part")
+OWN = {
+    "mixture": Own(kind=str, default=None),
+    "temperatures": Own(
+        kind=str,
+        default=None,
+        help=f"Shares of temperatures; {','.join(f'{t:g}:{share:g}' for t, share in TEMPERATURES.items())}.",
+    ),
+    "part": Own(kind=str, default="1/1", metavar="I/N"),
+}
+
+
+def generate_data(
+    target: Annotated[str, typer.Option(help="The model that writes. " + MODEL_HELP)],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the shards; those that are there are kept.")],
+    given: Annotated[dict[str, Any], Fields(DataOptions, NAMES, OWN)],
+    dtype: Dtype = EngineConfig.dtype,
+    as_json: AsJson = False,
+) -> None:
+    """Let a model write what a draft is trained on."""
+    if "mixture" in given:
+        given["mixture"] = shares("--mixture", given["mixture"])
+    if "temperatures" in given:
+        given["temperatures"] = shares("--temperatures", given["temperatures"], float)
+    options = DataOptions(**given | {"part": part_of(given["part"])})
+    from jaxspec.train.generate import engine_options, generate, kept
+
+    with keeping(lambda: kept(out)):
+        import checkpoints
+        from jaxspec.llm import LLM
+
+        say(f"loading {target} ...")
+        name = checkpoints.resolve(target).name
+        written = generate(LLM(target, dtype=dtype, **engine_options(options)), out, options, target=name)
+    if as_json:
+        print(json.dumps(written))
+    else:
+        print(f"{written['sequences']} sequences, {written['tokens']} tokens in {written['shards']} shards: {out}")

@@ -1,0 +1,81 @@
+"""From a model's name to what computes: the platform, its dtype, the weights, and whether a draft fits its target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import checkpoints
+from checkpoints.sources import cache_folder
+from jaxspec.engine.setup import Model
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import abstract_params
+from pallas_kernels import _device
+
+PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+
+
+def this_platform() -> str:
+    return PLATFORMS[jax.default_backend()]
+
+
+def compute_dtype(name: str, platform: str) -> Any:
+    """ "auto" is float32 on CPU, and on a GPU that has no bfloat16: float16, which it has, ends at 65,504, and the
+    activations of some models do not (Gemma's, Qwen's)."""
+    float32 = platform == "cpu" or (platform == "gpu" and _device.before_ampere())
+    return jnp.dtype(("float32" if float32 else "bfloat16") if name == "auto" else name)
+
+
+def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Model:
+    """target: of the draft that is loaded, which may read ids in its table. Raises ValueError where that does not fit,
+    else as loading does."""
+    config = checkpoints.load_config(source)
+    abstract, borrowed = abstract_params(config, dtype, mesh), {}
+    if config.embed_width:
+        if target is None:
+            raise ValueError(
+                f"{source.name} is a draft, which reads ids in its target's table: give its target as the model, and "
+                "this as the draft"
+            )
+        check_table(target.config, source.name, config)
+        del abstract["embed"]
+        borrowed["embed"] = jnp.asarray(target.params["embed"], dtype)  # the same buffer, where the dtype is
+    return Model(config, checkpoints.load_params(source, config, abstract) | borrowed)
+
+
+def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
+    """Raises ValueError where the draft `name` reads ids in a table that is not the target's."""
+    wanted, found = (draft.vocab_size, draft.embed_width), (target.vocab_size, target.width)
+    if draft.embed_width and wanted != found:
+        raise ValueError(
+            f"the draft {name!r} reads a table of {wanted[0]} ids and width {wanted[1]}, the target's has {found[0]} "
+            f"and {found[1]}: give it the target that it was trained for, or train one for this target"
+        )
+
+
+def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:
+    """A draft must mean the same by an id. Vocabularies padded to different sizes are fine."""
+    if (wanted := checkpoints.load_fingerprint(draft_source)) is not None:
+        if wanted != (found := checkpoints.fingerprint(tokenizer)):
+            raise ValueError(
+                f"the draft {draft_source.name!r} was trained for another tokenizer than that of the target "
+                f"{source.name!r} (fingerprint {wanted[:12]}, found {found[:12]}): train one for this target"
+            )
+        return
+    mine, theirs = tokenizer.get_vocab(), checkpoints.load_tokenizer(draft_source).get_vocab()
+    if mine != theirs:
+        tokens = mine.keys() | theirs.keys()
+        differing = sum(mine.get(token) != theirs.get(token) for token in tokens)
+        raise ValueError(
+            f"the draft {draft_source.name!r} has another tokenizer than the target {source.name!r} "
+            f"({differing} of {len(tokens)} tokens differ): choose a draft of the same family"
+        )
+
+
+def enable_compilation_cache() -> None:
+    """Compiled programs are kept under the user's cache folder, unless JAX was told another place."""
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,0 +1,114 @@
+"""What `jaxspec generate-data` is told: how much, of what, at which temperatures, by how many processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxspec.config import at_least
+from jaxspec.options import options
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.train.prompts import CATEGORIES
+
+# Shares are relative. Half of it greedy: a draft is mostly asked for the target's likeliest token.
+MIXTURE = {
+    "chat": 0.25,
+    "story": 0.16,
+    "code": 0.17,
+    "summary": 0.13,
+    "rewrite": 0.1,
+    "list": 0.06,
+    "translate": 0.03,
+    "free": 0.1,
+    # No grammar is as wide as what the target itself has seen. Of its own accord it hardly ever asks for code, and
+    # rarely for a plain fact.
+    "self": 1.0,
+    "begun": 2.0,
+}
+# At 1 a small target often loses its thread, and what follows teaches little of what it is used for.
+TEMPERATURES = {0.0: 0.5, 0.7: 0.4, 1.0: 0.1}
+
+
+@options
+class DataOptions:
+    """What is generated.
+
+    The first sentence of each is the command line's help.
+
+    Args:
+      tokens: Generate at least so many, prompts included.
+      seed: Of prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
+      length: Longest sequence, prompt included, in tokens. A prompt takes at most half of it, a message that the
+        target writes at most a quarter.
+      shard_size: Sequences of a shard.
+      mixture: Shares of chat, story, code, summary, rewrite, list, translate, free, self: chat:2,self:1. As a mapping
+        of prompts.CATEGORIES here.
+      temperatures: Shares of temperatures. As a mapping here; 0 is greedy.
+      rows: Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU. They change the speed, not the data, but for
+        rounding.
+      part: The I-th of N processes, a device each, that fill the folder together. Here (i, n): every n-th shard, and
+        that share of the tokens.
+    """
+
+    tokens: int = 10_000_000
+    seed: int = 0
+    length: int = 512
+    shard_size: int = 4096
+    mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(MIXTURE))
+    temperatures: Mapping[float, float] = dataclasses.field(default_factory=lambda: dict(TEMPERATURES))
+    rows: int | None = None
+    part: tuple[int, int] = (1, 1)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.part[0] <= self.part[1]:
+            raise ValueError(f"part {self.part[0]}/{self.part[1]}: give i/n with i in 1..n")
+        for name, least in {"tokens": 1, "seed": 0, "length": 16, "shard_size": 1}.items():
+            at_least(name, getattr(self, name), least)
+        if self.rows is not None:
+            at_least("rows", self.rows, 1)
+        if unknown := self.mixture.keys() - set(CATEGORIES):
+            raise ValueError(f"mixture has no category {min(unknown)!r}: choose among {', '.join(CATEGORIES)}")
+        for name in ("mixture", "temperatures"):
+            shares = getattr(self, name)
+            if not shares or min(shares.values()) < 0 or not sum(shares.values()) > 0:
+                raise ValueError(f"{name}={dict(shares)}: shares must not be negative, and one must be positive")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # refuses what is none
+
+    def takes(self, shard: int) -> bool:
+        """Whether the shard of this number is this part's."""
+        return shard % self.part[1] == self.part[0] - 1
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What the sequences depend on, as the manifest has it."""
+        return {
+            "seed": self.seed,
+            "length": self.length,
+            "shard_size": self.shard_size,
+            "mixture": dict(self.mixture),
+            "temperatures": {f"{temperature:g}": share for temperature, share in self.temperatures.items()},
+        }
+
+
+def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, float]:
+    """An option such as "chat:2,code:1" as {"chat": 2.0, "code": 1.0}. Raises ValueError with the option's name."""
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        found = {kind(key.strip()): float(share) for key, share in pairs}
+        if len(found) < len(pairs) or not all(map(math.isfinite, found.values())):
+            raise ValueError
+        return found
+    except ValueError:
+        raise ValueError(f"{name} {text!r}: give values, each once, with their shares, such as a:2,b:1") from None
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """ "2/4" -> (2, 4). Raises ValueError."""
+    try:
+        i, n = map(int, text.split("/"))
+    except ValueError:
+        raise ValueError(f"--part {text}: give i/n, such as 2/4 for the second of four") from None
+    return i, n
