@@ -107,7 +107,7 @@ def test_files_named_in_comments_exist():
     for package in ("jaxspec", "pallas_kernels", "checkpoints"):
         for path in (ROOT / package).rglob("*"):
             if path.suffix in (".py", ".md"):
-                for page in re.findall(r"\bdocs/[\w./-]+\.md", path.read_text(encoding="utf-8")):
+                for page in re.findall(r"(?<![\w/])docs/[\w./-]+\.md", path.read_text(encoding="utf-8")):
                     assert (ROOT / page).is_file(), (path, page)
 
 

@@ -1,4 +1,4 @@
-"""Every command line of README and docs, run with its very options: small models and presets stand under the large ones'
+"""Every command line of README and docs, run with its very options: small models and presets stand under large ones'
 names, and numbers that only make it last are lowered. Those of the notes are of their day: test_docs.py parses them."""
 
 from __future__ import annotations
