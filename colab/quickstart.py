@@ -210,4 +210,4 @@ plt.show()
 # - Leave `adaptive` out: jaxspec then measures what drafts cost and gain, and chooses K, 0 included, per launch.
 # - Your own draft: `!jaxspec generate-data --help` and `!jaxspec train-draft --help`.
 # - `!jaxspec bench --help` times every part beside what the device could do at best.
-# - Sampling, seeds, penalties, log-probabilities, several samples a prompt: all work under speculation; see the README.
+# - Sampling, seeds, penalties, log-probabilities, several samples a prompt: all work under speculation (docs/).

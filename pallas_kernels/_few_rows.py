@@ -8,7 +8,7 @@ three or four.
 
 Both ask for the next kernel early (see `_overlap`): a product once its last weights are there, the small one at its
 start. Before it waits for those, a product also asks for the first weights of the one behind. One row is for
-`_split_product`, many rows and larger matrices are for the compiler (see jaxspec/bench/NOTES.md).
+`_split_product`, many rows and larger matrices are for the compiler (see docs/notes/gpu.md).
 """
 
 import functools

@@ -1,7 +1,7 @@
 """On GPU: the compiler's product where x may be a single row.
 
 The compiler makes a slow reduction of a product with one row. With a few rows of zeros more it is a matrix product,
-which is faster for matrices too large for `_split_product` (see jaxspec/bench/NOTES.md).
+which is faster for matrices too large for `_split_product` (see docs/notes/gpu.md).
 """
 
 import jax.numpy as jnp

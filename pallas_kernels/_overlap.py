@@ -4,7 +4,7 @@ Starting a kernel takes a microsecond, which is much where the kernel takes five
 as soon as all programs of the one in front have asked for it (programmatic dependent launch). XLA begins every kernel
 of a program with a wait for what was written before, so that nothing but the time changes. Only for kernels behind
 which small ones follow: the compiler's large products lose more by coming in between than they gain (see
-jaxspec/bench/NOTES.md).
+docs/notes/gpu.md).
 """
 
 import jax

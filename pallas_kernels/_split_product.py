@@ -6,7 +6,7 @@ decoder layer needs no kernel that only adds, norms or activates. An RMSNorm mul
 by 1 / rms where the parts are added up, from the partial sums of squares that are left beside them.
 
 Small matrices are read in the time that starting some kernels takes, so that fewer kernels is what counts. With more
-rows, or larger matrices, the compiler's own products are faster (see jaxspec/bench/NOTES.md).
+rows, or larger matrices, the compiler's own products are faster (see docs/notes/gpu.md).
 """
 
 import dataclasses

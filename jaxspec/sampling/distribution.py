@@ -69,8 +69,8 @@ def threshold(
 ) -> UInt[Array, "*rows 1"]:
     """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1).
 
-    On GPU a loop inside the decoding loop costs more than what it counts (see jaxspec/bench/NOTES.md, sixth and
-    seventh series); on CPU comparing is what costs.
+    On GPU a loop inside the decoding loop costs more than what it counts (see docs/notes/thresholds.md); on CPU
+    comparing is what costs.
     """
     by_bits = functools.partial(bits_at_a_time, 1)
     return lax.platform_dependent(values, weights, need, cuda=without_loops, rocm=without_loops, default=by_bits)

@@ -44,7 +44,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     if layers > c.num_layers:
         raise ValueError(f"--layers {layers} exceeds the target's {c.num_layers}: a draft is smaller than its target")
     # With 16,384 ids two thirds of SmolLM2-135M's width make two layers that cost a 14th of a pass of its 30 on two CPU
-    # cores (bench/NOTES.md).
+    # cores (docs/notes/drafts.md).
     width = o.width or max(1, 2 * c.width // 3 // c.head_dim) * c.head_dim
     heads = o.heads or (c.num_heads if width == c.width else max(1, width // c.head_dim))
     kv_heads = o.kv_heads or math.gcd(heads, c.num_kv_heads)

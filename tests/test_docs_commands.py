@@ -1,5 +1,5 @@
-"""Every command line of README, run with its very options: small models and presets stand under the large ones' names,
-and numbers that only make it last are lowered."""
+"""Every command line of README and docs, run with its very options: small models and presets stand under large ones'
+names, and numbers that only make it last are lowered. Those of the notes are of their day: test_docs.py parses them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jaxspec.bench.hardware import Hardware
 from jaxspec.cli import shared
 from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
+from tests.documents import CURRENT, PAGES, blocks, commands
 from tests.folders import write_model
-from tests.test_readme import blocks, commands
 from tests.train import runs
 
-# Option -> its number in README -> the number here.
+# Option -> its number there -> the number here.
 LOWER: dict[str, dict[str, str]] = {
     "--batch-size": {"4": "2", "16": "2", "128": "8"},
     "--context": {"256": "24", "512": "24", "8192": "40"},
     "--tokens": {"100000000": "100"},
     "--steps": {"5000": "2"},
 }
-# Command -> options that are added where README gives them no value.
+# Command -> options that are added where they have no value there.
 BRIEF: dict[str, dict[str, str]] = {
     "demo": {"--max-tokens": "4"},
     "generate": {"--max-tokens": "8"},
@@ -40,7 +40,7 @@ BRIEF: dict[str, dict[str, str]] = {
     "train-draft": {"--length": "64", "--eval-prompts": "2", "--eval-tokens": "4"},
     "evaluate-draft": {"--max-tokens": "4"},
 }
-# Names of models in README that are large, or are fetched -> the tiny one here.
+# Names of models there that are large, or are fetched -> the tiny one here.
 STANDS_FOR = {
     shared.EMBEDDED: "target",
     shared.DRAFT: "draft",
@@ -49,22 +49,22 @@ STANDS_FOR = {
     "my-draft": "draft",
 }
 TINY, TINY_DRAFT = ((*presets.TABLE[name][:8], 8192, *presets.TABLE[name][9:]) for name in ("tiny", "tiny-draft"))
-SHOWN = list(dict.fromkeys(shlex.join(words) for words in commands("README.md", "jaxspec") if len(words) > 2))
-SHOWN = [line for line in SHOWN if "PROMPT" not in line]
+ALL = [words for page in CURRENT for words in commands(page, "jaxspec")]
+SHOWN = list(dict.fromkeys(shlex.join(words) for words in ALL if len(words) > 2))  # more than a command's name
 
-
-# What else README's blocks may begin a line with -> why it is not run here.
+# What else blocks may begin a line with -> why it is not run here.
 ELSEWHERE = {
-    "make": "CI runs the targets; test_readme.py looks that they and the files they name exist",
+    "make": "CI runs the targets; test_docs.py looks that they and the files they name exist",
     "pip": "an installation",
     "python": "a program of the tests, as CI runs them",
+    "XLA_FLAGS=--xla_cpu_max_isa=AVX2": "as CI runs it",
     "JAXSPEC_TEST_PLATFORM=gpu": "needs a GPU",
 }
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("readme")
+    root = tmp_path_factory.mktemp("docs")
     runs.write(root)
     write_model(root / "draft", seed=1, layers=1)
     return root
@@ -112,7 +112,7 @@ def test_they_are_found():
 
 
 def test_no_line_is_left_out():
-    lines = [line for block in blocks("README.md", "") for line in block.splitlines()]
+    lines = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
     for words in filter(None, (shlex.split(line, comments=True) for line in lines)):
         assert Path(words[0]).name in {"jaxspec", *ELSEWHERE}, words
 
