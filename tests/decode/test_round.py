@@ -97,7 +97,7 @@ def test_what_a_round_writes(wanted):
     requests[1].num_speculative_tokens = K  # so that the program drafts, whatever the first row wants
     before = [r.num_tokens for r in requests]
     launch(fresh, requests, rounds=1)
-    used = [np.abs(np.asarray(leaf)).sum(axis=(2, 3)) > 0 for leaf in jax.tree.leaves(fresh.cache)]
+    used = [np.abs(np.asarray(leaf)).sum(axis=(2, 3)) > 0 for leaf in jax.tree.leaves(fresh.runner.cache)]
     for request, length, k in zip(requests, before, (wanted, K), strict=True):
         for leaf, count in zip(used, [length + k] * 2 + [length - 1 + max(k, 1)] * 2, strict=True):
             positions = leaf[request.pages].reshape(-1)

@@ -61,7 +61,9 @@ def test_bad_words_reach_the_engine_as_ids(llm, monkeypatch):
     checked, added, check, add = [], [], llm.engine.check, llm.engine.add
     monkeypatch.setattr(llm.engine, "add", lambda *args, **how: added.append(how["bad_words"]) or add(*args, **how))
     llm.generate(PROMPTS[:2], [SamplingParams(bad_words=["dog"], max_tokens=2), GREEDY])
-    monkeypatch.setattr(llm.engine, "check", lambda ids, params, words=(): checked.append(words) or check(ids, params))
+    monkeypatch.setattr(
+        llm.engine, "check", lambda ids, params, words=(), ends=(): checked.append(words) or check(ids, params)
+    )
     llm.prepare(PROMPTS[:2], [SamplingParams(bad_words=["dog"], max_tokens=2), GREEDY])
     assert checked == added
     assert checked[0][0] == tuple(llm.tokenizer.encode("dog", add_special_tokens=False))
