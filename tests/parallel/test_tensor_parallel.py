@@ -47,7 +47,7 @@ def test_caches_are_halved_and_stay_so():
     two = new_engine("first_layer", K, tensor_parallel_size=2)
 
     def check():
-        for leaf in jax.tree.leaves(two.cache):
+        for leaf in jax.tree.leaves(two.runner.cache):
             assert leaf.sharding.spec == PAGES_SPEC
             pages, page, heads, size = leaf.shape
             assert [s.data.shape for s in leaf.addressable_shards] == [(pages, page, heads // 2, size)] * 2
@@ -59,7 +59,7 @@ def test_caches_are_halved_and_stay_so():
 
 def test_both_devices_alias_their_part_of_the_cache():
     two = new_engine("ngram", K, tensor_parallel_size=2)
-    before = jax.tree.leaves(two.cache)
+    before = jax.tree.leaves(two.runner.cache)
     serve(two, PROMPTS[:2], GREEDY[:2])
     assert all(leaf.is_deleted() for leaf in before)
 
