@@ -383,7 +383,7 @@ def test_frequencies_count_answers(shards):
         ({"length": 8}, "length=8 is below 16"),
         ({"mixture": {"chats": 1}}, "no category 'chats': choose among chat, story"),
         ({"mixture": {"chat": 0.0}}, "one must be positive"),
-        ({"temperatures": {-1.0: 1}}, "temperature=-1.0 must be 0"),
+        ({"temperatures": {-1.0: 1}}, "temperature=-1.0 must lie in"),
         ({"part": (3, 2)}, "part 3/2: give i/n with i in 1..n"),
         ({"mixtures": {}}, "did you mean 'mixture'"),
     ],
