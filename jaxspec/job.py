@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxspec.detokenizer import Detokenizer
-from jaxspec.engine.request import Request, Times, TokenLogprobs
+from jaxspec.engine.request import Request, Times, TokenLogprobs, said
 from jaxspec.outputs import (
     CompletionOutput,
     Logprob,
@@ -42,7 +42,7 @@ class Sample:
         try:
             return self.read()
         except Exception as error:
-            self.request.finish_reason, self.request.error = "error", f"{type(error).__name__}: {error}"
+            self.request.finish_reason, self.request.error = "error", said(error)
             return self.detokenizer.text
 
     def read(self) -> str:

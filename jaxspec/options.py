@@ -87,6 +87,9 @@ def ids(name: str, values: Any) -> tuple[int, ...]:
     """Token ids as a tuple of ints. Raises ValueError unless they are whole numbers of 32 bits."""
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
         raise ValueError(f"{name}={values!r:.80} must be a list of token ids")
+    values = tuple(values)
+    if set(map(type, values)) <= {int} and (not values or -LARGEST <= min(values) <= max(values) <= LARGEST):
+        return values  # as most are: a prompt is long, and comes by here more than once
     return tuple(whole(name, i, -LARGEST) for i in values)
 
 

@@ -23,6 +23,9 @@ class Limits:
     num_drafts: int
     rule: str | None = None
 
+    def no_counts(self) -> SpecDecodeMetrics:
+        return SpecDecodeMetrics(num_accepted_tokens_per_pos=[0] * self.num_drafts)
+
     def max_len(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Of prompt and output."""
         return min(len(prompt) + params.max_tokens, self.max_model_len)
@@ -34,9 +37,10 @@ def check(
     params: SamplingParams,
     bad_words: Sequence[Sequence[int]] = (),
     stop_ids: Sequence[int] = (),
-) -> None:
-    """Raises ValueError for a prompt or parameters that cannot be served."""
-    prompt, params = checked_ids("token id", prompt), dataclasses.replace(params)  # checks once more
+) -> tuple[list[int], SamplingParams]:
+    """Raises ValueError for a prompt or parameters that cannot be served -> both as they were checked, in copies: the
+    caller's own may change."""
+    prompt, params = list(checked_ids("token id", prompt)), dataclasses.replace(params)  # checks once more
     checked_ids("the model's own stop id", stop_ids)
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token")
@@ -58,18 +62,18 @@ def check(
     wanted, most = params.num_speculative_tokens, limits.num_drafts
     if wanted is not None and wanted > most and most:
         raise ValueError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")
+    return prompt, params
 
 
 def samples(
     limits: Limits,
     ids: Iterator[int],
-    prompt: Sequence[int],
+    prompt: list[int],
     params: SamplingParams,
     bad_words: Sequence[Sequence[int]],
     stop_ids: Sequence[int],
 ) -> list[Request]:
-    """The n requests of a prompt that was checked, each with all of them as its `samples`."""
-    prompt, params = list(checked_ids("token id", prompt)), dataclasses.replace(params)  # the caller's own may change
+    """The n requests of what `check` gave, each with all of them as its `samples`."""
     wanted = limits.num_drafts
     if params.num_speculative_tokens is not None:
         wanted = min(wanted, params.num_speculative_tokens)
@@ -86,7 +90,7 @@ def samples(
             num_speculative_tokens=wanted,
             bad_words=tuple(tuple(word) for word in bad_words),
             index=index,
-            metrics=SpecDecodeMetrics(num_accepted_tokens_per_pos=[0] * limits.num_drafts),
+            metrics=limits.no_counts(),
             acceptance=Acceptance(limits.num_drafts),
         )
         for index in range(params.n)

@@ -19,7 +19,7 @@ from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import arrivals, batch, results, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, said
 from jaxspec.engine.runner import Plan, Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
@@ -87,7 +87,7 @@ class Engine:
         return self.limits.num_drafts
 
     def no_counts(self) -> SpecDecodeMetrics:
-        return SpecDecodeMetrics(num_accepted_tokens_per_pos=[0] * self.num_drafts)
+        return self.limits.no_counts()
 
     # Requests come.
 
@@ -104,8 +104,8 @@ class Engine:
 
         stop_ids: the model's own end ids; bad_words: params.bad_words as ids. See `check` for what is refused.
         """
-        self.check(prompt, params, bad_words, stop_ids)
-        samples = arrivals.samples(self.limits, self.ids, prompt, params, bad_words, stop_ids)
+        checked = self.check(prompt, params, bad_words, stop_ids)
+        samples = arrivals.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
         with self.whole():
             for sample in samples:
                 self.scheduler.add(sample)
@@ -118,10 +118,11 @@ class Engine:
         params: SamplingParams,
         bad_words: Sequence[Sequence[int]] = (),
         stop_ids: Sequence[int] = (),
-    ) -> None:
-        """Raises ValueError for a prompt or a request that cannot be served."""
-        arrivals.check(self.limits, prompt, params, bad_words, stop_ids)
-        self.scheduler.check(self.limits.max_len(prompt, params))
+    ) -> tuple[list[int], SamplingParams]:
+        """Raises ValueError for a prompt or a request that cannot be served -> both, as they were checked."""
+        checked = arrivals.check(self.limits, prompt, params, bad_words, stop_ids)
+        self.scheduler.check(self.limits.max_len(*checked))
+        return checked
 
     @property
     def busy(self) -> bool:
@@ -327,10 +328,9 @@ class Engine:
         try:
             yield
         except Exception as error:
-            said = " ".join(str(error).split())
             for request in requests:
                 if request.finish_reason is None:
-                    self.end(request, "error", f"{type(error).__name__}: {said}")
+                    self.end(request, "error", said(error))
                     self.failed.append(request)
             if device:
                 self.lose_caches()
@@ -352,7 +352,7 @@ class Engine:
         ended = [r for r in self.open.values() if r.finish_reason]
         self.failed += [r for r in ended if r not in self.failed]
         for request in ended:
-            request.pages = []
+            request.lose_pages()
             self.open.pop(request.id, None)
         self.scheduler.reset(self.open.values())
         self.runner.renew()

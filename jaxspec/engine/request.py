@@ -24,6 +24,11 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: list[float]
 
 
+def said(error: Exception) -> str:
+    """What a request that failed says of it: one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 @dataclasses.dataclass
 class Times:
     """Moments of a request's life, in seconds of time.perf_counter; None: not yet."""
@@ -87,6 +92,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.samples = self.samples or [self]
+
+    def lose_pages(self) -> None:
+        """Nothing of it is in the caches."""
+        self.pages = []
+        self.target_len = self.draft_len = self.num_registered = 0
 
     @property
     def prefilled(self) -> bool:

@@ -62,8 +62,7 @@ class Scheduler:
         self.allocator.reset()
         self.waiting = deque(sorted(requests, key=lambda request: request.id))
         for request in self.waiting:
-            request.pages = []
-            request.target_len = request.draft_len = request.num_registered = 0
+            request.lose_pages()
 
     def admit(self) -> tuple[list[Request], list[tuple[int, int]]]:
         """Moves waiting requests to running while there are rows, and pages for what they hold and one more round
@@ -186,5 +185,4 @@ class Scheduler:
 
     def drop_pages(self, request: Request) -> None:
         self.allocator.release(request.pages)
-        request.pages = []
-        request.target_len = request.draft_len = request.num_registered = 0
+        request.lose_pages()
