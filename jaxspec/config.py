@@ -163,8 +163,8 @@ class EngineConfig:
       rounds_per_launch: rounds that one launch of the device program runs, 1 to 64. Default: 64, and 16 where something
         may happen on the host in the meantime: a stop string found, or, in AsyncLLM, another request.
       prefill_chunk: longest piece of a prompt in one pass, in tokens.
-      kernels: "reference" (plain jnp), "pallas", or None for the measured fastest of the platform. GPUs below compute
-        capability 8.0 run no kernels: plain forms there, and "pallas" is refused.
+      kernels: None (the fastest that is known), "reference" (plain jnp, no kernel in any program) or "pallas" (a kernel
+        wherever device and arrays have one). GPUs below compute capability 8.0 have none, and "pallas" is refused.
       compilation_cache: keep compiled programs on disk, so that a second start takes seconds.
     """
 

@@ -9,13 +9,14 @@ import jax
 
 import checkpoints
 from jaxspec.cache import budget
-from jaxspec.cache.pages import cache_layout, default_page_size
+from jaxspec.cache.pages import cache_layout
 from jaxspec.config import EngineConfig
-from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype, this_platform
+from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
-from pallas_kernels import _device
+from jaxspec.platforms import facts as platform_facts
+from pallas_kernels.device import Device, here
 
 
 def describe(model: str, draft: str | None = None) -> dict[str, Any]:
@@ -25,47 +26,46 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
     pages: how many the default engine could hold of both models together, on this machine's first device.
     draft_fits: None without a draft, else whether it can draft for the model; draft_problem says why not.
     """
-    platform = this_platform()
+    device = here()
     source = checkpoints.resolve(model, weights=False)
-    target = facts(source, platform, source)
+    target = facts(source, device, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
-    document["device"] = device(platform)
+    document["device"] = described(device)
     if draft is not None:
         draft_source = checkpoints.resolve(draft, weights=False)
         shares = checkpoints.load_fingerprint(draft_source) is not None
-        document["draft"] = facts(draft_source, platform, source if shares else draft_source)
+        document["draft"] = facts(draft_source, device, source if shares else draft_source)
         try:
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(checkpoints.load_config(source), draft_source.name, checkpoints.load_config(draft_source))
             document["draft_fits"] = True
         except ValueError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
-    page_size = default_page_size(platform)
+    page_size = platform_facts(device.platform).page_size
     models = [m for m in (target, document["draft"]) if m]
-    weights = sum(m["weight_bytes"] for m in models) if platform != "cpu" else 0  # CPU's pool has a fixed size
+    weights = sum(m["weight_bytes"] for m in models) if device.platform != "cpu" else 0  # CPU's pool has a fixed size
     free = budget.free_memory(jax.devices()[0], EngineConfig().memory_utilization, weights)
     pages = max(free, 0) // sum(m["kv_bytes_per_token"] * page_size for m in models)
     return document | {"page_size": page_size, "pages": pages, "tokens_that_fit": pages * page_size}
 
 
-def device(platform: str) -> str:
-    """This machine's first device, and what it does without."""
-    kind = _device.first().device_kind
-    if platform != "gpu" or not _device.before_ampere():
-        return kind
-    return f"{kind}: plain forms in {compute_dtype('auto', platform).name}, as {_device.no_triton()}"
+def described(device: Device) -> str:
+    """What it is, and what it does without."""
+    if not device.lacks_bfloat16:
+        return device.kind
+    return f"{device.kind}: plain forms in {compute_dtype('auto', device).name}, as {device.no_kernels()}"
 
 
-def facts(source: checkpoints.Source, platform: str, tokenizer_source: checkpoints.Source) -> dict[str, Any]:
+def facts(source: checkpoints.Source, device: Device, tokenizer_source: checkpoints.Source) -> dict[str, Any]:
     """One model by itself. dtype and bytes are those of the default engine on this platform."""
     config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(tokenizer_source)
-    dtype = compute_dtype("auto", platform)
+    dtype = compute_dtype("auto", device)
     arrays = [
         array
         for name, array in abstract_params(config, dtype, make_mesh()).items()
         if name != "embed" or not config.embed_width  # that is the target's
     ]
-    page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=platform)
+    page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=device.platform)
     return {
         "name": source.name,
         "format": source.kind,

@@ -20,7 +20,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request
 from jaxspec.job import Job, failures
-from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load, this_platform
+from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load
 from jaxspec.models.layers import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
@@ -28,6 +28,7 @@ from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import generation_progress
 from jaxspec.prompts import Ask, Prompt, asks, named
 from jaxspec.sampling_params import SamplingParams
+from pallas_kernels.device import here
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +73,15 @@ class LLM:
             check_same_tokenizer(self.source, self.tokenizer, source)
             draft = self.load(source, speculative.dtype or self.config.dtype, self.target)
         self.engine = Engine(
-            self.target, self.config, mesh=self.mesh, speculative=speculative, draft=draft, platform=this_platform()
+            self.target, self.config, mesh=self.mesh, speculative=speculative, draft=draft, device=here()
         )
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
         self.profile: Path | None = None  # the folder of the trace that is being taken
         self.engine.timing.load_seconds = time.perf_counter() - started
 
     def load(self, source: checkpoints.Source, dtype: str, target: Model | None = None) -> Model:
-        backend = Backend(this_platform(), self.mesh, self.config.kernels)  # refuses before anything is loaded
-        return load(source, compute_dtype(dtype, backend.platform), self.mesh, target).stored_for(backend)
+        backend = Backend(here(), self.mesh, self.config.kernels)  # refuses before anything is loaded
+        return load(source, compute_dtype(dtype, backend.device), self.mesh, target).stored_for(backend)
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
         """Another LLM on the same target, whose weights the two share, that speculates in another way."""

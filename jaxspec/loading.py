@@ -12,20 +12,15 @@ from checkpoints.sources import cache_folder
 from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
-from pallas_kernels import _device
-
-PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
-
-
-def this_platform() -> str:
-    return PLATFORMS[jax.default_backend()]
+from jaxspec.platforms import facts
+from pallas_kernels.device import Device
 
 
-def compute_dtype(name: str, platform: str) -> Any:
-    """ "auto" is float32 on CPU, and on a GPU that has no bfloat16: float16, which it has, ends at 65,504, and the
-    activations of some models do not (Gemma's, Qwen's)."""
-    float32 = platform == "cpu" or (platform == "gpu" and _device.before_ampere())
-    return jnp.dtype(("float32" if float32 else "bfloat16") if name == "auto" else name)
+def compute_dtype(name: str, device: Device) -> Any:
+    """ "auto" is the platform's own, and float32 on a GPU that has no bfloat16: float16, which it has, ends at 65,504,
+    and the activations of some models do not (Gemma's, Qwen's)."""
+    auto = "float32" if device.lacks_bfloat16 else facts(device.platform).dtype
+    return jnp.dtype(auto if name == "auto" else name)
 
 
 def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Model:

@@ -21,9 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _device
 from pallas_kernels._overlap import WARPS, ask_for, start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
+from pallas_kernels.device import Device
 
 MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer are filled up
 COLUMNS, DEPTH = 64, 128  # of weights in one read, or twice the columns where that leaves programs enough
@@ -34,9 +34,9 @@ SHARED = 218 << 10  # bytes of a multiprocessor
 MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
 
 
-def covers(rows: int, *weights: jax.Array, interpret: bool = False) -> bool:
+def covers(rows: int, *weights: jax.Array, device: Device) -> bool:
     """What the kernels cover and are meant for: a few rows, matrices in whole reads, GPUs that share much."""
-    some = 1 < rows <= MAX_ROWS and (interpret or _device.shares_much())
+    some = 1 < rows <= MAX_ROWS and device.shares_much
     fits = lambda w: w.shape[0] % (DEPTH // 2) == 0 and w.shape[1] % COLUMNS == 0 and w.size < MAX_SIZE
     return some and all(fits(w) and w.dtype == jnp.bfloat16 for w in weights)
 
@@ -75,15 +75,15 @@ def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
-def what_to_ask_for(then, rows: int, grid: tuple[int, int], interpret: bool):
+def what_to_ask_for(then, rows: int, grid: tuple[int, int], device: Device):
     """([the matrix that `product` reads after this kernel], what `ask_for` is to know), or ([], None)."""
-    if then is None or rows > MIN_ROWS or interpret:  # more rows wait for more than weights
+    if then is None or rows > MIN_ROWS or device.interpret:  # more rows wait for more than weights
         return [], None
     parts = num_splits(then.shape[0], then.shape[1] // COLUMNS)
     return [then], {"size": then.size * then.dtype.itemsize, "parts": parts, "programs": math.prod(grid)}
 
 
-def product(x, weights, *, gated=None, then=None, interpret=False):
+def product(x, weights, *, gated=None, then=None, device):
     """x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
     gated: (activation, block): the columns are `block` of gate and `block` of up in turn, and the result is
@@ -98,20 +98,20 @@ def product(x, weights, *, gated=None, then=None, interpret=False):
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     deep, stages = reads(rows, depth, columns, math.prod(grid))
-    asked_for, ahead = what_to_ask_for(then, rows, grid, interpret)
+    asked_for, ahead = what_to_ask_for(then, rows, grid, device)
     return pl.pallas_call(
-        functools.partial(_product, gated=gated, columns=columns, deep=deep, ahead=ahead, interpret=interpret),
+        functools.partial(_product, gated=gated, columns=columns, deep=deep, ahead=ahead, device=device),
         grid=grid,
         in_specs=[whole(x.shape), whole(weights.shape), *(whole((1, 1)) for _ in asked_for)],
         out_specs=whole(out.shape),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
-        interpret=interpret,
+        interpret=device.interpret,
         name="product",
     )(x, weights, *asked_for)
 
 
-def _product(x, weights, *refs, gated, columns, deep, ahead, interpret):
+def _product(x, weights, *refs, gated, columns, deep, ahead, device):
     *asked_for, out = refs
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
@@ -143,7 +143,7 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, interpret):
     (*others, last), asked = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
     if ahead is not None:
         last += asked.astype(jnp.float32)
-    for (row, _), result in zip(tiles, (*others, start_next(last, interpret)), strict=True):
+    for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
         to: tuple = (part, row[None, :], column[:, None])
         if gated is not None:
             gate, up = lax.split(result, (half, half))
@@ -152,20 +152,20 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, interpret):
         plgpu.store(out.at[to], result, mask=jnp.broadcast_to((row < rows)[None, :], result.shape))
 
 
-def add_and_norm(x, parts, scale, eps, *, interpret=False):
+def add_and_norm(x, parts, scale, eps, *, device):
     """x [rows, width] + parts f32[splits, rows, width], and its RMSNorm, both in the dtype of x."""
     return pl.pallas_call(
-        functools.partial(_add_and_norm, eps=eps, interpret=interpret),
+        functools.partial(_add_and_norm, eps=eps, device=device),
         grid=x.shape[:1],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
         compiler_params=plgpu.CompilerParams(num_warps=16, num_stages=1),
-        interpret=interpret,
+        interpret=device.interpret,
         name="add_and_norm",
     )(x, parts, scale)
 
 
-def _add_and_norm(x, parts, scale, out, normed, *, eps, interpret):
-    row, width = start_next(pl.program_id(0), interpret), x.shape[1]
+def _add_and_norm(x, parts, scale, out, normed, *, eps, device):
+    row, width = start_next(pl.program_id(0), device), x.shape[1]
     at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     here = at < width
     load = lambda ref, *index: plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _device
+from pallas_kernels.device import Device
 
 
-def start_next(numbers: jax.Array, interpret: bool) -> jax.Array:
+def start_next(numbers: jax.Array, device: Device) -> jax.Array:
     """A kernel's numbers, i32[] or f32[...], unchanged. The next kernel is asked for when they are there, and before
     anything is computed from them."""
-    if interpret or not _device.starts_early():
+    if not device.starts_early:
         return numbers
     kind = "f" if numbers.dtype == jnp.float32 else "r"
     (same,) = plgpu.elementwise_inline_asm(

@@ -55,7 +55,7 @@ def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
     return next(d for d in range(1, steps + 1) if steps % d == 0 and (enough(d) or d == steps))
 
 
-def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None, zeros=0, eps=0.0, interpret=False):
+def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None, zeros=0, eps=0.0, device):
     """x [depth] @ weights in Parts, and what else the options ask for, as a dict.
 
     norm: x is normed by this scale. parts: x is x + these first, and the result has it as "new_x". gated: (Parts,
@@ -90,25 +90,25 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*operands, *outputs), columns=columns, splits=splits, eps=eps, activation=activation,
-            block=block, norm_width=norm_width, interpret=interpret,
+            block=block, norm_width=norm_width, device=device,
         ),
         grid=(width // columns, splits),
         out_shape=list(outputs.values()),
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        interpret=device.interpret,
         name="split_product",
     )(*operands.values())  # fmt: skip
     named = dict(zip(outputs, results, strict=True))
     return {"parts": Parts(named["sums"], named.get("squares")), **named}
 
 
-def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, interpret):
+def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, device):
     ref = dict(zip(names, refs, strict=True))
     weights, sums = ref["weights"], ref["sums"]
     depth = weights.shape[0] // splits  # of this program
     size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # of a read
-    column_block, split = pl.program_id(0), start_next(pl.program_id(1), interpret)
+    column_block, split = pl.program_id(0), start_next(pl.program_id(1), device)
     column = column_block * columns + jnp.arange(columns, dtype=jnp.int32)
     firsts = [split * depth + at for at in range(0, depth, size)]
     at = jnp.arange(size, dtype=jnp.int32)
@@ -156,7 +156,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, i
         mask = (at < ref["zeros"].shape[0]) & (column_block + split == 0)
         plgpu.store(ref["zeros"].at[at], jnp.zeros_like(at), mask=mask)
     if "out" in ref:
-        if not interpret:  # all of this program's numbers are out before it is counted
+        if not device.interpret:  # all of this program's numbers are out before it is counted
             plgpu.debug_barrier()
         before = plgpu.atomic_add(ref["counts"], (column_block,), jnp.int32(1))
 

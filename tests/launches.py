@@ -26,6 +26,7 @@ from jaxspec.models.paged import PagedModel
 from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.processors import Processors
+from pallas_kernels.device import here
 from tests import tiny
 
 PLATFORM = jax.default_backend()
@@ -96,7 +97,7 @@ def padded(values: Sequence, width: int) -> list:
 
 def paged(model: Model, num_pages: int) -> PagedModel:
     layout = cache_layout(model.config, page_size=PAGE_SIZE, num_pages=num_pages, dtype=jnp.float32, platform=PLATFORM)
-    return PagedModel(model.config, layout, model.config.max_model_len, Backend(PLATFORM, make_mesh()))
+    return PagedModel(model.config, layout, model.config.max_model_len, Backend(here(), make_mesh()))
 
 
 class Launches:

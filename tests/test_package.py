@@ -30,25 +30,28 @@ ARROWS = {
     "parallel": "",
     "config": "options",
     "sampling_params": "options",
-    "cache": "parallel models.config",  # the config is data, not the decoder
+    "platforms": "pallas_kernels",
+    "cache": "parallel platforms models.config",  # the config is data, not the decoder
     "sampling": "shapes",
     "models": "parallel cache pallas_kernels",
     "drafters": "shapes models sampling pallas_kernels",
     "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
-    "decode": "shapes config parallel cache models sampling pallas_kernels drafters verify",
-    "engine": "config options outputs sampling_params parallel cache models sampling pallas_kernels drafters decode",
+    "decode": "shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
+    "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
+    "decode",
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
-    "loading": "checkpoints pallas_kernels models engine.setup",
-    "llm": "config outputs sampling_params parallel models checkpoints loading engine progress prompts job",
+    "loading": "checkpoints pallas_kernels platforms models engine.setup",
+    "llm": "config outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress prompts "
+    "job",
     "async_llm": "config outputs sampling_params engine prompts job llm",
     "prometheus": "engine.request llm async_llm",
-    "info": "config parallel cache models pallas_kernels checkpoints loading",
+    "info": "config parallel platforms cache models pallas_kernels checkpoints loading",
     "demo": "config outputs sampling_params parallel progress checkpoints engine.setup llm",
-    "bench": "config outputs sampling_params parallel cache models pallas_kernels drafters.base decode engine progress "
-    "checkpoints loading",
-    "train": "config options outputs sampling_params shapes parallel cache models engine progress checkpoints "
-    "loading llm",
+    "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters.base decode "
+    "engine progress checkpoints loading",
+    "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
+    "progress checkpoints loading llm",
     "cli": "config outputs sampling_params parallel progress checkpoints job llm info demo bench train",
 }
 

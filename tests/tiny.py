@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
@@ -15,6 +14,7 @@ from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import random_params
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.sampling_params import SamplingParams
+from pallas_kernels.device import Device, here
 
 BASE = ModelConfig(
     family="llama",
@@ -67,7 +67,7 @@ def engine(
     draft: Model | None = None,
     *,
     tensor_parallel_size: int = 1,
-    platform: str | None = None,
+    device: Device | None = None,
     **options,
 ) -> Engine:
     mesh = make_mesh(tensor_parallel_size)
@@ -79,7 +79,7 @@ def engine(
         mesh=mesh,
         speculative=SpeculativeConfig.of(speculative),
         draft=draft,
-        platform=platform or jax.default_backend(),
+        device=device or here(),
     )
 
 

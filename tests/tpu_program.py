@@ -22,6 +22,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.sampling.distribution import SamplingRows
+from pallas_kernels.device import Device
 from tests import hlo
 from tests.tpu_topology import tpu_mesh
 from tests.uncached import no_compilation_cache
@@ -67,7 +68,7 @@ class Program:
 
     def paged(self, num_pages: int):
         options = EngineConfig(**vars(self.options) | {"num_pages": num_pages})
-        return paged_models(self.models, options, self.speculative, self.mesh, "tpu")
+        return paged_models(self.models, options, self.speculative, self.mesh, Device("tpu"))
 
     def pool(self, memory: int) -> int:
         """Pages that the engine would find room for."""

@@ -19,10 +19,11 @@ from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
 from jaxspec.engine.runner import fetch
-from jaxspec.loading import compute_dtype, this_platform
+from jaxspec.loading import compute_dtype
 from jaxspec.models.decoder import weight_bytes
 from jaxspec.parallel.mesh import device_name
 from jaxspec.progress import say
+from pallas_kernels.device import here
 
 Row = dict[str, Any]
 # Name in a row -> how the never-slower table decodes: no speculation at all, always K, or K as the engine chooses.
@@ -47,7 +48,7 @@ def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) 
 
 def run(options: Options, limits: Hardware | None = None) -> dict[str, Any]:
     """The JSON document. limits: the device's, where they are known already."""
-    dtype = compute_dtype(options.dtype, this_platform())
+    dtype = compute_dtype(options.dtype, here())
     if limits is None:  # before the weights: its arrays are large too
         say("measuring copy bandwidth and matrix peak ...")
         limits = hardware(dtype)

@@ -237,7 +237,7 @@ def repeat_attention(model, pages, num_rounds, inputs, query):
         pages, zero = carry
         x, kv_len = query, inputs.num_tokens + rows - 1 + zero
         for layer_pages, window in zip(pages, c.windows, strict=True):
-            options = {"scale": c.query_scale, "window": window, "soft_cap": c.soft_cap, **model.backend.how}
+            options = {"scale": c.query_scale, "window": window, "soft_cap": c.soft_cap, **model.backend.how()}
             x = paged_attention(x, layer_pages, inputs.block_table, kv_len, **options)
         return pages, always_zero(x)
 

@@ -12,13 +12,16 @@ import checkpoints
 from jaxspec import loading
 from jaxspec.bench import presets
 from jaxspec.bench.options import Options
-from jaxspec.cache.pages import cache_layout, default_page_size
+from jaxspec.cache.budget import memory
+from jaxspec.cache.pages import cache_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.models.decoder import abstract_params, random_params
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.mesh import make_mesh
+from jaxspec.platforms import facts
+from pallas_kernels.device import Device, here
 
 
 @dataclasses.dataclass
@@ -27,7 +30,7 @@ class Setup:
     another has; it counts the compiling."""
 
     options: Options
-    platform: str
+    device: Device
     dtype: Any
     mesh: Any
     target: Model
@@ -39,7 +42,7 @@ class Setup:
         """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others."""
         drafts = speculative.num_speculative_tokens if speculative else 0
         models = {"target": self.target} | ({"draft": self.draft} if self.draft and speculative else {})
-        page_size = default_page_size(self.platform)
+        page_size = facts(self.device.platform).page_size
         num_pages = rows * (math.ceil((max_len + drafts) / page_size) + 1)
         self.check_memory(models, page_size, num_pages)
         engine = Engine(
@@ -54,17 +57,17 @@ class Setup:
             mesh=self.mesh,
             speculative=speculative,
             draft=models.get("draft"),
-            platform=self.platform,
+            device=self.device,
         )
         engine.runner.programs = self.programs
         return engine
 
     def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:
         """Raises ValueError where the pool does not fit beside what the device holds already."""
-        stats = self.mesh.devices.flat[0].memory_stats() if self.platform != "cpu" else None
-        if not stats or "bytes_limit" not in stats:
+        stats = memory(self.mesh.devices.flat[0])
+        if stats is None:
             return
-        sizes = {"page_size": page_size, "num_pages": num_pages, "dtype": self.dtype, "platform": self.platform}
+        sizes = {"page_size": page_size, "num_pages": num_pages, "dtype": self.dtype, "platform": self.device.platform}
         pool = num_pages * sum(cache_layout(m.config, **sizes).page_bytes for m in models.values())
         free = stats["bytes_limit"] - stats["bytes_in_use"]
         if pool > free:
@@ -97,8 +100,8 @@ def english() -> str:
 def load(options: Options) -> Setup:
     """Random weights of a preset, born on the device in the compute dtype; or a real model and draft."""
     loading.enable_compilation_cache()
-    platform = loading.this_platform()
-    dtype, mesh = loading.compute_dtype(options.dtype, platform), make_mesh()
+    device = here()
+    dtype, mesh = loading.compute_dtype(options.dtype, device), make_mesh()
     names = (options.model or presets.split(options.preset or "")[0], options.draft_name)
     models: list[Model | None] = [None, None]
     tokenizer: Any = None
@@ -114,16 +117,15 @@ def load(options: Options) -> Setup:
                 options.check_context(name, model.config)
     target, draft = models
     assert target is not None
-    backend = Backend(platform, mesh, options.kernels)
+    backend = Backend(device, mesh, options.kernels)
     target, draft = target.stored_for(backend), draft and draft.stored_for(backend)
-    return Setup(options, platform, dtype, mesh, target, draft, tokenizer, Programs(mesh))
+    return Setup(options, device, dtype, mesh, target, draft, tokenizer, Programs(mesh))
 
 
 def check_weights_fit(name: str, config: Any, dtype: Any, mesh: Any) -> None:
-    device = mesh.devices.flat[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
+    stats = memory(mesh.devices.flat[0])
     need = sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract_params(config, dtype, mesh).values())
-    if stats and "bytes_limit" in stats and need > (free := stats["bytes_limit"] - stats["bytes_in_use"]):
+    if stats and need > (free := stats["bytes_limit"] - stats["bytes_in_use"]):
         raise ValueError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-CPU_CACHE_BYTES = 1 << 30  # host memory is shared with everything else: a fixed, modest pool
+from jaxspec.platforms import PLATFORMS, facts
 
 
 def num_pages(memory_bytes: int, target_page_bytes: int, draft_page_bytes: int = 0) -> int:
@@ -18,9 +18,15 @@ def num_pages(memory_bytes: int, target_page_bytes: int, draft_page_bytes: int =
     return pages
 
 
+def memory(device: Any) -> dict[str, int] | None:
+    """bytes_limit and bytes_in_use of a device that has memory of its own, and tells."""
+    stats = None if facts(device.platform).cache_bytes else device.memory_stats()
+    return stats if stats and "bytes_limit" in stats else None
+
+
 def free_memory(device: Any, utilization: float, temporary_bytes: int) -> int:
     """Bytes left for pages on this device, weights being loaded and temporary_bytes kept for the programs."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
-        return CPU_CACHE_BYTES
+    stats = memory(device)
+    if stats is None:
+        return facts(device.platform).cache_bytes or PLATFORMS["cpu"].cache_bytes or 0
     return int(stats["bytes_limit"] * utilization) - stats["bytes_in_use"] - temporary_bytes

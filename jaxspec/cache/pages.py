@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.parallel.mesh import PAGES_SPEC, sharding
+from jaxspec.platforms import facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +47,8 @@ class CacheLayout:
         return self.num_layers * per_layer * jnp.dtype(self.dtype).itemsize
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
-        """Bytes of it in the memory of each device. A TPU stores more than four keys and values by eights."""
-        heads = 2 * self.num_kv_heads // num_devices
-        stored = -(-heads // 8) * 8 if platform == "tpu" and heads > 4 else heads
+        """Bytes of it in the memory of each device."""
+        stored = facts(platform).stored_heads(2 * self.num_kv_heads // num_devices)
         return self.page_bytes // (2 * self.num_kv_heads) * stored
 
 
@@ -61,25 +61,11 @@ class PagedKVCache:
     draft: tuple[jax.Array, ...] = ()
 
 
-def padded_head_dim(head_dim: int, platform: str) -> int:
-    """Head size as the platform's attention kernel stores it."""
-    if platform == "tpu":
-        return -(-head_dim // 128) * 128  # lanes: a narrower row takes as much memory
-    if platform == "gpu":
-        return max(16, 1 << (head_dim - 1).bit_length())  # Triton blocks are powers of two
-    return head_dim
-
-
-def default_page_size(platform: str) -> int:
-    """Tokens a page holds where nobody says otherwise."""
-    return 32 if platform == "tpu" else 16
-
-
 def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
     return CacheLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
-        head_dim=padded_head_dim(config.head_dim, platform),
+        head_dim=facts(platform).head_size(config.head_dim),
         page_size=page_size,
         num_pages=num_pages,
         dtype=jnp.dtype(dtype),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -13,28 +12,14 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 from jaxspec.cache.pages import copy_pages
-from jaxspec.decode.cpu import cpu_features, vector_width
 from jaxspec.decode.loop import launch
 from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.prefill import catch_up, prefill
 from jaxspec.decode.state import Variant
 from jaxspec.parallel.mesh import sharding
+from jaxspec.platforms import facts
 
 WORTH_COMPILING = 16  # launches
-
-# Platform -> options of its compiler. On CPU, products over a few rows are loops of the compiler's own: faster where
-# registers of 512 bits are used, if there are any, and where sums may be reordered (see pallas_kernels/_streamed.py).
-# What else the compiler calls fast mathematics stays off. Two passes that look for what a loop need not do are left
-# out: they go through the whole program for each layer's loop over keys, which is half of the compiling, and make
-# nothing faster.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
-        **vector_width(cpu_features(), os.environ.get("XLA_FLAGS", "")),
-        "xla_cpu_enable_fast_math": True,
-        **{f"xla_cpu_fast_math_honor_{what}": True for what in ("nans", "infs", "division", "functions")},
-    }
-}
 
 # Name -> function(config, params, cache, *arrays) -> (cache, the rest).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -113,4 +98,4 @@ def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> ja
 def compiler_options(place: Sharding) -> dict[str, Any] | None:
     """For a program over arrays that lie there."""
     device: Any = next(iter(place.device_set))
-    return COMPILER_OPTIONS.get(device.platform)
+    return dict(facts(device.platform).compiler_options) or None

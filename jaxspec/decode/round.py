@@ -21,7 +21,7 @@ from jaxspec.sampling.processors import Adjust, Tables, adjuster, count
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.verify import coupled, rejection, synthetic
 from jaxspec.verify.base import Verdict, leading
-from pallas_kernels.likeliest_token.reference import likeliest
+from pallas_kernels.plain import likeliest
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}
 # Of the target at each of T places: its logits, or the ids of the largest where that is all that is asked for.

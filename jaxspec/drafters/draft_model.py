@@ -64,7 +64,7 @@ class DraftModel:
         query_start = jnp.arange(rows + 1, dtype=jnp.int32)
         has_it = (history.draft_len == history.num_tokens - 1).astype(jnp.int32)
         at = lambda back: take_row(history.tokens, jnp.maximum(history.num_tokens - back, 0))
-        how: dict[str, Any] = self.model.backend.how
+        how: dict[str, Any] = self.model.backend.how()
         tokens, rejected = merge_tokens(at(2), at(1), query_start, has_it, **how)
         before = jnp.maximum(history.num_tokens - 2, 0)
         positions, _ = merge_tokens(before, history.num_tokens - 1, query_start, has_it, **how)

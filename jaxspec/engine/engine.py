@@ -25,6 +25,7 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
 from jaxspec.sampling_params import SamplingParams
+from pallas_kernels.device import CPU, Device
 
 FEWER_ROUNDS = 16  # of a launch that the host may have to act on before all its rows have ended
 SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as if one by one
@@ -33,7 +34,7 @@ SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as i
 class Engine:
     """Serves requests with a target and, where speculative is given, a drafter.
 
-    draft: the draft model that method "draft_model" proposes with. platform: "cpu", "gpu" or "tpu".
+    draft: the draft model that method "draft_model" proposes with. device: what its programs are compiled for.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Engine:
         mesh: Mesh,
         speculative: SpeculativeConfig | None = None,
         draft: Model | None = None,
-        platform: str = "cpu",
+        device: Device = CPU,
     ) -> None:
         self.config, self.speculative = config, speculative
         models = {"target": target} | ({"draft": draft} if draft else {})
-        self.runner = Runner(models, config, speculative, mesh, platform)
+        self.runner = Runner(models, config, speculative, mesh, device)
         self.page_size, self.num_pages = self.runner.layouts[0].page_size, self.runner.layouts[0].num_pages
         # Without a draft cache there is nothing that could lag behind; with one, its context may be shorter.
         self.draft_limit = self.runner.decoding.position_limit if draft else None
@@ -70,7 +71,7 @@ class Engine:
         self.midway = False  # in what leaves queues, pages or caches as nobody knows if it is interrupted
         self.stepping = False
         most = self.scheduler.pages_for(self.limits.max_model_len + self.num_drafts)
-        self.table_widths = setup.table_widths(platform, config.kernels, most, self.page_size)
+        self.table_widths = setup.table_widths(device, config.kernels, most, self.page_size)
         self.controller = Controller(
             tuple(self.runner.drafters),
             adaptive=speculative is not None and speculative.adaptive,

@@ -22,6 +22,7 @@ from jaxspec.engine import setup
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import Params
 from jaxspec.models.storage import stored_for
+from pallas_kernels.device import Device
 
 NOTHING = Variant()
 
@@ -59,9 +60,9 @@ class Runner:
         config: EngineConfig,
         speculative: SpeculativeConfig | None,
         mesh: Mesh,
-        platform: str,
+        device: Device,
     ) -> None:
-        paged = setup.paged_models(models, config, speculative, mesh, platform)
+        paged = setup.paged_models(models, config, speculative, mesh, device)
         self.mesh, self.backend = mesh, paged["target"].backend
         self.params: dict[str, Params] = {}
         for name, model in models.items():

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import CacheLayout, cache_layout, default_page_size
+from jaxspec.cache.pages import CacheLayout, cache_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
@@ -21,8 +21,9 @@ from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.storage import stored_for
 from jaxspec.parallel.mesh import check_divides
-from pallas_kernels._dispatch import form
-from pallas_kernels.paged_attention import WHOLE_KEYS
+from jaxspec.platforms import facts
+from pallas_kernels.device import Device
+from pallas_kernels.paged_attention import OP as PAGED_ATTENTION
 
 Speculation = SpeculativeConfig | None
 
@@ -40,7 +41,7 @@ class Model:
 
 
 def paged_models(
-    models: dict[str, Model], config: EngineConfig, speculative: Speculation, mesh: Mesh, platform: str
+    models: dict[str, Model], config: EngineConfig, speculative: Speculation, mesh: Mesh, device: Device
 ) -> dict[str, PagedModel]:
     """The models over pages, with as many for each as memory allows. Raises ValueError for what does not fit."""
     own = models["target"].config.max_model_len
@@ -51,8 +52,8 @@ def paged_models(
         heads = {"num_heads": model.config.num_heads, "num_key_value_heads": model.config.num_kv_heads}
         block = model.config.merged["gate_up"]["gate"]
         check_divides(heads | {f"intermediate_size / {block}": model.config.mlp_width // block}, mesh.size)
-    backend = Backend(platform, mesh, config.kernels)
-    layouts = page_layouts(models, config, speculative, mesh, platform, longest)
+    backend = Backend(device, mesh, config.kernels)
+    layouts = page_layouts(models, config, speculative, mesh, device.platform, longest)
     return {
         name: PagedModel(model.config, layouts[name], context(name, model.config, speculative, longest), backend)
         for name, model in models.items()
@@ -73,7 +74,7 @@ def page_layouts(
     platform: str,
     longest: int,
 ) -> dict[str, CacheLayout]:
-    page_size = config.page_size or default_page_size(platform)
+    page_size = config.page_size or facts(platform).page_size
 
     def layout(model: Model, pages: int) -> CacheLayout:
         dtype = model.params["embed"].dtype
@@ -90,14 +91,15 @@ def page_layouts(
     return {name: layout(model, pages) for name, model in models.items()}
 
 
-def table_widths(platform: str, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
+def table_widths(device: Device, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
     """The widths N, in pages, that block tables come in; the last has room for `most` pages. Each is another program.
     Attention in plain jnp costs what the table is wide. As a kernel it does not, but on GPU it is faster where all
     tables are short enough for keys not to be split."""
-    if platform == "cpu" or form("paged_attention", kernels, platform) == "reference":
+    known = facts(device.platform)
+    if known.gathers or PAGED_ATTENTION.choose(kernels, device).name == "reference":
         return tuple(1 << i for i in range(power_of_two(most).bit_length()))
-    few = WHOLE_KEYS // page_size
-    return (few, most) if platform == "gpu" and 0 < few < most else (most,)
+    few = known.short_row // page_size
+    return (few, most) if 0 < few < most else (most,)
 
 
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation) -> int:

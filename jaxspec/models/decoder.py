@@ -27,11 +27,10 @@ from jaxspec.models.layers import (
     rotary_tables,
 )
 from jaxspec.parallel.mesh import param_sharding, sharding
-from pallas_kernels._streamed import linear, once
 from pallas_kernels.feed_forward import feed_forward
-from pallas_kernels.feed_forward.reference import rms_norm
 from pallas_kernels.likeliest_token import likeliest_token
-from pallas_kernels.likeliest_token.reference import likeliest
+from pallas_kernels.plain import likeliest, rms_norm
+from pallas_kernels.streamed import linear, once
 
 Params = Mapping[str, jax.Array]
 HEAD = ("embed", "head", "rare_in", "rare_head")  # with the table, which is the head where they are tied
@@ -80,7 +79,7 @@ class Layer(nnx.Module):
         weights: dict[str, Any] = {"out": self.out[...], "gate_up": self.gate_up[...], "down": self.down[...]}
         options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"]}
         weights |= {"norm": self.mlp_norm[...], **behind}
-        x, normed = feed_forward(x, mixed, **weights, **post, **options, **backend.dense)
+        x, normed = feed_forward(x, mixed, **weights, **post, **options, **backend.how(cut=True))
         return x, normed, pages
 
     def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend):
@@ -176,7 +175,7 @@ class Decoder(nnx.Module):
         c = self.config
         # On CPU the table is streamed, over several devices it is cut.
         if c.tied and not c.logit_soft_cap and backend.alone and not backend.streams:
-            return likeliest_token(x, self.embed[...], num_ids=vocab_size, **backend.fused)
+            return likeliest_token(x, self.embed[...], num_ids=vocab_size, **backend.how())
         found = likeliest(self.logits(x, backend)[..., :vocab_size])
         return jnp.take(self.d2t[...], found, mode="clip") if c.reduced_vocab_size else found
 

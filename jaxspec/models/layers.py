@@ -14,29 +14,23 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.config import Rope
 from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, per_shard
-from pallas_kernels import _device
-from pallas_kernels.feed_forward.reference import rms_norm
+from pallas_kernels.device import Device
+from pallas_kernels.plain import project, rms_norm
 from pallas_kernels.self_attention import self_attention
-from pallas_kernels.self_attention.reference import project
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Static facts about where a program runs: platform ("cpu", "gpu", "tpu"), mesh, kernel choice."""
+    """Static facts about where a program runs: what it is compiled for, mesh, choice of kernels."""
 
-    platform: str
+    device: Device
     mesh: Mesh | None = None
-    implementation: str | None = None  # None: the measured fastest of the platform
+    kernels: str | None = None  # as EngineConfig has it
     dense_attention: Literal["xla", "cudnn"] = "xla"  # of passes without a cache
 
     def __post_init__(self) -> None:
-        if self.platform == "gpu" and self.implementation == "pallas" and _device.before_ampere():
-            raise ValueError(f"kernels='pallas': {_device.no_triton()}; leave kernels out, plain forms run there")
-
-    @property
-    def how(self) -> dict[str, Any]:
-        """The keyword arguments that every kernel takes."""
-        return {"platform": self.platform, "implementation": self.implementation}
+        if self.kernels == "pallas" and self.device.platform == "gpu" and not self.device.has_triton:
+            raise ValueError(f"kernels='pallas': {self.device.no_kernels()}; leave kernels out, plain forms run there")
 
     @property
     def alone(self) -> bool:
@@ -45,18 +39,16 @@ class Backend:
     @property
     def streams(self) -> bool:
         """Whether products stream matrices that lie output-first (see `jaxspec.models.storage`)."""
-        return self.platform == "cpu" and self.implementation is None and self.alone
+        return self.device.platform == "cpu" and self.kernels is None and self.alone
 
-    @property
-    def fused(self) -> dict[str, Any]:
-        """The same for the fused ops, which have kernels on GPU only, and there for some shapes only."""
-        best = self.streams or (self.platform == "gpu" and self.implementation != "reference")
-        return {"platform": self.platform, "implementation": None if best else "reference"}
+    def how(self, *, cut: bool = False) -> dict[str, Any]:
+        """The keyword arguments that every op takes.
 
-    @property
-    def dense(self) -> dict[str, Any]:
-        """The same for products outside `per_shard`, which the compiler cuts where there are several devices."""
-        return self.fused if self.alone else {"platform": self.platform, "implementation": "reference"}
+        cut: it is called outside `per_shard`, with arrays that lie over several devices. The compiler cuts plain jnp
+        for them, but no kernel.
+        """
+        plain = not self.alone and (cut or self.device.platform == "cpu")  # there, matrices do not lie output-first
+        return {"platform": self.device, "implementation": "reference" if plain else self.kernels}
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +100,7 @@ def attend(
 
     def shard(x, weights, pages, where, tables):
         cos, sin = tables
-        return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.fused)
+        return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
 
     heads = P(None, None, MODEL_AXES)
     split = {"qkv": P(None, MODEL_AXES), "bias": P(MODEL_AXES), "next_out": P(MODEL_AXES)}

@@ -46,7 +46,7 @@ class PagedModel:
             page_size=self.layout.page_size,
             max_model_len=self.max_model_len,
             pad_slot=self.layout.pad_slot,
-            **self.backend.how,
+            **self.backend.how(),
         )
         reach = lambda length: jnp.where(masked[:, 0], 0, positions[:, 0] + length)
         kv_len, num_keys = reach(t), reach(jnp.sum(~masked, axis=1, dtype=jnp.int32))

@@ -12,11 +12,11 @@ import jax
 from jaxspec.llm import LLM
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.parallel.mesh import device_name
+from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
 
 TEMPERATURES = (0.0, 0.7)
 HELDOUT = Path(__file__).with_name("heldout.json")  # 64 texts that the grammar of the training data cannot make
-ROWS = {"cpu": 16}  # elsewhere all prompts together
 ALL = "all"
 Prompts = Mapping[str, Sequence[str]]  # category -> what users say
 
@@ -56,7 +56,7 @@ def evaluate(
         "adaptive": False,
         "rejection_sample_method": "standard",
     }
-    rows = ROWS.get(jax.default_backend(), count)
+    rows = facts(jax.default_backend()).evaluated_rows or count
     llm = LLM(target, speculative_config=speculation, dtype=dtype, max_num_seqs=min(rows, count))
     asked = [llm.render_chat([{"role": "user", "content": text}]) for texts in prompts.values() for text in texts]
     measured = []

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxspec.cache.pages import default_page_size
 from jaxspec.engine.batch import power_of_two
 from jaxspec.engine.request import Request
+from jaxspec.platforms import facts
 from jaxspec.progress import token_progress
 from jaxspec.train.ahead import ahead
 from jaxspec.train.data import (
@@ -33,18 +33,17 @@ from jaxspec.train.prompts import CATEGORIES
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
-ROWS = {"cpu": 16, "gpu": 2048, "tpu": 512}
 REFILL = 8  # eighths of the rows are filled again at a time
 
 
 def num_rows(options: DataOptions) -> int:
     """Sequences that are decoded together."""
-    return options.rows or ROWS.get(jax.default_backend(), ROWS["gpu"])
+    return options.rows or facts(jax.default_backend()).text_rows
 
 
 def engine_options(options: DataOptions) -> dict[str, Any]:
     """Of an LLM that generates: pages for all rows, so that nobody waits or is put back, and prompts in one pass."""
-    rows, page_size = num_rows(options), default_page_size(jax.default_backend())
+    rows, page_size = num_rows(options), facts(jax.default_backend()).page_size
     return {
         "max_model_len": options.length,
         "max_num_seqs": rows,

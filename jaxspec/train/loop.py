@@ -97,7 +97,7 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
 
     config = setup.draft.config
     fixed = jax.device_put((setup.frozen, target.params), everywhere)
-    backend = dense_backend(config, setup.platform, setup.dtype)
+    backend = dense_backend(config, setup.device, setup.dtype)
     step = make_step(target.config, config, o, backend, setup.dtype)
     place, measure = place_rows(setup.devices), measurer(setup)
     size = sum(x.size for x in state.params.values())

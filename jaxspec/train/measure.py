@@ -12,9 +12,9 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import Params
 from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
-
-PAGE_SIZE = 16
+from pallas_kernels.device import Device
 
 
 def make_measure(
@@ -26,18 +26,19 @@ def make_measure(
     max_tokens: int,
     stop_ids: Sequence[int],
     mesh: Any,
-    platform: str,
+    device: Device,
 ) -> Callable[[Params], SpecDecodeMetrics]:
     """measure(draft's params, those that differ from `draft`'s) -> counters of greedy answers to all prompts. Programs
     are compiled by its first call."""
     longest = max(map(len, prompts)) + max_tokens
+    page_size = facts(device.platform).page_size
     engine = Engine(
         target,
         EngineConfig(
             max_model_len=longest,
             max_num_seqs=len(prompts),
-            page_size=PAGE_SIZE,
-            num_pages=len(prompts) * -(-(longest + 2 * num_speculative_tokens) // PAGE_SIZE),
+            page_size=page_size,
+            num_pages=len(prompts) * -(-(longest + 2 * num_speculative_tokens) // page_size),
             enable_prefix_caching=False,  # pages of an earlier draft must not be found
         ),
         mesh=mesh,
@@ -45,7 +46,7 @@ def make_measure(
             model="the draft in training", num_speculative_tokens=num_speculative_tokens, adaptive=False
         ),
         draft=draft,
-        platform=platform,
+        device=device,
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
 

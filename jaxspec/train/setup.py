@@ -12,7 +12,7 @@ import numpy as np
 
 import checkpoints
 from jaxspec.engine.setup import Model
-from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load, this_platform
+from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import say
 from jaxspec.train import build, data, likeliest
@@ -20,6 +20,7 @@ from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.step import dense_backend
+from pallas_kernels.device import Device, here
 
 LONGEST_PROMPT = 128  # of measurements, in tokens
 
@@ -37,7 +38,7 @@ class Setup:
     rows: data.Rows
     stop_ids: tuple[int, ...]
     fingerprint: str
-    platform: str
+    device: Device
     dtype: Any
     mesh: Any  # of the engine
     devices: Any  # mesh over all devices, which share a step's rows
@@ -51,7 +52,7 @@ class Setup:
 def prepare(options: TrainOptions) -> Setup:
     """Loads the target and the data, and checks that they fit."""
     enable_compilation_cache()
-    platform, count = this_platform(), len(jax.devices())
+    device, count = here(), len(jax.devices())
     if options.batch_size // options.accumulate % count:
         raise ValueError(
             f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"
@@ -61,7 +62,7 @@ def prepare(options: TrainOptions) -> Setup:
     data.chosen(len(rows), options.seed, 0, options.batch_size)  # refuses too few
     source = checkpoints.resolve(options.target)
     tokenizer, mesh = checkpoints.load_tokenizer(source), make_mesh()
-    dtype = compute_dtype(options.dtype, platform)
+    dtype = compute_dtype(options.dtype, device)
     say(f"loading {options.target} ...")
     target = load(source, dtype, mesh)
     if (most := int(shards.tokens.max())) >= target.config.vocab_size:
@@ -83,7 +84,7 @@ def prepare(options: TrainOptions) -> Setup:
     ids = {name: draft.params[name] for name in build.VOCABULARY if name in draft.params}
     stop_ids = checkpoints.load_stop_ids(source, tokenizer)
     digest = checkpoints.fingerprint(tokenizer)
-    return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, platform, dtype, mesh, make_mesh(count))
+    return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, device, dtype, mesh, make_mesh(count))
 
 
 def new_draft(options: TrainOptions, target: Model, shards: data.Shards, mesh: Any) -> Model:
@@ -106,7 +107,7 @@ def teacher(setup: Setup) -> tuple[Model, Callable[[int], dict[str, np.ndarray]]
             min(len(rows), o.steps * o.batch_size),
             o.top_n,
             batch_size=o.batch_size // o.accumulate,
-            backend=dense_backend(target.config, setup.platform, setup.dtype),
+            backend=dense_backend(target.config, setup.device, setup.dtype),
             devices=setup.devices,
         )
         target = Model(target.config, {})
@@ -134,5 +135,5 @@ def measurer(setup: Setup) -> Any:
         max_tokens=o.eval_tokens,
         stop_ids=setup.stop_ids,
         mesh=setup.mesh,
-        platform=setup.platform,
+        device=setup.device,
     )

@@ -18,8 +18,10 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.mesh import MODEL_AXES, sharding
+from jaxspec.platforms import facts
 from jaxspec.train.loss import TOLD, loss_sums
 from jaxspec.train.options import TrainOptions, loss_weights
+from pallas_kernels.device import Device
 
 Params = dict[str, jax.Array]
 
@@ -96,20 +98,21 @@ def make_step(
     return step
 
 
-def dense_backend(config: ModelConfig, platform: str, dtype: Any) -> Backend:
+def dense_backend(config: ModelConfig, device: Device, dtype: Any) -> Backend:
     """Of passes over whole rows: with cuDNN's attention, which never writes the scores to memory, where this device and
     its libraries have it."""
-    backend = Backend(platform, None, "reference")
-    if platform != "gpu" or jnp.dtype(dtype).itemsize != 2:
+    backend = Backend(device, None, "reference")
+    attention = facts(device.platform).dense_attention
+    if attention == backend.dense_attention or jnp.dtype(dtype).itemsize != 2:
         return backend
     heads = lambda count: jax.ShapeDtypeStruct((1, 128, count, config.head_dim), dtype)
     query, key = heads(config.num_heads), heads(config.num_kv_heads)
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=attention)
     try:
         jax.jit(jax.grad(lambda *args: jnp.sum(attend(*args)).astype(jnp.float32))).lower(query, key, key).compile()
     except Exception:  # what JAX raises for a missing library or an old device differs from version to version
         return backend
-    return dataclasses.replace(backend, dense_attention="cudnn")
+    return dataclasses.replace(backend, dense_attention=attention)
 
 
 def first_state(params: Mapping[str, jax.Array], frozen: Params, options: TrainOptions, placed: Any) -> State:

@@ -13,7 +13,7 @@ from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
 from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.base import Verdict, leading
-from pallas_kernels.likeliest_token.reference import likeliest
+from pallas_kernels.plain import likeliest
 
 
 def verify(

@@ -1,6 +1,8 @@
 import jax
 
-from pallas_kernels._dispatch import check_shape, run
+from pallas_kernels.forms import Op, Where, check_shape, plain, streamed, triton
+
+OP = Op("feed_forward", (triton(best=True), streamed("device"), plain("device")))
 
 
 def feed_forward(
@@ -19,7 +21,7 @@ def feed_forward(
     activation: str = "silu",
     block: int,
     implementation: str | None = None,
-    platform: str | None = None,
+    platform: Where = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The second half of a decoder layer: `x += mixed @ out`, then `x += (act(gate) * up) @ down` of the normed x.
 
@@ -34,8 +36,9 @@ def feed_forward(
       next_qkv: [E, ...], the matrix that the next op reads first, if it does: a kernel may ask for it ahead.
       activation: "silu" or "gelu_tanh".
       block: divides F.
-      implementation: None (the best known on the platform for these shapes), "reference" (plain jnp) or "pallas".
-      platform: None (the default backend), "cpu", "gpu" or "tpu"; name it when compiling for another one.
+      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
+        there is one for them).
+      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
 
     Returns:
       [..., E] in the dtype of x; and the same normed by next_norm where a kernel had it at hand, else None: for
@@ -43,7 +46,6 @@ def feed_forward(
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation or platform.
-      NotImplementedError: implementation "pallas" on TPU, or with more rows than it takes.
     """
     (f, e), (a, _) = down.shape, out.shape
     check_shape("feed_forward", "x", x, *x.shape[:-1], e)
@@ -52,7 +54,6 @@ def feed_forward(
     check_shape("feed_forward", "gate_up", gate_up, e, 2 * f)
     if f % block:
         raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
-    fits = lambda gpu: gpu.fits(x)
     arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv)
     options = {"eps": eps, "activation": activation, "block": block}
-    return run("feed_forward", implementation, platform, *arrays, fits=fits, **options)
+    return OP.run(implementation, platform, *arrays, **options)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _few_rows, _one_row, _split_product
 from pallas_kernels._split_product import split_product
+from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
 
 
@@ -18,38 +19,35 @@ def num_rows(x) -> int:
     return x.size // x.shape[-1]
 
 
-def fits(x) -> bool:
-    """The shapes that this form is meant for."""
+def fits(x, *_, device: Device, **options) -> bool:
+    """What this form is meant for."""
     rows = num_rows(x)
-    return x.dtype == jnp.bfloat16 and (rows == 1 or _few_rows.covers(rows))
+    return x.dtype == jnp.bfloat16 and (rows == 1 or _few_rows.covers(rows, device=device))
 
 
 def feed_forward(
     x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv=None, *,
-    eps, activation, block, interpret=False,
+    eps, activation, block, device,
 ):  # fmt: skip
     rows, matrices = num_rows(x), (out, gate_up, down)
-    if rows > _few_rows.MAX_ROWS:
-        limit = f"{rows} rows are more than the {_few_rows.MAX_ROWS} of its kernels"
-        raise NotImplementedError(f"feed_forward: {limit}; use implementation=None")
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
     if plain and rows == 1 and _split_product.covers(*matrices):
         columns, _ = _split_product.tile(*down.shape)
-        first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, interpret=interpret)
-        both = split_product(x.reshape(-1), gate_up, norm=norm, parts=first["parts"], interpret=interpret)
+        first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, device=device)
+        both = split_product(x.reshape(-1), gate_up, norm=norm, parts=first["parts"], device=device)
         done = split_product(
             None, down, gated=(both["parts"], activation, block, x.size), finish=(both["new_x"], first["zeros"]),
-            eps=eps, interpret=interpret,
+            eps=eps, device=device,
         )  # fmt: skip
         return done["out"].reshape(x.shape), None
-    if plain and _few_rows.covers(rows, *matrices, interpret=interpret):
-        product = functools.partial(_few_rows.product, interpret=interpret)
+    if plain and _few_rows.covers(rows, *matrices, device=device):
+        product = functools.partial(_few_rows.product, device=device)
         parts = product(mixed.reshape(rows, -1), out, then=gate_up)
-        flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, interpret=interpret)
+        flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, device=device)
         parts = product(product(normed, gate_up, gated=(activation, block), then=down), down, then=next_qkv)
         if next_norm is None:
             return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
-        flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, interpret=interpret)
+        flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, device=device)
         return flat.reshape(x.shape), normed.reshape(x.shape)
     arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
     options = {"eps": eps, "activation": activation, "block": block, "linear": _one_row.linear}

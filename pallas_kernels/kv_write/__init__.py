@@ -1,6 +1,9 @@
 import jax
 
-from pallas_kernels._dispatch import check_shape, run
+from pallas_kernels.forms import Op, Where, check_shape, mosaic, plain, triton
+
+# On an H200 plain jnp takes 5 us for up to 80 tokens, the kernel 4 to 15.
+OP = Op("kv_write", (mosaic(best=True), triton(), plain()))
 
 
 def kv_write(
@@ -9,7 +12,7 @@ def kv_write(
     slots: jax.Array,
     *,
     implementation: str | None = None,
-    platform: str | None = None,
+    platform: Where = None,
 ) -> jax.Array:
     """Writes new keys and values into the paged cache: `pages[slot // S, slot % S] = kv[m]`.
 
@@ -20,8 +23,9 @@ def kv_write(
       pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head.
       kv: [M, 2G, D], laid out alike; cast to the dtype of `pages`.
       slots: i32[M] from `slot_mapping`; those outside `[0, P * S)` are dropped, the others must differ.
-      implementation: None (the best known on the platform), "reference" (plain jnp) or "pallas".
-      platform: None (the default backend), "cpu", "gpu" or "tpu"; name it when compiling for another one.
+      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
+        there is one for them).
+      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
 
     Returns:
       pages, updated.
@@ -31,4 +35,4 @@ def kv_write(
     """
     (m,) = slots.shape
     check_shape("kv_write", "kv", kv, m, *pages.shape[2:])
-    return run("kv_write", implementation, platform, pages, kv.astype(pages.dtype), slots)
+    return OP.run(implementation, platform, pages, kv.astype(pages.dtype), slots)

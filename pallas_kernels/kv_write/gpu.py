@@ -8,7 +8,7 @@ from jax.experimental.pallas import triton as plgpu
 BLOCK = 1024
 
 
-def kv_write(pages, kv, slots, *, interpret=False):
+def kv_write(pages, kv, slots, *, device):
     (p, s, *_), (m,) = pages.shape, slots.shape
     flat = pages.reshape(p * s, -1)  # a bitcast: only the token's numbers are merged
     width = flat.shape[1]
@@ -19,7 +19,7 @@ def kv_write(pages, kv, slots, *, interpret=False):
         out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
         input_output_aliases={2: 0},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        interpret=device.interpret,
         name="kv_write",
     )(slots, kv.reshape(m, width), flat)
     return flat.reshape(pages.shape)

@@ -13,8 +13,8 @@ from pallas_kernels._hbm import in_hbm
 IN_FLIGHT = 64  # copies started before the first is waited for
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def kv_write(pages, kv, slots, *, interpret=False):
+@functools.partial(jax.jit, static_argnames="device")
+def kv_write(pages, kv, slots, *, device):
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         _kernel,
@@ -27,9 +27,9 @@ def kv_write(pages, kv, slots, *, interpret=False):
         ),
         out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         input_output_aliases={2: 0},  # counts the prefetched slots
-        interpret=interpret,
+        interpret=device.interpret,
         name="kv_write",
-    )(slots, kv, in_hbm(pages, interpret))
+    )(slots, kv, in_hbm(pages, device))
 
 
 def _kernel(slots, kv, _, pages, semaphore):

@@ -10,40 +10,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _device
 from pallas_kernels._few_rows import COLUMNS, DEPTH, MAX_ROWS, reads, row_tiles, whole
 from pallas_kernels._overlap import WARPS, start_next
+from pallas_kernels.device import Device
 
 NONE = jnp.iinfo(jnp.int32).max  # an id behind all others
 
 
-def covers(x, table) -> bool:
-    few = x.size // x.shape[-1] <= MAX_ROWS
-    return few and x.shape[-1] % (DEPTH // 2) == 0 and table.size <= NONE
+def fits(x, table, *, device: Device, **options) -> bool:
+    """What this form covers, and is meant for."""
+    few = x.size // x.shape[-1] <= MAX_ROWS and x.shape[-1] % (DEPTH // 2) == 0 and table.size <= NONE
+    return few and x.dtype == table.dtype == jnp.bfloat16 and device.shares_much
 
 
-def fits(x, table) -> bool:
-    """The shapes, and the GPUs, that this form is meant for."""
-    return covers(x, table) and x.dtype == table.dtype == jnp.bfloat16 and _device.shares_much()
-
-
-def likeliest_token(x, table, *, num_ids, interpret=False):
-    if not covers(x, table):
-        limit = f"at most {MAX_ROWS} rows of a multiple of {DEPTH // 2} numbers"
-        shapes = f"x {x.shape} and table {table.shape}"
-        raise NotImplementedError(f"likeliest_token: its kernel takes {limit}, not {shapes}; use implementation=None")
+def likeliest_token(x, table, *, num_ids, device):
     size, depth = table.shape
     rows, programs = x.size // depth, pl.cdiv(size, COLUMNS)
     deep, stages = reads(rows, depth, COLUMNS, programs)
     shape = rows, programs
     largest, ids = pl.pallas_call(
-        functools.partial(_largest, num_ids=num_ids, deep=deep, interpret=interpret),
+        functools.partial(_largest, num_ids=num_ids, deep=deep, device=device),
         grid=(programs,),
         in_specs=[whole((rows, depth)), whole(table.shape)],
         out_specs=[whole(shape)] * 2,
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
-        interpret=interpret,
+        interpret=device.interpret,
         name="likeliest_token",
     )(x.reshape(rows, depth), table)
     _, found = lax.reduce((largest, ids), (jnp.float32(-jnp.inf), jnp.int32(NONE)), larger, (1,))
@@ -56,7 +48,7 @@ def larger(a, b):
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
 
-def _largest(x, table, largest, ids, *, num_ids, deep, interpret):
+def _largest(x, table, largest, ids, *, num_ids, deep, device):
     (rows, depth), size = x.shape, table.shape[0]
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     program = pl.program_id(0)
@@ -75,7 +67,7 @@ def _largest(x, table, largest, ids, *, num_ids, deep, interpret):
 
     nothing = tuple(jnp.zeros((COLUMNS, row.size), jnp.float32) for row, _ in tiles)
     *others, last = lax.fori_loop(0, depth // deep, step, nothing)
-    for (row, _), logits in zip(tiles, (*others, start_next(last, interpret)), strict=True):
+    for (row, _), logits in zip(tiles, (*others, start_next(last, device)), strict=True):
         logits = jnp.where((column < num_ids)[:, None], logits, -jnp.inf)
         best = jnp.max(logits, axis=0)
         which = jnp.min(jnp.where(logits == best[None, :], column[:, None], jnp.int32(NONE)), axis=0)

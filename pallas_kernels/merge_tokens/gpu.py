@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 BLOCK = 128
 
 
-def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, interpret=False):
+def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, device):
     (t,), (b,) = tokens.shape, next_tokens.shape
     if t == 0:  # every row is its next token; an empty operand cannot be passed
         return next_tokens, jnp.zeros(b, bool)
@@ -20,7 +20,7 @@ def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, interp
         grid=(pl.cdiv(t + b, BLOCK),),
         out_shape=[jax.ShapeDtypeStruct((t + b,), jnp.int32)] * 2,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        interpret=device.interpret,
         name="merge_tokens",
     )(tokens, next_tokens, query_start, num_rejected)
     return merged, rejected != 0

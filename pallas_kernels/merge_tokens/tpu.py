@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 
-def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, interpret=False):
+def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, device):
     (t,), (b,) = tokens.shape, next_tokens.shape
     if t == 0:  # every row is its next token; an empty operand cannot be passed
         return next_tokens, jnp.zeros(b, bool)
@@ -19,7 +19,7 @@ def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, interp
         in_specs=[smem] * 4,
         out_specs=[smem] * 2,
         out_shape=[jax.ShapeDtypeStruct((t + b,), jnp.int32)] * 2,
-        interpret=interpret,
+        interpret=device.interpret,
         name="merge_tokens",
     )(tokens, next_tokens, query_start, num_rejected)
     return merged, rejected != 0

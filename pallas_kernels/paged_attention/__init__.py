@@ -1,6 +1,8 @@
 import jax
 
-from pallas_kernels._dispatch import check_shape, run
+from pallas_kernels.forms import Op, Where, check_shape, mosaic, plain, streamed, triton
+
+OP = Op("paged_attention", (triton(best=True), mosaic(best=True), streamed(), plain()))
 
 WHOLE_KEYS = 1024  # on GPU, a row's keys need not be split between programs where a block table has room for no more
 
@@ -16,7 +18,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     implementation: str | None = None,
-    platform: str | None = None,
+    platform: Where = None,
 ) -> jax.Array:
     """Causal attention of the last T tokens of every row to the row's pages.
 
@@ -35,8 +37,9 @@ def paged_attention(
       scale: usually `D ** -0.5`.
       window: number of positions that a query sees, its own included; None for all.
       soft_cap: bound on the absolute score; None for none.
-      implementation: None (the best known on the platform), "reference" (plain jnp) or "pallas".
-      platform: None (the default backend), "cpu", "gpu" or "tpu"; name it when compiling for another one.
+      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
+        there is one for them).
+      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
 
     Returns:
       [B, T, H, D] in the dtype of `query`, accumulated in float32. Queries at negative positions, and so all of a row
@@ -44,7 +47,6 @@ def paged_attention(
 
     Raises:
       ValueError: shapes that do not fit, a window below 1, an unknown implementation or platform.
-      NotImplementedError: a head size that the kernel of the platform does not cover.
     """
     (b, _, h, d), (_, _, g2, _) = query.shape, pages.shape
     check_shape("paged_attention", "pages", pages, *pages.shape[:3], d)
@@ -55,4 +57,4 @@ def paged_attention(
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1 or None, not {window}")
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return run("paged_attention", implementation, platform, query, pages, block_table, kv_len, num_keys, **options)
+    return OP.run(implementation, platform, query, pages, block_table, kv_len, num_keys, **options)

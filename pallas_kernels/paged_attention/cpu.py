@@ -1,12 +1,12 @@
 """paged_attention on CPU: the plain form, but that scores of a few rows are found while keys are read where they lie
-(see `_streamed`). The library's product wants them gathered, and takes longer than that."""
+(see `streamed`). The library's product wants them gathered, and takes longer than that."""
 
 import functools
 
 import jax.numpy as jnp
 
-from pallas_kernels._streamed import SUMS, sums
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.streamed import SUMS, sums
 
 
 def score(query, key):

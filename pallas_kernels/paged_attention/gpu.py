@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _device
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 from pallas_kernels.paged_attention import WHOLE_KEYS
@@ -54,13 +53,13 @@ def num_stages(deep: bool, block_bytes: int) -> int:
     return 7 if deep else 3
 
 
-def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, interpret=False):
+def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, device):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
     rows = t * h // g
     block_rows = min(max(pl.next_power_of_2(rows), MIN_ROWS), MAX_ROWS)
     row_blocks = pl.cdiv(rows, block_rows)
-    roomy = interpret or _device.shares_much()
+    roomy = device.shares_much
     splits = num_splits(b * g * row_blocks, n * s, roomy)
     block_d = max(pl.next_power_of_2(d), 16)
     block_keys = keys_at_a_time(block_d, pages.dtype)
@@ -76,14 +75,14 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
         functools.partial(
             _kernel, names=(*bounds, *outputs), num_tokens=t, page_size=s, window=window, scale=scale,
             soft_cap=soft_cap, splits=splits, block_rows=block_rows, block_keys=block_keys, block_d=block_d,
-            interpret=interpret,
+            device=device,
         ),
         grid=(row_blocks * splits, g, b),
         out_shape=list(outputs.values()),
         compiler_params=plgpu.CompilerParams(
             num_warps=4, num_stages=num_stages(roomy and splits == 1, 2 * block_keys * block_d * pages.dtype.itemsize)
         ),
-        interpret=interpret,
+        interpret=device.interpret,
         name="paged_attention",
     )(query.reshape(b, t * h, d), pages.reshape(p * s, g2, d), block_table, kv_len, *bounds.values())  # fmt: skip
     if splits == 1:
@@ -172,10 +171,10 @@ def attend_to_pages(
     return top, total if ahead is None else total + asked.astype(jnp.float32), *acc
 
 
-def result(carry, interpret):
+def result(carry, device):
     """What the queries get, in parts, after all keys. The next kernel is asked for."""
     _, total, *acc = carry
-    total = start_next(jnp.sum(total, axis=1), interpret)
+    total = start_next(jnp.sum(total, axis=1), device)
     return [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
 
 
@@ -187,7 +186,7 @@ def tile(rows, columns, head_dim):
 
 def _kernel(
     query, pages, block_table, kv_len, *refs, names,
-    num_tokens, page_size, window, scale, soft_cap, splits, block_rows, block_keys, block_d, interpret,
+    num_tokens, page_size, window, scale, soft_cap, splits, block_rows, block_keys, block_d, device,
 ):  # fmt: skip
     out = dict(zip(names, refs, strict=True))
     (_, g2, d), row_pages = pages.shape, block_table.shape[1]
@@ -226,7 +225,7 @@ def _kernel(
         block_keys=block_keys, whole=splits == 1, window=window, scale=scale, soft_cap=soft_cap,
     )  # fmt: skip
     if splits == 1:
-        to, first, acc = out["out"], [b], result(carry, interpret)
+        to, first, acc = out["out"], [b], result(carry, device)
     else:
         top, total, *acc = carry
         to, first = out["acc"], [split, b]

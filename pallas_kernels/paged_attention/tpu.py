@@ -20,11 +20,13 @@ MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # keys fetched at a time; bytes of the t
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "interpret"))
-def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, interpret=False):
+def fits(query, *_, **options) -> bool:
+    return query.shape[-1] % 64 == 0
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "device"))
+def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, device):
     (b, t, h, d), (_, s, g2, _) = query.shape, pages.shape
-    if d % 64:
-        raise NotImplementedError(f"paged_attention on TPU: head size {d} is no multiple of 64")
     g = g2 // 2
     group = h // g
     rows = t * group  # row r of a key-value head: token r // group, head r % group within the group
@@ -54,9 +56,9 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        interpret=interpret,
+        interpret=device.interpret,
         name="paged_attention",
-    )(block_table, kv_len, kv_len if num_keys is None else num_keys, query, in_hbm(pages, interpret))
+    )(block_table, kv_len, kv_len if num_keys is None else num_keys, query, in_hbm(pages, device))
     return out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
 
 

@@ -1,6 +1,8 @@
 import jax
 
-from pallas_kernels._dispatch import check_shape, run
+from pallas_kernels.forms import Op, Where, check_shape, plain, streamed, triton
+
+OP = Op("self_attention", (triton(best=True), streamed("device", "implementation"), plain("device", "implementation")))
 
 
 def self_attention(
@@ -25,7 +27,7 @@ def self_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     implementation: str | None = None,
-    platform: str | None = None,
+    platform: Where = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The first half of a decoder layer: norm, queries, keys and values, rotary embedding, cache write, attention.
 
@@ -45,9 +47,9 @@ def self_attention(
       next_out: [H * D, ...], the matrix that the next op reads first: a kernel may ask for it ahead.
       num_keys: i32[B], as in `paged_attention`: the positions that are written, or None for all of kv_len.
       scale, window, soft_cap: as in `paged_attention`.
-      implementation: None (the best known on the platform for these shapes), "reference" (the parts one by one, each in
-        its best form) or "pallas".
-      platform: None (the default backend), "cpu", "gpu" or "tpu"; name it when compiling for another one.
+      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
+        there is one for them).
+      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
 
     Returns:
       [B, T, H * D], the heads' results, and pages, updated. A token that is not written may stand only where no live
@@ -55,7 +57,6 @@ def self_attention(
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation or platform.
-      NotImplementedError: implementation "pallas" on TPU.
     """
     (b, t, e), d = x.shape, 2 * cos.shape[-1]
     g = pages.shape[2] // 2
@@ -67,7 +68,6 @@ def self_attention(
     check_shape("self_attention", "sin", sin, b, t, d // 2)
     if qkv.shape[1] % (g * d) or qkv.shape[1] < 3 * g * d:
         raise ValueError(f"self_attention: {qkv.shape[1]} columns are no groups of {g} key-value heads of {d}")
-    fits = lambda gpu: gpu.fits(x, qkv, pages, d)
     arrays = (
         x,
         norm,
@@ -86,4 +86,4 @@ def self_attention(
         num_keys,
     )
     options = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
-    return run("self_attention", implementation, platform, *arrays, fits=fits, **options)
+    return OP.run(implementation, platform, *arrays, **options)

@@ -5,17 +5,20 @@ import jax.numpy as jnp
 
 from pallas_kernels import _few_rows
 from pallas_kernels._one_row import linear
-from pallas_kernels.feed_forward.reference import rms_norm
+from pallas_kernels.device import Device
 from pallas_kernels.paged_attention.gpu import MAX_ROWS, paged_attention
+from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.heads import heads
 
 MAX_TOKENS = 256  # of a pass; prompt chunks are other work
 
 
-def fits(x, qkv, pages, head_dim) -> bool:
-    """The shapes that the kernels cover and are meant for."""
-    (b, t, _), (_, _, g2, d) = x.shape, pages.shape
+def fits(
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, *_, device: Device, **options
+) -> bool:
+    """What the kernels cover, and are meant for."""
+    (b, t, _), (_, _, g2, d), head_dim = x.shape, pages.shape, 2 * cos.shape[-1]
     rows = t * (qkv.shape[1] // (g2 // 2 * head_dim) - 2)
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
     few = rows <= MAX_ROWS and b * t <= MAX_TOKENS
@@ -24,24 +27,24 @@ def fits(x, qkv, pages, head_dim) -> bool:
 
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
-    next_out=None, num_keys=None, *, eps, scale, window, soft_cap, interpret=False,
+    next_out=None, num_keys=None, *, eps, scale, window, soft_cap, device,
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
     if b * t == 1:
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
         return one_token.self_attention(*arrays, eps=eps, **options)
     normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(b * t, e)
-    if _few_rows.covers(b * t, qkv, interpret=interpret):
-        parts = _few_rows.product(normed, qkv, interpret=interpret)
+    if _few_rows.covers(b * t, qkv, device=device):
+        parts = _few_rows.product(normed, qkv, device=device)
     else:
         parts = linear(qkv, normed)[None]
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
-    if whole_rows.covers(t, parts, pages, block_table, interpret):
+    if whole_rows.covers(t, parts, pages, block_table, device):
         mixed, pages = whole_rows.attention(
             parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, eps=eps, then=next_out, **options
         )
         return mixed.reshape(b, t, -1), pages
-    queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, interpret=interpret)
+    queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, device=device)
     mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, num_keys, **options)
     return mixed.reshape(b, t, -1), pages

@@ -17,7 +17,7 @@ from pallas_kernels._split_product import added
 from pallas_kernels.paged_attention.gpu import tile
 
 
-def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, interpret=False):
+def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, device):
     """parts [splits, M, (H + 2G) * D] of the product, for M tokens -> queries [M, H * D], and pages with what is new.
 
     The others as in `self_attention`, cos and sin f32[M, D / 2].
@@ -32,7 +32,7 @@ def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, interpret
         out_shape=[jax.ShapeDtypeStruct(shape, pages.dtype) for shape in outputs.values()],
         input_output_aliases={len(operands): 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        interpret=device.interpret,
         name="heads",
     )(*operands.values(), pages.reshape(outputs["pages"]))
     return queries, new_pages.reshape(pages.shape)

@@ -18,15 +18,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _split_product
 from pallas_kernels._one_row import linear
-from pallas_kernels.feed_forward.reference import rms_norm
 from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, nothing
+from pallas_kernels.plain import rms_norm
 
 UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
 
 
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, interpret=False,
+    eps, scale, window, soft_cap, device,
 ):  # fmt: skip
     (p, s, g2, d), n, g = pages.shape, block_table.shape[1], pages.shape[2] // 2
     rows = qkv.shape[1] // (g * d) - 2
@@ -36,7 +36,7 @@ def self_attention(
     in_parts = x.dtype == jnp.bfloat16 and _split_product.covers(qkv)
     splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
     if in_parts:
-        product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=g, interpret=interpret)
+        product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=g, device=device)
         operands |= {"heads": product["sums"], "squares": product["squares"], "old_counts": product["zeros"]}
     else:
         normed = rms_norm(norm, x, eps) if normed is None else normed
@@ -55,13 +55,13 @@ def self_attention(
             _kernel, names=(*operands, *outputs), page_size=s, splits=splits,
             block_rows=max(pl.next_power_of_2(rows), MIN_ROWS), block_out=pl.next_power_of_2(rows),
             block_keys=64 if d <= 128 else 32, width=x.shape[-1], eps=eps,
-            scale=scale, window=window, soft_cap=soft_cap, barrier=not interpret,
+            scale=scale, window=window, soft_cap=soft_cap, barrier=not device.interpret,
         ),
         grid=(splits + 1, g),
         out_shape=list(outputs.values()),
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
+        interpret=device.interpret,
         name="self_attention",
     )(*operands.values())  # fmt: skip
     result = dict(zip(outputs, results, strict=True))

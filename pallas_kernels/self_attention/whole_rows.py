@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _device
 from pallas_kernels._few_rows import what_to_ask_for, whole
 from pallas_kernels._overlap import WARPS, ask_for
+from pallas_kernels.device import Device
 from pallas_kernels.paged_attention.gpu import (
     MIN_ROWS,
     attend,
@@ -29,17 +29,16 @@ from pallas_kernels.paged_attention.gpu import (
 from pallas_kernels.self_attention.heads import halves, leave_queries, new_rows, num_queries, start_reading
 
 
-def covers(num_tokens, parts, pages, block_table, interpret=False) -> bool:
+def covers(num_tokens, parts, pages, block_table, device: Device) -> bool:
     """Where a program has all keys, and all that is new in as many rows as queries alone would take."""
     (_, s, g2, _), (b, n) = pages.shape, block_table.shape
-    roomy = interpret or _device.shares_much()
-    one = roomy and num_splits(b * g2 // 2, n * s, roomy) == 1
+    one = device.shares_much and num_splits(b * g2 // 2, n * s, True) == 1
     return one and num_tokens * (num_queries(parts, pages) + 2) <= MIN_ROWS
 
 
 def attention(
     parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, then=None, interpret=False,
+    eps, scale, window, soft_cap, then=None, device,
 ):  # fmt: skip
     """parts [splits, M, (H + 2G) * D] of the product, for M tokens -> mixed [M, H * D], and pages with what is new.
 
@@ -50,14 +49,14 @@ def attention(
     operands |= {"sin": sin, "block_table": block_table, "kv_len": kv_len}
     operands = {name: value for name, value in operands.items() if value is not None}
     grid, block_keys = (g2 // 2, b), keys_at_a_time(d, pages.dtype)
-    asked_for, ahead = what_to_ask_for(then, m, grid, interpret)
+    asked_for, ahead = what_to_ask_for(then, m, grid, device)
     outputs = {"mixed": (m, width - g2 * d), "pages": (p * s, g2, d)}
     names = (*operands, *("next_out" for _ in asked_for), "old_pages", *outputs)
     arrays = *operands.values(), *asked_for, pages.reshape(outputs["pages"])
     mixed, new_pages = pl.pallas_call(
         functools.partial(
             _kernel, names=names, num_tokens=m // b, page_size=s, block_keys=block_keys, ahead=ahead,
-            eps=eps, window=window, scale=scale, soft_cap=soft_cap, interpret=interpret,
+            eps=eps, window=window, scale=scale, soft_cap=soft_cap, device=device,
         ),
         grid=grid,
         in_specs=[whole((1, 1) if name == "next_out" else x.shape) for name, x in zip(names, arrays, strict=False)],
@@ -67,13 +66,13 @@ def attention(
         compiler_params=plgpu.CompilerParams(
             num_warps=WARPS, num_stages=num_stages(True, 2 * block_keys * d * pages.dtype.itemsize)
         ),
-        interpret=interpret,
+        interpret=device.interpret,
         name="attention",
     )(*arrays)  # fmt: skip
     return mixed, new_pages.reshape(pages.shape)
 
 
-def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window, scale, soft_cap, interpret):
+def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window, scale, soft_cap, device):
     ref = dict(zip(names, refs, strict=True))
     pages, block_table = ref["pages"], ref["block_table"]
     d, row_pages, group = pages.shape[2], block_table.shape[1], num_queries(ref["parts"], pages)
@@ -107,4 +106,4 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window,
         block_keys=block_keys, whole=True, window=window, scale=scale, soft_cap=soft_cap,
         ahead=ahead and functools.partial(ask_for, ref["next_out"], **ahead),
     )  # fmt: skip
-    leave_queries(ref["mixed"], result(carry, interpret), group, *rows)
+    leave_queries(ref["mixed"], result(carry, device), group, *rows)

@@ -11,14 +11,14 @@ from jax.experimental.pallas import triton as plgpu
 BLOCK = 128
 
 
-def slot_mapping(positions, rejected, query_start, block_table, *, page_size, max_model_len, pad_slot, interpret=False):
+def slot_mapping(positions, rejected, query_start, block_table, *, page_size, max_model_len, pad_slot, device):
     options = {"page_size": page_size, "max_model_len": max_model_len, "pad_slot": pad_slot}
     return pl.pallas_call(
         functools.partial(_kernel, **options),
         grid=(pl.cdiv(positions.shape[0], BLOCK),),
         out_shape=jax.ShapeDtypeStruct(positions.shape, jnp.int32),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        interpret=device.interpret,
         name="slot_mapping",
     )(positions, rejected.astype(jnp.int32), query_start, block_table)
 

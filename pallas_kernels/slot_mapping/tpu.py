@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 
-def slot_mapping(positions, rejected, query_start, block_table, *, page_size, max_model_len, pad_slot, interpret=False):
+def slot_mapping(positions, rejected, query_start, block_table, *, page_size, max_model_len, pad_slot, device):
     options = {"page_size": page_size, "max_model_len": max_model_len, "pad_slot": pad_slot}
     smem = pl.BlockSpec(memory_space=pltpu.MemorySpace.SMEM)
     return pl.pallas_call(
@@ -17,7 +17,7 @@ def slot_mapping(positions, rejected, query_start, block_table, *, page_size, ma
         in_specs=[smem] * 4,
         out_specs=smem,
         out_shape=jax.ShapeDtypeStruct(positions.shape, jnp.int32),
-        interpret=interpret,
+        interpret=device.interpret,
         name="slot_mapping",
     )(positions, rejected.astype(jnp.int32), query_start, block_table.reshape(-1))  # flat: SMEM pads rows to 128
 

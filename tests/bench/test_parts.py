@@ -20,6 +20,7 @@ from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.parallel.mesh import make_mesh
+from pallas_kernels.device import CPU
 
 PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
@@ -92,7 +93,7 @@ def test_bytes_of_a_pass(name, windows):
         config = dataclasses.replace(config, windows=windows)
     params = random_params(config, jnp.bfloat16, make_mesh())
     layout = cache_layout(config, page_size=16, num_pages=12, dtype=jnp.bfloat16, platform="cpu")
-    model = PagedModel(config, layout, 128, Backend("cpu"))
+    model = PagedModel(config, layout, 128, Backend(CPU))
     e, f, h, g, d = config.width, config.mlp_width, config.num_heads, config.num_kv_heads, config.head_dim
     layer = 2 * (e * (h + 2 * g) * d + h * d * e + 3 * e * f) + 4 * (2 * e + 2 * d)  # bfloat16, norms float32
     head = 2 * e * config.vocab_size

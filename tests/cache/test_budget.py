@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import allocate, cache_layout, padded_head_dim
+from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.parallel.mesh import make_mesh
+from jaxspec.platforms import facts
 from tests import tiny
 
 
@@ -43,7 +44,7 @@ def test_free_memory():
     known = Device("gpu", {"bytes_limit": 1000, "bytes_in_use": 300})
     assert budget.free_memory(known, 0.9, 50) == 550
     for unknown in (Device("cpu", {"bytes_limit": 1000, "bytes_in_use": 300}), Device("tpu", None), Device("gpu", {})):
-        assert budget.free_memory(unknown, 0.9, 50) == budget.CPU_CACHE_BYTES
+        assert budget.free_memory(unknown, 0.9, 50) == facts("cpu").cache_bytes
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_free_memory():
     ],
 )
 def test_head_sizes_are_padded_for_the_kernels(platform, sizes):
-    assert {size: padded_head_dim(size, platform) for size in sizes} == sizes
+    assert {size: facts(platform).head_size(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(

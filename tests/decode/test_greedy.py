@@ -6,13 +6,13 @@ a few K on every family; one compiled program serves all numbers of rounds, prom
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxspec.decode.round import fit_vocabulary
 from jaxspec.models.decoder import Vocabulary, bind
 from jaxspec.models.layers import Backend, Rows
+from pallas_kernels.device import here
 from tests import tiny
 from tests.lively import (
     FAMILY,
@@ -70,7 +70,7 @@ def test_plain_is_one_pass_over_the_text(family):
     pages = (jnp.zeros((4, 16, 2 * model.config.num_kv_heads, model.config.head_dim)),) * model.config.num_layers
     at = jnp.arange(count, dtype=jnp.int32)
     rows = Rows(at[None], at, jnp.arange(4, dtype=jnp.int32)[None], jnp.array([count], jnp.int32))
-    decoder, backend = bind(model.config, model.params), Backend(jax.default_backend())
+    decoder, backend = bind(model.config, model.params), Backend(here())
     hidden, _, _ = decoder(jnp.array([text], jnp.int32), pages, rows, backend)
     likeliest = jnp.argmax(decoder.logits(hidden, backend), axis=-1)[0].tolist()
     assert text[len(prompt) :] == likeliest[len(prompt) - 1 : -1]

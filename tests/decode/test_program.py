@@ -15,11 +15,12 @@ import pytest
 
 from jaxspec.decode.loop import launch
 from jaxspec.decode.packing import pack
-from jaxspec.decode.programs import COMPILER_OPTIONS, lower
+from jaxspec.decode.programs import lower
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import batch, runner
 from jaxspec.engine.engine import Engine
 from jaxspec.parallel.mesh import sharding
+from jaxspec.platforms import PLATFORMS
 from jaxspec.sampling_params import SamplingParams
 from tests import lively, tiny
 from tests.uncached import no_compilation_cache
@@ -227,7 +228,9 @@ def test_caches_are_donated():
 
 
 def test_options_reach_the_compiler(monkeypatch):
-    monkeypatch.setitem(COMPILER_OPTIONS, jax.default_backend(), {"no_such_option": 1})
+    name = jax.default_backend()
+    asking = dataclasses.replace(PLATFORMS[name], compiler_options={"no_such_option": 1})
+    monkeypatch.setitem(PLATFORMS, name, asking)
     engine = make("plain")
     lowered = lower("launch", config(engine, "greedy"), engine.runner.params, engine.runner.cache, arguments(engine))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):

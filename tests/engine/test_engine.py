@@ -13,6 +13,7 @@ from jaxspec.engine.batch import launch_input, variant
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.setup import table_widths
 from jaxspec.sampling_params import SamplingParams
+from pallas_kernels.device import Device
 from tests import tiny
 from tests.lively import (
     OPTIONS,
@@ -276,7 +277,7 @@ def test_packing_marks_what_is_not_there():
     ],
 )
 def test_block_tables_come_in_widths_that_attention_makes_use_of(platform, kernels, most, widths):
-    assert table_widths(platform, kernels, most, page_size=16) == widths
+    assert table_widths(Device(platform), kernels, most, page_size=16) == widths
 
 
 def test_a_block_table_is_as_wide_as_its_longest_request_may_become():

@@ -14,6 +14,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind
 from jaxspec.models.layers import Backend, Rows
 from jaxspec.parallel.mesh import make_mesh
+from pallas_kernels.device import here
 
 PAGE_SIZE = 8
 
@@ -25,7 +26,7 @@ def step(config: ModelConfig, params, pages, tokens, start, block_table):
     positions = jnp.broadcast_to(start + jnp.arange(t, dtype=jnp.int32), (b, t))
     slots = jnp.take_along_axis(block_table, positions // PAGE_SIZE, axis=1) * PAGE_SIZE + positions % PAGE_SIZE
     rows = Rows(positions, slots.reshape(-1), block_table, jnp.full((b,), start + t, jnp.int32))
-    decoder, backend = bind(config, params), Backend(jax.default_backend())
+    decoder, backend = bind(config, params), Backend(here())
     hidden, pages, _ = decoder(tokens, pages, rows, backend)
     return decoder.logits(hidden, backend), pages
 

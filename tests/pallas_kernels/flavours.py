@@ -1,4 +1,4 @@
-"""What the tests of all ops share: the flavours of a kernel, and ragged layouts."""
+"""What the tests of all ops share: the flavours of a kernel, devices to compile for, and ragged layouts."""
 
 import functools
 
@@ -6,23 +6,37 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels._dispatch import call
+from pallas_kernels.device import CPU, Device, here
+from pallas_kernels.forms import call
 
+T4, A100, H100 = (Device("gpu", version) for version in ((7, 5), (8, 0), (9, 0)))
 FLAVOURS = [
     "reference",
     "tpu",  # under interpretation
     "gpu",  # under interpretation
     pytest.param("gpu compiled", marks=pytest.mark.gpu),
 ]
+
+
+class Racing(Device):
+    """The CPU, with an interpreter that looks for copies that race."""
+
+    interpret = pltpu.InterpretParams(detect_races=True)
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+
 few_examples = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 2**32 - 1)
 
 
 def kernel(op: str, name: str, **options):
     """The flavour `name` of `op`, jitted: one program for each set of shapes, whatever the examples hold."""
-    if name in ("tpu", "gpu"):
-        options["interpret"] = True
+    if name in ("tpu", "gpu", "gpu compiled"):
+        options["device"] = here() if name == "gpu compiled" else CPU
     return functools.partial(call, op, name.split()[0], **options)
 
 

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _device, _split_product, feed_forward
-from pallas_kernels._dispatch import flavour, module
+from pallas_kernels import _split_product, feed_forward
+from pallas_kernels.device import here
 from pallas_kernels.feed_forward.reference import rms_norm
-from tests.pallas_kernels.flavours import kernel
+from pallas_kernels.forms import function, module
+from tests.pallas_kernels.flavours import A100, H100, kernel
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
 # ||out - expected|| / ||expected||: bfloat16 rounds x, the hidden numbers and the result.
@@ -37,7 +38,7 @@ def check(name, shape, rows, dtype, activation="silu", next_norm=None):
     arguments = x, mixed, out, norm, gate_up, down, None, None, next_norm, next_qkv
     y, normed = kernel("feed_forward", name, **options)(*arguments)
     wide = [None if array is None else array.astype(jnp.float32) for array in arguments]
-    expected, _ = flavour("feed_forward", "reference")(*wide, **options)
+    expected, _ = function("feed_forward", "reference")(*wide, **options)
     assert relative_error(y, expected) < TOLERANCE[dtype]
     if normed is not None:
         assert relative_error(normed, rms_norm(next_norm, expected, 1e-6)) < TOLERANCE[dtype]
@@ -58,7 +59,7 @@ def test_every_flavour_equals_the_plain_form(name, shape, dtype, activation):
 def test_a_few_rows(name, shape, rows):
     next_norm = jnp.asarray(np.linspace(0.5, 2, shape[1]), jnp.float32)
     normed = check(name, shape, rows, "bfloat16", next_norm=next_norm)
-    assert (normed is not None) == (name == "gpu" or _device.shares_much())
+    assert (normed is not None) == (name == "gpu" or here().shares_much)
     assert check(name, shape, rows, "bfloat16", "gelu_tanh") is None
 
 
@@ -73,18 +74,13 @@ def test_public_function(rows, post):
     assert expected.shape == x.shape
     assert normed is None
     np.testing.assert_array_equal(feed_forward(x, mixed, *weights, **options)[0], expected)
-    if rows == (1, 97):
-        with pytest.raises(NotImplementedError, match="97 rows are more than the 96"):
-            feed_forward(x, mixed, *weights, **options, implementation="pallas")
-    else:
-        out, _ = feed_forward(x, mixed, *weights, **options, implementation="pallas")
-        assert relative_error(out, expected) < TOLERANCE["float32"]
+    np.testing.assert_array_equal(feed_forward(x, mixed, *weights, **options, implementation="pallas")[0], expected)
 
 
 def num_kernels(shape, rows):
     a, e, f, block = shape
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, e), (rows, a), (a, e), (e, 2 * f), (f, e))]
-    options = {"eps": 1e-6, "block": block, "platform": "cpu", "implementation": "pallas"}
+    options = {"eps": 1e-6, "block": block, "platform": H100, "implementation": "pallas"}
     layer = lambda *arrays: feed_forward(*arrays[:-1], norm=arrays[-1], next_norm=arrays[-1], **options)
     return str(jax.make_jaxpr(layer)(*shapes, jax.ShapeDtypeStruct((e,), jnp.float32))).count("pallas_call[")
 
@@ -96,14 +92,13 @@ def test_large_matrices_have_the_plain_form(rows, small, large, larger):
     assert num_kernels((8192, 8192, 28672, 128), rows) == larger
 
 
-@pytest.mark.parametrize("hopper", [False, True])
-def test_what_it_is_meant_for(monkeypatch, hopper):
-    monkeypatch.setattr(_device, "shares_much", lambda: hopper)
+@pytest.mark.parametrize("device", [A100, H100])
+def test_what_it_is_meant_for(device):
     fits = lambda *rows, dtype=jnp.bfloat16: module("feed_forward", "gpu").fits(
-        jax.ShapeDtypeStruct((*rows, 64), dtype)
+        jax.ShapeDtypeStruct((*rows, 64), dtype), device=device
     )
     assert fits(1, 1)
-    assert fits(1, 2) is fits(16, 2) is hopper
+    assert fits(1, 2) is fits(16, 2) is (device == H100)
     assert not fits(1, 97)
     assert not fits(1, 1, dtype=jnp.float32)
 
@@ -123,7 +118,3 @@ def test_wrong_arguments_are_named():
         feed_forward(x, mixed, out, gate_up, down, norm=norm, eps=1e-6, block=96)
     with pytest.raises(ValueError, match="mixed must have shape"):
         feed_forward(x, mixed[..., 1:], out, gate_up, down, norm=norm, eps=1e-6, block=128)
-    with pytest.raises(NotImplementedError, match="no TPU kernel"):
-        feed_forward(
-            x, mixed, out, gate_up, down, norm=norm, eps=1e-6, block=128, implementation="pallas", platform="tpu"
-        )

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _device, _few_rows
+from pallas_kernels import _few_rows
+from pallas_kernels.device import CPU
 from pallas_kernels.feed_forward.reference import activate, rms_norm
+from tests.pallas_kernels.flavours import A100, H100
 
 
 def normal(seed, *size, scale=1.0, dtype=jnp.bfloat16):
@@ -23,14 +25,14 @@ def exact(x, weights):
 )
 def test_the_parts_of_a_product(rows, shape, splits):
     x, weights = normal(0, rows, shape[0]), normal(1, *shape, scale=shape[0] ** -0.5)
-    parts = _few_rows.product(x, weights, interpret=True)
+    parts = _few_rows.product(x, weights, device=CPU)
     assert parts.shape == (splits, rows, shape[1])
     np.testing.assert_allclose(parts.sum(axis=0), exact(x, weights), rtol=0, atol=2e-5)
 
 
 def test_more_rows_have_two_parts_of_twice_the_columns():
     x, weights = normal(0, 40, 256), normal(1, 256, 6144, scale=1 / 16)
-    parts = _few_rows.product(x, weights, interpret=True)
+    parts = _few_rows.product(x, weights, device=CPU)
     assert parts.shape == (2, 40, 6144)
     np.testing.assert_allclose(parts.sum(axis=0), exact(x, weights), rtol=0, atol=2e-5)
 
@@ -42,7 +44,7 @@ def test_more_rows_have_two_parts_of_twice_the_columns():
 )
 def test_a_product_with_its_activation(rows, shape, block, kind):
     x, weights = normal(0, rows, shape[0]), normal(1, *shape, scale=shape[0] ** -0.5)
-    out = _few_rows.product(x, weights, gated=(kind, block), interpret=True)
+    out = _few_rows.product(x, weights, gated=(kind, block), device=CPU)
     both = exact(x, weights).reshape(rows, -1, 2, block)
     expected = (activate(kind, both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-8, atol=1e-5)  # one rounding
@@ -52,7 +54,7 @@ def test_a_product_with_its_activation(rows, shape, block, kind):
 def test_sum_and_norm(width):
     x, parts = normal(0, 5, width), normal(1, 3, 5, width, dtype=jnp.float32)
     scale = normal(2, width, dtype=jnp.float32)
-    y, normed = _few_rows.add_and_norm(x, parts, scale, 1e-6, interpret=True)
+    y, normed = _few_rows.add_and_norm(x, parts, scale, 1e-6, device=CPU)
     expected = (x.astype(jnp.float32) + parts[0] + parts[1] + parts[2]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(y, expected)
     close = {"rtol": 2**-7, "atol": 1e-6}  # a number between two of bfloat16 goes either way
@@ -81,12 +83,11 @@ def test_the_depth_is_split_until_there_are_programs_enough(depth, blocks, split
         (2, (8192, 16384), jnp.bfloat16, False),
     ],
 )
-def test_what_the_kernels_cover(monkeypatch, rows, shape, dtype, expected):
+def test_what_the_kernels_cover(rows, shape, dtype, expected):
     weights = jax.ShapeDtypeStruct(shape, dtype)
-    assert _few_rows.covers(rows, weights, interpret=True) is expected
-    for hopper in (False, True):
-        monkeypatch.setattr(_device, "shares_much", lambda hopper=hopper: hopper)
-        assert _few_rows.covers(rows, weights) is (expected and hopper)
+    assert _few_rows.covers(rows, weights, device=CPU) is expected
+    assert _few_rows.covers(rows, weights, device=H100) is expected
+    assert not _few_rows.covers(rows, weights, device=A100)
 
 
 @pytest.mark.parametrize(

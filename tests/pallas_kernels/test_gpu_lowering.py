@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import (
-    _device,
     _few_rows,
     feed_forward,
     kv_write,
@@ -19,10 +18,12 @@ from pallas_kernels import (
     slot_mapping,
 )
 from pallas_kernels._split_product import split_product
+from pallas_kernels.device import of
+from tests.pallas_kernels.flavours import A100, H100
 
 GPU = {"implementation": "pallas", "platform": "gpu"}
-H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-MESH = AbstractMesh((1,), ("model",), axis_types=(AxisType.Auto,), abstract_device=H100)
+HERE = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+MESH = AbstractMesh((1,), ("model",), axis_types=(AxisType.Auto,), abstract_device=HERE)
 
 
 def shape(*dims, dtype=jnp.int32):
@@ -67,46 +68,42 @@ def test_paged_attention(heads, num_tokens, dtype):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("rows", "hopper", "kernels"), [(1, False, 3), (5, False, 0), (5, True, 5), (32, True, 5)])
-def test_feed_forward(monkeypatch, rows, hopper, kernels, activation):
-    monkeypatch.setattr(_device, "shares_much", lambda: hopper)
+@pytest.mark.parametrize(("rows", "device", "kernels"), [(1, A100, 3), (5, A100, 0), (5, H100, 5), (32, H100, 5)])
+def test_feed_forward(rows, device, kernels, activation):
     row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
     shapes = row(1, rows, 1024), row(1, rows, 2048), row(2048, 1024), row(1024, 6144), row(3072, 1024)
-    options = {"eps": 1e-5 if hopper else 1e-6, "activation": activation, "block": 128, **GPU}
+    options = {"eps": 1e-6, "activation": activation, "block": 128, "platform": device}
     both = lambda *a: feed_forward(*a[:-1], norm=a[-1], next_norm=a[-1], **options)
-    # What is traced is kept by its options: eps tells the two apart.
     assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("xla.gpu.triton") == kernels
 
 
 @pytest.mark.parametrize(("rows", "asking"), [(1, 0), (2, 3), (16, 3), (17, 0)])
-def test_products_of_some_rows_ask_for_the_weights_behind(monkeypatch, rows, asking):
-    monkeypatch.setattr(_device, "shares_much", lambda: True)
+def test_products_of_some_rows_ask_for_the_weights_behind(rows, asking):
     row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
     shapes = row(1, rows, 1024), row(1, rows, 2048), row(2048, 1024), row(1024, 6144), row(3072, 1024)
-    options = {"eps": 1e-4, "block": 128, **GPU}
+    options = {"eps": 1e-6, "block": 128, "platform": H100}
     both = lambda *a: feed_forward(*a[:-1], norm=a[-1], next_norm=a[-1], next_qkv=a[3], **options)
     # Two lines a thread, in each of the kernels out, gate_up and down.
     assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("prefetch.global.L2") == 2 * asking
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "dtype", "hopper", "kernels"),
+    ("rows", "width", "dtype", "device", "kernels"),
     [
-        (1, 1024, jnp.bfloat16, True, 1),
-        (80, 576, jnp.bfloat16, True, 1),
-        (97, 1024, jnp.bfloat16, True, 0),
-        (16, 96, jnp.bfloat16, True, 0),
-        (16, 1024, jnp.float32, True, 0),
-        (16, 1024, jnp.bfloat16, False, 0),
+        (1, 1024, jnp.bfloat16, H100, 1),
+        (80, 576, jnp.bfloat16, H100, 1),
+        (97, 1024, jnp.bfloat16, H100, 0),
+        (16, 96, jnp.bfloat16, H100, 0),
+        (16, 1024, jnp.float32, H100, 0),
+        (16, 1024, jnp.bfloat16, A100, 0),
     ],
 )
-def test_likeliest_token(monkeypatch, rows, width, dtype, hopper, kernels):
-    monkeypatch.setattr(_device, "shares_much", lambda: hopper)
+def test_likeliest_token(rows, width, dtype, device, kernels):
     shapes = shape(rows, width, dtype=dtype), shape(1000, width, dtype=dtype)
-    assert lowered(lambda *a: likeliest_token(*a, platform="gpu"), *shapes).count("xla.gpu.triton") == kernels
+    assert lowered(lambda *a: likeliest_token(*a, platform=device), *shapes).count("xla.gpu.triton") == kernels
 
 
-def lowered_self_attention(rows, heads, row_pages=64, eps=1e-6):
+def lowered_self_attention(rows, heads, row_pages=64, device=A100):
     (b, t), (h, g, d) = rows, heads
     f32 = lambda *dims: shape(*dims, dtype=jnp.float32)
     bf16 = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
@@ -116,7 +113,7 @@ def lowered_self_attention(rows, heads, row_pages=64, eps=1e-6):
         "block_table": shape(b, row_pages), "kv_len": shape(b), "cos": f32(b, t, d // 2), "sin": f32(b, t, d // 2),
         "norm": f32(1024), "bias": bf16(width), "q_norm": f32(d), "k_norm": f32(d),
     }  # fmt: skip
-    options = {"eps": eps, "scale": d**-0.5, "window": 100, "soft_cap": 20.0, **GPU}
+    options = {"eps": 1e-6, "scale": d**-0.5, "window": 100, "soft_cap": 20.0, "platform": device}
     return lowered(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())
 
 
@@ -138,9 +135,8 @@ def test_self_attention(rows, heads):
         ((8, 1), 2, 64, 3),  # too few programs without splits
     ],
 )
-def test_a_program_that_has_all_keys_has_all_that_is_new(monkeypatch, rows, group, row_pages, kernels):
-    monkeypatch.setattr(_device, "shares_much", lambda: True)  # eps tells it from what was traced for other GPUs
-    text = lowered_self_attention(rows, (8 * group, 8, 128), row_pages, eps=1e-5)
+def test_a_program_that_has_all_keys_has_all_that_is_new(rows, group, row_pages, kernels):
+    text = lowered_self_attention(rows, (8 * group, 8, 128), row_pages, H100)
     assert text.count("xla.gpu.triton") == kernels
 
 
@@ -154,24 +150,24 @@ def test_layers_share_what_is_lowered():
 @pytest.mark.parametrize(
     ("capability", "early", "much"),
     [
-        ("9.0", True, True), ("10.3", True, True), ("12.0", True, False), ("8.9", False, False),
+        ("9.0", True, True), ("10.3", True, True), ("12.0", True, False), ("8.9", False, False), ("7.5", False, False),
         ("gfx942", False, False), (None, False, False),
     ],
 )  # fmt: skip
-def test_what_a_gpu_can_do(monkeypatch, capability, early, much):
-    device = types.SimpleNamespace(**({} if capability is None else {"compute_capability": capability}))
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert (_device.starts_early(), _device.shares_much()) == (early, much)
+def test_what_a_gpu_can_do(capability, early, much):
+    told = {} if capability is None else {"compute_capability": capability}
+    device = of(types.SimpleNamespace(platform="gpu", device_kind="some GPU", **told))
+    assert (device.starts_early, device.shares_much) == (early, much)
+    assert device.has_triton != device.lacks_bfloat16 == (capability == "7.5")
 
 
-def small_product(x, weights):
-    return split_product(x[0], weights)["sums"]
+def small_product(x, weights, device):
+    return split_product(x[0], weights, device=device)["sums"]
 
 
 @pytest.mark.parametrize("kernel", [small_product, _few_rows.product], ids=["one row", "few rows"])
-@pytest.mark.parametrize("available", [False, True])
-def test_a_kernel_asks_for_the_next_only_where_that_can_be_done(monkeypatch, kernel, available):
-    monkeypatch.setattr(_device, "starts_early", lambda: available)
+@pytest.mark.parametrize("device", [A100, H100])
+def test_a_kernel_asks_for_the_next_only_where_that_can_be_done(kernel, device):
     shapes = shape(2, 1024, dtype=jnp.bfloat16), shape(1024, 512, dtype=jnp.bfloat16)
-    text = lowered(lambda *a: kernel(*a), *shapes)
-    assert ("griddepcontrol.launch_dependents" in text) == available
+    text = lowered(lambda *a: kernel(*a, device=device), *shapes)
+    assert ("griddepcontrol.launch_dependents" in text) == (device == H100)

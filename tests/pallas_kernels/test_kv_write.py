@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import kv_write
-from pallas_kernels._dispatch import flavour
-from tests.pallas_kernels.flavours import FLAVOURS, few_examples, kernel, seeds
+from pallas_kernels.forms import function
+from tests.pallas_kernels.flavours import FLAVOURS, Racing, few_examples, kernel, seeds
 
 # P, S, G, D, M; the last has more tokens than the TPU form keeps copies in flight
 SHAPES = [(5, 4, 1, 64, 6), (5, 4, 3, 96, 6), (3, 8, 5, 128, 6), (30, 4, 1, 16, 100), (5, 4, 1, 64, 1)]
@@ -76,8 +75,8 @@ def test_public_function_casts_to_the_pages(implementation):
 
 def test_copies_do_not_race(capfd):
     arguments = random_arguments(SHAPES[3], jnp.float32, 2)
-    write = flavour("kv_write", "tpu")
-    written = jax.jit(lambda *a: write(*a, interpret=pltpu.InterpretParams(detect_races=True)))(*arguments)
+    write = function("kv_write", "tpu")
+    written = jax.jit(lambda *a: write(*a, device=Racing()))(*arguments)
     np.testing.assert_array_equal(written, oracle(*arguments))
     assert "RACE" not in capfd.readouterr().out
 

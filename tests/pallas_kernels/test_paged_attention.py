@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
-from jax.experimental.pallas import tpu as pltpu
 
-from jaxspec.decode.programs import COMPILER_OPTIONS
+from jaxspec.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import paged_attention
-from pallas_kernels._dispatch import flavour, module
+from pallas_kernels.forms import function, module
 from tests.pallas_kernels import flavours
-from tests.pallas_kernels.flavours import few_examples, kernel, seeds
+from tests.pallas_kernels.flavours import Racing, few_examples, kernel, seeds
 
 FLAVOURS = ["cpu", *flavours.FLAVOURS]
 gpu = module("paged_attention", "gpu")
@@ -153,8 +152,8 @@ def test_bfloat16(name, case):
 def test_copies_do_not_race(capfd):
     case = CASES[4]
     inputs, read = random_inputs(case, 3)
-    attend = flavour("paged_attention", "tpu")
-    out = jax.jit(lambda *a: attend(*a, **case.options, interpret=pltpu.InterpretParams(detect_races=True)))(*inputs)
+    attend = function("paged_attention", "tpu")
+    out = jax.jit(lambda *a: attend(*a, **case.options, device=Racing()))(*inputs)
     np.testing.assert_allclose(np.asarray(out)[read], oracle(case, inputs, read)[read], rtol=0, atol=ATOL["float32"])
     assert "RACE" not in capfd.readouterr().out
 
@@ -167,8 +166,8 @@ def attend_to_parts(name, shape, num_pages_row, parts):
     pages = draw.normal(size=(4 * n, s, 2 * g, d)).astype(np.float32)
     query = draw.normal(size=(4, 8, h, d)).astype(np.float32)
     block_table = draw.permutation(4 * n).reshape(4, n).astype(np.int32)
-    attend = functools.partial(flavour("paged_attention", name), scale=d**-0.5, window=None, soft_cap=None)
-    attend = jax.jit(attend, compiler_options=COMPILER_OPTIONS["cpu"])
+    attend = functools.partial(function("paged_attention", name), scale=d**-0.5, window=None, soft_cap=None)
+    attend = jax.jit(attend, compiler_options=CPU_COMPILER_OPTIONS)
     kv_len = np.full(4, n * s // 2 - 1, np.int32)
     together = np.asarray(attend(query, pages, block_table, kv_len))
     narrow = attend(query, pages, block_table[:, : n // 2], kv_len)
@@ -205,7 +204,7 @@ def test_no_product_joins_rows(name):
     """The library's order of adding up depends on how many rows a product has: by AVX2's kernels, which it takes where
     the CPU itself has no more, whatever the compiler is told."""
     arrays = [np.zeros((2, 5, 6, 64), np.float32), np.zeros((48, 16, 4, 64), np.float32)]
-    attend = functools.partial(flavour("paged_attention", name), scale=0.1, window=None, soft_cap=None)
+    attend = functools.partial(function("paged_attention", name), scale=0.1, window=None, soft_cap=None)
     text = str(jax.make_jaxpr(attend)(*arrays, np.zeros((2, 20), np.int32), np.zeros(2, np.int32)))
     products = re.findall(r"dot_general\[\s*dimension_numbers=\(.*?\), \((.*?)\)\)\n", text)
     assert len(products) == text.count("dot_general") == (3 if name == "reference" else 2)
@@ -260,5 +259,5 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="window must be at least 1 or None, not 0"):
         paged_attention(query, pages[:, :, :4], table, kv_len, scale=1.0, window=0)
     arguments = (query[..., :48], pages[:, :, :4, :48], table, kv_len)
-    with pytest.raises(NotImplementedError, match="head size 48"):
-        paged_attention(*arguments, scale=1.0, implementation="pallas", platform="tpu")
+    plain = jax.make_jaxpr(lambda *a: paged_attention(*a, scale=1.0, implementation="pallas", platform="tpu"))
+    assert "pallas_call" not in str(plain(*arguments))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import self_attention
-from pallas_kernels._dispatch import flavour
 from pallas_kernels.feed_forward.reference import rms_norm
+from pallas_kernels.forms import function
 from tests.pallas_kernels.flavours import kernel
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
@@ -102,7 +102,7 @@ def check(got, expected, live, tolerance):
 def test_every_flavour_equals_the_parts(name, case, dtype):
     arguments, live = random_arguments(case, dtype)
     got = kernel("self_attention", name, **case.options)(*arguments.values())
-    expected = flavour("self_attention", "reference")(*widened(arguments).values(), **case.options)
+    expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
     check(got, expected, live, TOLERANCE[dtype])
     if not live.any(axis=1).all():
         assert (np.asarray(got[0], np.float32)[~live.any(axis=1)] == 0).all()
@@ -112,7 +112,7 @@ def test_every_flavour_equals_the_parts(name, case, dtype):
 @pytest.mark.parametrize("case", CASES[2:4], ids=str)
 def test_x_may_be_normed_already(name, case):
     arguments, live = random_arguments(case, "bfloat16")
-    expected = flavour("self_attention", "reference")(*widened(arguments).values(), **case.options)
+    expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
     x = arguments["x"]
     arguments |= {"normed": rms_norm(arguments["norm"], x, 1e-6), "x": jnp.full_like(x, jnp.nan)}
     check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
@@ -122,7 +122,7 @@ def test_x_may_be_normed_already(name, case):
 def test_public_function(implementation):
     case = CASES[3]
     arguments, live = random_arguments(case, "float32", seed=1)
-    expected = flavour("self_attention", "reference")(*arguments.values(), **case.options)
+    expected = function("self_attention", "reference")(*arguments.values(), **case.options)
     got = self_attention(**arguments, **case.options, implementation=implementation, platform="cpu")
     check(got, expected, live, TOLERANCE["float32"])
 
@@ -131,5 +131,3 @@ def test_wrong_arguments_are_named():
     arguments, _ = random_arguments(CASES[3], "float32")
     with pytest.raises(ValueError, match="511 columns are no groups"):
         self_attention(**{**arguments, "qkv": arguments["qkv"][:, 1:]}, **CASES[3].options)
-    with pytest.raises(NotImplementedError, match="no TPU kernel"):
-        self_attention(**arguments, **CASES[3].options, implementation="pallas", platform="tpu")

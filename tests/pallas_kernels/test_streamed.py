@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.pages import allocate, cache_layout
-from jaxspec.decode.programs import COMPILER_OPTIONS
 from jaxspec.models.decoder import abstract_params, bind
 from jaxspec.models.layers import Backend, Rows
 from jaxspec.parallel.mesh import make_mesh
-from pallas_kernels import _streamed, feed_forward, paged_attention
-from pallas_kernels._dispatch import flavour
+from jaxspec.platforms import CPU_COMPILER_OPTIONS
+from pallas_kernels import feed_forward, paged_attention, streamed
+from pallas_kernels.device import CPU
 from pallas_kernels.feed_forward import reference
+from pallas_kernels.forms import function
 from pallas_kernels.paged_attention.reference import KEYS
 from tests import tiny
 from tests.hlo import NAMES, Program
@@ -28,7 +29,7 @@ ROWS = [(1,), (1, 2), (5,), (2, 3), (7,), (3, 4), (13,)]
 def test_it_is_the_product(rows, shape):
     draw = np.random.default_rng(0)
     x, matrix = draw.normal(size=(*rows, shape[0])), draw.normal(size=shape[::-1])
-    turn = lambda x, matrix: _streamed.linear(matrix.T, x)
+    turn = lambda x, matrix: streamed.linear(matrix.T, x)
     y = jax.jit(turn)(jnp.asarray(x, jnp.float32), jnp.asarray(matrix, jnp.float32))
     assert y.shape == (*rows, shape[1])
     assert relative_error(y, x @ matrix.T) < 1e-6
@@ -37,10 +38,10 @@ def test_it_is_the_product(rows, shape):
 def test_other_dtypes_and_many_rows_are_the_librarys(monkeypatch):
     monkeypatch.setattr(reference, "linear", lambda weights, x: "the library's")
     matrix = jnp.ones((8, 16))
-    assert _streamed.linear(matrix, jnp.ones((_streamed.MAX_ROWS + 1, 8))) == "the library's"
-    assert _streamed.linear(matrix, jnp.ones((4, 8), jnp.bfloat16)) == "the library's"
-    assert _streamed.linear(jnp.ones((8, 15)), jnp.ones((1, 8))) == "the library's"
-    assert _streamed.linear(matrix, jnp.ones((_streamed.MAX_ROWS, 8))).shape == (_streamed.MAX_ROWS, 16)
+    assert streamed.linear(matrix, jnp.ones((streamed.MAX_ROWS + 1, 8))) == "the library's"
+    assert streamed.linear(matrix, jnp.ones((4, 8), jnp.bfloat16)) == "the library's"
+    assert streamed.linear(jnp.ones((8, 15)), jnp.ones((1, 8))) == "the library's"
+    assert streamed.linear(matrix, jnp.ones((streamed.MAX_ROWS, 8))).shape == (streamed.MAX_ROWS, 16)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_other_dtypes_and_many_rows_are_the_librarys(monkeypatch):
     ],
 )  # fmt: skip
 def test_a_large_x_serves_more_rows_of_the_matrix_at_a_time(rows, depth, width, streams):
-    assert _streamed.num_streams(rows, depth, width) == streams
+    assert streamed.num_streams(rows, depth, width) == streams
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for CPU")
@@ -67,7 +68,7 @@ def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows):
         return feed_forward(x, mixed, out, gate_up, down, **options)[0]
 
     turned = [jnp.asarray(matrix.T) for matrix in (out, gate_up, down)]
-    compiled = jax.jit(layer, compiler_options=COMPILER_OPTIONS["cpu"]).lower(x, mixed, norm, *turned).compile()
+    compiled = jax.jit(layer, compiler_options=CPU_COMPILER_OPTIONS).lower(x, mixed, norm, *turned).compile()
     program = Program(compiled.as_text())
     sizes = {matrix.size for matrix in turned}
     large = [i for i in program.entry if i.opcode != "parameter" and sizes & set(i.sizes)]
@@ -78,7 +79,7 @@ def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows):
     for product in called:
         loops = [i for i in product if i.opcode == "fusion" and len(i.sizes) > 1]
         assert [len(i.sizes) for i in loops] == [rows * (4 if rows == 1 else 2)], [i.line for i in product]
-    plain = flavour("feed_forward", "reference")
+    plain = function("feed_forward", "reference")
     expected, _ = plain(x, mixed, out, norm, gate_up, down, None, None, None, eps=1e-6, activation="silu", block=64)
     assert relative_error(compiled(x, mixed, norm, *turned), expected) < 2e-6
 
@@ -92,7 +93,7 @@ def test_keys_are_read_where_they_lie(tokens):
     gathered = {}
     for implementation in (None, "reference"):
         options = {"scale": 0.1, "implementation": implementation, "platform": "cpu"}
-        attend = jax.jit(functools.partial(paged_attention, **options), compiler_options=COMPILER_OPTIONS["cpu"])
+        attend = jax.jit(functools.partial(paged_attention, **options), compiler_options=CPU_COMPILER_OPTIONS)
         program = Program(attend.lower(*arrays).compile().as_text())
         made = [i for i in program.all if i.opcode not in NAMES and KEYS * 2 * 64 in i.sizes]
         gathered[implementation] = len(made)
@@ -111,11 +112,11 @@ def test_rotary_tables_are_computed_once():
 
     def cosines(implementation):
         def forward(params, pages, tokens, *where):
-            backend = Backend("cpu", implementation=implementation)
+            backend = Backend(CPU, kernels=implementation)
             return bind(config, params)(tokens, pages, Rows(*where), backend)[:2]
 
         arguments = (params, pages, ints(1, 5), ints(1, 5), ints(5), ints(1, 8), ints(1))
-        compiled = jax.jit(forward, compiler_options=COMPILER_OPTIONS["cpu"]).lower(*arguments).compile()
+        compiled = jax.jit(forward, compiler_options=CPU_COMPILER_OPTIONS).lower(*arguments).compile()
         return compiled.as_text().count(" cosine(")
 
     assert cosines(None) == 1

@@ -18,9 +18,10 @@ from jaxspec.parallel.mesh import make_mesh
 from jaxspec.train import likeliest
 from jaxspec.train.data import Rows
 from jaxspec.train.likeliest import kept, top
+from pallas_kernels.device import CPU
 from tests import laws, lively
 
-BACKEND = Backend("cpu", None, "reference")
+BACKEND = Backend(CPU, None, "reference")
 TARGET = lively.target()
 V, LENGTH, COUNT, N = TARGET.config.vocab_size, 12, 21, 5
 TOKENS = np.random.default_rng(0).integers(0, V, (COUNT + 3, LENGTH)).astype(np.uint16)

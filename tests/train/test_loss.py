@@ -20,10 +20,11 @@ from jaxspec.train import step as steps
 from jaxspec.train.build import vocabulary
 from jaxspec.train.likeliest import top
 from jaxspec.train.loss import loss_sums, own_ids_first
+from pallas_kernels.device import CPU, named
 from tests import laws, lively, tiny
 from tests.train import runs
 
-BACKEND = Backend("cpu", None, "reference")
+BACKEND = Backend(CPU, None, "reference")
 SIZE, VOCAB = 24, tiny.BASE.vocab_size
 SHAPE = dataclasses.replace(tiny.small(), tied=False, reduced_vocab_size=SIZE, rare_vocab_size=8, rare_width=4)
 IDS = vocabulary(np.random.default_rng(3).permutation(tiny.BASE.vocab_size), SHAPE)
@@ -223,7 +224,7 @@ def test_which_matrices_change_alike_in_all_directions(tmp_path):
 def test_a_step_lowers_for_accelerators(platform, n, tmp_path):
     options = runs.options(tmp_path, "x", batch_size=4, accumulate=2)
     ids = {name: REDUCED.params[name] for name in IDS}
-    backend = Backend({"cuda": "gpu"}.get(platform, platform), None, "reference")
+    backend = Backend(named(platform), None, "reference")
     step = steps.make_step(ORDERED.config, REDUCED.config, options, backend, jnp.bfloat16)
     state = steps.first_state(REDUCED.params, ids, options, sharding(make_mesh()))
     target, told = {name: x.astype(jnp.bfloat16) for name, x in ORDERED.params.items()}, {}

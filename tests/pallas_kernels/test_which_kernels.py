@@ -1,8 +1,7 @@
-"""GPUs without Triton, a T4 (compute capability 7.5) for one: plain forms run there, and kernels are refused."""
+"""Which programs hold kernels: none with kernels="reference", none on a GPU without Triton, and there a T4 (compute
+capability 7.5) is asked for them in vain."""
 
 from __future__ import annotations
-
-import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from jaxspec import info, llm, loading
 from jaxspec.engine.engine import Model
 from jaxspec.models.layers import Backend
 from pallas_kernels import (
-    _device,
     feed_forward,
     kv_write,
     likeliest_token,
@@ -21,28 +19,21 @@ from pallas_kernels import (
     self_attention,
     slot_mapping,
 )
+from pallas_kernels.device import CPU, Device
 from tests import lively, tiny
+from tests.pallas_kernels.flavours import A100, H100
 
+T4 = Device("gpu", (7, 5), "Tesla T4")
 WORDS = "kernels need a GPU of compute capability 8.0, Tesla T4 has 7.5"
 OPS = ("merge_tokens", "slot_mapping", "kv_write", "paged_attention", "feed_forward", "self_attention", "likeliest")
-
-
-@pytest.fixture
-def t4(monkeypatch):
-    """Programs are traced anew for it, and what was traced is not kept for others."""
-    here = types.SimpleNamespace(compute_capability="7.5", device_kind="Tesla T4")
-    monkeypatch.setattr(_device, "first", lambda: here)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 def shape(*dims, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def traced(op: str, implementation: str | None, rows: int, dtype) -> str:
-    how = {"implementation": implementation, "platform": "gpu"}
+def traced(op: str, implementation: str | None, device: Device, rows: int = 1, dtype=jnp.bfloat16) -> str:
+    how = {"implementation": implementation, "platform": device}
     x = lambda *dims: shape(*dims, dtype=dtype)
     f32 = lambda *dims: shape(*dims, dtype=jnp.float32)
     pages, table = x(100, 16, 4, 64), (shape(1, 8), shape(1))
@@ -73,30 +64,42 @@ def traced(op: str, implementation: str | None, rows: int, dtype) -> str:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("op", OPS)
-def test_no_op_calls_a_kernel(t4, op, rows, dtype):
-    for implementation in (None, "reference"):
-        assert "pallas_call" not in traced(op, implementation, rows, dtype)
-    with pytest.raises(NotImplementedError, match=f"{WORDS}: pass implementation=None or 'reference'"):
-        traced(op, "pallas", rows, dtype)
+def test_no_op_calls_a_kernel_where_there_are_none(op, rows, dtype):
+    for implementation in (None, "reference", "pallas"):
+        assert "pallas_call" not in traced(op, implementation, T4, rows, dtype)
 
 
-@pytest.mark.parametrize("capability", ["8.0", "9.0", None])
-def test_others_have_kernels(monkeypatch, capability):
-    monkeypatch.setattr(_device, "first", lambda: types.SimpleNamespace(compute_capability=capability))
-    jax.clear_caches()
+@pytest.mark.parametrize("device", [H100, Device("tpu")], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("op", OPS)
+def test_reference_calls_no_kernel(op, device):
+    """Also of an op that is made of ops."""
+    for rows in (1, 5, 300):
+        assert "pallas_call" not in traced(op, "reference", device, rows)
+
+
+def test_others_have_kernels():
     for op in ("paged_attention", "self_attention", "feed_forward"):
-        assert "pallas_call" in traced(op, None, 1, jnp.bfloat16)
-    jax.clear_caches()
+        for device in (A100, H100, "gpu"):
+            assert "pallas_call" in traced(op, None, device)
+
+
+@pytest.mark.parametrize("device", [H100, Device("tpu")], ids=["gpu", "tpu"])
+def test_what_stays_plain_where_kernels_are_asked_for(device):
+    """As docs/extending.md lists it."""
+    plain = {op for op in OPS if "pallas_call" not in traced(op, "pallas", device)}
+    assert plain == ({"feed_forward", "likeliest"} if device.platform == "tpu" else set())
+    prompt = {op for op in OPS if "pallas_call" not in traced(op, "pallas", device, rows=300)}
+    assert prompt == {"feed_forward", "likeliest"}
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what holds no kernel runs on CPU, too")
 @pytest.mark.parametrize("kernels", [None, "reference"])
-def test_an_engine_runs_without_kernels(t4, kernels):
+def test_an_engine_runs_without_kernels(kernels):
     """Plain, and drafting with a model: prefill and launches, as made for the GPU, in float32."""
     sampling = lively.params()
     expected = lively.plain(lively.PROMPTS, tuple(sampling))
     for method in ("plain", "noisy"):
-        engine = lively.new_engine(method, 3, kernels=kernels, platform="gpu")
+        engine = lively.new_engine(method, 3, kernels=kernels, device=T4)
         assert engine.table_widths[0] == 1  # as plain attention wants them
         requests = lively.serve(engine, lively.PROMPTS, sampling)
         assert lively.texts(requests) == expected
@@ -104,30 +107,30 @@ def test_an_engine_runs_without_kernels(t4, kernels):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what holds no kernel runs on CPU, too")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_other_dtypes_run_where_they_are_asked_for(t4, dtype):
+def test_other_dtypes_run_where_they_are_asked_for(dtype):
     model = lively.target()
     cast = lambda w: w if w.dtype != jnp.float32 or w.ndim == 1 else w.astype(dtype)
     model = Model(model.config, {name: cast(w) for name, w in model.params.items()})
-    engine = tiny.engine(model, None, **lively.OPTIONS, platform="gpu")
+    engine = tiny.engine(model, None, **lively.OPTIONS, device=T4)
     requests = lively.serve(engine, lively.PROMPTS[:2], lively.params((5, 5)))
     assert [len(tokens) for tokens in lively.texts(requests)] == [5, 5]
 
 
-def test_kernels_are_refused_in_one_line(t4, monkeypatch):
+def test_kernels_are_refused_in_one_line(monkeypatch):
     message = f"kernels='pallas': {WORDS}; leave kernels out, plain forms run there"
     with pytest.raises(ValueError, match=message):
-        Backend("gpu", None, "pallas")
+        Backend(T4, None, "pallas")
     with pytest.raises(ValueError, match=message):
-        lively.new_engine(kernels="pallas", platform="gpu")
-    monkeypatch.setattr(llm, "this_platform", lambda: "gpu")
+        lively.new_engine(kernels="pallas", device=T4)
+    monkeypatch.setattr(llm, "here", lambda: T4)
     monkeypatch.setattr(llm, "load", lambda *_: pytest.fail("it loads before it refuses"))
     with pytest.raises(ValueError, match=message):
         llm.LLM("smollm2-135m-draft", kernels="pallas")
-    Backend("cpu", None, "pallas")
+    Backend(CPU, None, "pallas")
 
 
-def test_the_dtype_is_one_that_the_gpu_computes_with(t4):
-    found = [loading.compute_dtype(name, "gpu").name for name in ("auto", "bfloat16", "float16")]
+def test_the_dtype_is_one_that_the_gpu_computes_with():
+    found = [loading.compute_dtype(name, T4).name for name in ("auto", "bfloat16", "float16")]
     assert found == ["float32", "bfloat16", "float16"]
-    assert loading.compute_dtype("auto", "tpu").name == "bfloat16"
-    assert info.device("gpu") == f"Tesla T4: plain forms in float32, as {WORDS}"
+    assert loading.compute_dtype("auto", Device("tpu")).name == "bfloat16"
+    assert info.described(T4) == f"Tesla T4: plain forms in float32, as {WORDS}"

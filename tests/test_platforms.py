@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxspec.decode.cpu import cpu_features, vector_width
+from jaxspec.platforms import cpu_features, vector_width
 
 AVX512 = {"AVX": True, "AVX2": True, "AVX512F": True}
 AVX2 = {"AVX": True, "AVX2": True, "AVX512F": False}

@@ -5,7 +5,7 @@ they take half as long again, or twice as long, as one over a single row. Here e
 all rows of x while it is read, in one loop of the compiler's own: a reduction of as many arrays as there are sums.
 Several rows of the matrix, far from each other, are read at a time, so that more memory is under way, and what is read
 of x serves all of them: the more of them, the less often a large x is read again from beyond the nearest cache. The
-compiler may reorder sums there (see `COMPILER_OPTIONS` in jaxspec/decode/programs.py), or it would add up number by
+compiler may reorder sums there (see `CPU_COMPILER_OPTIONS` in jaxspec/platforms.py), or it would add up number by
 number. Its order depends on how many sums there are, so that the number of rows changes the last bits of each.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from pallas_kernels.feed_forward import reference
+from pallas_kernels import plain
 
 MAX_ROWS = 12  # more are faster by the library
 SUMS = 24  # at a time: as many as there are registers for
@@ -22,12 +22,12 @@ SMALL_X = 5 * 1024  # numbers, which are read again from the nearest cache
 
 
 def linear(weights, x):
-    """x [..., I] times weights [I, O], the transpose of a matrix that lies output-first, as `reference.linear`."""
+    """x [..., I] times weights [I, O], the transpose of a matrix that lies output-first, as `plain.linear`."""
     rows = x.size // x.shape[-1]
     streams = num_streams(rows, *weights.shape)
     # One array's reduction is another loop, which waits for its sums.
     if x.dtype != jnp.float32 or rows > MAX_ROWS or streams * rows == 1:
-        return reference.linear(weights, x)
+        return plain.linear(weights, x)
     return once(product, x, weights.T, streams)
 
 

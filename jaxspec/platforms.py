@@ -1,0 +1,104 @@
+"""The facts about each platform: what is chosen where nobody says otherwise, how memory lies, what its compiler is
+told. Which form of an op runs where stands with the ops, in pallas_kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pallas_kernels.device import PLATFORMS as NAMES
+from pallas_kernels.paged_attention import WHOLE_KEYS
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """One platform.
+
+    page_size: tokens of a page.
+    dtype: what "auto" means; float32 on devices that lack it.
+    head_size: a model's head size D -> the one of its pages.
+    stored_heads: keys and values that a token has on a device -> how many its memory holds for them.
+    cache_bytes: of the pages; None for what is left of the device's memory.
+    gathers: whether attention that is no kernel, which costs what the block tables are wide, is the rule.
+    short_row: tokens; rows that end within have a narrower block table, whose attention is faster. 0 for none.
+    compiler_options: of every program.
+    dense_attention: of passes without a cache, in a dtype of two bytes.
+    text_rows, evaluated_rows: that training generates, and evaluates, at a time; None for all.
+    """
+
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    head_size: Callable[[int], int] = lambda size: size
+    stored_heads: Callable[[int], int] = lambda heads: heads
+    cache_bytes: int | None = None
+    gathers: bool = False
+    short_row: int = 0
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dense_attention: Literal["xla", "cudnn"] = "xla"
+    text_rows: int = 2048
+    evaluated_rows: int | None = None
+
+
+MAX_ISA = "--xla_cpu_max_isa="  # of XLA_FLAGS: how much of the CPU the compiler may use
+
+
+def cpu_features() -> Mapping[str, bool]:
+    """{"AVX2": True, ...} as numpy finds them, on every system; {} where a later numpy does not say."""
+    try:
+        return importlib.import_module("numpy._core._multiarray_umath").__cpu_features__
+    except (ImportError, AttributeError):
+        return {}
+
+
+def vector_width(features: Mapping[str, bool], flags: str) -> dict[str, Any]:
+    """The option for registers of 512 bits, which the compiler leaves alone unless it is asked to use them; none where
+    the CPU has none, or XLA_FLAGS keep the compiler from them."""
+    limits = [flag.removeprefix(MAX_ISA).upper() for flag in flags.split() if flag.startswith(MAX_ISA)]
+    allowed = not limits or limits[-1].startswith(("AVX512", "AMX"))
+    return {"xla_cpu_prefer_vector_width": 512} if features.get("AVX512F") and allowed else {}
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# Products over a few rows are loops of the compiler's own: faster where registers of 512 bits are used, if there are
+# any, and where sums may be reordered (see pallas_kernels/streamed.py). What else the compiler calls fast mathematics
+# stays off. Two passes that look for what a loop need not do are left out: they go through the whole program for each
+# layer's loop over keys, which is half of the compiling, and make nothing faster.
+CPU_COMPILER_OPTIONS = {
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
+    **vector_width(cpu_features(), os.environ.get("XLA_FLAGS", "")),
+    "xla_cpu_enable_fast_math": True,
+    **{f"xla_cpu_fast_math_honor_{what}": True for what in ("nans", "infs", "division", "functions")},
+}
+
+PLATFORMS = {
+    "cpu": Platform(
+        dtype="float32",
+        cache_bytes=1 << 30,  # host memory is shared with everything else: a fixed, modest pool
+        gathers=True,
+        compiler_options=CPU_COMPILER_OPTIONS,
+        text_rows=16,
+        evaluated_rows=16,
+    ),
+    "gpu": Platform(
+        head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton's blocks are powers of two
+        short_row=WHOLE_KEYS,
+        dense_attention="cudnn",
+    ),
+    "tpu": Platform(
+        page_size=32,
+        head_size=lambda size: rounded_up(size, 128),  # lanes: a narrower row takes as much memory
+        stored_heads=lambda heads: rounded_up(heads, 8) if heads > 4 else heads,
+        text_rows=512,
+    ),
+}
+
+
+def facts(name: str) -> Platform:
+    """Of a platform by JAX's name or ours: "cpu", "gpu", "cuda", "rocm", "tpu"."""
+    return PLATFORMS[NAMES[name]]

@@ -1,0 +1,86 @@
+"""What programs are compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}  # JAX's names -> ours
+AMPERE = (8, 0)  # what a GPU that is not here is taken for
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A platform and, of a GPU, what it can do.
+
+    platform: "cpu", "gpu" or "tpu".
+    capability: CUDA's compute capability, (major, minor).
+    kind: the maker's name, for messages.
+    """
+
+    platform: str
+    capability: tuple[int, int] = AMPERE
+    kind: str = dataclasses.field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.platform not in ("cpu", "gpu", "tpu"):
+            raise ValueError(f"platform {self.platform!r} is not one of cpu, gpu, tpu")
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether it is a GPU with Triton, which the kernels are written in, and with bfloat16: from Ampere on. A T4
+        has neither."""
+        return self.platform == "gpu" and self.capability >= AMPERE
+
+    @property
+    def lacks_bfloat16(self) -> bool:
+        return self.platform == "gpu" and self.capability < AMPERE
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether a kernel can ask for the next one: from Hopper on."""
+        return self.platform == "gpu" and self.capability >= (9, 0)
+
+    @property
+    def shares_much(self) -> bool:
+        """Whether a program can have 227 KB of shared memory, and matrix units that read from it: Hopper and
+        Blackwell, but for Blackwell's smaller ones, which have 99 KB. Interpreted, nothing is short."""
+        return self.platform == "cpu" or (self.platform == "gpu" and self.capability[0] in (9, 10))
+
+    @property
+    def interpret(self) -> Any:
+        """For `pallas_call`: there is no Pallas compiler for CPU."""
+        return self.platform == "cpu"
+
+    def no_kernels(self) -> str:
+        """Why a GPU without Triton has none, for messages."""
+        needed, found = (".".join(map(str, version)) for version in (AMPERE, self.capability))
+        return f"kernels need a GPU of compute capability {needed}, {self.kind or 'this one'} has {found}"
+
+
+CPU = Device("cpu")
+
+
+def here() -> Device:
+    """The first device of the default backend."""
+    return of(jax.devices()[0])
+
+
+def of(device: jax.Device) -> Device:
+    """What it is."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else AMPERE
+    return Device(PLATFORMS[device.platform], capability, device.device_kind)
+
+
+def named(platform: str | Device | None) -> Device:
+    """None: the default backend's. "cpu", "gpu", "tpu": the one that is here, or one that is not. Raises ValueError
+    for other names."""
+    if isinstance(platform, Device):
+        return platform
+    found = here()
+    if platform is None or PLATFORMS.get(platform) == found.platform:
+        return found
+    return Device(PLATFORMS.get(platform, platform))
