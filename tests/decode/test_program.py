@@ -22,6 +22,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.parallel.mesh import sharding
 from jaxspec.platforms import PLATFORMS
 from jaxspec.sampling_params import SamplingParams
+from pallas_kernels.device import Device
 from tests import lively, tiny
 from tests.uncached import no_compilation_cache
 
@@ -36,12 +37,13 @@ DRAFT = dataclasses.replace(tiny.BASE, num_layers=1, windows=(None,), width=24, 
 
 
 @functools.cache
-def make(method: str = "draft_model", num_pages: int = 48) -> Engine:
+def make(method: str = "draft_model", num_pages: int = 48, **options) -> Engine:
     config = {"method": method, "num_speculative_tokens": K, "model": "x" if method == "draft_model" else None}
     draft = tiny.model(DRAFT, 1) if method == "draft_model" else None
     return tiny.engine(
-        lively.target(), None if method == "plain" else config, draft, **lively.OPTIONS | {"num_pages": num_pages}
-    )
+        lively.target(), None if method == "plain" else config, draft,
+        **lively.OPTIONS | {"num_pages": num_pages} | options,
+    )  # fmt: skip
 
 
 def arguments(engine: Engine):
@@ -225,6 +227,15 @@ def test_caches_are_donated():
         assert all(x.is_deleted() for x in before)
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.runner.cache)] == where
     engine.abort(request)
+
+
+@pytest.mark.parametrize("device", [Device("gpu", (9, 0)), Device("tpu")], ids=["gpu", "tpu"])
+@pytest.mark.parametrize(("kernels", "some"), [(None, True), ("pallas", True), ("reference", False)])
+def test_kernels_are_where_they_are_asked_for(device, kernels, some):
+    engine = make(device=device, kernels=kernels)
+    launched = functools.partial(launch, config(engine, "greedy"))
+    traced = jax.make_jaxpr(launched)(engine.runner.params, engine.runner.cache, *arguments(engine).unpack())
+    assert ("pallas_call" in str(traced)) == some
 
 
 def test_options_reach_the_compiler(monkeypatch):
