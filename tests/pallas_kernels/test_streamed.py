@@ -12,9 +12,8 @@ from jaxspec.models.decoder import abstract_params, bind
 from jaxspec.models.layers import Backend, Rows
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.platforms import CPU_COMPILER_OPTIONS
-from pallas_kernels import feed_forward, paged_attention, streamed
+from pallas_kernels import feed_forward, paged_attention, plain, streamed
 from pallas_kernels.device import CPU
-from pallas_kernels.feed_forward import reference
 from pallas_kernels.forms import function
 from pallas_kernels.paged_attention.reference import KEYS
 from tests import tiny
@@ -36,7 +35,7 @@ def test_it_is_the_product(rows, shape):
 
 
 def test_other_dtypes_and_many_rows_are_the_librarys(monkeypatch):
-    monkeypatch.setattr(reference, "linear", lambda weights, x: "the library's")
+    monkeypatch.setattr(plain, "linear", lambda weights, x: "the library's")
     matrix = jnp.ones((8, 16))
     assert streamed.linear(matrix, jnp.ones((streamed.MAX_ROWS + 1, 8))) == "the library's"
     assert streamed.linear(matrix, jnp.ones((4, 8), jnp.bfloat16)) == "the library's"
