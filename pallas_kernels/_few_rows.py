@@ -7,7 +7,7 @@ f32[splits, rows, width], for the next kernel to add up: a product, two sums and
 three or four.
 
 Both ask for the next kernel early (see `_overlap`): a product once its last weights are there, the small one at its
-start. Before it waits for those, a product also asks for the first weights of the one behind. One row is for
+start. Before it waits for those, a product also asks for the first weights of the next. One row is for
 `_split_product`, many rows and larger matrices are for the compiler (see docs/notes/gpu.md).
 """
 
@@ -87,7 +87,7 @@ def product(x, weights, *, gated=None, then=None, device):
     """x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
     gated: (activation, block): the columns are `block` of gate and `block` of up in turn, and the result is
-    activation(gate) * up, [rows, width / 2] in the dtype of x. then: the matrix of the product behind, or None.
+    activation(gate) * up, [rows, width / 2] in the dtype of x. then: the matrix of the next product, or None.
     """
     (rows, depth), width = x.shape, weights.shape[1]
     columns = num_columns(rows, width, gated=gated is not None)

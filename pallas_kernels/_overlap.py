@@ -1,8 +1,8 @@
 """On GPU: a kernel that lets the next one be put in place, or asks for what that one reads, while it is still at work.
 
 Starting a kernel takes a microsecond, which is much where the kernel takes five. From Hopper on, the next one may start
-as soon as all programs of the one in front have asked for it (programmatic dependent launch). XLA begins every kernel
-of a program with a wait for what was written before, so that nothing but the time changes. Only for kernels behind
+as soon as all programs of the one before it have asked for it (programmatic dependent launch). XLA begins every kernel
+of a program with a wait for what was written before, so that nothing but the time changes. Only for kernels after
 which small ones follow: the compiler's large products lose more by coming in between than they gain (see
 docs/notes/gpu.md).
 """

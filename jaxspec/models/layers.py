@@ -95,7 +95,7 @@ def attend(
     """The first half of a layer on every device's heads: `self_attention` of x [B,T,E] -> ([B,T,H*D], pages).
 
     weights: norm and qkv, and where the family has them bias, q_norm, k_norm; normed where x is normed already;
-    next_out, the matrix of the product behind.
+    next_out, the matrix of the next product.
     """
 
     def shard(x, weights, pages, where, tables):

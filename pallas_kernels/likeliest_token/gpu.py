@@ -14,7 +14,7 @@ from pallas_kernels._few_rows import COLUMNS, DEPTH, MAX_ROWS, reads, row_tiles,
 from pallas_kernels._overlap import WARPS, start_next
 from pallas_kernels.device import Device
 
-NONE = jnp.iinfo(jnp.int32).max  # an id behind all others
+NONE = jnp.iinfo(jnp.int32).max  # an id above all others
 
 
 def fits(x, table, *, device: Device, **options) -> bool:

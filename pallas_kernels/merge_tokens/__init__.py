@@ -17,7 +17,7 @@ def merge_tokens(
     implementation: str | None = None,
     platform: Where = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Extends every row by one token: its next token goes right behind the last token that was kept.
+    """Extends every row by one token: its next token follows the last token that was kept.
 
     Row b owns `tokens[query_start[b] : query_start[b+1]]`, of which the last `num_rejected[b]` were rejected. In the
     output it owns `query_start[b] + b : query_start[b+1] + b + 1`: the kept tokens, `next_tokens[b]`, and `fill` for

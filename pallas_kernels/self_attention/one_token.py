@@ -5,7 +5,7 @@ queries it needs. One more program a head norms, rotates, attends to and writes 
 need not wait for it.
 
 A small product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a head
-finishes last combines what all have left. Behind the compiler's product of a larger matrix a jnp epilogue combines.
+finishes last combines what all have left. After the compiler's product of a larger matrix a jnp epilogue combines.
 """
 
 import functools

@@ -42,7 +42,7 @@ def attention(
 ):  # fmt: skip
     """parts [splits, M, (H + 2G) * D] of the product, for M tokens -> mixed [M, H * D], and pages with what is new.
 
-    The others as in `self_attention`, cos and sin f32[M, D / 2]. then: the matrix of the product behind, or None.
+    The others as in `self_attention`, cos and sin f32[M, D / 2]. then: the matrix of the next product, or None.
     """
     (p, s, g2, d), (_, m, width), b = pages.shape, parts.shape, len(kv_len)
     operands = {"parts": parts, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots, "cos": cos}
@@ -92,10 +92,10 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window,
         seen = (part == group)[None, :] & (token[None, :] <= token[:, None]) & (position >= 0)
         if window is not None:
             seen &= token[None, :] > token[:, None] - window
-        # A key's value is the row behind it: brought to the key's by a product with ones, which rounds nothing.
-        behind = (row[None, :] == row[:, None] + 1).astype(pages.dtype)
+        # A key's value is the next row: brought to the key's by a product with ones, which rounds nothing.
+        following = (row[None, :] == row[:, None] + 1).astype(pages.dtype)
         precision = lax.Precision.HIGHEST if pages.dtype == jnp.float32 else None
-        values = [plgpu.dot(behind, half, precision=precision).astype(half.dtype) for half in new]
+        values = [plgpu.dot(following, half, precision=precision).astype(half.dtype) for half in new]
         start = nothing(row.size, d // 2, len(new))
         top, total, *acc = attend(start, new, new, values, seen, scale=scale, soft_cap=soft_cap)
         place = jnp.arange(block_keys, dtype=jnp.int32)[None, :]
