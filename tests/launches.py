@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,20 +12,20 @@ import numpy as np
 
 from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout
 from jaxspec.decode.packing import Packed, pack
-from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.programs import lower
-from jaxspec.decode.state import STOP, DecodeConfig, LaunchInput, LaunchResult, RowLimits, Variant
+from jaxspec.decode.state import STOP, DecodeConfig, LaunchResult
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
+from jaxspec.engine import batch
 from jaxspec.engine.engine import Model
+from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.parallel.mesh import make_mesh, sharding
-from jaxspec.sampling.distribution import SamplingRows
-from jaxspec.sampling.processors import Processors
+from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import here
 from tests import tiny
 
@@ -35,12 +35,11 @@ CPU_OPTIONS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_
 QUICK = CPU_OPTIONS if PLATFORM == "cpu" else None
 PAGE_SIZE = 8
 PROMPT = (0, 2, 1)
-WORDS = (4, 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a group of rows samples. num_drafts None: the program's K; bad_words: at most WORDS[0] of WORDS[1] ids."""
+    """How a group of rows samples. num_drafts None: the program's K."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -57,10 +56,20 @@ class Setting:
     presence: float = 0.0
     frequency: float = 0.0
 
-    @property
-    def processed(self) -> bool:
-        penalties = (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
-        return penalties or self.allowed_ids is not None or bool(self.bad_words or self.min_tokens or self.bias)
+    def params(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition,
+            presence_penalty=self.presence,
+            frequency_penalty=self.frequency,
+            logit_bias=dict(self.bias),
+            allowed_token_ids=self.allowed_ids,
+        )
 
 
 def config(vocab_size: int, width: int = 16) -> ModelConfig:
@@ -89,10 +98,6 @@ def blend(a: Model, b: Model, share: float) -> Model:
     """Weights on the way from a to b: a draft that is like its target, but not too much."""
     mix = lambda x, y: (1 - share) * x + share * y
     return Model(a.config, {name: mix(x, b.params[name]) for name, x in a.params.items()})
-
-
-def padded(values: Sequence, width: int) -> list:
-    return [*values, *[-1] * (width - len(values))]
 
 
 def paged(model: Model, num_pages: int) -> PagedModel:
@@ -133,89 +138,52 @@ class Launches:
             drafter = NGram(num_drafts, *draft)
         if lookup:
             drafter = Combined(NGram(num_drafts, *lookup), drafter)
-        variant = Variant(
-            standard=any(s.temperature and not s.coupled for s in settings),
-            coupled=any(s.temperature and s.coupled for s in settings),
-            filters=any(s.top_k or s.top_p < 1 or s.min_p for s in settings),
-            processors=any(s.processed for s in settings),
-        )
+        seeds = np.zeros(rows_each, np.int64)
+        variant = batch.variant(self.requests(seeds, settings))
         self.config = DecodeConfig(paged(target, num_pages), drafter, variant, greedy_draft)
-        layouts = [self.config.target.layout, *([paged(draft, num_pages).layout] if isinstance(draft, Model) else [])]
+        self.layout = self.config.target.layout
+        layouts = [self.layout, *([paged(draft, num_pages).layout] if isinstance(draft, Model) else [])]
         self.cache = PagedKVCache(*(allocate(layout, mesh) for layout in layouts))
         self.place = lambda tree: jax.device_put(tree, sharding(mesh))
-        self.block_table = np.arange(num_pages, dtype=np.int32).reshape(self.rows, self.row_pages)
-        self.cache = self.prefill()
-        arguments = self.arguments(np.zeros(self.rows_each, np.int64), self.settings)
-        lowered = lower("launch", self.config, self.params, self.cache, arguments)
+        self.cache = self.prefill(self.requests(seeds, settings))
+        lowered = lower("launch", self.config, self.params, self.cache, self.arguments(seeds, settings))
         self.program = lowered.compile(compiler_options=compiler_options)
 
-    def prefill(self) -> PagedKVCache:
-        rows = self.rows
-        chunk = Chunk(
-            tokens=np.tile(np.array(self.prompt[:-1], np.int32), (rows, 1)),
-            start=np.zeros(rows, np.int32),
-            length=np.full(rows, len(self.prompt) - 1, np.int32),
-            block_table=self.block_table,
-        )
+    def prefill(self, requests: list[Request]) -> PagedKVCache:
+        sizes = {"row_pages": self.row_pages, "longest": 16}
+        chunk, lengths = batch.chunk_input(requests, [0] * self.rows, self.layout, **sizes)
+        assert set(lengths) == {len(self.prompt) - 1}
         packed = self.place(pack((chunk,)))
         program = lower("prefill", self.config, self.params, self.cache, packed).compile()
         return program(self.params, self.cache, packed)[0]
 
-    def batch(self, seeds: np.ndarray, settings: Sequence[Setting]) -> LaunchInput:
+    def requests(self, seeds: np.ndarray, settings: Sequence[Setting]) -> list[Request]:
         """Rows by setting: rows_each of the first, then of the second...; every setting sees the same seeds."""
-        rows, start = self.rows, len(self.prompt)
-        column = self.column
-        tokens = np.zeros((rows, self.row_pages * PAGE_SIZE + 1), np.int32)
-        tokens[:, :start] = self.prompt
-        words = np.stack([seeds >> 32, seeds & 0xFFFFFFFF], axis=1).astype(np.uint32)
-        drafts = (self.num_drafts if s.num_drafts is None else s.num_drafts for s in settings)
-        return LaunchInput(
-            tokens=tokens,
-            num_tokens=np.full(rows, start, np.int32),
-            draft_len=np.full(rows, start - 1, np.int32),
-            live=np.ones(rows, bool),
-            block_table=self.block_table,
-            sampling=SamplingRows(
-                temperature=column((s.temperature for s in settings), np.float32),
-                top_k=column((s.top_k for s in settings), np.int32),
-                top_p=column((s.top_p for s in settings), np.float32),
-                min_p=column((s.min_p for s in settings), np.float32),
-                seed=np.tile(words, (len(settings), 1)),
-                coupled=column((s.coupled for s in settings), bool),
-            ),
-            limits=RowLimits(
-                num_speculative_tokens=column(drafts, np.int32),
-                max_len=np.full(rows, start + self.length, np.int32),
-                stop_ids=column((padded(s.stop_ids, 4) for s in settings), np.int32),
-            ),
-            processors=self.processors(settings) if self.config.variant.processors else None,
-        )
-
-    def processors(self, settings: Sequence[Setting]) -> Processors:
-        size, column = self.config.target.config.vocab_size, self.column
-        words = np.full((len(settings), *WORDS), -1, np.int32)
-        for row, setting in enumerate(settings):
-            for i, word in enumerate(setting.bad_words):
-                words[row, i, WORDS[1] - len(word) :] = word
-        return Processors(
-            prompt_len=np.full(self.rows, len(self.prompt), np.int32),
-            min_len=column((len(self.prompt) + s.min_tokens for s in settings), np.int32),
-            restricted=column((s.allowed_ids is not None for s in settings), bool),
-            allowed_ids=column((padded(s.allowed_ids or (), size) for s in settings), np.int32),
-            bias_ids=column((padded([i for i, _ in s.bias], size) for s in settings), np.int32),
-            bias=column((padded([value for _, value in s.bias], size) for s in settings), np.float32),
-            bad_words=column(words, np.int32),
-            repetition=column((s.repetition for s in settings), np.float32),
-            presence=column((s.presence for s in settings), np.float32),
-            frequency=column((s.frequency for s in settings), np.float32),
-        )
-
-    def column(self, values: Iterable, dtype: type) -> np.ndarray:
-        """One value a setting -> one a row."""
-        return np.repeat(np.array(list(values), dtype), self.rows_each, axis=0)
+        known, at = len(self.prompt), range(0, self.rows * self.row_pages, self.row_pages)
+        rows = [(setting, setting.params(self.length), seed) for setting in settings for seed in seeds.tolist()]
+        return [
+            Request(
+                id=row,
+                prompt=list(self.prompt),
+                params=params,
+                seed=seed,
+                coupled=setting.coupled,
+                stop_ids=setting.stop_ids,
+                max_len=known + self.length,
+                num_speculative_tokens=self.num_drafts if setting.num_drafts is None else setting.num_drafts,
+                bad_words=setting.bad_words,
+                pages=list(range(first, first + self.row_pages)),
+                target_len=known - 1,
+                draft_len=known - 1,
+            )
+            for row, (first, (setting, params, seed)) in enumerate(zip(at, rows, strict=True))
+        ]
 
     def arguments(self, seeds: np.ndarray, settings: Sequence[Setting]) -> Packed:
-        return self.place(pack((self.batch(seeds, settings), np.int32(32), np.bool_(False), np.float32(0))))
+        requests, shape = self.requests(seeds, settings), (self.rows, self.row_pages)
+        used = self.config.variant
+        inputs = batch.launch_input(requests, self.num_drafts, used, self.layout, shape, num_rounds=32)
+        return self.place(pack((inputs,)))
 
     def run(self, seeds: np.ndarray, settings: Sequence[Setting] | None = None) -> LaunchResult:
         """One launch over rows_each seeds; other settings than those compiled for may ask for nothing new."""

@@ -46,7 +46,7 @@ FAULTS = (
         "jaxspec/engine/engine.py", " and not pinned:", ":", "tests/engine/test_seeds.py -k how_many"
     ),
     Fault(  # an interrupted step is taken for a whole one
-        "jaxspec/engine/engine.py",
+        "jaxspec/engine/roster.py",
         "if self.midway or self.runner.lost:",
         "if self.runner.lost:",
         "tests/engine/test_faults.py -k between_any_two_lines",

@@ -14,14 +14,15 @@ from jaxspec.cache import budget
 from jaxspec.cache.pages import CacheLayout, PagedKVCache, pages_format
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.packing import pack
-from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.programs import lower
-from jaxspec.decode.state import DecodeConfig, LaunchInput, RowLimits, Variant
+from jaxspec.decode.state import DecodeConfig, Variant
+from jaxspec.engine import batch
+from jaxspec.engine.request import Request
 from jaxspec.engine.setup import Model, drafters, paged_models, temporary_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh, sharding
-from jaxspec.sampling.distribution import SamplingRows
+from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
 from tests import hlo
 from tests.tpu_topology import tpu_mesh
@@ -99,47 +100,37 @@ class Program:
         page = jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=pages_format(self.mesh))
         return (page,) * layout.num_layers
 
-    def array(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh))
-
     def compile(self, name: str, *arrays: Any) -> jax.stages.Compiled:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), no_compilation_cache():
-            packed = jax.eval_shape(pack, arrays)
-            packed = dataclasses.replace(packed, words=self.array(jnp.int32, *packed.words.shape))
+            packed = pack(arrays)
+            words = jax.ShapeDtypeStruct(packed.words.shape, jnp.int32, sharding=sharding(self.mesh))
+            packed = dataclasses.replace(packed, words=words)
             return lower(name, self.config, self.params, self.cache, packed).compile()
 
     @property
-    def table(self) -> jax.ShapeDtypeStruct:
-        positions = self.config.target.max_model_len + self.config.num_speculative_tokens
-        return self.array(jnp.int32, self.options.max_num_seqs, -(-positions // self.config.target.layout.page_size))
+    def row_pages(self) -> int:
+        """N, that of the engine's last table width."""
+        return -(-(self.config.target.max_model_len + self.num_drafts) // self.layouts[0].page_size)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.config.num_speculative_tokens
+
+    def requests(self, length: int) -> list[Request]:
+        """As many as rows, prompts of so many tokens."""
+        how = {"params": SamplingParams(), "seed": 0, "coupled": False, "stop_ids": (), "num_speculative_tokens": 0}
+        rows = range(self.options.max_num_seqs)
+        return [Request(id=row, prompt=[0] * length, max_len=length + 1, **how) for row in rows]
 
     def launch(self) -> jax.stages.Compiled:
-        rows, row_pages = self.table.shape
-        column = lambda dtype: self.array(dtype, rows)
-        i32, f32 = jnp.int32, jnp.float32
-        sampling = SamplingRows(
-            temperature=column(f32),
-            top_k=column(i32),
-            top_p=column(f32),
-            min_p=column(f32),
-            seed=self.array(jnp.uint32, rows, 2),
-            coupled=column(jnp.bool_),
-        )
-        batch = LaunchInput(
-            tokens=self.array(i32, rows, row_pages * self.config.target.layout.page_size + 1),
-            num_tokens=column(i32),
-            draft_len=column(i32),
-            live=column(jnp.bool_),
-            block_table=self.table,
-            sampling=sampling,
-            limits=RowLimits(column(i32), column(i32), self.array(i32, rows, 4)),
-        )
-        return self.compile("launch", batch, self.array(i32), self.array(jnp.bool_), self.array(f32))
+        requests, shape = self.requests(1), (self.options.max_num_seqs, self.row_pages)
+        how = self.num_drafts, self.config.variant, self.layouts[0], shape
+        return self.compile("launch", batch.launch_input(requests, *how, num_rounds=1))
 
     def prefill(self) -> jax.stages.Compiled:
-        i32, rows = jnp.int32, self.options.max_num_seqs
-        tokens = self.array(i32, rows, self.options.prefill_chunk)
-        return self.compile("prefill", Chunk(tokens, self.array(i32, rows), self.array(i32, rows), self.table))
+        longest = self.options.prefill_chunk
+        requests, sizes = self.requests(longest + 1), {"row_pages": self.row_pages, "longest": longest}
+        return self.compile("prefill", batch.chunk_input(requests, [0] * len(requests), self.layouts[0], **sizes)[0])
 
 
 def per_device(x: jax.ShapeDtypeStruct) -> int:

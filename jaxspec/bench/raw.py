@@ -20,9 +20,9 @@ from jaxspec.bench.options import ROUNDS, launch_tokens
 from jaxspec.bench.setup import Setup
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import SpeculativeConfig
-from jaxspec.decode.loop import start_state
+from jaxspec.decode.loop import begin, start_state
 from jaxspec.decode.programs import compiler_options
-from jaxspec.decode.round import capacity, num_wanted, propose, runnable, score, verify
+from jaxspec.decode.round import Scores, history_of, propose, score, verify
 from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.engine import batch
@@ -50,8 +50,7 @@ class Raw:
         self.prompts = setup.prompts(batch_size, context)
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
         self.row_pages = self.engine.scheduler.pages_for(self.length + most)
-        table_width = self.engine.table_width(self.row_pages)  # as the engine does: attention's cost depends on it
-        self.sizes = {"num_pages": self.engine.num_pages, "row_pages": table_width}
+        self.table_width = self.engine.table_width(self.row_pages)  # as the engine does: attention's cost depends on it
 
     def requests(self, k: int) -> list[Request]:
         return [
@@ -75,9 +74,9 @@ class Raw:
         return jax.device_put(tree, sharding(self.engine.runner.mesh))
 
     def inputs(self, k: int) -> LaunchInput:
-        requests, rows = self.requests(k), batch.power_of_two(self.batch_size)
-        sizes = {"rows": rows, "page_size": self.engine.page_size, **self.sizes}
-        return batch.launch_input(requests, k, batch.variant(requests), **sizes)
+        """Of a launch of ROUNDS rounds."""
+        requests, shape = self.requests(k), (batch.power_of_two(self.batch_size), self.table_width)
+        return batch.launch_input(requests, k, batch.variant(requests), self.engine.layout, shape, num_rounds=ROUNDS)
 
     def config(self, k: int) -> DecodeConfig:
         """The device program at K = k; 0 is plain decoding."""
@@ -102,13 +101,12 @@ class Raw:
 
     def launching(self, config: DecodeConfig, k: int, *, draft_alone: bool = False) -> Call:
         engine, inputs = self.engine, self.inputs(k)
-        control = np.int32(ROUNDS), np.bool_(False), np.float32(0)
 
         def call() -> Any:
             params, cache = engine.runner.params, engine.runner.cache
             if draft_alone:
                 params, cache = {"target": params["draft"]}, PagedKVCache(cache.draft)
-            new, result = engine.runner.programs.run("launch", config, params, cache, inputs, *control)
+            new, result = engine.runner.programs.run("launch", config, params, cache, inputs)
             engine.runner.cache = PagedKVCache(engine.runner.cache.target, new.target) if draft_alone else new
             return result
 
@@ -127,9 +125,9 @@ class Raw:
         """The prompts, all but their last token, into the target's cache, in chunks."""
         engine, requests = self.engine, self.requests(0)
         config = dataclasses.replace(engine.runner.decoding, drafter=None)
-        longest = engine.config.prefill_chunk
-        starts = range(0, self.context - 1, longest)
-        at = lambda start: batch.chunk_input(requests, [start] * len(requests), longest=longest, **self.sizes)[0]
+        sizes = {"row_pages": self.table_width, "longest": engine.config.prefill_chunk}
+        starts = range(0, self.context - 1, sizes["longest"])
+        at = lambda start: batch.chunk_input(requests, [start] * len(requests), engine.layout, **sizes)[0]
         chunks = [at(start) for start in starts]
 
         def call() -> Any:
@@ -148,9 +146,7 @@ class Raw:
         proposal = self.place(some_proposal(config, self.engine, inputs))
         shape = (*inputs.num_tokens.shape, k + 1, config.target.config.vocab_size)
         logits = self.place(jax.random.normal(jax.random.key(0), shape if name == "verify" else (0,)))
-        # Which model's pages the stage writes: a tuple over layers, empty where it writes none.
-        part = {"propose": "draft", "score": "target", "verify": None}[name]
-        once = functools.partial(STAGES[name], config)
+        part, once = STAGES[name]
         program = functools.partial(repeat, config, once)
         return self.compiled(program, part, self.engine.runner.params, inputs, proposal, logits)
 
@@ -163,19 +159,21 @@ class Raw:
         return self.compiled(functools.partial(repeat_attention, model), "target", inputs, query)
 
     def compiled(self, program: Callable, part: str | None, *arrays: Any) -> Call:
-        """program(pages, number of rounds, *arrays) -> (pages, something small), the pages donated."""
+        """program(cache, number of rounds, *arrays) -> (cache, something small), the cache donated: the pages of the
+        one model that it writes, `part`."""
         engine, rounds = self.engine, self.place(np.int32(ROUNDS))
-        pages = lambda: getattr(engine.runner.cache, part) if part else ()
+        parts = (part,) if part else ()
+        own = lambda cache: {name: getattr(cache, name) for name in parts}
+        cache = lambda: PagedKVCache(**{"target": ()} | own(engine.runner.cache))
         started = time.perf_counter()
         options = compiler_options(rounds.sharding)
         jitted = jax.jit(program, donate_argnums=0, compiler_options=options)
-        run = jitted.lower(pages(), rounds, *arrays).compile()
+        run = jitted.lower(cache(), rounds, *arrays).compile()
         engine.runner.programs.compile_seconds += time.perf_counter() - started
 
         def call() -> Any:
-            new, done = run(pages(), rounds, *arrays)
-            if part:
-                engine.runner.cache = dataclasses.replace(engine.runner.cache, **{part: new})
+            new, done = run(cache(), rounds, *arrays)
+            engine.runner.cache = dataclasses.replace(engine.runner.cache, **own(new))
             return done
 
         return call
@@ -184,64 +182,58 @@ class Raw:
 def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> Proposal:
     """Drafts of the shapes that the drafter gives; q is flat."""
 
-    def shapes(params: Any, pages: Any, inputs: LaunchInput) -> Any:
-        state = start_state(config, inputs)
-        wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state, capacity(config, inputs))
-        return propose(config, params, pages, inputs, state, wanted, live)[0]
+    def shapes(params: Any, cache: PagedKVCache, inputs: LaunchInput) -> Any:
+        context = begin(config, params, inputs)
+        return propose(context, cache, history_of(context, start_state(context)))[0]
 
-    s = jax.eval_shape(shapes, engine.runner.params, engine.runner.cache.draft, inputs)
+    s = jax.eval_shape(shapes, engine.runner.params, engine.runner.cache, inputs)
     probs = None if s.probs is None else jnp.full(s.probs.shape, 1 / s.probs.shape[-1], s.probs.dtype)
     return Proposal(jnp.zeros_like(s.tokens), probs, jnp.full_like(s.num_proposed, config.num_speculative_tokens))
 
 
-# Stage -> (its result, the pages it wrote). verify is given logits, as where rows sample.
-STAGES: dict[str, Callable[..., tuple[Any, Any]]] = {
-    "propose": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: propose(
-        config, params, pages, inputs, state, wanted, live
-    ),
-    "score": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: with_pages(
-        *score(config, params["target"], pages, inputs, state, proposal, live)
-    ),
-    "verify": lambda config, params, pages, inputs, state, proposal, logits, wanted, live: (
-        verify(config, logits, jnp.isfinite(jnp.max(logits, axis=-1)), proposal, inputs, state),
-        pages,
+# Stage -> (the model whose pages it writes, or None; (context, cache, history, proposal, logits) -> (what it gives, the
+# cache)). verify is given logits, as where rows sample.
+STAGES: dict[str, tuple[str | None, Callable[..., tuple[Any, PagedKVCache]]]] = {
+    "propose": ("draft", lambda context, cache, history, proposal, logits: propose(context, cache, history)),
+    "score": ("target", lambda context, cache, history, proposal, logits: score(context, cache, history, proposal)),
+    "verify": (
+        None,
+        lambda context, cache, history, proposal, logits: (
+            verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))),
+            cache,
+        ),
     ),
 }
 
 
-def with_pages(*given: Any) -> tuple[Any, Any]:
-    """(all but the last, the last, which are pages)."""
-    return given[:-1], given[-1]
-
-
-def repeat(config: DecodeConfig, once: Callable, pages, num_rounds, params, inputs, proposal, logits):
+def repeat(config: DecodeConfig, once: Callable, cache, num_rounds, params, inputs, proposal, logits):
     """Runs a stage num_rounds times. Each run depends on all that the one before it gave, through a number that is
     always 0; otherwise the compiler would run it once, or leave out what nobody reads."""
-    start, room = start_state(config, inputs), capacity(config, inputs)
+    context = begin(config, params, inputs)
+    start = start_state(context)
 
     def body(_, carry):
-        pages, zero = carry
+        cache, zero = carry
         state = dataclasses.replace(start, num_tokens=start.num_tokens + zero)
-        wanted, live = num_wanted(config, inputs, state), runnable(config, inputs, state, room)
-        result, pages = once(params, pages, inputs, state, proposal, logits + zero, wanted, live)
-        return pages, always_zero(result)
+        result, cache = once(context, cache, history_of(context, state), proposal, logits + zero)
+        return cache, always_zero(result)
 
-    return lax.fori_loop(0, num_rounds, body, (pages, jnp.int32(0)))
+    return lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))
 
 
-def repeat_attention(model, pages, num_rounds, inputs, query):
+def repeat_attention(model, cache, num_rounds, inputs, query):
     """Attention of every layer in turn, each fed with the output of the one before."""
     c, rows = model.config, query.shape[1]
 
     def body(_, carry):
-        pages, zero = carry
+        cache, zero = carry
         x, kv_len = query, inputs.num_tokens + rows - 1 + zero
-        for layer_pages, window in zip(pages, c.windows, strict=True):
+        for layer_pages, window in zip(cache.target, c.windows, strict=True):
             options = {"scale": c.query_scale, "window": window, "soft_cap": c.soft_cap, **model.backend.how()}
             x = paged_attention(x, layer_pages, inputs.block_table, kv_len, **options)
-        return pages, always_zero(x)
+        return cache, always_zero(x)
 
-    return lax.fori_loop(0, num_rounds, body, (pages, jnp.int32(0)))
+    return lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))
 
 
 def always_zero(tree: Any) -> jax.Array:

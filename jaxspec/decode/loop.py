@@ -10,60 +10,56 @@ from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import MAX_ROUNDS
-from jaxspec.decode.round import Params, capacity, round, runnable
-from jaxspec.decode.state import RUNNING, DecodeConfig, DecodeState, LaunchInput, LaunchResult
+from jaxspec.decode.round import round, runnable
+from jaxspec.decode.state import RUNNING, Context, DecodeConfig, DecodeState, LaunchInput, LaunchResult, Params
 from jaxspec.sampling import logprobs, processors
 
 PATIENCE = 2.0  # rounds that a launch may fall behind before it is given up
 
 
 def launch(
-    config: DecodeConfig,
-    params: Params,
-    cache: PagedKVCache,
-    batch: LaunchInput,
-    num_rounds: jax.Array,
-    stop_on_finish: jax.Array,
-    worth: jax.Array,
+    config: DecodeConfig, params: Params, cache: PagedKVCache, batch: LaunchInput
 ) -> tuple[PagedKVCache, LaunchResult]:
-    """Runs rounds until num_rounds i32[] (at most MAX_ROUNDS) are done, no row can run any more, where stop_on_finish
-    bool[] asks for it a row has finished, or the rows gain less than worth f32[] tokens a round: what plain decoding
-    would have made in the same time, so that the host may choose another K."""
-    vocab_size = config.target.config.vocab_size
-    # Dense tables are made once a launch, outside the loop.
-    tables = None
-    if batch.processors is not None:
-        tables = processors.tables(batch.processors, batch.tokens, vocab_size)
-    room = capacity(config, batch)
-    live = lambda state: runnable(config, batch, state, room)
+    """Runs rounds until batch.control ends them, or no row can run any more."""
+    context, control = begin(config, params, batch), batch.control
 
     def going(state):
         """Whether there is another round. Computed at the end of a round, not as the loop's condition: what a GPU's
         host waits for between two rounds is then no more than a flag."""
-        more = state.round < jnp.minimum(num_rounds, MAX_ROUNDS)
+        more = state.round < jnp.minimum(control.num_rounds, MAX_ROUNDS)
         # Behind a barrier, or the compiler would sum up where it updates, and copy the carry.
         state = lax.optimization_barrier(dataclasses.replace(state, round=None))
-        early = stop_on_finish & jnp.any(state.finish != RUNNING)
-        return more & jnp.any(live(state)) & ~early & ~losing(batch, state, worth)
+        early = control.stop_on_finish & jnp.any(state.finish != RUNNING)
+        return more & jnp.any(runnable(context, state)) & ~early & ~losing(batch, state)
 
     def body(carry):
         cache, state, _ = carry
-        cache, state = round(config, params, cache, batch, tables, state, live(state))
+        cache, state = round(context, cache, state)
         return cache, state, going(state)
 
-    start = start_state(config, batch)
+    start = start_state(context)
     cache, state, _ = lax.while_loop(lambda carry: carry[-1], body, (cache, start, going(start)))
-    return cache, result(config, batch, state)
+    return cache, result(context, state)
 
 
-def losing(batch: LaunchInput, state: DecodeState, worth: jax.Array) -> jax.Array:
+def begin(config: DecodeConfig, params: Params, batch: LaunchInput) -> Context:
+    """What is dense, or takes a sum, is made here, once a launch and outside the loop."""
+    tables, layout = None, config.target.layout
+    if batch.processors is not None:
+        tables = processors.tables(batch.processors, batch.tokens, config.target.config.vocab_size)
+    capacity = jnp.sum(batch.block_table < layout.num_pages, axis=1) * layout.page_size
+    return Context(config, params, batch, tables, capacity)
+
+
+def losing(batch: LaunchInput, state: DecodeState) -> jax.Array:
     """Whether the rows are more than PATIENCE rounds behind what their rounds were worth."""
-    worth = jnp.minimum(worth, 1e30)  # infinity times no round would be no number
+    worth = jnp.minimum(batch.control.worth, 1e30)  # infinity times no round would be no number
     gained = state.num_tokens - batch.num_tokens
     return jnp.sum(worth * (state.rounds_of - PATIENCE * batch.live) - gained) > 0
 
 
-def start_state(config: DecodeConfig, batch: LaunchInput) -> DecodeState:
+def start_state(context: Context) -> DecodeState:
+    config, batch = context.config, context.batch
     num_rows, vocab_size, n = batch.num_tokens.shape[0], config.target.config.vocab_size, config.variant.logprobs
     counts = None
     if batch.processors is not None:
@@ -87,14 +83,15 @@ def most_new(config: DecodeConfig) -> int:
     return MAX_ROUNDS * (config.num_speculative_tokens + 1)
 
 
-def result(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> LaunchResult:
+def result(context: Context, state: DecodeState) -> LaunchResult:
     """The new tokens are read off the history buffer once, at the end."""
-    offset = jnp.arange(most_new(config), dtype=jnp.int32)[None, :]
-    at = jnp.minimum(batch.num_tokens[:, None] + offset, state.tokens.shape[1] - 1)
+    offset = jnp.arange(most_new(context.config), dtype=jnp.int32)[None, :]
+    start = context.batch.num_tokens
+    at = jnp.minimum(start[:, None] + offset, state.tokens.shape[1] - 1)
     proposed, accepted, emitted = state.log
     return LaunchResult(
         new_tokens=jnp.take_along_axis(state.tokens, at, axis=1),
-        num_new=state.num_tokens - batch.num_tokens,
+        num_new=state.num_tokens - start,
         finish=state.finish,
         draft_len=state.draft_len,
         proposed=proposed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,28 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.decode.round import Params
-from jaxspec.decode.state import DecodeConfig
+from jaxspec.decode.state import DecodeConfig, Params
+from jaxspec.drafters.base import Chunk
 from jaxspec.sampling.logprobs import Logprobs, logprobs
 
 SLICE = 16  # tokens of a row whose logits are computed at a time
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Chunk:
-    """tokens i32[B,T], of which length i32[B] are real (0: the row takes no part), at positions start i32[B]...;
-    block_table i32[B,N]; next_tokens i32[B,T]: what follows each, where their log-probabilities are wanted."""
-
-    tokens: jax.Array
-    start: jax.Array
-    length: jax.Array
-    block_table: jax.Array
-    next_tokens: jax.Array | None = None
-
-    @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        return self.tokens, self.start, self.length, self.block_table
 
 
 def prefill(
@@ -59,7 +41,7 @@ def catch_up(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: C
 def draft_pages(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> Any:
     if config.drafter is None:
         return cache.draft
-    return config.drafter.prefill(params.get("draft"), cache.draft, *chunk.arrays)
+    return config.drafter.prefill(params.get("draft"), cache.draft, chunk)
 
 
 def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:

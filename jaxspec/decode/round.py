@@ -1,128 +1,133 @@
-"""One round: propose, one target pass, verify, commit. Plain decoding is the same round with K = 0."""
+"""One round: propose, one target pass, verify, commit. Plain decoding is the same round with K = 0.
+
+A `Context` is what stays as it is throughout a launch, the state what a round leaves to the next, and the history how
+far the rows have come when a round begins.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, DecodeConfig, DecodeState, LaunchInput
+from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeState
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.models.decoder import Decoder, Vocabulary
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
-from jaxspec.sampling.processors import Adjust, Tables, adjuster, count
+from jaxspec.sampling.processors import Adjust, adjuster, count
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.verify import coupled, rejection, synthetic
 from jaxspec.verify.base import Verdict, leading
 from pallas_kernels.plain import likeliest
 
-Params = dict[str, Any]  # {"target": ..., "draft": ...}
 # Of the target at each of T places: its logits, or the ids of the largest where that is all that is asked for.
-Scores = Float[Array, "B T V"] | Int[Array, "B T"]
+Values = Float[Array, "B T V"] | Int[Array, "B T"]
 
 
-def num_wanted(config: DecodeConfig, batch: LaunchInput, state: DecodeState) -> Int[Array, " B"]:
-    """K_b: drafts the row may have this round. Near a full context it proposes less, and stays correct."""
-    room = config.position_limit - state.num_tokens - 1
-    wanted = jnp.where(state.spoilt, 0, jnp.minimum(batch.limits.num_speculative_tokens, room))
-    return jnp.clip(wanted, 0, config.num_speculative_tokens)
+class Scores(NamedTuple):
+    """What the target says of T places; lawful: where that is numbers."""
+
+    values: Values
+    lawful: Bool[Array, "B T"]
 
 
-def capacity(config: DecodeConfig, batch: LaunchInput) -> Int[Array, " B"]:
-    """Positions that the row has pages for, throughout a launch."""
-    layout = config.target.layout
-    return jnp.sum(batch.block_table < layout.num_pages, axis=1) * layout.page_size
-
-
-def runnable(config: DecodeConfig, batch: LaunchInput, state: DecodeState, room: Int[Array, " B"]) -> Bool[Array, " B"]:
-    """Live, unfinished, and its next K_b + 1 positions have pages (room: its `capacity`). A row without them waits for
-    the host."""
-    covered = state.num_tokens + num_wanted(config, batch, state) <= room
-    return batch.live & (state.finish == RUNNING) & covered
-
-
-def round(
-    config: DecodeConfig,
-    params: Params,
-    cache: PagedKVCache,
-    batch: LaunchInput,
-    tables: Tables | None,
-    state: DecodeState,
-    live: Bool[Array, " B"],
-) -> tuple[PagedKVCache, DecodeState]:
-    """The caches and the state after every live row, of those that are runnable, has gained 1..K_b+1 tokens.
-
-    tables: of batch.processors.
-    """
-    wanted = num_wanted(config, batch, state)
-    adjust = None
-    if batch.processors is not None and tables is not None and state.output_counts is not None:
-        history = state.tokens, state.num_tokens, batch.limits.stop_ids
-        adjust = adjuster(batch.processors, tables, state.output_counts, *history)
+def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[PagedKVCache, DecodeState]:
+    """The caches and the state after every row that is runnable has gained 1..K_b+1 tokens."""
+    history, adjust = history_of(context, state), adjust_of(context, state)
     with jax.named_scope("propose"):
-        proposal, draft_pages = propose(config, params, cache.draft, batch, state, wanted, live, adjust)
+        proposal, cache = propose(context, cache, history, adjust)
     with jax.named_scope("target"):
-        scores, lawful, target_pages = score(config, params["target"], cache.target, batch, state, proposal, live)
+        scores, cache = score(context, cache, history, proposal)
     with jax.named_scope("verify"):
-        verdict, ending = verify(config, scores, lawful, proposal, batch, state, adjust)
+        verdict, ending = verify(context, history, proposal, scores, adjust)
     with jax.named_scope("commit"):
-        state = commit(config, batch, state, proposal, verdict, ending, wanted, live, scores)
-    return PagedKVCache(target_pages, draft_pages), state
+        state = commit(context, state, history, proposal, scores, verdict, ending)
+    return cache, state
+
+
+def num_wanted(context: Context, state: DecodeState) -> Int[Array, " B"]:
+    """K_b: drafts the row may have this round. Near a full context it proposes less, and stays correct."""
+    room = context.config.position_limit - state.num_tokens - 1
+    wanted = jnp.where(state.spoilt, 0, jnp.minimum(context.batch.limits.num_speculative_tokens, room))
+    return jnp.clip(wanted, 0, context.config.num_speculative_tokens)
+
+
+def runnable(context: Context, state: DecodeState) -> Bool[Array, " B"]:
+    """Live, unfinished, and its next K_b + 1 positions have pages. A row without them waits for the host."""
+    covered = state.num_tokens + num_wanted(context, state) <= context.capacity
+    return context.batch.live & (state.finish == RUNNING) & covered
+
+
+def history_of(context: Context, state: DecodeState) -> History:
+    live, wanted = runnable(context, state), num_wanted(context, state)
+    return History(state.tokens, state.num_tokens, state.draft_len, context.batch.block_table, wanted, live)
+
+
+def adjust_of(context: Context, state: DecodeState) -> Adjust | None:
+    """What some rows' wishes make of a round's logits; None where no row has any."""
+    rows, tables, counts = context.batch.processors, context.tables, state.output_counts
+    if rows is None or tables is None or counts is None:
+        return None
+    return adjuster(rows, tables, counts, state.tokens, state.num_tokens, context.batch.limits.stop_ids)
 
 
 def propose(
-    config: DecodeConfig,
-    params: Params,
-    pages: Any,
-    batch: LaunchInput,
-    state: DecodeState,
-    wanted: Int[Array, " B"],
-    live: Bool[Array, " B"],
-    adjust: Adjust | None = None,
-) -> tuple[Proposal, Any]:
-    """-> (Proposal, draft pages). A proposal ends before a draft that q gives nothing: where the draft has none of a
-    row's allowed ids, or its logits are no numbers, what was drawn is no proposal, under any rule."""
-    if config.drafter is None:
-        num_rows = state.num_tokens.shape[0]
-        return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), pages
-    rows, vocab_size, backend = batch.sampling, config.target.config.vocab_size, config.target.backend
-
-    def choose(
-        decoder: Decoder, hidden: Float[Array, "B _"], drafts: Int[Array, "B K"], i: jax.Array | int
-    ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-        greedy = config.greedy_draft or not (config.variant.standard or config.variant.coupled)
-        if greedy and adjust is None:
-            return decoder.likeliest(hidden, backend, vocab_size), None
-        logits = fit_vocabulary(decoder.logits(hidden, backend), vocab_size, decoder.vocabulary)
-        if adjust is not None:
-            logits = adjust(logits, drafts, i)
-        if greedy:
-            return likeliest(logits), None
-        z = process(logits[:, None], rows, filters=config.variant.filters)[:, 0]
-        keys = rng.keys(rows.seed, state.num_tokens, "draft", i)
-        if config.variant.coupled:
-            # The coupled rule's noise belongs to the absolute position, the standard rule's to the round's start.
-            keys = jnp.where(rows.coupled, rng.keys(rows.seed, state.num_tokens + i, "shared"), keys)
-        noise = jnp.where(rows.greedy[:, None], 0.0, rng.gumbel(keys, vocab_size))
-        token = likeliest(z + noise)
-        if not config.variant.standard:
-            return token, None
-        # Zeros, not NaN, where the draft has none of the allowed ids.
-        return token, jax.nn.softmax(z, axis=-1, where=z > -jnp.inf)
-
-    history = History(state.tokens, state.num_tokens, state.draft_len, batch.block_table, wanted, live)
-    proposal, pages = config.drafter.propose(params.get("draft"), pages, history, choose)
+    context: Context, cache: PagedKVCache, history: History, adjust: Adjust | None = None
+) -> tuple[Proposal, PagedKVCache]:
+    """-> (Proposal, the caches, the draft's written). A proposal ends before a draft that q gives nothing: where the
+    draft has none of a row's allowed ids, or its logits are no numbers, what was drawn is no proposal, under any
+    rule."""
+    drafter = context.config.drafter
+    if drafter is None:
+        num_rows = history.num_tokens.shape[0]
+        return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), cache
+    chooser = functools.partial(choose, context, history, adjust)
+    proposal, pages = drafter.propose(context.params.get("draft"), cache.draft, history, chooser)
     if proposal.probs is not None:
         possible = rejection.at_tokens(proposal.probs, proposal.tokens) > 0.0
         proposal = dataclasses.replace(proposal, num_proposed=leading(possible, proposal.num_proposed))
-    return proposal, pages
+    return proposal, dataclasses.replace(cache, draft=pages)
+
+
+def choose(
+    context: Context,
+    history: History,
+    adjust: Adjust | None,
+    decoder: Decoder,
+    hidden: Float[Array, "B _"],
+    drafts: Int[Array, "B K"],
+    i: jax.Array | int,
+) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
+    """A drafter's `Choose`: the draft behind the first i of `drafts`, and its distribution where a rule needs that."""
+    config, rows = context.config, context.batch.sampling
+    variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.target.backend
+    greedy = config.greedy_draft or not (variant.standard or variant.coupled)
+    if greedy and adjust is None:
+        return decoder.likeliest(hidden, backend, vocab_size), None
+    logits = fit_vocabulary(decoder.logits(hidden, backend), vocab_size, decoder.vocabulary)
+    if adjust is not None:
+        logits = adjust(logits, drafts, i)
+    if greedy:
+        return likeliest(logits), None
+    z = process(logits[:, None], rows, filters=variant.filters)[:, 0]
+    keys = rng.keys(rows.seed, history.num_tokens, "draft", i)
+    if variant.coupled:
+        # The coupled rule's noise belongs to the absolute position, the standard rule's to the round's start.
+        keys = jnp.where(rows.coupled, rng.keys(rows.seed, history.num_tokens + i, "shared"), keys)
+    noise = jnp.where(rows.greedy[:, None], 0.0, rng.gumbel(keys, vocab_size))
+    token = likeliest(z + noise)
+    if not variant.standard:
+        return token, None
+    # Zeros, not NaN, where the draft has none of the allowed ids.
+    return token, jax.nn.softmax(z, axis=-1, where=z > -jnp.inf)
 
 
 def fit_vocabulary(
@@ -136,103 +141,93 @@ def fit_vocabulary(
     return jnp.pad(logits, ((0, 0), (0, max(missing, 0))), constant_values=-jnp.inf)[:, :vocab_size]
 
 
-def only_likeliest(config: DecodeConfig, batch: LaunchInput) -> bool:
+def only_likeliest(context: Context) -> bool:
     """Whether nobody asks for more of the target's logits than which is the largest."""
-    own_token = batch.synthetic_rates is not None or not (config.variant.standard or config.variant.coupled)
-    return own_token and batch.processors is None and config.variant.logprobs is None
+    variant, batch = context.config.variant, context.batch
+    own_token = batch.synthetic_rates is not None or not (variant.standard or variant.coupled)
+    return own_token and batch.processors is None and variant.logprobs is None
 
 
-def score(
-    config: DecodeConfig,
-    params: Any,
-    pages: Any,
-    batch: LaunchInput,
-    state: DecodeState,
-    proposal: Proposal,
-    live: Bool[Array, " B"],
-) -> tuple[Scores, Bool[Array, "B T"], Any]:
-    """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (scores, where they are numbers,
-    target pages)."""
-    pending = rng.take_row(state.tokens, state.num_tokens - 1)
+def score(context: Context, cache: PagedKVCache, history: History, proposal: Proposal) -> tuple[Scores, PagedKVCache]:
+    """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (scores, the caches, the target's
+    written)."""
+    target = context.config.target
+    pending = rng.take_row(history.tokens, history.num_tokens - 1)
     tokens = jnp.concatenate([pending[:, None], proposal.tokens], axis=1)
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    positions = state.num_tokens[:, None] - 1 + offset
-    masked = (offset > proposal.num_proposed[:, None]) | ~live[:, None]
+    positions = history.num_tokens[:, None] - 1 + offset
+    masked = (offset > proposal.num_proposed[:, None]) | ~history.live[:, None]
     tokens = jnp.where(masked, pending[:, None], tokens)  # what nobody reads: no less a number than what is
-    decoder, hidden, pages = config.target.forward(params, pages, tokens, positions, masked, batch.block_table)
-    if only_likeliest(config, batch):  # no logits are left to look at, but what they are made of
+    decoder, hidden, pages = target.forward(
+        context.params["target"], cache.target, tokens, positions, masked, history.block_table
+    )
+    cache = dataclasses.replace(cache, target=pages)
+    if only_likeliest(context):  # no logits are left to look at, but what they are made of
         lawful = jnp.all(jnp.isfinite(hidden), axis=-1)
-        return decoder.likeliest(hidden, config.target.backend), lawful, pages
-    logits = decoder.logits(hidden, config.target.backend)
-    return logits, jnp.isfinite(jnp.max(logits, axis=-1)), pages
+        return Scores(decoder.likeliest(hidden, target.backend), lawful), cache
+    logits = decoder.logits(hidden, target.backend)
+    return Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1))), cache
 
 
 def verify(
-    config: DecodeConfig,
-    scores: Scores,
-    lawful: Bool[Array, "B T"],
-    proposal: Proposal,
-    batch: LaunchInput,
-    state: DecodeState,
-    adjust: Adjust | None = None,
+    context: Context, history: History, proposal: Proposal, scores: Scores, adjust: Adjust | None = None
 ) -> tuple[Verdict, Int[Array, " B"]]:
     """The verdict on a proposal, and RUNNING, or why there is no extra token: NO_ID, NO_LAW. Drafts are judged as far
     as there is a law to judge them by."""
-    variant = config.variant
+    variant, values = context.config.variant, scores.values
     if adjust is not None:
-        scores = jnp.stack([adjust(scores[:, i], proposal.tokens, i) for i in range(scores.shape[1])], axis=1)
+        values = jnp.stack([adjust(values[:, i], proposal.tokens, i) for i in range(values.shape[1])], axis=1)
     if variant.standard or variant.coupled:
-        scores = process(scores, batch.sampling, filters=variant.filters)
-    ending = jnp.where(lawful, RUNNING, NO_LAW)
-    if scores.ndim == 3:
-        largest = jnp.max(scores, axis=-1)
-        ending = jnp.where(lawful & (largest == -jnp.inf), NO_ID, jnp.where(jnp.isfinite(largest), ending, NO_LAW))
+        values = process(values, context.batch.sampling, filters=variant.filters)
+    ending = jnp.where(scores.lawful, RUNNING, NO_LAW)
+    if values.ndim == 3:
+        largest = jnp.max(values, axis=-1)
+        no_id = scores.lawful & (largest == -jnp.inf)
+        ending = jnp.where(no_id, NO_ID, jnp.where(jnp.isfinite(largest), ending, NO_LAW))
     judged = leading(ending[:, :-1] == RUNNING, proposal.num_proposed)
-    verdict = judge(config, scores, dataclasses.replace(proposal, num_proposed=judged), batch, state)
+    verdict = judge(context, history, dataclasses.replace(proposal, num_proposed=judged), values)
     return verdict, rng.take_row(ending, verdict.num_accepted)
 
 
-def own_tokens(scores: Scores) -> Int[Array, "B T"]:
-    return scores if scores.ndim == 2 else likeliest(scores)
+def own_tokens(values: Values) -> Int[Array, "B T"]:
+    return values if values.ndim == 2 else likeliest(values)
 
 
-def judge(config: DecodeConfig, scores: Scores, proposal: Proposal, batch: LaunchInput, state: DecodeState) -> Verdict:
+def judge(context: Context, history: History, proposal: Proposal, values: Values) -> Verdict:
     """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection.
-    scores: as processed."""
-    rows, variant = batch.sampling, config.variant
-    if batch.synthetic_rates is not None:
-        return synthetic.verify(own_tokens(scores), proposal, batch.synthetic_rates, rows.seed, state.num_tokens)
+    values: as processed."""
+    rows, rates, variant = context.batch.sampling, context.batch.synthetic_rates, context.config.variant
+    if rates is not None:
+        return synthetic.verify(own_tokens(values), proposal, rates, rows.seed, history.num_tokens)
     if not (variant.standard or variant.coupled):
-        return coupled.verify(own_tokens(scores), proposal)
-    perturbed = scores  # of a greedy row: filters never touch the largest logit
+        return coupled.verify(own_tokens(values), proposal)
+    perturbed = values  # of a greedy row: filters never touch the largest logit
     if variant.coupled:
-        at = lambda i: coupled.shared_noise(rows.seed, state.num_tokens + i, scores.shape[-1])
-        noise = jnp.stack([at(i) for i in range(scores.shape[1])], axis=1)
-        perturbed = scores + jnp.where((rows.coupled & ~rows.greedy)[:, None, None], noise, 0.0)
+        at = lambda i: coupled.shared_noise(rows.seed, history.num_tokens + i, values.shape[-1])
+        noise = jnp.stack([at(i) for i in range(values.shape[1])], axis=1)
+        perturbed = values + jnp.where((rows.coupled & ~rows.greedy)[:, None, None], noise, 0.0)
     verdict = coupled.verify(likeliest(perturbed), proposal)
     if not variant.standard:
         return verdict
-    standard = rejection.verify(scores, proposal, rows.seed, state.num_tokens)
+    standard = rejection.verify(values, proposal, rows.seed, history.num_tokens)
     return jax.tree.map(lambda a, b: jnp.where(rows.coupled | rows.greedy, a, b), verdict, standard)
 
 
 def commit(
-    config: DecodeConfig,
-    batch: LaunchInput,
+    context: Context,
     state: DecodeState,
+    history: History,
     proposal: Proposal,
+    scores: Scores,
     verdict: Verdict,
     ending: Int[Array, " B"],
-    wanted: Int[Array, " B"],
-    live: Bool[Array, " B"],
-    scores: Scores | None = None,
 ) -> DecodeState:
     """Appends the accepted drafts and, unless the row is `ending`, the extra token, cut at the first stop id and at the
     row's length limit.
 
     Lowering nothing but lengths is the rollback: what the caches hold beyond them is never read.
     """
-    limits, num_drafts = batch.limits, proposal.tokens.shape[1]
+    limits, live, num_drafts = context.batch.limits, history.live, proposal.tokens.shape[1]
     offset = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
     drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
@@ -251,7 +246,7 @@ def commit(
     tokens = state.tokens.at[jnp.arange(keep.shape[0])[:, None], target_at].set(emitted, mode="drop")
     num_tokens = state.num_tokens + num_kept
     finish = jnp.where(stopped, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, ending))
-    drafted = jnp.minimum(num_tokens - 1, state.num_tokens + jnp.maximum(wanted, 1) - 1)
+    drafted = jnp.minimum(num_tokens - 1, state.num_tokens + jnp.maximum(history.num_wanted, 1) - 1)
     # The first draft pass covers a lag of one token; a draft further behind keeps its length until it is caught up.
     in_step = live & (num_drafts > 0) & (state.draft_len >= state.num_tokens - 2)
     kept_drafts = jnp.minimum(verdict.num_accepted, num_kept)
@@ -260,14 +255,13 @@ def commit(
     if counts is not None:
         counts = count(counts, jnp.where(keep, emitted, -1))
     if logprobs is not None:
-        assert scores is not None
-        new_at = (state.num_tokens - batch.num_tokens)[:, None] + offset
+        new_at = (state.num_tokens - context.batch.num_tokens)[:, None] + offset
         new_at = jnp.where(keep, new_at, logprobs.chosen.shape[1])
-        logprobs = record(logprobs, new_at, logprobs_of(scores, emitted, config.variant.logprobs or 0))
+        logprobs = record(logprobs, new_at, logprobs_of(scores.values, emitted, context.config.variant.logprobs or 0))
     return DecodeState(
         tokens=tokens,
         num_tokens=num_tokens,
-        draft_len=jnp.where(in_step, jnp.minimum(drafted, config.position_limit), state.draft_len),
+        draft_len=jnp.where(in_step, jnp.minimum(drafted, context.config.position_limit), state.draft_len),
         finish=jnp.where(live, finish, state.finish),
         spoilt=spoilt,
         round=state.round + 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -11,7 +12,9 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
-from jaxspec.sampling.processors import Processors
+from jaxspec.sampling.processors import Processors, Tables
+
+Params = dict[str, Any]  # {"target": ..., "draft": ...}
 
 # Values of DecodeState.finish. NO_ID: none was allowed; NO_LAW: the target's logits were no numbers.
 RUNNING, STOP, LENGTH, NO_ID, NO_LAW = range(5)
@@ -98,9 +101,22 @@ class DecodeState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
+class Control:
+    """When a launch ends. num_rounds i32[]: after so many rounds, at most MAX_ROUNDS; stop_on_finish bool[]: as soon as
+    a row has finished; worth f32[]: when the rows gain less than so many tokens a round, which is what plain decoding
+    would have made in the same time, so that the host may choose another K."""
+
+    num_rounds: jax.Array
+    stop_on_finish: jax.Array
+    worth: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class LaunchInput:
     """A batch as the host describes it. live bool[B]; block_table i32[B,N], unassigned entries hold num_pages;
-    processors: None where no row asks for any; synthetic_rates f32[K]: of synthetic acceptance, for benchmarks."""
+    processors: None where no row asks for any; synthetic_rates f32[K]: of synthetic acceptance, for benchmarks, else
+    None."""
 
     tokens: jax.Array
     num_tokens: jax.Array
@@ -109,8 +125,23 @@ class LaunchInput:
     block_table: jax.Array
     sampling: SamplingRows
     limits: RowLimits
-    processors: Processors | None = None
-    synthetic_rates: jax.Array | None = None
+    processors: Processors | None
+    synthetic_rates: jax.Array | None
+    control: Control
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What stays as it is throughout a launch. What varies from round to round is the caches and the DecodeState.
+
+    tables: of batch.processors; capacity i32[B]: positions that each row has pages for.
+    """
+
+    config: DecodeConfig
+    params: Params
+    batch: LaunchInput
+    tables: Tables | None
+    capacity: jax.Array
 
 
 @jax.tree_util.register_dataclass

@@ -37,6 +37,24 @@ class History:
     live: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Chunk:
+    """A part of each prompt. tokens i32[B,T], of which length i32[B] are real (0: the row takes no part), at positions
+    start i32[B]...; block_table i32[B,N]; next_tokens i32[B,T]: what follows each, where their log-probabilities are
+    wanted."""
+
+    tokens: jax.Array
+    start: jax.Array
+    length: jax.Array
+    block_table: jax.Array
+    next_tokens: jax.Array | None = None
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self.tokens, self.start, self.length, self.block_table
+
+
 # choose(decoder, hidden, drafts, i) -> (token, its distribution or None): samples a draft, after the first i of the
 # round's, as each row asks. The draft's vocabulary may be padded differently from the target's V, or be a reduced one;
 # tokens and distributions are over the target's ids.
@@ -58,14 +76,6 @@ class Drafter(Protocol):
         """-> (proposal, the draft's pages after its passes)."""
         ...
 
-    def prefill(
-        self,
-        params: Any,
-        pages: Any,
-        tokens: Int[Array, "B T"],
-        start: Int[Array, " B"],
-        length: Int[Array, " B"],
-        block_table: Int[Array, "B N"],
-    ) -> Any:
-        """A prompt chunk into the draft's pages; returns the pages."""
+    def prefill(self, params: Any, pages: Any, chunk: Chunk) -> Any:
+        """The chunk into the draft's pages; returns the pages."""
         ...

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.drafters.base import Choose, History, Proposal
+from jaxspec.drafters.base import Choose, Chunk, History, Proposal
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 
@@ -44,5 +44,5 @@ class Combined:
 
         return self.draft.propose(params, pages, history, choose_or_look_up)
 
-    def prefill(self, params, pages, tokens, start, length, block_table):
-        return self.draft.prefill(params, pages, tokens, start, length, block_table)
+    def prefill(self, params, pages, chunk: Chunk):
+        return self.draft.prefill(params, pages, chunk)

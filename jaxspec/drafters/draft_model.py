@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.drafters.base import Choose, History, Proposal
+from jaxspec.drafters.base import Choose, Chunk, History, Proposal
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
 from jaxspec.shapes import Array, Bool, Int
@@ -71,13 +71,5 @@ class DraftModel:
         pairs = tokens.reshape(rows, 2), positions.reshape(rows, 2), rejected.reshape(rows, 2)
         return pairs, 1 - has_it
 
-    def prefill(
-        self,
-        params,
-        pages,
-        tokens: Int[Array, "B T"],
-        start: Int[Array, " B"],
-        length: Int[Array, " B"],
-        block_table: Int[Array, "B N"],
-    ):
-        return self.model.prefill(params, pages, tokens, start, length, block_table)[2]
+    def prefill(self, params, pages, chunk: Chunk):
+        return self.model.prefill(params, pages, *chunk.arrays)[2]

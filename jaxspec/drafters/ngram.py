@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import Choose, History, Proposal
+from jaxspec.drafters.base import Choose, Chunk, History, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,5 +43,5 @@ class NGram:
         num_proposed = jnp.minimum(available, history.num_wanted).astype(jnp.int32)
         return Proposal(proposed, None, num_proposed), pages
 
-    def prefill(self, params, pages, tokens, start, length, block_table):
+    def prefill(self, params, pages, chunk: Chunk):
         return pages

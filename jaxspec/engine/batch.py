@@ -1,4 +1,7 @@
-"""Requests -> the arrays of a launch or a prefill. The host's lists are the truth; every launch is packed afresh."""
+"""Requests -> the arrays that the programs take; nobody else makes them.
+
+The host's lists are the truth; every launch is packed afresh.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.decode.prefill import Chunk
-from jaxspec.decode.state import LaunchInput, RowLimits, Variant
+from jaxspec.cache.pages import CacheLayout
+from jaxspec.decode.state import Control, LaunchInput, RowLimits, Variant
+from jaxspec.drafters.base import Chunk
 from jaxspec.engine.request import Request
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.processors import Processors
@@ -38,21 +42,34 @@ def filled(rows: int, values: Sequence, dtype: type, fill: float = 0) -> Any:
     return np.array([*values, *[fill] * (rows - len(values))], dtype)
 
 
+def scalar(value: float, dtype: type) -> Any:
+    return np.array(value, dtype)
+
+
 def launch_input(
-    requests: Sequence[Request], k: int, used: Variant, *, rows: int, num_pages: int, page_size: int, row_pages: int
+    requests: Sequence[Request],
+    k: int,
+    used: Variant,
+    layout: CacheLayout,
+    shape: tuple[int, int],
+    *,
+    num_rounds: int,
+    stop_on_finish: bool = False,
+    worth: float = 0.0,
+    rates: Sequence[float] | None = None,
 ) -> LaunchInput:
-    """k: drafts a round of the program, used: its variant; rows = B, row_pages = N; rows beyond the requests are not
-    live."""
-    params = [r.params for r in requests]
+    """k: drafts a round of the program, used: its variant, shape: its (B, N); rows beyond the requests are not live.
+    num_rounds, stop_on_finish, worth: of Control; rates: of synthetic acceptance, for k drafts or more."""
+    params, (rows, row_pages) = [r.params for r in requests], shape
 
     column = functools.partial(filled, rows)
 
     return LaunchInput(
-        tokens=padded([r.tokens for r in requests], rows, row_pages * page_size + 1, 0),
+        tokens=padded([r.tokens for r in requests], rows, row_pages * layout.page_size + 1, 0),
         num_tokens=column([r.num_tokens for r in requests], np.int32, 1),
         draft_len=column([r.draft_len for r in requests], np.int32),
         live=column([True] * len(requests), np.bool_, False),
-        block_table=padded([r.pages for r in requests], rows, row_pages, num_pages),
+        block_table=padded([r.pages for r in requests], rows, row_pages, layout.num_pages),
         sampling=SamplingRows(
             temperature=column([0.0 if p.greedy else p.temperature for p in params], np.float32),
             top_k=column([max(p.top_k, 0) for p in params], np.int32),
@@ -69,17 +86,18 @@ def launch_input(
             ),
         ),
         processors=processors(requests, rows) if used.processors else None,
+        synthetic_rates=filled(k, rates[:k], np.float32) if rates and k else None,
+        control=Control(scalar(num_rounds, np.int32), scalar(stop_on_finish, np.bool_), scalar(worth, np.float32)),
     )
 
 
-def check(request: Request, *, num_pages: int, page_size: int) -> None:
+def check(request: Request, layout: CacheLayout) -> None:
     """Raises whatever keeps a request from being packed."""
     row_pages = len(request.pages)
     used = dataclasses.replace(variant([request]), processors=True)
     prefill_variant([request])
-    chunk_input([request], [request.target_len], num_pages=num_pages, row_pages=row_pages, longest=16)
-    sizes = {"rows": 1, "num_pages": num_pages, "page_size": page_size, "row_pages": row_pages}
-    launch_input([request], request.num_speculative_tokens, used, **sizes)
+    chunk_input([request], [request.target_len], layout, row_pages=row_pages, longest=16)
+    launch_input([request], request.num_speculative_tokens, used, layout, (1, row_pages), num_rounds=1)
 
 
 def processors(requests: Sequence[Request], rows: int) -> Processors:
@@ -139,7 +157,7 @@ def prefill_variant(requests: Sequence[Request]) -> Variant:
 
 
 def chunk_input(
-    requests: Sequence[Request], starts: Sequence[int], *, num_pages: int, row_pages: int, longest: int
+    requests: Sequence[Request], starts: Sequence[int], layout: CacheLayout, *, row_pages: int, longest: int
 ) -> tuple[Chunk, list[int]]:
     """The next at most `longest` tokens of each request from its start on, the last (pending) token left out; T is a
     power of two -> (chunk, the number of tokens of each)."""
@@ -151,9 +169,16 @@ def chunk_input(
         tokens=padded([r.tokens[start : start + n] for r, start, n in spans], rows, width, 0),
         start=padded([starts], 1, rows, 0)[0],
         length=padded([lengths], 1, rows, 0)[0],
-        block_table=padded([r.pages for r in requests], rows, row_pages, num_pages),
+        block_table=padded([r.pages for r in requests], rows, row_pages, layout.num_pages),
         next_tokens=padded([r.tokens[start + 1 : start + 1 + n] for r, start, n in spans], rows, width, 0)
         if following
         else None,
     )
     return chunk, lengths
+
+
+def copied_pages(copies: Sequence[tuple[int, int]], layout: CacheLayout) -> tuple[Any, Any]:
+    """(sources, targets) of pages to be copied, filled up to a power of two with targets that are dropped."""
+    sources, targets = zip(*copies, strict=True)
+    count = power_of_two(len(copies), 2)
+    return filled(count, sources, np.int32), filled(count, targets, np.int32, layout.num_pages)

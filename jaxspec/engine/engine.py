@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -19,7 +15,8 @@ from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import arrivals, batch, results, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
-from jaxspec.engine.request import Request, said
+from jaxspec.engine.request import Request
+from jaxspec.engine.roster import Roster
 from jaxspec.engine.runner import Plan, Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
@@ -50,8 +47,8 @@ class Engine:
         self.config, self.speculative = config, speculative
         models = {"target": target} | ({"draft": draft} if draft else {})
         self.runner = Runner(models, config, speculative, mesh, device)
-        self.page_size, self.num_pages = self.runner.layouts[0].page_size, self.runner.layouts[0].num_pages
-        # Without a draft cache there is nothing that could lag behind; with one, its context may be shorter.
+        self.layout = layout = self.runner.decoding.target.layout
+        # Longest that the draft's cache may be: its context may be shorter. None where there is no such cache.
         self.draft_limit = self.runner.decoding.position_limit if draft else None
         self.limits = arrivals.Limits(
             max_model_len=self.runner.decoding.target.max_model_len,
@@ -61,31 +58,33 @@ class Engine:
         )
         self.variants = Variants()
         self.scheduler = Scheduler(
-            PageAllocator(self.num_pages),
-            self.page_size,
+            PageAllocator(layout.num_pages),
+            layout.page_size,
             config.max_num_seqs,
             self.num_drafts,
             reuse=config.enable_prefix_caching,
         )
-        self.open: dict[int, Request] = {}  # by id: what has not left yet, wherever it is
-        self.midway = False  # in what leaves queues, pages or caches as nobody knows if it is interrupted
-        self.stepping = False
+        self.roster = Roster(self.scheduler, self.runner)
         most = self.scheduler.pages_for(self.limits.max_model_len + self.num_drafts)
-        self.table_widths = setup.table_widths(device, config.kernels, most, self.page_size)
+        self.table_widths = setup.table_widths(device, config.kernels, most, layout.page_size)
         self.controller = Controller(
             tuple(self.runner.drafters),
             adaptive=speculative is not None and speculative.adaptive,
-            draft_cost=setup.draft_cost(models),
+            draft_cost=self.runner.draft_cost,
         )
         self.metrics, self.timing = self.no_counts(), Timing()
         self.ids = itertools.count()
-        self.failed: list[Request] = []  # in this step, or ended in one that was interrupted
         self.shape = (1, 1)  # (B, N) of launches since the engine was last idle
 
     @property
     def num_drafts(self) -> int:
         """K, the most drafts of a round."""
         return self.limits.num_drafts
+
+    @property
+    def num_pages(self) -> int:
+        """P, of the pool."""
+        return self.layout.num_pages
 
     def no_counts(self) -> SpecDecodeMetrics:
         return self.limits.no_counts()
@@ -107,10 +106,7 @@ class Engine:
         """
         checked = self.check(prompt, params, bad_words, stop_ids)
         samples = arrivals.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
-        with self.whole():
-            for sample in samples:
-                self.scheduler.add(sample)
-            self.open.update({sample.id: sample for sample in samples})
+        self.roster.add(samples)
         return samples[0]
 
     def check(
@@ -127,28 +123,17 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.open)
+        return bool(self.roster.open)
 
     # A step.
 
     def step(self, num_rounds: int | None = None, *, streaming: bool = False) -> list[Request]:
         """Admits, prefills one chunk, launches once; returns the requests that took part, those that ended with a
         finish_reason. A pass that fails ends its requests with finish_reason "error" and raises nothing. streaming:
-        somebody reads along, so that the launch is to be short.
-
-        An interrupt may come anywhere; the next step then begins again with what is known to be whole.
-        """
-        if self.midway or self.runner.lost:
-            self.begin_again()
-        try:
-            with self.whole():
-                self.stepping = True
-                took_part = self.advance(num_rounds, streaming)
-                for request in [r for r in self.open.values() if r.finish_reason]:  # whatever ended it
-                    self.leave(request)
-                failed, self.failed = self.failed, []
-        finally:
-            self.stepping = False
+        somebody reads along, so that the launch is to be short."""
+        with self.roster.step():
+            took_part = self.advance(num_rounds, streaming)
+            failed = self.roster.leave_ended()
         return sorted({*took_part, *failed}, key=lambda r: r.id)
 
     def advance(self, num_rounds: int | None, streaming: bool) -> list[Request]:
@@ -157,11 +142,11 @@ class Engine:
             self.shape = (1, 1)
         self.admit()
         took_part = [r for r in self.scheduler.running if not r.prefilled]
-        with self.blame(took_part):
+        with self.roster.blame(took_part):
             self.prefill(took_part)
         ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
         while (running := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
-            with self.blame(running):
+            with self.roster.blame(running):
                 self.prefill(running)
         decoding = ready()
         own = FEWER_ROUNDS if any(r.find_stop for r in decoding) else MAX_ROUNDS
@@ -172,7 +157,7 @@ class Engine:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted]
         if decoding:  # or all have given way to an older one in prefill
-            with self.blame(decoding):
+            with self.roster.blame(decoding):
                 self.decode(decoding, num_rounds, streaming)
         return [*took_part, *decoding]
 
@@ -181,13 +166,11 @@ class Engine:
         what no device takes must not spoil the others' launch."""
         admitted, copies = self.scheduler.admit()
         if copies:
-            padding = [(0, self.num_pages)] * (batch.power_of_two(len(copies), 2) - len(copies))
-            source, target = np.array(copies + padding, np.int32).T
-            with self.blame(admitted):
-                self.runner.execute(Plan("copy_pages", (source, target)))
+            with self.roster.blame(admitted):
+                self.runner.execute(Plan("copy_pages", batch.copied_pages(copies, self.layout)))
         for request in admitted:
-            with self.blame([request], device=False):
-                batch.check(request, num_pages=self.num_pages, page_size=self.page_size)
+            with self.roster.blame([request], device=False):
+                batch.check(request, self.layout)
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """Fills both caches with the next chunk of each request. While others are decoding, all share one chunk's
@@ -197,23 +180,14 @@ class Engine:
             return
         if len(requests) < len(self.scheduler.running):
             longest = max(16, longest // batch.power_of_two(len(requests)))
-        chunk, lengths = batch.chunk_input(
-            requests,
-            [r.target_len for r in requests],
-            num_pages=self.num_pages,
-            row_pages=self.grown_shape(self.scheduler.running)[1],
-            longest=longest,
-        )
+        starts, row_pages = [r.target_len for r in requests], self.grown_shape(self.scheduler.running)[1]
+        chunk, lengths = batch.chunk_input(requests, starts, self.layout, row_pages=row_pages, longest=longest)
         with self.timed("prefill_seconds"):
             scores = self.runner.execute(Plan("prefill", (chunk,), variant=batch.prefill_variant(requests)))
         for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            with self.blame([request], device=False):
-                results.absorb_chunk(request, row, length, scores, self.draft_len)
+            with self.roster.blame([request], device=False):
+                results.absorb_chunk(request, row, length, scores, self.draft_limit)
                 self.scheduler.register(request)
-
-    def draft_len(self, length: int, target_len: int) -> int:
-        """Positions that the draft cache holds, where the device counted so many."""
-        return target_len if self.draft_limit is None else min(length, self.draft_limit)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """One launch over these requests, whose prompts are in the caches."""
@@ -245,29 +219,30 @@ class Engine:
         if (limit := self.draft_limit) is None:
             return
         behind = lambda r: r.num_speculative_tokens and r.draft_len < r.num_tokens - 2 and r.num_tokens < limit
+        row_pages = self.grown_shape(requests)[1]
         while rows := [r for r in requests if behind(r)]:
-            chunk, lengths = batch.chunk_input(
-                rows,
-                [r.draft_len for r in rows],
-                num_pages=self.num_pages,
-                row_pages=self.grown_shape(requests)[1],
-                longest=self.config.prefill_chunk,
-            )
+            starts, sizes = [r.draft_len for r in rows], {"row_pages": row_pages, "longest": self.config.prefill_chunk}
+            chunk, lengths = batch.chunk_input(rows, starts, self.layout, **sizes)
             self.runner.execute(Plan("catch_up", (chunk,)))
             for request, length in zip(rows, lengths, strict=True):
                 request.draft_len += length
 
     def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> LaunchResult:
         """One launch of the device program over these requests."""
-        rows, row_pages = self.grown_shape(requests)
-        variant = self.variants.choose((k, rows, row_pages), batch.variant(requests))
-        sizes = {"rows": rows, "num_pages": self.num_pages, "page_size": self.page_size, "row_pages": row_pages}
-        inputs = batch.launch_input(requests, k, variant, **sizes)
-        if k and self.speculative and self.speculative.synthetic_acceptance_rates:
-            rates: Any = np.array(self.speculative.synthetic_acceptance_rates[:k], np.float32)
-            inputs = dataclasses.replace(inputs, synthetic_rates=rates)
-        control = np.int32(num_rounds), np.bool_(bool(self.scheduler.waiting)), np.float32(worth)
-        return self.runner.execute(Plan("launch", (inputs, *control), k=k, variant=variant))
+        shape, spec = self.grown_shape(requests), self.speculative
+        variant = self.variants.choose((k, *shape), batch.variant(requests))
+        inputs = batch.launch_input(
+            requests,
+            k,
+            variant,
+            self.layout,
+            shape,
+            num_rounds=num_rounds,
+            stop_on_finish=bool(self.scheduler.waiting),
+            worth=worth,
+            rates=spec.synthetic_acceptance_rates if spec else None,
+        )
+        return self.runner.execute(Plan("launch", (inputs,), k=k, variant=variant))
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
         """(B, N) of the next launch. Both only grow while requests are running: a smaller shape, for the few rows that
@@ -285,78 +260,21 @@ class Engine:
         """Takes a launch's result in: tokens, lengths, counters, reasons to end. What has ended leaves."""
         kept = [0] * len(requests)
         for row, request in enumerate(requests):
-            with self.blame([request], device=False):
+            with self.roster.blame([request], device=False):
                 if request.finish_reason is None:  # else it was given up while the launch ran
-                    kept[row] = results.absorb_row(request, row, result, self.draft_len)
+                    kept[row] = results.absorb_row(request, row, result, self.draft_limit)
         self.timing.num_tokens += sum(kept)
         results.keep_count(requests, kept, result, self.metrics, self.controller.overall)
         for request in requests:
-            with self.blame([request], device=False):
+            with self.roster.blame([request], device=False):
                 if request.pages:
                     self.scheduler.register(request)
             if request.finish_reason:
-                self.leave(request)
-
-    # Requests go, sometimes early.
+                self.roster.leave(request)
 
     def abort(self, request: Request) -> None:
         """Ends a request (one sample) and frees its pages. Does nothing to one that has ended."""
-        if request.finish_reason is None:
-            request.finish_reason, request.times.finished = "abort", time.perf_counter()
-        if request.id not in self.open or self.stepping:  # a step lets go of what has ended
-            return
-        if self.midway:
-            self.begin_again()
-        else:
-            with self.whole():
-                self.leave(request)
-
-    def end(self, request: Request, reason: str, error: str | None = None) -> None:
-        request.error, request.finish_reason = error, reason
-        request.times.finished = time.perf_counter()
-        self.leave(request)
-
-    def leave(self, request: Request) -> None:
-        self.open.pop(request.id, None)
-        self.scheduler.remove(request)
-
-    # What goes wrong.
-
-    @contextlib.contextmanager
-    def blame(self, requests: Sequence[Request], *, device: bool = True) -> Iterator[None]:
-        """What goes wrong inside ends these requests with an error that says why; the others go on. An interrupt ends
-        nobody. device: it may have been on the device, and then nobody knows what is in the caches."""
-        try:
-            yield
-        except Exception as error:
-            for request in requests:
-                if request.finish_reason is None:
-                    self.end(request, "error", said(error))
-                    self.failed.append(request)
-            if device:
-                self.lose_caches()
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """What is done inside is done wholly, or undone by `begin_again`."""
-        outer, self.midway = self.midway, True
-        yield
-        self.midway = outer
-
-    def begin_again(self) -> None:
-        """After an interrupt: queues, pages and caches may be in any state, tokens are whole."""
-        self.lose_caches()
-        self.midway = False
-
-    def lose_caches(self) -> None:
-        """Empty pages, and all requests wait: what they have said stays, and is computed again."""
-        ended = [r for r in self.open.values() if r.finish_reason]
-        self.failed += [r for r in ended if r not in self.failed]
-        for request in ended:
-            request.lose_pages()
-            self.open.pop(request.id, None)
-        self.scheduler.reset(self.open.values())
-        self.runner.renew()
+        self.roster.abort(request)
 
     def timed(self, field: str) -> stopwatch:
         return stopwatch(self.timing, field, self.runner.programs)

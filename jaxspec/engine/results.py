@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,22 +23,25 @@ NO_NUMBERS = (
 )
 ERRORS = {NO_ID: NO_ID_ALLOWED, NO_LAW: NO_NUMBERS}
 
-# (positions that the draft cache holds by the device's count, the target's) -> request.draft_len
-DraftLen = Callable[[int, int], int]
+
+def draft_len(length: int, target_len: int, limit: int | None) -> int:
+    """Positions that the draft's cache holds, where the device counted so many; limit: the most that it may hold. None:
+    there is no such cache, and nothing could lag behind."""
+    return target_len if limit is None else min(length, limit)
 
 
-def absorb_chunk(request: Request, row: int, length: int, scores: Any, draft_len: DraftLen) -> None:
+def absorb_chunk(request: Request, row: int, length: int, scores: Any, draft_limit: int | None) -> None:
     """length more tokens of the request are in the caches; scores: log-probabilities of the chunk, or None."""
     if request.wants_prompt_logprobs:
         n = request.params.prompt_logprobs or 0
         request.prompt_logprobs[request.target_len :] = token_logprobs(scores, row, length, n)
     request.target_len += length
-    request.draft_len = draft_len(request.target_len, request.target_len)
+    request.draft_len = draft_len(request.target_len, request.target_len, draft_limit)
     if request.prefilled:
         request.times.prefilled = request.times.prefilled or time.perf_counter()
 
 
-def absorb_row(request: Request, row: int, result: LaunchResult, draft_len: DraftLen) -> int:
+def absorb_row(request: Request, row: int, result: LaunchResult, draft_limit: int | None) -> int:
     """The tokens that this launch added to the output; below 0 where a stop string took back earlier ones."""
     count, known, finish = int(result.num_new[row]), len(request.output), int(result.finish[row])
     output = request.output + result.new_tokens[row, :count].tolist()
@@ -58,7 +61,7 @@ def absorb_row(request: Request, row: int, result: LaunchResult, draft_len: Draf
         finish_reason=reason,
         error=error,
         target_len=target_len,
-        draft_len=draft_len(min(int(result.draft_len[row]), target_len), target_len),
+        draft_len=draft_len(min(int(result.draft_len[row]), target_len), target_len, draft_limit),
     )
     return count
 

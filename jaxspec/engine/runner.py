@@ -76,6 +76,7 @@ class Runner:
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
         self.programs = Programs(mesh)
+        self.draft_cost = setup.draft_cost(models)
 
     def use(self, name: str, params: Params) -> None:
         """The model `name` has these parameters from now on."""

@@ -74,10 +74,12 @@ def test_a_draft_that_ignores_all_of_it_costs_speed_only(monkeypatch):
 def count_what_was_rejected(patch) -> None:
     right = decode_round.commit
 
-    def wrong(config, batch, state, proposal, verdict, *rest):
+    def wrong(context, state, history, proposal, scores, verdict, ending):
         drafts_too = jnp.concatenate([proposal.tokens, verdict.next_token[:, None]], axis=1)
         counts = count(state.output_counts, drafts_too)
-        return dataclasses.replace(right(config, batch, state, proposal, verdict, *rest), output_counts=counts)
+        return dataclasses.replace(
+            right(context, state, history, proposal, scores, verdict, ending), output_counts=counts
+        )
 
     patch.setattr(decode_round, "commit", wrong)
 

@@ -49,18 +49,10 @@ def make(method: str = "draft_model", num_pages: int = 48, **options) -> Engine:
 def arguments(engine: Engine):
     request = engine.add(lively.PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=20))
     engine.scheduler.admit()
-    inputs = batch.launch_input(
-        [request],
-        engine.num_drafts,
-        batch.variant([request]),
-        rows=2,
-        num_pages=engine.num_pages,
-        page_size=16,
-        row_pages=4,
-    )
+    used, drafts = batch.variant([request]), engine.num_drafts
+    inputs = batch.launch_input([request], drafts, used, engine.layout, (2, 4), num_rounds=4)
     engine.abort(request)
-    packed = pack((inputs, np.int32(4), np.bool_(False), np.float32(0)))
-    return jax.device_put(packed, sharding(engine.runner.mesh))
+    return jax.device_put(pack((inputs,)), sharding(engine.runner.mesh))
 
 
 def config(engine: Engine, variant: str) -> DecodeConfig:

@@ -57,7 +57,7 @@ def law(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> np
 def adjusted_logits(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> list[np.ndarray]:
     """As `logits`, after masks, bias and penalties; behind a stop id only that id follows."""
     s, found = setting, logits(size, length, prompt)
-    if not (s.processed or s.stop_ids):
+    if not (s.params(length).processed or s.bad_words or s.stop_ids):
         return found
 
     def after(z: np.ndarray, output: tuple[int, ...]) -> np.ndarray:

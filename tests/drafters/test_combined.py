@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafters.base import History, Proposal
+from jaxspec.drafters.base import Proposal
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.ngram import NGram
+from tests.drafters.histories import history
 from tests.lively import PROMPTS, new_engine, params, plain, serve, texts
 
 K, V = 3, 20
@@ -31,15 +32,6 @@ class Counting:
         return Proposal(drafts, stacked, history.num_wanted), pages
 
 
-def history(rows: list[list[int]]) -> History:
-    tokens = np.zeros((len(rows), 12), np.int32)
-    for row, ids in enumerate(rows):
-        tokens[row, : len(ids)] = ids
-    count = jnp.array([len(ids) for ids in rows], jnp.int32)
-    full, live = jnp.full(len(rows), K, jnp.int32), jnp.ones(len(rows), bool)
-    return History(jnp.asarray(tokens), count, count - 1, jnp.zeros((len(rows), 1), jnp.int32), full, live)
-
-
 @pytest.mark.parametrize("certain", [False, True])
 def test_looked_up_first_then_drafted(certain):
     """Rows that find three tokens, one, and none; all propose K, and q of what was looked up is one-hot."""
@@ -51,7 +43,7 @@ def test_looked_up_first_then_drafted(certain):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None if certain else jax.nn.softmax(logits, axis=-1)
 
     draft = Counting()
-    proposal, pages = Combined(NGram(K, 2, 3), draft).propose(None, "pages", history(rows), choose)
+    proposal, pages = Combined(NGram(K, 2, 3), draft).propose(None, "pages", history(rows, 12, K), choose)
     assert proposal.tokens.tolist() == [[7, 8, 9], [5, 11, 12], [10, 11, 12]]
     assert proposal.num_proposed.tolist() == [K] * 3
     assert pages == "pages"

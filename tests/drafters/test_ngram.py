@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.drafters.base import History
+from jaxspec.drafters.base import Chunk
 from jaxspec.drafters.ngram import NGram
+from tests.drafters.histories import history
 
 B, M, K = 8, 24, 4  # rows, room of a row's history, drafts
 
@@ -24,21 +25,9 @@ def reference(tokens: list[int], least: int, most: int, k: int) -> list[int]:
     return []
 
 
-def propose(drafter: NGram, histories: list[list[int]], wanted=None, live=None, rubbish: int = 0) -> list[list[int]]:
+def propose(drafter: NGram, histories: list[list[int]], wanted=K, live=True, rubbish: int = 0) -> list[list[int]]:
     """The proposals of B rows; `rubbish` fills what lies beyond each history."""
-    tokens = np.full((B, M), rubbish, np.int32)
-    for row, history in enumerate(histories):
-        tokens[row, : len(history)] = history
-    count = lambda x: jnp.asarray(np.array(x, np.int32))
-    rows = History(
-        tokens=jnp.asarray(tokens),
-        num_tokens=count([len(h) for h in histories]),
-        draft_len=count([0] * B),
-        block_table=jnp.zeros((B, 1), jnp.int32),
-        num_wanted=count([K] * B if wanted is None else wanted),
-        live=jnp.asarray(np.array([True] * B if live is None else live)),
-    )
-    proposal = run(drafter, rows)
+    proposal = run(drafter, history(histories, M, wanted, live, rubbish))
     assert proposal.probs is None
     assert proposal.tokens.shape == (B, K)
     return [t[:n].tolist() for t, n in zip(np.asarray(proposal.tokens), np.asarray(proposal.num_proposed), strict=True)]
@@ -49,14 +38,14 @@ def no_model(logits, i):
 
 
 run = jax.jit(lambda drafter, rows: drafter.propose(None, (), rows, no_model)[0], static_argnums=0)
-history = st.lists(st.integers(0, 2), min_size=1, max_size=M - 1)
+one_row = st.lists(st.integers(0, 2), min_size=1, max_size=M - 1)
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 3), (2, 4), (3, 3), (1, 1)])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_the_longest_then_the_earliest_match(least, most, data):
-    histories = data.draw(st.lists(history, min_size=B, max_size=B))
+    histories = data.draw(st.lists(one_row, min_size=B, max_size=B))
     wanted = data.draw(st.lists(st.integers(0, K), min_size=B, max_size=B))
     live = data.draw(st.lists(st.booleans(), min_size=B, max_size=B))
     rubbish = data.draw(st.integers(0, 2))
@@ -98,6 +87,6 @@ def test_rows_limits():
 
 def test_a_prompt_needs_no_prefill():
     pages = ()
-    tokens = jnp.zeros((B, 4), jnp.int32)
-    assert NGram(K).prefill(None, pages, tokens, None, None, None) is pages
+    chunk = Chunk(*[jnp.zeros((B, 4), jnp.int32)] * 4)
+    assert NGram(K).prefill(None, pages, chunk) is pages
     assert NGram(K).max_model_len is None

@@ -255,9 +255,7 @@ def test_packing_marks_what_is_not_there():
     own = new_engine("noisy", K)
     request = own.add(PROMPTS[2], params(4, stop_token_ids=[3])[0])
     own.scheduler.admit()
-    packed = launch_input(
-        [request], own.num_drafts, variant([request]), rows=4, num_pages=own.num_pages, page_size=16, row_pages=4
-    )
+    packed = launch_input([request], own.num_drafts, variant([request]), own.layout, (4, 4), num_rounds=1)
     assert packed.live.tolist() == [True, False, False, False]
     assert packed.block_table[0].tolist() == [*request.pages, *[own.num_pages] * 3]
     assert (packed.block_table[1:] == own.num_pages).all()

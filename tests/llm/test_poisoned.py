@@ -192,7 +192,7 @@ def check_free(llm: LLM) -> None:
     assert not engine.busy
     assert engine.scheduler.allocator.num_free == engine.num_pages
     assert not any(engine.scheduler.allocator.references)
-    assert not engine.midway
+    assert not engine.roster.midway
 
 
 def test_through_llm(folder, alone):

@@ -1,0 +1,102 @@
+"""Who is here: the engine's requests from when they come to when they leave, whatever goes wrong in between."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+from jaxspec.engine.request import Request, said
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.scheduler import Scheduler
+
+
+class Roster:
+    """An error ends the requests that it hit. An interrupt ends nobody: it may come anywhere, and the next step begins
+    again with what is known to be whole."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler, self.runner = scheduler, runner
+        self.open: dict[int, Request] = {}  # by id: what has not left yet, wherever it is
+        self.failed: list[Request] = []  # in this step, or ended in one that was interrupted
+        self.midway = False  # in what leaves queues, pages or caches as nobody knows if it is interrupted
+        self.stepping = False
+
+    def add(self, requests: Sequence[Request]) -> None:
+        with self.whole():
+            for request in requests:
+                self.scheduler.add(request)
+            self.open.update({request.id: request for request in requests})
+
+    def abort(self, request: Request) -> None:
+        """Ends a request and frees its pages. Does nothing to one that has ended."""
+        if request.finish_reason is None:
+            request.finish_reason, request.times.finished = "abort", time.perf_counter()
+        if request.id not in self.open or self.stepping:  # a step lets go of what has ended
+            return
+        if self.midway:
+            self.begin_again()
+        else:
+            with self.whole():
+                self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        self.open.pop(request.id, None)
+        self.scheduler.remove(request)
+
+    def leave_ended(self) -> list[Request]:
+        """Lets go of what has ended, by whatever; those that failed."""
+        for request in [r for r in self.open.values() if r.finish_reason]:
+            self.leave(request)
+        failed, self.failed = self.failed, []
+        return failed
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A step of the engine is done inside; where the last one did not come to its end, from the beginning."""
+        if self.midway or self.runner.lost:
+            self.begin_again()
+        try:
+            with self.whole():
+                self.stepping = True
+                yield
+        finally:
+            self.stepping = False
+
+    @contextlib.contextmanager
+    def blame(self, requests: Sequence[Request], *, device: bool = True) -> Iterator[None]:
+        """What goes wrong inside ends these requests with an error that says why; the others go on. device: it may have
+        been on the device, and then nobody knows what is in the caches."""
+        try:
+            yield
+        except Exception as error:
+            for request in requests:
+                if request.finish_reason is None:
+                    request.error, request.finish_reason = said(error), "error"
+                    request.times.finished = time.perf_counter()
+                    self.leave(request)
+                    self.failed.append(request)
+            if device:
+                self.lose_caches()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """What is done inside is done wholly, or undone by `begin_again`."""
+        outer, self.midway = self.midway, True
+        yield
+        self.midway = outer
+
+    def begin_again(self) -> None:
+        """After an interrupt: queues, pages and caches may be in any state, tokens are whole."""
+        self.lose_caches()
+        self.midway = False
+
+    def lose_caches(self) -> None:
+        """Empty pages, and all requests wait: what they have said stays, and is computed again."""
+        ended = [r for r in self.open.values() if r.finish_reason]
+        self.failed += [r for r in ended if r not in self.failed]
+        for request in ended:
+            request.lose_pages()
+            self.open.pop(request.id, None)
+        self.scheduler.reset(self.open.values())
+        self.runner.renew()
