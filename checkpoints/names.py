@@ -11,8 +11,6 @@ import fnmatch
 import re
 from collections.abc import Iterable
 
-from jaxspec.models.config import ModelConfig
-
 Place = tuple[str, str]  # parameter pattern, part
 
 
@@ -94,33 +92,3 @@ GGUF = Table(
     },
     ignored=("rope_freqs.weight", "blk.*.attn_rot_embd.weight"),  # the first one is read into ModelConfig.rope
 )
-
-
-def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape, for every parameter that the model has of its own: the decoder's, which the tests
-    compare, but for the table that a draft reads in its target."""
-    c = config
-    layer: dict[str, tuple[int, ...]] = {"input_norm": (c.width,), "mlp_norm": (c.width,)}
-    if c.sandwich_norm:
-        layer |= {"post_attention_norm": (c.width,), "post_mlp_norm": (c.width,)}
-    if c.qk_norm:
-        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    if c.qkv_bias:
-        layer["qkv_bias"] = (c.qkv_width,)
-    layer |= {
-        "qkv": (c.width, c.qkv_width),
-        "out": (c.num_heads * c.head_dim, c.width),
-        "gate_up": (c.width, 2 * c.mlp_width),
-        "down": (c.mlp_width, c.width),
-    }
-    table: tuple[str, int] = ("embed_in", c.embed_width) if c.embed_width else ("embed", c.vocab_size)
-    shapes: dict[str, tuple[int, ...]] = {table[0]: (table[1], c.width), "norm": (c.width,)}
-    if c.reduced_vocab_size:
-        shapes |= {"d2t": (c.head_size,), "t2d": (c.vocab_size,)}
-    if not c.tied:
-        shapes["head"] = (c.width, c.head_size - c.rare_vocab_size)
-    if c.rare_vocab_size:
-        shapes |= {"rare_in": (c.width, c.rare_width), "rare_head": (c.rare_width, c.rare_vocab_size)}
-    for i in range(c.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes

@@ -20,7 +20,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "models.config models.limits",
+    "checkpoints": "models.config models.parameters models.limits",
     "jaxspec": "",  # __init__: public names are strings, loaded on first use
     "options": "",
     "shapes": "",
@@ -43,13 +43,14 @@ ARROWS = {
     "llm": "config outputs sampling_params parallel models checkpoints loading engine progress prompts job",
     "async_llm": "config outputs sampling_params engine prompts job llm",
     "prometheus": "engine.request llm async_llm",
-    "info": "config parallel cache models pallas_kernels checkpoints loading",
-    "demo": "config outputs sampling_params parallel progress checkpoints engine.setup llm",
+    "convert": "models checkpoints",
+    "info": "config cache models pallas_kernels checkpoints loading",
+    "demo": "config outputs sampling_params parallel models progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel cache models pallas_kernels drafters.base decode engine progress "
     "checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel cache models engine progress checkpoints "
     "loading llm",
-    "cli": "config outputs sampling_params parallel progress checkpoints job llm info demo bench train",
+    "cli": "config outputs sampling_params parallel progress checkpoints job llm convert info demo bench train",
 }
 
 

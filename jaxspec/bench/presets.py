@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import abstract_params
@@ -58,4 +57,4 @@ def split(names: str) -> tuple[str, str | None]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Counted from the shapes; nothing is allocated. A tied embedding counts once."""
-    return sum(math.prod(a.shape) for a in abstract_params(config, "bfloat16", make_mesh()).values())
+    return sum(a.size for a in abstract_params(config, "bfloat16", make_mesh()).values())
