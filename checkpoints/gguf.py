@@ -23,6 +23,7 @@ import numpy as np
 from checkpoints.assemble import Index, assemble
 from checkpoints.names import GGUF
 from checkpoints.reading import told
+from jaxspec.models import families
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
@@ -187,9 +188,7 @@ def load_params(
     Raises: ValueError for a missing, extra or misshapen tensor or a truncated file; NotImplementedError for a
     quantisation that gguf.quants does not know.
     """
-    # Files of the llama architecture store q and k for the interleaved rotary embedding; the others, and v, as they
-    # are. Gemma's norms are stored as 1 + w already.
-    interleaved = config.family == "llama"
+    interleaved = families.GGUF[config.family].interleaved
 
     def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
         return halves(x, config.head_dim) if interleaved and part in ("q", "k") else x

@@ -1,7 +1,8 @@
 """Tensor names as data: what a file calls a tensor -> where it goes in the parameter dict.
 
 A `{}` stands for the layer's number. The second entry of a place names the part of a merged parameter
-("q" of "qkv"); it is empty where one tensor fills the whole parameter. One table a format, shared by all families.
+("q" of "qkv"); it is empty where one tensor fills the whole parameter. One table a format, shared by all families;
+where one calls a tensor otherwise, its entry in `jaxspec.models.families` says so.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Iterable
+
+from jaxspec.models.families import FAMILIES
 
 Place = tuple[str, str]  # parameter pattern, part
 
@@ -57,16 +60,11 @@ HF = Table(
     ignored=("*.rotary_emb.inv_freq", "*.self_attn.bias", "*.self_attn.masked_bias"),
 )
 
-# Gemma has a norm on both sides of each block, and gives an old name a new meaning.
-HF_SANDWICH = Table(
-    places=HF.places
-    | {
-        "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
-        "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
-        "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
-    },
-    ignored=HF.ignored,
-)
+
+def hf(family: str) -> Table:
+    """HF, but for what a family calls otherwise."""
+    return dataclasses.replace(HF, places={**HF.places, **FAMILIES[family].names})
+
 
 GGUF = Table(
     places={

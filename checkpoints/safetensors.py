@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.assemble import Index, assemble
-from checkpoints.names import HF, HF_SANDWICH
+from checkpoints.names import hf
 from checkpoints.reading import read_json, told
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
@@ -50,8 +50,7 @@ def load_params(
         # 1 + w is taken in float32: bfloat16 has too few bits near 1 for Gemma's small w.
         return x.astype(np.float32) + 1 if config.norm_plus_one and parameter.kind == "norm" else x
 
-    table = HF_SANDWICH if config.sandwich_norm else HF
-    return assemble(config, abstract, table, Shards(folder), edit=edit, progress=progress)
+    return assemble(config, abstract, hf(config.family), Shards(folder), edit=edit, progress=progress)
 
 
 def stored_dtype(folder: Path) -> str:

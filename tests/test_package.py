@@ -20,7 +20,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "models.config models.parameters models.limits",
+    "checkpoints": "models.config models.families models.parameters models.limits",
     "jaxspec": "",  # __init__: public names are strings, loaded on first use
     "options": "",
     "shapes": "",

@@ -6,6 +6,7 @@ import difflib
 
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import abstract_params
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.rope import llama3_factors
 from jaxspec.parallel.mesh import make_mesh
 
@@ -45,7 +46,7 @@ def preset(name: str) -> ModelConfig:
         windows=(None,) * fields["num_layers"],
         rope=Rope(theta, factors),
         norm_eps=NORM_EPS[fields["family"]],
-        qk_norm=fields["family"] == "qwen3",
+        **FAMILIES[fields["family"]].switches(fields["width"]),
     )
 
 

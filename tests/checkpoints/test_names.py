@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from checkpoints import progress
-from checkpoints.names import GGUF, HF, HF_SANDWICH
+from checkpoints.names import GGUF, HF, hf
 from jaxspec.models.decoder import parameters
 from tests.tiny import FAMILIES
 
@@ -16,7 +16,7 @@ from tests.tiny import FAMILIES
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_names_of_every_parameter(config):
     known = parameters(config)
-    for table in (HF_SANDWICH if config.sandwich_norm else HF, GGUF):
+    for table in (hf(config.family), GGUF):
         names = [table.sources(name) for name in known]
         for (name, parameter), parts in zip(known.items(), names, strict=True):
             assert tuple(parts) == (tuple(dict(parameter.parts)) or ("",)), name
