@@ -1,20 +1,19 @@
 """Weights, configurations and tokenizers in and out: Hugging Face folders, GGUF files, orbax folders."""
 
 from checkpoints.loading import (
-    convert,
     fingerprint,
     load_config,
     load_fingerprint,
     load_params,
     load_stop_ids,
     load_tokenizer,
+    stored_dtype,
 )
 from checkpoints.orbax import save
 from checkpoints.sources import Source, resolve
 
 __all__ = [
     "Source",
-    "convert",
     "fingerprint",
     "load_config",
     "load_fingerprint",
@@ -23,4 +22,5 @@ __all__ = [
     "load_tokenizer",
     "resolve",
     "save",
+    "stored_dtype",
 ]

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from checkpoints.names import Table
 from checkpoints.progress import progress_bar
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.parameters import Parameter
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index], np.ndarray]
@@ -36,34 +37,25 @@ class TensorFile(Protocol):
     def read(self, name: str, index: Index) -> np.ndarray: ...
 
 
-def leaf_of(parameter: str) -> str:
-    return parameter.rsplit(".", 1)[-1]
+def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
+    """The shape that a file's tensor must have to be `part` of a parameter, or all of it."""
+    if not part:
+        return parameter.shape[::-1] if parameter.kind == "matrix" else parameter.shape
+    columns = dict(parameter.parts)
+    return (parameter.shape[-1] * columns[part] // sum(columns.values()), *parameter.shape[:-1])
 
 
-def output_first(parameter: str, shape: tuple[int, ...]) -> bool:
-    """Whether files store the parameter with its first axis last: products do, tables and vectors do not."""
-    return len(shape) > 1 and leaf_of(parameter) != "embed"
-
-
-def stored_shape(config: ModelConfig, parameter: str, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a file's tensor must have to be `part` of `parameter`, which has `shape`."""
-    if part:
-        columns = config.merged[leaf_of(parameter)]
-        return (shape[-1] * columns[part] // sum(columns.values()), *shape[:-1])
-    return (*shape[1:], shape[0]) if output_first(parameter, shape) else shape
-
-
-def check(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], table: Table, file: TensorFile) -> None:
+def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, file: TensorFile) -> None:
     """Compares what the file holds with what the model needs, before anything is read.
 
     Raises: ValueError that names the first tensor that is missing, of a wrong shape, or not part of the model.
     """
     found, used = file.shapes(), set()
-    for parameter, shape in shapes.items():
-        for part, name in table.sources(parameter).items():
-            expected = stored_shape(config, parameter, part, shape)
+    for where, parameter in abstract.items():
+        for part, name in table.sources(where).items():
+            expected = stored_shape(parameter, part)
             if name not in found:
-                raise ValueError(f"{file.where}: tensor {name} is missing (the model needs it for {parameter})")
+                raise ValueError(f"{file.where}: tensor {name} is missing (the model needs it for {where})")
             if found[name] != expected:
                 raise ValueError(f"{file.where}: tensor {name} has shape {found[name]}, expected {expected}")
             used.add(name)
@@ -76,38 +68,38 @@ def check(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], table: Tab
 
 def assemble(
     config: ModelConfig,
-    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    abstract: Mapping[str, Parameter],
     table: Table,
     file: TensorFile,
     *,
-    edit: Callable[[str, str, np.ndarray], np.ndarray],
+    edit: Callable[[Parameter, str, np.ndarray], np.ndarray],
     progress: bool = True,
 ) -> dict[str, jax.Array]:
     """Every parameter of `abstract`, read from `file`, with the dtype and sharding that `abstract` asks for.
 
-    edit(leaf, part, rows): undoes what the format did to a tensor's values or rows; it sees whole heads of q and k.
+    edit(parameter, part, rows): undoes what the format did to values or rows; it sees whole heads of q and k.
     Raises: ValueError as `check` does.
     """
-    check(config, {name: leaf.shape for name, leaf in abstract.items()}, table, file)
+    check(config, abstract, table, file)
     params: dict[str, jax.Array] = {}
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in abstract.values())
+    total = sum(parameter.nbytes for parameter in abstract.values())
     with progress_bar("Loading weights", total, enabled=progress) as advance:
-        for parameter, target in abstract.items():
-            names, leaf = table.sources(parameter), leaf_of(parameter)
+        for where, parameter in abstract.items():
+            names = table.sources(where)
 
-            def read(part: str, index: Index, names=names, leaf=leaf) -> np.ndarray:
-                return edit(leaf, part, file.read(names[part], index))
+            def read(part: str, index: Index, names=names, parameter=parameter) -> np.ndarray:
+                return edit(parameter, part, file.read(names[part], index))
 
-            params[parameter] = place(config, parameter, target, read)
-            advance(target.size * target.dtype.itemsize)
+            params[where] = place(where, parameter, read)
+            advance(parameter.nbytes)
     return params
 
 
-def place(config: ModelConfig, parameter: str, target: jax.ShapeDtypeStruct, read: Read) -> jax.Array:
+def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
     """One parameter: read in the file's order by each device's part, then turned and converted on the devices."""
-    turned, leaf = output_first(parameter, target.shape), leaf_of(parameter)
-    sharding = target.sharding or SingleDeviceSharding(jax.devices()[0])
-    shape, stored = target.shape, sharding
+    turned = parameter.kind == "matrix"  # tables and vectors are stored as they are
+    sharding = parameter.sharding or SingleDeviceSharding(jax.devices()[0])
+    shape, stored = parameter.shape, sharding
     if turned:
         shape = (*shape[1:], shape[0])
         if isinstance(sharding, NamedSharding):
@@ -119,13 +111,13 @@ def place(config: ModelConfig, parameter: str, target: jax.ShapeDtypeStruct, rea
         index = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
-            pieces[key] = merge(config, leaf, index, read)
+            pieces[key] = merge(where, parameter, index, read)
         return pieces[key]
 
     array = jax.make_array_from_callback(shape, stored, piece)
-    if not turned and array.dtype == target.dtype:
+    if not turned and array.dtype == parameter.dtype:
         return array
-    return turn(turned, jnp.dtype(target.dtype), sharding)(array)
+    return turn(turned, jnp.dtype(parameter.dtype), sharding)(array)
 
 
 @functools.lru_cache(maxsize=64)
@@ -134,14 +126,14 @@ def turn(turned: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.A
     return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if turned else x).astype(dtype), out_shardings=sharding)
 
 
-def merge(config: ModelConfig, leaf: str, index: Index, read: Read) -> np.ndarray:
+def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndarray:
     """The slice `index` of a parameter in the file's order; of a merged one, its parts in groups of rows."""
-    if leaf not in config.merged:
+    if not parameter.parts:
         return read("", index)
-    sizes, rows, rest = config.merged[leaf], index[0], index[1:]
+    sizes, rows, rest = dict(parameter.parts), index[0], index[1:]
     group = sum(sizes.values())
     if rows.start % group or rows.stop % group:
-        raise ValueError(f"the mesh cuts through a group of {leaf}: its size must divide the number of groups")
+        raise ValueError(f"the mesh cuts through a group of {where}: its size must divide the number of groups")
     first, last = rows.start // group, rows.stop // group
 
     def groups(part: str, size: int) -> np.ndarray:

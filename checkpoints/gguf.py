@@ -23,8 +23,10 @@ import numpy as np
 from checkpoints.assemble import Index, assemble
 from checkpoints.names import GGUF
 from checkpoints.reading import told
+from jaxspec.models import families
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
+from jaxspec.models.parameters import Parameter
 
 QuantType = gguf.GGMLQuantizationType
 FLOATS = {QuantType.F32: "float32", QuantType.F16: "float16", QuantType.BF16: "bfloat16"}
@@ -179,18 +181,16 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def load_params(
-    path: Path, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+    path: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
     """Dequantised parameters with the shapes, dtypes and shardings of `abstract`.
 
     Raises: ValueError for a missing, extra or misshapen tensor or a truncated file; NotImplementedError for a
     quantisation that gguf.quants does not know.
     """
-    # Files of the llama architecture store q and k for the interleaved rotary embedding; the others, and v, as they
-    # are. Gemma's norms are stored as 1 + w already.
-    interleaved = config.family == "llama"
+    interleaved = families.GGUF[config.family].interleaved
 
-    def edit(leaf: str, part: str, x: np.ndarray) -> np.ndarray:
+    def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
         return halves(x, config.head_dim) if interleaved and part in ("q", "k") else x
 
     return assemble(config, abstract, GGUF, Weights(path), edit=edit, progress=progress)

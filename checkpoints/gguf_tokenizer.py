@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
 
 CONTROL, USER_DEFINED = 3, 4  # token types
@@ -64,13 +65,12 @@ def build_tokenizer(meta: Mapping[str, Any]):
     if kind not in ("gpt2", "llama"):
         raise NotImplementedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
     tokens = list(meta["tokenizer.ggml.tokens"])
-    gemma = meta["general.architecture"] == "gemma3"
+    gemma = GGUF.get(str(meta["general.architecture"]), Gguf()).gemma_tokens
     if kind == "gpt2":
         tokenizer = byte_level(tokens, meta["tokenizer.ggml.merges"], pre)
     else:
         if gemma:  # runs of spaces are stored as such, but matched as the normalizer spells them
             tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
-        # Gemma's scores do not follow its merges' order; the vocabulary's order does.
         scores = range(0, -len(tokens), -1) if gemma else meta["tokenizer.ggml.scores"]
         if len(scores) != len(tokens):
             raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens: one a token is needed")

@@ -1,27 +1,23 @@
-"""Whatever the format: configuration, weights, tokenizer and stop ids of a Source; and conversion to orbax."""
+"""Whatever the format: configuration, weights, tokenizer and stop ids of a Source."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from checkpoints import gguf, orbax, safetensors
 from checkpoints.gguf_tokenizer import build_tokenizer
-from checkpoints.names import param_shapes
 from checkpoints.reading import read_json, told
-from checkpoints.sources import Source, resolve
+from checkpoints.sources import Source
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short, token_ids
+from jaxspec.models.parameters import Parameter
 
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
 
@@ -36,18 +32,23 @@ def load_config(source: Source) -> ModelConfig:
 
 
 def load_params(
-    source: Source, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+    source: Source, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
     """The parameters, read slice by slice onto their devices.
 
     Args:
-      abstract: parameter name -> shape, dtype and sharding, as `jaxspec.models.decoder.abstract_params` gives them.
+      abstract: name -> parameter, with dtype and sharding, as `jaxspec.models.decoder.abstract_params` gives them.
       progress: shows a bar on standard error, on a terminal, when loading takes more than a second.
 
     Raises: ValueError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
       FileNotFoundError naming a missing shard; NotImplementedError for a dtype or quantisation that is not read.
     """
     return FORMATS[source.kind].load_params(source.path, config, abstract, progress=progress)
+
+
+def stored_dtype(source: Source) -> str:
+    """The float dtype of most of the weights; bfloat16 where they are quantised. Raises as `load_params` does."""
+    return FORMATS[source.kind].stored_dtype(source.path)
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -111,39 +112,3 @@ def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
             ids = token_ids(raw.get("eos_token_id"), "eos_token_id") or ids
     with told(source.path):
         return tuple(dict.fromkeys([*ids, *token_ids(tokenizer.eos_token_id, "the tokenizer's eos_token_id")]))
-
-
-def convert(src: str, dst: str | Path, *, dtype: str | None = None, progress: bool = True) -> Path:
-    """Writes any model as a self-contained orbax folder: weights, configuration and tokenizer.
-
-    dtype: of the weights (norms stay float32); None keeps the one that they are stored in, and takes bfloat16 where
-    they are quantised. Returns the folder.
-    Raises: FileExistsError where `dst` exists and is not empty; else as loading does.
-    """
-    dst = Path(dst).expanduser().absolute()
-    orbax.check_free(dst)  # before anything is fetched
-    source = resolve(src)
-    config, tokenizer = load_config(source), load_tokenizer(source)
-    chosen = jnp.dtype(dtype or FORMATS[source.kind].stored_dtype(source.path))
-    here = SingleDeviceSharding(host_device())
-    abstract = {
-        name: jax.ShapeDtypeStruct(shape, param_dtype(name, chosen), sharding=here)
-        for name, shape in param_shapes(config).items()
-    }
-    params = load_params(source, config, abstract, progress=progress)
-    config = dataclasses.replace(config, eos_ids=load_stop_ids(source, tokenizer))
-    orbax.save(dst, params, config, tokenizer)
-    return dst
-
-
-def param_dtype(name: str, weights: Any) -> Any:
-    """The dtype of a parameter where products have dtype `weights`: norms are float32, vocabularies integers."""
-    return jnp.float32 if name.endswith("norm") else jnp.int32 if name in ("d2t", "t2d") else weights
-
-
-def host_device() -> jax.Device:
-    """A CPU device where there is one: converting needs no accelerator's memory."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return jax.local_devices()[0]

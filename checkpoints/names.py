@@ -1,7 +1,8 @@
 """Tensor names as data: what a file calls a tensor -> where it goes in the parameter dict.
 
 A `{}` stands for the layer's number. The second entry of a place names the part of a merged parameter
-("q" of "qkv"); it is empty where one tensor fills the whole parameter. One table a format, shared by all families.
+("q" of "qkv"); it is empty where one tensor fills the whole parameter. One table a format, shared by all families;
+where one calls a tensor otherwise, its entry in `jaxspec.models.families` says so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import FAMILIES
 
 Place = tuple[str, str]  # parameter pattern, part
 
@@ -59,16 +60,11 @@ HF = Table(
     ignored=("*.rotary_emb.inv_freq", "*.self_attn.bias", "*.self_attn.masked_bias"),
 )
 
-# Gemma has a norm on both sides of each block, and gives an old name a new meaning.
-HF_SANDWICH = Table(
-    places=HF.places
-    | {
-        "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
-        "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
-        "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
-    },
-    ignored=HF.ignored,
-)
+
+def hf(family: str) -> Table:
+    """HF, but for what a family calls otherwise."""
+    return dataclasses.replace(HF, places={**HF.places, **FAMILIES[family].names})
+
 
 GGUF = Table(
     places={
@@ -94,33 +90,3 @@ GGUF = Table(
     },
     ignored=("rope_freqs.weight", "blk.*.attn_rot_embd.weight"),  # the first one is read into ModelConfig.rope
 )
-
-
-def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape, for every parameter that the model has of its own: the decoder's, which the tests
-    compare, but for the table that a draft reads in its target."""
-    c = config
-    layer: dict[str, tuple[int, ...]] = {"input_norm": (c.width,), "mlp_norm": (c.width,)}
-    if c.sandwich_norm:
-        layer |= {"post_attention_norm": (c.width,), "post_mlp_norm": (c.width,)}
-    if c.qk_norm:
-        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    if c.qkv_bias:
-        layer["qkv_bias"] = (c.qkv_width,)
-    layer |= {
-        "qkv": (c.width, c.qkv_width),
-        "out": (c.num_heads * c.head_dim, c.width),
-        "gate_up": (c.width, 2 * c.mlp_width),
-        "down": (c.mlp_width, c.width),
-    }
-    table: tuple[str, int] = ("embed_in", c.embed_width) if c.embed_width else ("embed", c.vocab_size)
-    shapes: dict[str, tuple[int, ...]] = {table[0]: (table[1], c.width), "norm": (c.width,)}
-    if c.reduced_vocab_size:
-        shapes |= {"d2t": (c.head_size,), "t2d": (c.vocab_size,)}
-    if not c.tied:
-        shapes["head"] = (c.width, c.head_size - c.rare_vocab_size)
-    if c.rare_vocab_size:
-        shapes |= {"rare_in": (c.width, c.rare_width), "rare_head": (c.rare_width, c.rare_vocab_size)}
-    for i in range(c.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes

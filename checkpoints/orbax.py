@@ -9,6 +9,7 @@ folder/tokenizer.sha256  only that tokenizer's fingerprint
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from checkpoints.reading import read_json, told
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.parameters import Parameter
 
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
@@ -74,15 +76,16 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_params(
-    folder: Path, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+    folder: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
     """Parameters with the shapes, dtypes and shardings of `abstract`. Raises: ValueError as `load_arrays` does."""
     return load_arrays(folder / PARAMS, abstract)
 
 
 def stored_dtype(folder: Path) -> str:
+    """That of the largest array."""
     with told(folder / PARAMS):
-        return stored_arrays(folder / PARAMS)["layers.0.qkv"].dtype.name
+        return max(stored_arrays(folder / PARAMS).values(), key=lambda array: math.prod(array.shape)).dtype.name
 
 
 # The only place that knows orbax's API.
@@ -104,7 +107,7 @@ def stored_arrays(path: Path) -> dict[str, Any]:
         return dict(ocp.metadata(path).metadata)
 
 
-def load_arrays(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """A flat dict of arrays, restored onto the shapes, dtypes and shardings of `abstract`.
 
     Raises: ValueError for an array that is missing, of a wrong shape or not asked for; FileNotFoundError without a
@@ -127,7 +130,7 @@ def load_arrays(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) 
         return ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})
 
 
-def sharded(leaf: jax.ShapeDtypeStruct, default: Any) -> jax.ShapeDtypeStruct:
+def sharded(leaf: Any, default: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
 
 

@@ -13,10 +13,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.assemble import Index, assemble
-from checkpoints.names import HF, HF_SANDWICH
+from checkpoints.names import hf
 from checkpoints.reading import read_json, told
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
+from jaxspec.models.parameters import Parameter
 
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -38,19 +39,18 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_params(
-    folder: Path, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+    folder: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
     """Parameters with the shapes, dtypes and shardings of `abstract`; each device reads only its part.
 
     Raises: ValueError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
     """
 
-    def edit(leaf: str, part: str, x: np.ndarray) -> np.ndarray:
+    def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
         # 1 + w is taken in float32: bfloat16 has too few bits near 1 for Gemma's small w.
-        return x.astype(np.float32) + 1 if config.norm_plus_one and leaf.endswith("norm") else x
+        return x.astype(np.float32) + 1 if config.norm_plus_one and parameter.kind == "norm" else x
 
-    table = HF_SANDWICH if config.sandwich_norm else HF
-    return assemble(config, abstract, table, Shards(folder), edit=edit, progress=progress)
+    return assemble(config, abstract, hf(config.family), Shards(folder), edit=edit, progress=progress)
 
 
 def stored_dtype(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -13,8 +12,7 @@ from jaxspec.cache.pages import cache_layout
 from jaxspec.config import EngineConfig
 from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.models.decoder import parameters
 from jaxspec.platforms import facts as platform_facts
 from pallas_kernels.device import Device, here
 
@@ -60,20 +58,16 @@ def facts(source: checkpoints.Source, device: Device, tokenizer_source: checkpoi
     """One model by itself. dtype and bytes are those of the default engine on this platform."""
     config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(tokenizer_source)
     dtype = compute_dtype("auto", device)
-    arrays = [
-        array
-        for name, array in abstract_params(config, dtype, make_mesh()).items()
-        if name != "embed" or not config.embed_width  # that is the target's
-    ]
+    own = [p for p in parameters(config, dtype).values() if not p.borrowed]
     page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=device.platform)
     return {
         "name": source.name,
         "format": source.kind,
         "architecture": config.family,
         "shape": shape(config),
-        "parameters": sum(math.prod(a.shape) for a in arrays),
+        "parameters": sum(p.size for p in own),
         "dtype": dtype.name,
-        "weight_bytes": sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays),
+        "weight_bytes": sum(p.nbytes for p in own),
         "context_length": config.max_model_len,
         "kv_bytes_per_token": page.page_bytes,
         "vocab_size": config.vocab_size,

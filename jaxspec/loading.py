@@ -27,17 +27,17 @@ def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Mod
     """target: of the draft that is loaded, which may read ids in its table. Raises ValueError where that does not fit,
     else as loading does."""
     config = checkpoints.load_config(source)
-    abstract, borrowed = abstract_params(config, dtype, mesh), {}
-    if config.embed_width:
+    abstract, theirs = abstract_params(config, dtype, mesh), {}
+    if borrowed := [name for name, p in abstract.items() if p.borrowed]:
         if target is None:
             raise ValueError(
                 f"{source.name} is a draft, which reads ids in its target's table: give its target as the model, and "
                 "this as the draft"
             )
         check_table(target.config, source.name, config)
-        del abstract["embed"]
-        borrowed["embed"] = jnp.asarray(target.params["embed"], dtype)  # the same buffer, where the dtype is
-    return Model(config, checkpoints.load_params(source, config, abstract) | borrowed)
+        theirs = {name: jnp.asarray(target.params[name], dtype) for name in borrowed}  # no copy, where dtypes agree
+        abstract = {name: p for name, p in abstract.items() if name not in theirs}
+    return Model(config, checkpoints.load_params(source, config, abstract) | theirs)
 
 
 def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:

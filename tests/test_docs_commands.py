@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import checkpoints
-from checkpoints import loading
 from jaxspec import cli
 from jaxspec.bench import measure, options, presets
 from jaxspec.bench.hardware import Hardware
@@ -79,7 +78,6 @@ def small(root, tmp_path, monkeypatch):
         return resolve(str(root / STANDS_FOR[name]) if name in STANDS_FOR else name, **options)
 
     monkeypatch.setattr(checkpoints, "resolve", found)
-    monkeypatch.setattr(loading, "resolve", found)
     table = {name: TINY_DRAFT if name == "qwen3-0.6b" else TINY for name in presets.TABLE}
     monkeypatch.setattr(presets, "TABLE", table)
     monkeypatch.setattr(measure, "hardware", lambda dtype: Hardware(8.0, 16.0, 0.25))

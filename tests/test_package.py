@@ -20,7 +20,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "models.config models.limits",
+    "checkpoints": "models.config models.families models.parameters models.limits",
     "jaxspec": "",  # __init__: public names are strings, loaded on first use
     "options": "",
     "shapes": "",
@@ -46,13 +46,14 @@ ARROWS = {
     "job",
     "async_llm": "config outputs sampling_params engine prompts job llm",
     "prometheus": "engine.request llm async_llm",
-    "info": "config parallel platforms cache models pallas_kernels checkpoints loading",
-    "demo": "config outputs sampling_params parallel progress checkpoints engine.setup llm",
+    "convert": "models checkpoints",
+    "info": "config platforms cache models pallas_kernels checkpoints loading",
+    "demo": "config outputs sampling_params parallel models progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters.base decode "
     "engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm",
-    "cli": "config outputs sampling_params parallel progress checkpoints job llm info demo bench train",
+    "cli": "config outputs sampling_params parallel progress checkpoints job llm convert info demo bench train",
 }
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.engine import Engine, Model
+from jaxspec.models import families
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import random_params
 from jaxspec.parallel.mesh import make_mesh
@@ -28,24 +29,19 @@ BASE = ModelConfig(
     max_model_len=256,
     windows=(None, None),
 )
+# Beside a family's switches: what shows where they would be mistaken.
+BESIDE: dict[str, dict] = {
+    "mistral": {"windows": (12, 12), "tied": False},
+    "qwen3": {"head_dim": 8},
+    "gemma3": {"windows": (12, None), "rope": Rope(1e6), "local_rope": Rope(1e4), "query_scale": 0.3},
+}
 FAMILIES = {
     "llama": BASE,
     "llama3": dataclasses.replace(BASE, rope=Rope(5e5, (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0)), tied=False),
-    "mistral": dataclasses.replace(BASE, family="mistral", windows=(12, 12), tied=False),
-    "qwen2": dataclasses.replace(BASE, family="qwen2", qkv_bias=True),
-    "qwen3": dataclasses.replace(BASE, family="qwen3", qk_norm=True, head_dim=8),
-    "gemma3": dataclasses.replace(
-        BASE,
-        family="gemma3",
-        qk_norm=True,
-        sandwich_norm=True,
-        windows=(12, None),
-        rope=Rope(1e6),
-        local_rope=Rope(1e4),
-        activation="gelu_tanh",
-        embed_scale=32**0.5,
-        query_scale=0.3,
-    ),
+}
+FAMILIES |= {
+    name: dataclasses.replace(BASE, family=name, **family.switches(BASE.width) | BESIDE.get(name, {}))
+    for name, family in families.FAMILIES.items()
 }
 
 

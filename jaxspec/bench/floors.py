@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import HEAD, Params, weight_bytes
+from jaxspec.models.decoder import Params, parameters, weight_bytes
 from jaxspec.models.paged import PagedModel
 
 
@@ -25,6 +25,7 @@ def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> fl
 
 def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -> float:
     """Two a weight and token; scores and mixing, two each a query, key and channel, half of the square being causal."""
-    weights = sum(w.size for name, w in params.items() if w.ndim == 2 and name not in HEAD)
+    products = {name for name, p in parameters(config).items() if p.kind == "matrix" and not p.head}
+    weights = sum(params[name].size for name in products)
     pairs = sum(context * n - n * n / 2 for n in seen(config, context))
     return rows * (2 * weights * context + 4 * config.num_heads * config.head_dim * pairs)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import abstract_params
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.rope import llama3_factors
 from jaxspec.parallel.mesh import make_mesh
 
@@ -46,7 +46,7 @@ def preset(name: str) -> ModelConfig:
         windows=(None,) * fields["num_layers"],
         rope=Rope(theta, factors),
         norm_eps=NORM_EPS[fields["family"]],
-        qk_norm=fields["family"] == "qwen3",
+        **FAMILIES[fields["family"]].switches(fields["width"]),
     )
 
 
@@ -58,4 +58,4 @@ def split(names: str) -> tuple[str, str | None]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Counted from the shapes; nothing is allocated. A tied embedding counts once."""
-    return sum(math.prod(a.shape) for a in abstract_params(config, "bfloat16", make_mesh()).values())
+    return sum(a.size for a in abstract_params(config, "bfloat16", make_mesh()).values())

@@ -124,7 +124,7 @@ def load(options: Options) -> Setup:
 
 def check_weights_fit(name: str, config: Any, dtype: Any, mesh: Any) -> None:
     stats = memory(mesh.devices.flat[0])
-    need = sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract_params(config, dtype, mesh).values())
+    need = sum(a.nbytes for a in abstract_params(config, dtype, mesh).values())
     if stats and need > (free := stats["bytes_limit"] - stats["bytes_in_use"]):
         raise ValueError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")
 

@@ -21,7 +21,7 @@ def convert(
 
     if dtype is not None:
         one_of("--dtype", dtype, DTYPES[1:])
-    import checkpoints
+    from jaxspec.convert import convert as converted
 
     say(f"converting {source} ...")
-    print(checkpoints.convert(source, destination, dtype=dtype))
+    print(converted(source, destination, dtype=dtype))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from checkpoints.names import HF
+from jaxspec.models.decoder import parameters
 
 if TYPE_CHECKING:
     from jaxspec.engine.setup import Model
@@ -100,13 +101,12 @@ def build(model: Model, stop_ids: list[int]) -> Any:
 def tensors(model: Model) -> dict[str, np.ndarray]:
     """The parameters by Hugging Face's names, output-first and not merged, in float32."""
     found = {}
-    for parameter, array in model.params.items():
-        x = np.array(array, np.float32)
-        if x.ndim > 1 and parameter != "embed":
+    for where, parameter in parameters(model.config).items():
+        x = np.array(model.params[where], np.float32)
+        if parameter.kind == "matrix":
             x = x.T
-        columns = model.config.merged.get(parameter.rsplit(".", 1)[-1], {})
-        for part, name in HF.sources(parameter).items():
-            found[name] = np.ascontiguousarray(cut(x, columns, part) if part else x)
+        for part, name in HF.sources(where).items():
+            found[name] = np.ascontiguousarray(cut(x, dict(parameter.parts), part) if part else x)
     return found
 
 

@@ -64,6 +64,7 @@ class Runner:
     ) -> None:
         paged = setup.paged_models(models, config, speculative, mesh, device)
         self.mesh, self.backend = mesh, paged["target"].backend
+        self.configs = {name: model.config for name, model in models.items()}
         self.params: dict[str, Params] = {}
         for name, model in models.items():
             self.use(name, model.params)
@@ -80,7 +81,7 @@ class Runner:
 
     def use(self, name: str, params: Params) -> None:
         """The model `name` has these parameters from now on."""
-        self.params[name] = stored_for(self.backend, copy.copy(params))
+        self.params[name] = stored_for(self.backend, self.configs[name], copy.copy(params))
 
     def execute(self, plan: Plan) -> Any:
         """Runs a plan to its end -> what comes back, on the host; None where nothing does."""

@@ -37,7 +37,7 @@ class Model:
 
     def stored_for(self, backend: Backend) -> Model:
         """The same, its matrices as that backend reads them best."""
-        return dataclasses.replace(self, params=stored_for(backend, self.params))
+        return dataclasses.replace(self, params=stored_for(backend, self.config, self.params))
 
 
 def paged_models(

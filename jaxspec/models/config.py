@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.models import hf
+from jaxspec.models.families import FAMILIES, GGUF
 from jaxspec.models.limits import check_numbers, number, short, token_ids
 from jaxspec.models.rope import PLAIN_ROPE, Rope, rope_tables
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 # GGUF key, after the architecture's name, that changes what a model computes -> the only value that is supported.
 GGUF_FIXED: dict[str, Any] = {
     "attention.causal": True,
@@ -66,7 +66,7 @@ class ModelConfig:
     embed_width: int | None = None
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
+        if self.family not in tuple(FAMILIES):  # what a file says need not be hashable
             raise NotImplementedError(f"architecture {short(self.family)}: jaxspec reads {', '.join(FAMILIES)}")
         check_numbers(self)
         if self.num_heads % self.num_kv_heads:
@@ -132,22 +132,24 @@ class ModelConfig:
         supported family has; ValueError for a value that no model has.
         """
         cls.check_supported(raw)
-        family = hf.MODEL_TYPES[raw["model_type"]]
+        name = hf.MODEL_TYPES[raw["model_type"]]
+        family = FAMILIES[name]
         for key in hf.NEEDED:
             number(hf.NUMBERS[key], raw.get(key), key)
         layers, heads, kv_heads = raw["num_hidden_layers"], raw["num_attention_heads"], raw.get("num_key_value_heads")
         head_dim = raw["hidden_size"] // heads if raw.get("head_dim") is None else raw["head_dim"]
         number("head_dim", head_dim)
         ropes = rope_tables(raw, head_dim)
-        gemma = family == "gemma3"
-        activation = raw.get("hidden_activation" if gemma else "hidden_act", "silu")
+        activation, scaled = raw.get(family.activation_key, "silu"), "query_pre_attn_scalar" in family.reads
         if activation not in ("silu", "gelu_pytorch_tanh"):
             raise NotImplementedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
-        if gemma:
+        if scaled:
             number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar")
         tied = raw.get("tie_word_embeddings")
+        switches = family.switches(raw["hidden_size"])
+        switches["activation"] = "gelu_tanh" if activation == "gelu_pytorch_tanh" else "silu"
         return cls(
-            family=family,
+            family=name,
             vocab_size=raw["vocab_size"],
             num_layers=layers,
             width=raw["hidden_size"],
@@ -156,18 +158,14 @@ class ModelConfig:
             num_kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim,
             max_model_len=raw["max_position_embeddings"],
-            windows=hf.windows(raw, family, layers),
+            windows=hf.windows(raw, name, layers),
             rope=ropes[0],
             local_rope=ropes[1],
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             tied=False if tied is None else tied,
-            qkv_bias=family == "qwen2",
-            qk_norm=family in ("qwen3", "gemma3"),
-            sandwich_norm=gemma,
-            norm_plus_one=gemma,
-            activation="gelu_tanh" if activation == "gelu_pytorch_tanh" else "silu",
-            embed_scale=math.sqrt(raw["hidden_size"]) if gemma else 1.0,
-            query_scale=raw["query_pre_attn_scalar"] ** -0.5 if gemma else 0.0,
+            **switches,
+            norm_plus_one=family.norm_plus_one,
+            query_scale=raw["query_pre_attn_scalar"] ** -0.5 if scaled else 0.0,
             soft_cap=raw.get("attn_logit_softcapping"),
             logit_soft_cap=raw.get("final_logit_softcapping"),
             bos_id=raw.get("bos_token_id"),
@@ -181,8 +179,9 @@ class ModelConfig:
         vocab_size: rows of token_embd; tied: no output.weight in the file; rope_factors: rope_freqs.weight if present.
         """
         family = meta.get("general.architecture")
-        if family not in ("llama", "qwen2", "qwen3", "gemma3"):
-            raise NotImplementedError(f"GGUF architecture {short(family)}: jaxspec reads llama, qwen2, qwen3, gemma3")
+        if family not in tuple(GGUF):
+            raise NotImplementedError(f"GGUF architecture {short(family)}: jaxspec reads {', '.join(GGUF)}")
+        files = GGUF[family]
 
         def get(key: str, what: str, default: Any = None) -> Any:
             value = meta.get(f"{family}.{key}", default)
@@ -212,15 +211,15 @@ class ModelConfig:
             if factors:
                 raise NotImplementedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
             factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
-        gemma = family == "gemma3"
         window, local = 0, [False] * layers
-        if gemma:  # every sixth layer is global, unless the file gives the period, or a flag a layer
+        if files.period:  # the file may give another one, or a flag a layer
             window = get("attention.sliding_window", "window")
             if isinstance(flags := meta.get(f"{family}.attention.sliding_window_pattern"), list):
                 local = flags
             else:
-                period = get("attention.sliding_window_pattern", "num_layers", 6)
+                period = get("attention.sliding_window_pattern", "num_layers", files.period)
                 local = [bool((i + 1) % period) for i in range(layers)]
+        theta, local_theta = files.theta, files.local_theta
         eos = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         return cls(
             family=family,
@@ -232,19 +231,13 @@ class ModelConfig:
             num_kv_heads=get("attention.head_count_kv", "num_kv_heads", heads),
             head_dim=head_dim,
             max_model_len=get("context_length", "max_model_len"),
-            # Files of the other families name no window that is in use.
             windows=tuple(window if sliding else None for sliding in local),
-            rope=Rope(float(get("rope.freq_base", "theta", 1e6 if gemma else 1e4)), factors),
-            local_rope=Rope(float(get("rope.freq_base_swa", "theta", 1e4))) if gemma else None,
+            rope=Rope(float(get("rope.freq_base", "theta", theta)), factors),
+            local_rope=Rope(float(get("rope.freq_base_swa", "theta", local_theta))) if local_theta else None,
             norm_eps=get("attention.layer_norm_rms_epsilon", "norm_eps"),
             tied=tied,
-            qkv_bias=family == "qwen2",
-            qk_norm=family in ("qwen3", "gemma3"),
-            sandwich_norm=gemma,
-            activation="gelu_tanh" if gemma else "silu",
-            embed_scale=math.sqrt(width) if gemma else 1.0,
-            # The 27B model scales queries by width / heads, all others by head_dim.
-            query_scale=(width / heads) ** -0.5 if gemma and layers == 62 else 0.0,
+            **FAMILIES[family].switches(width),
+            query_scale=(width / heads) ** -0.5 if layers in files.wide_queries else 0.0,
             bos_id=meta.get("tokenizer.ggml.bos_token_id"),
             eos_ids=token_ids([i for i in eos if i is not None], "tokenizer.ggml's eos or eot id"),
         )

@@ -1,11 +1,13 @@
 """One decoder for every family, composed by ModelConfig.
 
 Parameters live in a flat dict, dotted name -> array ("layers.0.qkv"), which is what programs take as argument,
-checkpoints fill and shardings are looked up for. The nnx module is the description of the computation.
+checkpoints fill. The nnx module is the description of the computation, and of its parameters: what else has to be known
+of one is said where it is declared, and read by `parameters`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from jaxspec.models.layers import (
     matmul_precision,
     rotary_tables,
 )
+from jaxspec.models.parameters import Kind, Parameter
 from jaxspec.parallel.mesh import param_sharding, sharding
 from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.likeliest_token import likeliest_token
@@ -33,7 +36,6 @@ from pallas_kernels.plain import likeliest, rms_norm
 from pallas_kernels.streamed import linear, once
 
 Params = Mapping[str, jax.Array]
-HEAD = ("embed", "head", "rare_in", "rare_head")  # with the table, which is the head where they are tied
 
 
 class Vocabulary(NamedTuple):
@@ -46,26 +48,38 @@ class Vocabulary(NamedTuple):
     t2d: jax.Array
 
 
+def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable]:
+    """shape, and what else `Parameter` holds -> a variable of that kind, which knows it. All have dtype but norms and
+    ids: norms are small, and Gemma's 1 + w needs the bits."""
+    own = {"norm": jnp.float32, "ids": jnp.int32}.get(kind, dtype)
+
+    def variable(*shape: int, axes: tuple[str | None, ...] = (), parts: Mapping[str, int] | None = None, **known: bool):
+        axes, merged = axes or (None,) * len(shape), tuple((parts or {}).items())
+        declared = Parameter(shape, jnp.dtype(own), kind, axes, merged, **known)
+        return (nnx.Param if declared.trained else nnx.Variable)(jnp.zeros(shape, own), declared=declared)
+
+    return variable
+
+
 class Layer(nnx.Module):
-    """One transformer block. Norms are float32: they are small, and Gemma's 1 + w needs the bits."""
+    """One transformer block."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: Any) -> None:
         c = config
-        weight = lambda *shape: nnx.Param(jnp.zeros(shape, dtype))
-        norm = lambda size: nnx.Param(jnp.zeros((size,), jnp.float32))
+        matrix, norm = declare("matrix", dtype), declare("norm")
         self.config, self.window = c, c.windows[index]
         self.input_norm = norm(c.width)
-        self.qkv = weight(c.width, c.qkv_width)
+        self.qkv = matrix(c.width, c.qkv_width, axes=(None, "heads"), parts=c.merged["qkv"])
         if c.qkv_bias:
-            self.qkv_bias = weight(c.qkv_width)
+            self.qkv_bias = declare("bias", dtype)(c.qkv_width, axes=("heads",), parts=c.merged["qkv"])
         if c.qk_norm:
             self.q_norm, self.k_norm = norm(c.head_dim), norm(c.head_dim)
-        self.out = weight(c.num_heads * c.head_dim, c.width)
+        self.out = matrix(c.num_heads * c.head_dim, c.width, axes=("heads", None))
         if c.sandwich_norm:
             self.post_attention_norm, self.post_mlp_norm = norm(c.width), norm(c.width)
         self.mlp_norm = norm(c.width)
-        self.gate_up = weight(c.width, 2 * c.mlp_width)
-        self.down = weight(c.mlp_width, c.width)
+        self.gate_up = matrix(c.width, 2 * c.mlp_width, axes=(None, "mlp"), parts=c.merged["gate_up"])
+        self.down = matrix(c.mlp_width, c.width, axes=("mlp", None))
 
     def __call__(self, x, normed, pages, rows: Rows, ropes, backend: Backend, **behind: jax.Array):
         """x [B,T,E] -> (x, the same by next_norm or None, pages). normed: x by this layer's norm, or None. behind:
@@ -84,11 +98,13 @@ class Layer(nnx.Module):
 
     def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend):
         c = self.config
-        weights = {"norm": self.input_norm[...], "qkv": self.qkv[...], "next_out": self.out[...]}
+        used = {"norm": self.input_norm, "qkv": self.qkv, "next_out": self.out}
         if c.qkv_bias:
-            weights["bias"] = self.qkv_bias[...]
+            used["bias"] = self.qkv_bias
         if c.qk_norm:
-            weights |= {"q_norm": self.q_norm[...], "k_norm": self.k_norm[...]}
+            used |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        weights = {name: parameter[...] for name, parameter in used.items()}
+        axes = {name: parameter.declared.axes for name, parameter in used.items()}
         if normed is not None:
             weights["normed"] = normed
         tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
@@ -100,7 +116,7 @@ class Layer(nnx.Module):
         }
         if pages is None:
             return attend_densely(x, weights, tables, backend, num_kv_heads=c.num_kv_heads, **options), None
-        return attend(x, weights, pages, rows, tables, backend, **options)
+        return attend(x, weights, axes, pages, rows, tables, backend, **options)
 
 
 class Decoder(nnx.Module):
@@ -108,20 +124,20 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any) -> None:
         self.config = config
-        c, weight = config, lambda *shape: nnx.Param(jnp.zeros(shape, dtype))
-        self.embed = weight(c.vocab_size, c.embed_width or c.width)
+        c, table, matrix, ids = config, declare("table", dtype), declare("matrix", dtype), declare("ids")
+        table_shape, borrowed = (c.vocab_size, c.embed_width or c.width), c.embed_width is not None
+        self.embed = table(*table_shape, axes=("vocab", None), head=c.tied, borrowed=borrowed)
         if c.embed_width:
-            self.embed_in = weight(c.embed_width, c.width)
+            self.embed_in = matrix(c.embed_width, c.width)
         if c.reduced_vocab_size:
-            self.d2t = nnx.Variable(jnp.zeros((c.head_size,), jnp.int32))
-            self.t2d = nnx.Variable(jnp.zeros((c.vocab_size,), jnp.int32))
+            self.d2t, self.t2d = ids(c.head_size), ids(c.vocab_size)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
-        self.norm = nnx.Param(jnp.zeros((c.width,), jnp.float32))
+        self.norm = declare("norm")(c.width)
         if not c.tied:
-            self.head = weight(c.width, c.head_size - c.rare_vocab_size)
+            self.head = matrix(c.width, c.head_size - c.rare_vocab_size, axes=(None, "vocab"), head=True)
         if c.rare_vocab_size:
-            self.rare_in = weight(c.width, c.rare_width)
-            self.rare_head = weight(c.rare_width, c.rare_vocab_size)
+            self.rare_in = matrix(c.width, c.rare_width, head=True)
+            self.rare_head = matrix(c.rare_width, c.rare_vocab_size, axes=(None, "vocab"), head=True)
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -200,7 +216,7 @@ def gathered(logits: jax.Array, mesh: Mesh) -> jax.Array:
     and as a table, since the TPU compiler pads a third axis to many times its size.
     """
     table = logits.reshape(-1, logits.shape[-1])
-    parts = param_sharding(mesh, "head", table.shape)
+    parts = param_sharding(mesh, (None, "vocab"), table.shape)
     for placed in (parts, sharding(mesh)):
         table = lax.with_sharding_constraint(table, placed)
     return table.reshape(logits.shape)
@@ -233,43 +249,46 @@ def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backe
     return decoder, hidden
 
 
-def abstract_params(config: ModelConfig, dtype: Any, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name -> shape, dtype and sharding of every parameter: what a checkpoint has to fill."""
+def parameters(config: ModelConfig, dtype: Any = "float32") -> dict[str, Parameter]:
+    """Name -> what the module says of each parameter. dtype: of most."""
     _, abstract = describe(config, jnp.dtype(dtype).name)
-    shapes = {dotted(path): leaf.get_value() for path, leaf in abstract.items()}
-    return {
-        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=param_sharding(mesh, name, s.shape))
-        for name, s in shapes.items()
-    }
+    return {dotted(path): leaf.declared for path, leaf in abstract.items()}
+
+
+def abstract_params(config: ModelConfig, dtype: Any, mesh: Mesh) -> dict[str, Parameter]:
+    """The same, each with where it lies: what a checkpoint has to fill."""
+    lies = lambda p: dataclasses.replace(p, sharding=param_sharding(mesh, p.axes, p.shape))
+    return {name: lies(p) for name, p in parameters(config, dtype).items()}
 
 
 def weight_bytes(config: ModelConfig, params: Params, *, logits: bool = True) -> int:
     """Read by one pass. Of an embedding table that is not the head, a pass reads single rows only; without logits
     (prefill) it reads neither head nor table."""
-    unread = HEAD if not logits else () if config.tied else ("embed",)
+    read = {name for name, p in parameters(config).items() if (logits if p.head else p.kind != "table")}
     shapes = jax.eval_shape(dict, params)  # not the arrays, which may have to be turned to be seen
-    return sum(w.size * w.dtype.itemsize for name, w in shapes.items() if name not in unread)
+    return sum(w.size * w.dtype.itemsize for name, w in shapes.items() if name in read)
 
 
 def random_params(
     config: ModelConfig, dtype: Any, mesh: Mesh, seed: int = 0, *, known: Params | None = None
 ) -> dict[str, jax.Array]:
     """Random weights of a plausible scale, for tests and benchmarks, beside those that are known."""
-    abstract = {name: s for name, s in abstract_params(config, dtype, mesh).items() if name not in (known or {})}
+    abstract = {name: p for name, p in abstract_params(config, dtype, mesh).items() if name not in (known or {})}
 
-    def leaf(index: int, name: str, s: jax.ShapeDtypeStruct) -> jax.Array:
-        if name in ("d2t", "t2d"):  # a reduced vocabulary has the first ids
-            return jax.device_put(np.minimum(np.arange(s.shape[0], dtype=s.dtype), config.head_size), s.sharding)
-        if name.endswith("norm"):
-            return jax.device_put(np.ones(s.shape, s.dtype), s.sharding)
-        fan_in = s.shape[-1] if name == "embed" else s.shape[0]
-        return normal(s, fan_in**-0.5)(jax.random.fold_in(jax.random.key(seed), index))
+    def leaf(index: int, p: Parameter) -> jax.Array:
+        if p.kind == "ids":  # a reduced vocabulary has the first ids
+            return jax.device_put(np.minimum(np.arange(p.shape[0], dtype=p.dtype), config.head_size), p.sharding)
+        if p.kind == "norm":
+            return jax.device_put(np.ones(p.shape, p.dtype), p.sharding)
+        fan_in = p.shape[-1] if p.kind == "table" else p.shape[0]
+        draw = normal(p.shape, p.dtype, p.sharding, fan_in**-0.5)
+        return draw(jax.random.fold_in(jax.random.key(seed), index))
 
-    return {name: leaf(i, name, s) for i, (name, s) in enumerate(abstract.items())} | dict(known or {})
+    return {name: leaf(i, p) for i, (name, p) in enumerate(abstract.items())} | dict(known or {})
 
 
 @functools.cache
-def normal(s: jax.ShapeDtypeStruct, deviation: float) -> Callable[[jax.Array], jax.Array]:
+def normal(shape: tuple[int, ...], dtype: Any, lies: Any, deviation: float) -> Callable[[jax.Array], jax.Array]:
     """key -> random numbers. A program a shape: one for all weights would take minutes to compile on a GPU."""
-    draw = lambda key: (jax.random.normal(key, s.shape, jnp.float32) * deviation).astype(s.dtype)
-    return jax.jit(draw, out_shardings=s.sharding)
+    draw = lambda key: (jax.random.normal(key, shape, jnp.float32) * deviation).astype(dtype)
+    return jax.jit(draw, out_shardings=lies)

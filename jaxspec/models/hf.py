@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import rope_parameters
 
 # Hugging Face model_type -> family. Multimodal wrappers are refused by name instead of guessed at.
-MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()}
 # Number -> what it is in LIMITS.
 NUMBERS = {
     "vocab_size": "vocab_size",
@@ -53,7 +54,7 @@ NEEDED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-GEMMA_ONLY = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+RARE = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")  # see `Family.reads`
 READ = (
     *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
     *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
@@ -79,7 +80,8 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
             raise NotImplementedError(f"{key}: of quantised checkpoints only GGUF files are read")
-    fixed = FIXED if kind == "gemma3_text" else FIXED | dict.fromkeys(GEMMA_ONLY)
+    family = FAMILIES[MODEL_TYPES[kind]]
+    fixed = FIXED | {key: None for key in RARE if key not in family.reads}
     for key, only in fixed.items():
         if raw.get(key) not in (None, only):
             more = "" if only is None else f": only {json.dumps(only)} is"
@@ -97,9 +99,9 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, from `layer_types` where the config has them."""
-    window, kinds = raw.get("sliding_window"), raw.get("layer_types")
+    window, kinds, which = raw.get("sliding_window"), raw.get("layer_types"), FAMILIES[family].windows
     if kinds is None:
-        kinds = ["sliding_attention" if family == "mistral" and window else "full_attention"] * layers
+        kinds = ["sliding_attention" if which == "all" and window else "full_attention"] * layers
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
         raise NotImplementedError(
             f"layer types {short(sorted(unknown))}: full_attention and sliding_attention are supported"
@@ -108,6 +110,6 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     if sliding and window is None:
         raise ValueError("layer_types name sliding_attention, but sliding_window is missing")
     # transformers does not look at their layer_types: these say what is done, or the checkpoint is of another kind.
-    if (family == "llama" and sliding) or (family == "mistral" and window and "full_attention" in kinds):
+    if (which == "none" and sliding) or (which == "all" and window and "full_attention" in kinds):
         raise NotImplementedError(f"layer_types of a {family} checkpoint must be those of {family}: one kind in all")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

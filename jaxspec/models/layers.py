@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.config import Rope
-from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, per_shard
+from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, cut, per_shard
 from pallas_kernels.device import Device
 from pallas_kernels.plain import project, rms_norm
 from pallas_kernels.self_attention import self_attention
@@ -86,6 +87,7 @@ def rotary_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.
 def attend(
     x: jax.Array,
     weights: dict[str, jax.Array],
+    axes: Mapping[str, tuple[str | None, ...]],
     pages: jax.Array,
     rows: Rows,
     tables: tuple[jax.Array, jax.Array],
@@ -95,7 +97,7 @@ def attend(
     """The first half of a layer on every device's heads: `self_attention` of x [B,T,E] -> ([B,T,H*D], pages).
 
     weights: norm and qkv, and where the family has them bias, q_norm, k_norm; normed where x is normed already;
-    next_out, the matrix of the next product.
+    next_out, the matrix of the next product. axes: the parameters' logical ones.
     """
 
     def shard(x, weights, pages, where, tables):
@@ -103,8 +105,7 @@ def attend(
         return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
 
     heads = P(None, None, MODEL_AXES)
-    split = {"qkv": P(None, MODEL_AXES), "bias": P(MODEL_AXES), "next_out": P(MODEL_AXES)}
-    specs = {name: split.get(name, P()) for name in weights}
+    specs = {name: cut(axes.get(name, ())) for name in weights}
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys")}
     run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P()), (heads, PAGES_SPEC))
     return run(x, weights, pages, where, tables)

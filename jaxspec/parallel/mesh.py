@@ -1,4 +1,4 @@
-"""The device mesh, and one table that says how every array is laid out on it."""
+"""The device mesh, and how arrays are laid out on it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,7 @@ from jax.sharding import PartitionSpec as P
 # Tensor parallelism is factorised: the target is sharded over both axes, a draft of smaller degree over the first.
 MODEL_AXES = ("tp_draft", "tp_rest")
 
-# Last part of a parameter's name -> one logical axis per dimension.
-PARAM_AXES: dict[str, tuple[str | None, ...]] = {
-    "embed": ("vocab", None),
-    "head": (None, "vocab"),
-    "rare_head": (None, "vocab"),
-    "qkv": (None, "heads"),  # columns grouped by kv head: q..., k, v (ModelConfig.merged)
-    "qkv_bias": ("heads",),
-    "out": ("heads", None),
-    "gate_up": (None, "mlp"),  # columns grouped likewise, by blocks: gate, up
-    "down": ("mlp", None),
-}
-# Logical axis -> mesh axes. Axes not named here are replicated.
+# Logical axis -> mesh axes.
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {"vocab": MODEL_AXES, "heads": MODEL_AXES, "mlp": MODEL_AXES}
 PAGES_SPEC = P(None, None, MODEL_AXES, None)  # [P, S, 2G, D]
 
@@ -48,14 +37,15 @@ def sharding(mesh: Mesh, spec: P = P()) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-def param_sharding(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedSharding:
-    """Where the parameter `name` lies. A vocabulary that does not divide evenly is replicated; heads must divide."""
-    axes = PARAM_AXES.get(name.rsplit(".", 1)[-1], (None,) * len(shape))
-    spec = [LOGICAL_AXES.get(axis) if axis else None for axis in axes]
-    spec = [
-        None if axis == "vocab" and size % mesh.size else s for s, axis, size in zip(spec, axes, shape, strict=True)
-    ]
-    return sharding(mesh, P(*spec))
+def cut(axes: Sequence[str | None]) -> P:
+    """How an array with these logical axes is cut; None is not."""
+    return P(*(LOGICAL_AXES[axis] if axis else None for axis in axes))
+
+
+def param_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    """Where a parameter lies. A vocabulary that does not divide evenly is replicated; heads must divide."""
+    whole = lambda axis, size: axis == "vocab" and size % mesh.size
+    return sharding(mesh, cut([None if whole(*dim) else dim[0] for dim in zip(axes, shape, strict=True)]))
 
 
 def per_shard(fn: Callable, mesh: Mesh | None, in_specs: tuple, out_specs: Any) -> Callable:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import random_params
+from jaxspec.models.decoder import parameters, random_params
 from jaxspec.train.options import TrainOptions
 
 LAYERS, MOST_IDS = 2, 16384  # unless told otherwise
@@ -20,7 +20,6 @@ LAYERS, MOST_IDS = 2, 16384  # unless told otherwise
 # begins sure of wrong ids. Loss on SmolLM2's text after 24 steps, table and head still tied: 4.3; 4.5 with 0.25 or 1;
 # 5.9 with the target's.
 FLAT = 0.5
-VOCABULARY = ("d2t", "t2d")  # parameters that are not trained, as is the target's table
 RARE = {"ids": 1 / 2, "width": 1 / 4}  # of the draft's ids and of its width, where its ids are fewer than the target's
 # Option -> what it sets.
 SHAPE = {
@@ -108,7 +107,8 @@ def first_params(
     config: ModelConfig, target: Model, ids: dict[str, np.ndarray], mesh: Any, *, seed: int, from_target: bool
 ) -> dict[str, jax.Array]:
     """The draft's float32 parameters on mesh, and the target's table as it is; ids: of `vocabulary`."""
-    params = random_params(config, jnp.float32, mesh, seed, known={"embed": target.params["embed"]})
+    borrowed = {name: target.params[name] for name, p in parameters(config).items() if p.borrowed}
+    params = random_params(config, jnp.float32, mesh, seed, known=borrowed)
     place = lambda name, x: jax.device_put(jnp.asarray(x, params[name].dtype), params[name].sharding)
     params |= {name: place(name, x) for name, x in ids.items()}
     if not from_target:

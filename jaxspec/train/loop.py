@@ -19,6 +19,7 @@ from jaxspec.engine.setup import Model
 from jaxspec.parallel.mesh import sharding
 from jaxspec.progress import say, training_progress
 from jaxspec.train.ahead import ahead
+from jaxspec.train.loss import computed
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.plot import draw
 from jaxspec.train.setup import Setup, measurer, prepare, teacher
@@ -89,7 +90,7 @@ def check_folder(options: TrainOptions) -> None:
 def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax.History, started: float) -> None:
     """target, batch: of `teacher`."""
     o, everywhere = setup.options, sharding(setup.devices)
-    state, at, begun = first_state(setup.draft.params, setup.frozen, o, everywhere), 0, history.last
+    state, at, begun = first_state(setup.draft, o, everywhere), 0, history.last
     if begun is not None:
         state, at = history.load(begun, state), begun
         say(f"resuming after step {at}")
@@ -105,7 +106,7 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
 
     def keep(at: int, state: State) -> None:
         """Measures, writes the draft where it is the best so far, saves, draws."""
-        params = compact({**state.params, **setup.ids})
+        params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)  # as it is stored and measured
         found = measure(params)
         length, best = found.mean_acceptance_length, history.best
         if best is None or length > best:
@@ -150,11 +151,6 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
                 since = time.perf_counter()
     if at < total:
         say(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume goes on")
-
-
-def compact(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """As a draft is stored and measured: products in bfloat16."""
-    return {name: x.astype(jax.numpy.bfloat16) if x.ndim > 1 else x for name, x in params.items()}
 
 
 def steps_that_fit(total: int, at: int, each: float, left: float) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import checkpoints
 from jaxspec.engine.setup import Model
 from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load
+from jaxspec.models.decoder import parameters
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import say
 from jaxspec.train import build, data, likeliest
@@ -46,7 +47,8 @@ class Setup:
     @property
     def frozen(self) -> dict[str, jax.Array]:
         """The draft's parameters that are not trained."""
-        return self.ids | ({"embed": self.target.params["embed"]} if self.draft.config.embed_width else {})
+        known = parameters(self.draft.config).items()
+        return self.ids | {name: self.target.params[name] for name, p in known if p.borrowed}
 
 
 def prepare(options: TrainOptions) -> Setup:
@@ -81,7 +83,7 @@ def prepare(options: TrainOptions) -> Setup:
         draft = load(begun, jnp.float32, mesh, target)
     else:
         draft = new_draft(options, target, shards, mesh)
-    ids = {name: draft.params[name] for name in build.VOCABULARY if name in draft.params}
+    ids = {name: draft.params[name] for name, p in parameters(draft.config).items() if p.kind == "ids"}
     stop_ids = checkpoints.load_stop_ids(source, tokenizer)
     digest = checkpoints.fingerprint(tokenizer)
     return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, device, dtype, mesh, make_mesh(count))

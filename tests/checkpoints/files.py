@@ -15,12 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
+from jaxspec.models import families
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
-from tests.golden.families import FOLDER
+from tests.golden.families import FAMILIES, FOLDER
 
-# Golden family -> GGUF architecture. (A Mistral file says "llama" and does not tell its window.)
-ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
+# Golden model -> GGUF architecture. (A Mistral file says "llama" and does not tell its window.)
+ARCHITECTURES = {name: family for name, (family, *_) in FAMILIES.items() if family in families.GGUF}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -78,7 +79,7 @@ def tensors_of(family: str) -> dict[str, np.ndarray]:
     architecture, out = ARCHITECTURES[family], {}
     for name, x in load_file(FOLDER / family / "model.safetensors").items():
         x = x.astype(np.float32)
-        if architecture == "gemma3" and "norm" in name:
+        if families.FAMILIES[architecture].norm_plus_one and "norm" in name:
             x = x + 1
         if architecture == "llama" and (".q_proj" in name or ".k_proj" in name):
             x = interleave(x, raw["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"])

@@ -13,8 +13,8 @@ import pytest
 
 import checkpoints
 from checkpoints import orbax
-from checkpoints.loading import param_dtype
-from jaxspec.models.decoder import abstract_params
+from jaxspec.convert import convert
+from jaxspec.models.decoder import abstract_params, parameters
 from jaxspec.parallel.mesh import make_mesh
 from tests import tiny
 from tests.checkpoints.files import assert_same, fails, load, write_gguf
@@ -47,7 +47,8 @@ def test_restored_in_the_wanted_dtype(tmp_path):
 def test_a_reduced_vocabulary_stays_with_the_draft(tmp_path):
     config = dataclasses.replace(tiny.BASE, tied=False, reduced_vocab_size=24)
     params = tiny.model(config).params
-    checkpoints.save(tmp_path / "ckpt", {n: x.astype(param_dtype(n, "bfloat16")) for n, x in params.items()}, config)
+    stored = {name: params[name].astype(p.dtype) for name, p in parameters(config, "bfloat16").items()}
+    checkpoints.save(tmp_path / "ckpt", stored, config)
     again, restored = load(tmp_path / "ckpt", devices=2)
     assert again == config
     for name in ("d2t", "t2d"):
@@ -59,7 +60,7 @@ def test_a_reduced_vocabulary_stays_with_the_draft(tmp_path):
 def test_a_gguf_file_becomes_a_folder_with_everything(tmp_path):
     meta = byte_level_meta("qwen2") | {"chat_template": "{{ messages[0].content }}"}
     path = write_gguf(tmp_path / "m.gguf", "llama3", tokenizer=meta)
-    checkpoints.convert(str(path), tmp_path / "ckpt")
+    convert(str(path), tmp_path / "ckpt")
     path.unlink()  # nothing may lean on the original
     source = checkpoints.resolve(str(tmp_path / "ckpt"))
     assert source.kind == "orbax"
@@ -81,12 +82,12 @@ def test_a_hugging_face_folder_keeps_its_dtype(dtype, stored, tmp_path):
     ).save_pretrained(folder)
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((FOLDER / "mistral" / name).read_bytes())
-    checkpoints.convert(str(folder), tmp_path / "ckpt", dtype=dtype)
+    convert(str(folder), tmp_path / "ckpt", dtype=dtype)
     assert orbax.stored_dtype(tmp_path / "ckpt") == stored
     assert load(tmp_path / "ckpt")[0].windows == (20, 20)
     if dtype is None:
         assert_same(load(tmp_path / "ckpt")[1], load(folder)[1])
-    checkpoints.convert(str(tmp_path / "ckpt"), tmp_path / "again")  # orbax in, orbax out
+    convert(str(tmp_path / "ckpt"), tmp_path / "again")  # orbax in, orbax out
     assert_same(load(tmp_path / "again")[1], load(tmp_path / "ckpt")[1])
 
 
@@ -119,7 +120,7 @@ def test_a_folder_in_the_way_is_refused_before_any_work(saved, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("precious")
     with fails(FileExistsError, str(tmp_path / "full"), "not empty"):
-        checkpoints.convert("nobody/nothing", tmp_path / "full")
+        convert("nobody/nothing", tmp_path / "full")
     with fails(FileExistsError, str(tmp_path / "full"), "not empty"):
         checkpoints.save(tmp_path / "full", {}, saved[1])
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["mine.txt"]

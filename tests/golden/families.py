@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jaxspec.models import families
+
 FOLDER = Path(__file__).parent
 POSITIONS = 48
 SHARED = {
@@ -24,11 +26,11 @@ SHARED = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-# Family -> (transformers' model class, its configuration, the dtype that its file stores).
+# Name -> (family, configuration of the transformers model, the dtype that its file stores).
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama2": ("Llama", {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False}, "float32"),
+    "llama2": ("llama", {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False}, "float32"),
     "llama3": (
-        "Llama",
+        "llama",
         {
             "head_dim": 16,
             "tie_word_embeddings": True,
@@ -43,11 +45,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "bfloat16",
     ),
-    "mistral": ("Mistral", {"head_dim": 8, "sliding_window": 20, "tie_word_embeddings": False}, "float16"),
-    "qwen2": ("Qwen2", {"hidden_size": 64, "tie_word_embeddings": True}, "bfloat16"),
-    "qwen3": ("Qwen3", {"num_attention_heads": 6, "head_dim": 24, "tie_word_embeddings": False}, "bfloat16"),
+    "mistral": ("mistral", {"head_dim": 8, "sliding_window": 20, "tie_word_embeddings": False}, "float16"),
+    "qwen2": ("qwen2", {"hidden_size": 64, "tie_word_embeddings": True}, "bfloat16"),
+    "qwen3": ("qwen3", {"num_attention_heads": 6, "head_dim": 24, "tie_word_embeddings": False}, "bfloat16"),
     "gemma3": (
-        "Gemma3",
+        "gemma3",
         {
             "head_dim": 16,
             "num_key_value_heads": 1,
@@ -65,23 +67,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def torch_model(family: str, seed: int):
-    """A random transformers model of the family in float32, its weights rounded to the dtype that is stored."""
+def torch_model(name: str, seed: int):
+    """A random transformers model of FAMILIES in float32, its weights rounded to the dtype that is stored."""
     import torch
     import transformers
 
-    kind, options, dtype = FAMILIES[family]
-    config = getattr(transformers, kind + ("TextConfig" if kind == "Gemma3" else "Config"))(**SHARED | options)
+    family, options, dtype = FAMILIES[name]
+    entry = families.FAMILIES[family]
+    config = transformers.CONFIG_MAPPING[entry.model_type](**SHARED | options)
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for tensor, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:  # logits of size one or more
-                value = noise * (weight.shape[1] ** -0.5 * (1.5 if "embed" not in name else 4.0))
+                value = noise * (weight.shape[1] ** -0.5 * (1.5 if "embed" not in tensor else 4.0))
             else:  # norms and biases: far enough from their neutral value to be missed
-                centre = 0.0 if kind == "Gemma3" or name.endswith("bias") else 1.0
+                centre = 0.0 if entry.norm_plus_one or tensor.endswith("bias") else 1.0
                 value = centre + 0.3 * noise
             weight.copy_(value.to(getattr(torch, dtype)).float())
     return model

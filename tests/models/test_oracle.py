@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import checkpoints
+from jaxspec.models import families
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
 from tests.golden.families import FAMILIES, FOLDER, POSITIONS, SHARED, save_model, torch_logits, torch_model
@@ -27,6 +28,10 @@ def load(folder, dtype="float32"):
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+
+
+def test_every_family_is_compared():
+    assert {family for family, *_ in FAMILIES.values()} == set(families.FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,7 +19,7 @@ CONFIG = tiny.FAMILIES["llama3"]  # with a head of its own
 
 def test_matrices_lie_output_first_and_are_seen_input_first():
     plain = dict(tiny.model(CONFIG).params)
-    stored = stored_for(STREAMS, dict(plain))
+    stored = stored_for(STREAMS, CONFIG, dict(plain))
     assert isinstance(stored, OutputFirst)
     assert list(stored) == list(plain)
     assert len(stored) == len(plain)
@@ -29,13 +29,13 @@ def test_matrices_lie_output_first_and_are_seen_input_first():
         assert stored.stored[name] is plain[name], name
     for name, array in plain.items():
         np.testing.assert_array_equal(stored[name], array, err_msg=name)
-    assert stored_for(STREAMS, stored) is stored
+    assert stored_for(STREAMS, CONFIG, stored) is stored
     assert weight_bytes(CONFIG, stored) == weight_bytes(CONFIG, plain)
 
 
 def test_a_dict_is_emptied_on_the_way():
     params = dict(tiny.model(CONFIG).params)
-    stored_for(STREAMS, params)
+    stored_for(STREAMS, CONFIG, params)
     assert not params
     model = tiny.model(CONFIG)
     engine = tiny.engine(model)
@@ -50,13 +50,13 @@ def test_a_dict_is_emptied_on_the_way():
 )
 def test_others_leave_them_as_they_are(backend):
     params = dict(tiny.model(CONFIG).params)
-    assert stored_for(backend, params) is params
+    assert stored_for(backend, CONFIG, params) is params
     assert params
 
 
 def test_several_devices_and_bfloat16_leave_them_as_they_are():
     params = {name: x.astype(jnp.bfloat16) for name, x in tiny.model(CONFIG).params.items()}
-    assert stored_for(STREAMS, params) is params
+    assert stored_for(STREAMS, CONFIG, params) is params
     if jax.device_count() < 2:
         pytest.skip("wants 2 devices: --xla_force_host_platform_device_count")
     assert not Backend(CPU, make_mesh(2)).streams
@@ -68,5 +68,5 @@ def test_a_pass_is_the_same():
     chunks = (20, 1, 2, 5)
     plain = forward.run(CONFIG, model.params, tokens, chunks)
     np.testing.assert_allclose(
-        forward.run(CONFIG, stored_for(STREAMS, dict(model.params)), tokens, chunks), plain, atol=1e-5
+        forward.run(CONFIG, stored_for(STREAMS, CONFIG, dict(model.params)), tokens, chunks), plain, atol=1e-5
     )

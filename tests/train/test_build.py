@@ -87,7 +87,7 @@ def test_the_family_stays(family):
     assert [getattr(c, name) for name in kept] == [getattr(target, name) for name in kept]
     assert c.windows == target.windows[:1]
     assert (c.tied, c.reduced_vocab_size, c.rare_vocab_size) == (False, None, 0)
-    assert (c.embed_width, c.embed_scale) == (32, 32**0.5 if family == "gemma3" else 1.0)
+    assert (c.embed_width, c.embed_scale) == (32, target.embed_scale)
 
 
 def test_layers_are_spread_over_the_target():

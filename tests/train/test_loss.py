@@ -182,7 +182,7 @@ def test_parts_of_a_batch_make_the_same_step(accumulate, n, tmp_path):
 
     def after(parts):
         options = runs.options(tmp_path, "x", batch_size=4, accumulate=parts, warmup=0, steps=10)
-        state = steps.first_state(REDUCED.params, ids, options, sharding(make_mesh()))
+        state = steps.first_state(REDUCED, options, sharding(make_mesh()))
         step = steps.make_step(ORDERED.config, REDUCED.config, options, BACKEND, jnp.float32)
         state, metrics = step(state, 0.01, (ids, ORDERED.params if n is None else {}), batch)
         return state, metrics
@@ -210,7 +210,8 @@ def test_which_matrices_change_alike_in_all_directions(tmp_path):
     grads = {name: jnp.asarray(steep(*shape), jnp.float32) for name, shape in shapes.items()}
     grads["norm"] = jnp.ones(16)
     params = jax.tree.map(jnp.zeros_like, grads)
-    optimizer = steps.make_optimizer(runs.options(tmp_path, "x"))
+    config = dataclasses.replace(REDUCED.config, embed_width=32)
+    optimizer = steps.make_optimizer(runs.options(tmp_path, "x"), config)
     updates = optimizer.update(grads, optimizer.init(params), params)[0]
     values = {name: np.linalg.svd(updates[name], compute_uv=False) for name in shapes}
     spread = {name: found[-1] / found[0] for name, found in values.items()}
@@ -226,7 +227,7 @@ def test_a_step_lowers_for_accelerators(platform, n, tmp_path):
     ids = {name: REDUCED.params[name] for name in IDS}
     backend = Backend(named(platform), None, "reference")
     step = steps.make_step(ORDERED.config, REDUCED.config, options, backend, jnp.bfloat16)
-    state = steps.first_state(REDUCED.params, ids, options, sharding(make_mesh()))
+    state = steps.first_state(REDUCED, options, sharding(make_mesh()))
     target, told = {name: x.astype(jnp.bfloat16) for name, x in ORDERED.params.items()}, {}
     if n is not None:
         target, told = {}, {"ids": np.zeros((4, 12, n), np.uint16), "log_p": np.zeros((4, 12, n), np.float16)}

@@ -1,0 +1,42 @@
+"""What is known of a parameter beside its numbers: said where the nnx module declares it, derived everywhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+Kind = Literal["matrix", "table", "bias", "norm", "ids"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """An abstract array. JAX, which asks for shape, dtype and sharding, takes it for one.
+
+    kind: "matrix" [I, O] of a product; "table", whose rows are looked up; "bias"; "norm"; "ids", ids of another
+      vocabulary.
+    axes: of each dimension the logical axis (`jaxspec.parallel.mesh`), None where it is not cut.
+    parts: where it merges several of a checkpoint's, each with its columns in a group (see `ModelConfig.merged`).
+    head: whether it is read for logits only; borrowed: whether it is the target's, and no draft's checkpoint has it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: Kind
+    axes: tuple[str | None, ...]
+    parts: tuple[tuple[str, int], ...] = ()
+    head: bool = False
+    borrowed: bool = False
+    sharding: Any = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def trained(self) -> bool:
+        return self.kind != "ids" and not self.borrowed
