@@ -11,6 +11,7 @@ import pytest
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import new_engine, params, plain, repeating, serve, texts
+from tests.sizes import cases
 
 K = 3
 PAGE = 4
@@ -53,7 +54,7 @@ def computed(monkeypatch):
     return watch
 
 
-@pytest.mark.parametrize("method", ["noisy", "plain"])
+@cases("method", ["noisy", "plain"], quick=["noisy"])
 @pytest.mark.parametrize("sampling", [params(20)[0], SamplingParams(max_tokens=20, seed=4)], ids=["greedy", "seeded"])
 def test_a_common_beginning_is_computed_once(method, sampling, computed):
     engine = own(method)
@@ -173,8 +174,8 @@ def seeds(requests) -> tuple[SamplingParams, ...]:
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-@pytest.mark.parametrize("n", [3, 7])
-@pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9, 11])
+@cases("n", [3, 7], quick=[7])
+@cases("length", [1, 2, 4, 5, 8, 9, 11], quick=[1, 4, 11])
 def test_samples_share_their_prompt(length, n, reuse):
     """One token, prompts that end at a page's border, one before and one behind; more samples than rows."""
     engine = own(enable_prefix_caching=reuse)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 
-import pytest
-
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import FAMILY, MAX_TOKENS, PROMPTS, engine, new_engine, params, plain, serve, texts, total
+from tests.sizes import cases
 
 K = 3
 STANDARD = {"rejection_sample_method": "standard"}
@@ -26,7 +25,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "k", "sampling"), [*CASES, ("wrong", 2, seeded())])
+@cases(
+    ("method", "k", "sampling"),
+    [*CASES, ("wrong", 2, seeded())],
+    quick=[("noisy", 4, FILTERED), ("ngram", 3, FILTERED)],
+)
 def test_coupled_equals_plain(method, k, sampling):
     expected = plain(PROMPTS, sampling, FAMILY[method])
     for rounds in (1, 4, 32):
@@ -65,7 +68,7 @@ def standard(method: str):
     return new_engine(method, K, spec=STANDARD)
 
 
-@pytest.mark.parametrize("method", ["noisy", "ngram"])
+@cases("method", ["noisy", "ngram"], quick=["noisy"])
 def test_standard_rule_does_not_depend_on_company_or_rounds(method):
     """Keys are counters, not a stream: the same seed gives the same tokens in any batch, row and launch length."""
     sampling = seeded(temperature=0.9)
