@@ -6,7 +6,7 @@
 # Each makes or reuses .venv with this machine's python3 and installs what it needs. Extra arguments: ARGS="...".
 
 PYTHON ?= python3
-VENV ?= .venv
+VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=

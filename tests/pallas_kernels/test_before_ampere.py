@@ -22,6 +22,7 @@ from pallas_kernels import (
     slot_mapping,
 )
 from tests import lively, tiny
+from tests.sizes import cases
 
 WORDS = "kernels need a GPU of compute capability 8.0, Tesla T4 has 7.5"
 OPS = ("merge_tokens", "slot_mapping", "kv_write", "paged_attention", "feed_forward", "self_attention", "likeliest")
@@ -70,7 +71,7 @@ def traced(op: str, implementation: str | None, rows: int, dtype) -> str:
     return str(jax.make_jaxpr(function)(*arguments))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@cases("dtype", [jnp.bfloat16, jnp.float32], quick=[jnp.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("op", OPS)
 def test_no_op_calls_a_kernel(t4, op, rows, dtype):
@@ -90,7 +91,7 @@ def test_others_have_kernels(monkeypatch, capability):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what holds no kernel runs on CPU, too")
-@pytest.mark.parametrize("kernels", [None, "reference"])
+@cases("kernels", [None, "reference"], quick=[None])
 def test_an_engine_runs_without_kernels(t4, kernels):
     """Plain, and drafting with a model: prefill and launches, as made for the GPU, in float32."""
     sampling = lively.params()

@@ -19,6 +19,7 @@ from pallas_kernels import (
     slot_mapping,
 )
 from pallas_kernels._split_product import split_product
+from tests.sizes import cases
 
 GPU = {"implementation": "pallas", "platform": "gpu"}
 H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
@@ -48,7 +49,7 @@ def test_slot_mapping():
     assert_lowers(lambda *a: slot_mapping(*a, **options, **GPU), *shapes)
 
 
-@pytest.mark.parametrize("heads", [(1, 64), (3, 96), (8, 128), (8, 256)], ids=str)
+@cases("heads", [(1, 64), (3, 96), (8, 128), (8, 256)], quick=[(3, 96)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_kv_write(heads, dtype):
     g, d = heads
@@ -56,8 +57,8 @@ def test_kv_write(heads, dtype):
     assert_lowers(lambda *a: kv_write(*a, **GPU), pages, kv, shape(40))
 
 
-@pytest.mark.parametrize("heads", [(1, 16), (3, 64), (3, 96), (8, 128), (8, 256)], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 5, 512])
+@cases("heads", [(1, 16), (3, 64), (3, 96), (8, 128), (8, 256)], quick=[(1, 16), (8, 128)], ids=str)
+@cases("num_tokens", [1, 5, 512], quick=[5])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_paged_attention(heads, num_tokens, dtype):
     g, d = heads
@@ -66,7 +67,7 @@ def test_paged_attention(heads, num_tokens, dtype):
     assert_lowers(lambda *a: paged_attention(*a, **options, **GPU), query, pages, shape(8, 64), shape(8))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@cases("activation", ["silu", "gelu_tanh"], quick=["silu"])
 @pytest.mark.parametrize(("rows", "hopper", "kernels"), [(1, False, 3), (5, False, 0), (5, True, 5), (32, True, 5)])
 def test_feed_forward(monkeypatch, rows, hopper, kernels, activation):
     monkeypatch.setattr(_device, "shares_much", lambda: hopper)
@@ -78,7 +79,7 @@ def test_feed_forward(monkeypatch, rows, hopper, kernels, activation):
     assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("xla.gpu.triton") == kernels
 
 
-@pytest.mark.parametrize(("rows", "asking"), [(1, 0), (2, 3), (16, 3), (17, 0)])
+@cases(("rows", "asking"), [(1, 0), (2, 3), (16, 3), (17, 0)], quick=[(2, 3), (17, 0)])
 def test_products_of_some_rows_ask_for_the_weights_behind(monkeypatch, rows, asking):
     monkeypatch.setattr(_device, "shares_much", lambda: True)
     row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
@@ -120,13 +121,13 @@ def lowered_self_attention(rows, heads, row_pages=64, eps=1e-6):
     return lowered(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], ids=str)
-@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 256)], ids=str)
+@cases("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], quick=[(1, 1), (16, 2)], ids=str)
+@cases("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 256)], quick=[(9, 3, 64)], ids=str)
 def test_self_attention(rows, heads):
     assert "xla.gpu.triton" in lowered_self_attention(rows, heads)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("rows", "group", "row_pages", "kernels"),
     [
         ((16, 1), 2, 64, 2),
@@ -137,6 +138,7 @@ def test_self_attention(rows, heads):
         ((16, 1), 2, 65, 3),  # keys enough for several programs
         ((8, 1), 2, 64, 3),  # too few programs without splits
     ],
+    quick=[((16, 1), 2, 64, 2), ((16, 5), 2, 64, 3)],
 )
 def test_a_program_that_has_all_keys_has_all_that_is_new(monkeypatch, rows, group, row_pages, kernels):
     monkeypatch.setattr(_device, "shares_much", lambda: True)  # eps tells it from what was traced for other GPUs
