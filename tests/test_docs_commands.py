@@ -22,6 +22,7 @@ from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
 from tests.documents import CURRENT, PAGES, blocks, commands
 from tests.folders import write_model
+from tests.sizes import cases
 from tests.train import runs
 
 # Option -> its number there -> the number here.
@@ -51,6 +52,7 @@ STANDS_FOR = {
 TINY, TINY_DRAFT = ((*presets.TABLE[name][:8], 8192, *presets.TABLE[name][9:]) for name in ("tiny", "tiny-draft"))
 ALL = [words for page in CURRENT for words in commands(page, "jaxspec")]
 SHOWN = list(dict.fromkeys(shlex.join(words) for words in ALL if len(words) > 2))  # more than a command's name
+ONE_OF_EACH = list({line.split()[1]: line for line in reversed(SHOWN)}.values())  # the first of each command
 
 # What else blocks may begin a line with -> why it is not run here.
 ELSEWHERE = {
@@ -117,7 +119,7 @@ def test_no_line_is_left_out():
         assert Path(words[0]).name in {"jaxspec", *ELSEWHERE}, words
 
 
-@pytest.mark.parametrize("line", SHOWN)
+@cases("line", SHOWN, quick=ONE_OF_EACH)
 def test_it_works(line, small, capsys):
     words = brief(shlex.split(line))
     if "--out" in words:

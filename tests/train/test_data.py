@@ -21,6 +21,7 @@ from jaxspec.train.data_options import DataOptions
 from jaxspec.train.generate import engine_options
 from jaxspec.train.prompts import CATEGORIES, grammar
 from tests.folders import BOS, CHAT_TEMPLATE, EOS, write_model
+from tests.sizes import cases
 
 MIXTURE = {"chat": 2.0, "free": 1.0, "list": 0.0}
 OPTIONS = {"tokens": 6000, "length": 128, "shard_size": 24, "rows": 8, "mixture": MIXTURE, "seed": 5}
@@ -38,7 +39,7 @@ def llm(folder):
     return LLM(folder, **engine_options(DataOptions(**OPTIONS)))
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=["drawn", pytest.param("self", marks=pytest.mark.thorough)])
 def options(request):
     return OPTIONS | {"mixture": MIXTURES[request.param]}
 
@@ -126,7 +127,7 @@ def test_mixture_and_temperatures(llm, out, shards, options):
     assert sum(data_options.MIXTURE[name] for name in ("self", "begun")) / sum(data_options.MIXTURE.values()) == 0.75
 
 
-@pytest.mark.parametrize("category", ["self", "begun"])
+@cases("category", ["self", "begun"], quick=["self"])
 def test_messages_are_what_the_target_says(llm, tmp_path, category):
     """Or how it ends them; and so are the answers to them."""
     options = DataOptions(**OPTIONS | {"tokens": 1, "mixture": {category: 1.0}})
@@ -200,6 +201,7 @@ def test_messages_that_never_end(llm, tmp_path, monkeypatch):
     assert not llm.engine.busy
 
 
+@pytest.mark.thorough
 def test_newcomers_come_in_few_numbers(llm, tmp_path, monkeypatch):
     """Every other number would compile another program."""
     monkeypatch.setattr(generate, "REFILL", 2)
