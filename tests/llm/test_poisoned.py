@@ -224,6 +224,7 @@ def test_through_llm(folder, alone):
     check_free(llm)
 
 
+@pytest.mark.thorough
 def test_through_async_llm(folder, alone):
     cases = draw(np.random.default_rng(1), 500)
 
