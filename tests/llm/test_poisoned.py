@@ -195,6 +195,7 @@ def check_free(llm: LLM) -> None:
     assert not engine.midway
 
 
+@pytest.mark.thorough
 def test_through_llm(folder, alone):
     """Requests come between steps, as from several iterators."""
     llm, rng = quick(LLM(folder, speculative_config=SPECULATION, **OPTIONS)), np.random.default_rng(0)
