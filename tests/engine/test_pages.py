@@ -17,6 +17,7 @@ K = 3
 PAGE = 4
 CONTEXT = 18  # of the draft that has a shorter one
 LONG = repeating(30, 7, 1)
+EITHER = (params(20)[0], SamplingParams(max_tokens=20, seed=4))
 VARIATION = (*LONG[:22], 60, 61, 62, 63)  # 5 full pages in common, and half a page
 
 
@@ -55,7 +56,7 @@ def computed(monkeypatch):
 
 
 @cases("method", ["noisy", "plain"], quick=["noisy"])
-@pytest.mark.parametrize("sampling", [params(20)[0], SamplingParams(max_tokens=20, seed=4)], ids=["greedy", "seeded"])
+@cases("sampling", EITHER, quick=EITHER[:1], ids=["greedy", "seeded"])
 def test_a_common_beginning_is_computed_once(method, sampling, computed):
     engine = own(method)
     lengths, seen = computed(engine), []

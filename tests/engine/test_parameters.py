@@ -53,6 +53,7 @@ def test_each_does_what_it_says(family):
     assert same.count("nothing") == 2
 
 
+@pytest.mark.thorough
 def test_ignore_eos_and_min_tokens():
     """The model's own end ids are held back below min_tokens, and are ids like others where they are ignored."""
     free = serve(plain("llama"), PROMPTS, params((LONG,) * 3))[1].output

@@ -11,7 +11,7 @@ from tests.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_e
 EVERYTHING = Variant(standard=True, coupled=True, filters=True, logprobs=5, processors=True)
 
 
-@cases("method", METHODS, quick=["draft_model"])
+@cases("method", METHODS, quick=["ngram"])
 def test_random_requests_get_what_they_would_get_alone(method):
     rng = np.random.default_rng(METHODS.index(method))
     cases = draw(rng, 34)
