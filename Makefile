@@ -16,8 +16,9 @@ ARGS ?=
 demo: $(VENV)/.demo
 	$(BIN)/jaxspec demo $(ARGS)
 
-# More than eight workers cost more memory and start-up than they save.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
+# More than eight workers cost more memory and start-up than they save. Each begins with a part of the files in their
+# order, so that what the tests of a file share is mostly compiled by one.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not thorough" $(ARGS)
