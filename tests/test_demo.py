@@ -74,7 +74,6 @@ def test_the_fastest_number_of_drafts_is_shown(measured):
     assert document["draft"].endswith("draft")
 
 
-@pytest.mark.thorough
 def test_two_engines_serve_all_numbers_of_drafts():
     class Fake:
         def speculating(self, options):
