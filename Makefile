@@ -1,6 +1,8 @@
-# make demo    real weights, plain and speculative side by side
-# make test    the tests
-# make lint    ruff and mypy
+# make demo        real weights, plain and speculative side by side
+# make test        every kind of test, in minutes
+# make test-all    every test
+# make test-rest   what make test leaves out
+# make lint        ruff and mypy
 # Each makes or reuses .venv with this machine's python3 and installs what it needs. Extra arguments: ARGS="...".
 
 PYTHON ?= python3
@@ -9,14 +11,23 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all test-rest lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/jaxspec demo $(ARGS)
 
-# More than eight workers cost more memory and start-up than they save.
+# More than eight workers cost more memory and start-up than they save. Each begins with a part of the files in their
+# order, so that what the tests of a file share is mostly compiled by one.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
+	$(PYTEST) -m "not thorough" $(ARGS)
+
+test-all: $(VENV)/.test
+	$(PYTEST) $(ARGS)
+
+test-rest: $(VENV)/.test
+	$(PYTEST) -m thorough $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

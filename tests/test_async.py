@@ -15,6 +15,7 @@ from jaxspec.async_llm import Call
 from jaxspec.job import Job
 from tests import tiny
 from tests.folders import write_model
+from tests.llm.answers import one_shape
 
 PROMPTS = ["The quick brown fox", "Count the words: one, two,", "dog dog dog", "def total(items):", "Über-strong"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -31,13 +32,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(folder):
     """The greedy answers, and a function for others."""
-    llm = LLM(folder, **OPTIONS)
+    llm = one_shape(LLM(folder, **OPTIONS))
     return lambda prompts, params=GREEDY: llm.generate(prompts, params)
 
 
 @pytest.fixture(scope="module")
 def shared(folder):
     llm = AsyncLLM(folder, **OPTIONS)
+    one_shape(llm.llm)
     yield llm
     llm.shutdown()
 

@@ -44,6 +44,7 @@ def measured(tmp_path_factory):
     return printed["document"], picture
 
 
+@pytest.mark.thorough
 def test_document(measured):
     document, _ = measured
     assert document.keys() >= {"model", "draft", "device", "prompts", "methods"}
@@ -62,6 +63,7 @@ def test_document(measured):
     assert json.loads(json.dumps(document)) == document
 
 
+@pytest.mark.thorough
 def test_the_fastest_number_of_drafts_is_shown(measured):
     document, _ = measured
     trials, draft = document["draft_trials"], document["methods"]["draft_model"]
@@ -86,6 +88,7 @@ def test_two_engines_serve_all_numbers_of_drafts():
     assert ways[2].llm is ways[4].llm
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", demo.METHODS[1:])
 def test_speculation_changes_nothing(measured, name):
     document, _ = measured
@@ -94,12 +97,14 @@ def test_speculation_changes_nothing(measured, name):
     assert method["identical_to_plain"], method["differences"]
 
 
+@pytest.mark.thorough
 def test_the_model_makes_sense(measured):
     document, _ = measured
     assert document["answers"][0].startswith("The Amazon river is")
     assert "capital of France is" in document["answers"][-1]
 
 
+@pytest.mark.thorough
 def test_picture(measured):
     from matplotlib.image import imread
 
@@ -110,6 +115,7 @@ def test_picture(measured):
     assert pixels[..., :3].std() > 0.05  # not an empty sheet
 
 
+@pytest.mark.thorough
 def test_tables(measured, capsys):
     document, _ = measured
     theirs = {"tokens": 24, "seconds": 2.0, "tokens_per_second": 12.0, "same_answers": 3}
@@ -132,6 +138,7 @@ def test_the_trained_draft_is_the_default(monkeypatch):
     assert sources.DRAFTS == {demo.MODEL: demo.DRAFT}
 
 
+@pytest.mark.thorough
 def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
     document, _ = measured
     monkeypatch.setattr(demo, "measure", lambda options: demo.say("loading") or document)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.documents import CURRENT, PAGES, ROOT, anchors, blocks, commands, links, prose, text_of
 from tests.folders import write_model
+from tests.sizes import cases
 
 EXAMPLES = [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))]
 LANGUAGES = {"", "python", "mermaid", "text"}  # text: no example
@@ -19,7 +20,7 @@ def tiny(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("docs") / "tiny")
 
 
-@pytest.mark.parametrize(("page", "number"), EXAMPLES)
+@cases(("page", "number"), EXAMPLES, quick=[example for example in EXAMPLES if example[0] != "docs/serving.md"])
 def test_python_examples_run(page, number, tiny, capsys):
     """With a tiny model under the real one's name."""
     example = blocks(page, "python")[number]

@@ -21,6 +21,7 @@ from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
 from tests.documents import CURRENT, PAGES, blocks, commands
 from tests.folders import write_model
+from tests.sizes import cases
 from tests.train import runs
 
 # Option -> its number there -> the number here.
@@ -50,6 +51,8 @@ STANDS_FOR = {
 TINY, TINY_DRAFT = ((*presets.TABLE[name][:8], 8192, *presets.TABLE[name][9:]) for name in ("tiny", "tiny-draft"))
 ALL = [words for page in CURRENT for words in commands(page, "jaxspec")]
 SHOWN = list(dict.fromkeys(shlex.join(words) for words in ALL if len(words) > 2))  # more than a command's name
+COMMANDS = {line.split()[1]: line for line in reversed(SHOWN)}  # name -> the first line that shows it
+CHEAP = [COMMANDS[name] for name in ("generate", "info", "convert", "generate-data")]
 
 # What else blocks may begin a line with -> why it is not run here.
 ELSEWHERE = {
@@ -115,7 +118,7 @@ def test_no_line_is_left_out():
         assert Path(words[0]).name in {"jaxspec", *ELSEWHERE}, words
 
 
-@pytest.mark.parametrize("line", SHOWN)
+@cases("line", SHOWN, quick=CHEAP)
 def test_it_works(line, small, capsys):
     words = brief(shlex.split(line))
     if "--out" in words:

@@ -21,6 +21,7 @@ import typer
 from jaxspec import cli
 from jaxspec.cli import exits
 from jaxspec.parallel.absent import may_have_tpu
+from tests.sizes import cases
 from tests.train import runs
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +166,7 @@ libtpu = pytest.mark.skipif(
 
 
 @libtpu
-@pytest.mark.parametrize("words", ["info {}", "generate x --model {} --max-tokens 4", "convert {} {}-{}"])
+@cases("words", ["info {}", "generate x --model {} --max-tokens 4", "convert {} {}-{}"], quick=["info {}"])
 def test_a_person_sees_only_our_lines(folder, words, tmp_path):
     target = str(folder / "target")
     given = [word.replace("{}-{}", str(tmp_path / "out")).replace("{}", target) for word in words.split()]
@@ -177,7 +178,7 @@ def test_a_person_sees_only_our_lines(folder, words, tmp_path):
 
 
 @libtpu
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@cases(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], quick=[(signal.SIGTERM, 143)])
 def test_no_stack_is_printed_where_a_command_is_ended(folder, number, code):
     """While it compiles, when libtpu would be there."""
     process = start("generate", "Once", "--model", str(folder / "target"), "--max-tokens", "400", "-n", "500")
@@ -192,7 +193,7 @@ def data_command(folder: Path, out: Path) -> list[str]:
     return ["generate-data", "--target", str(folder / "target"), "--out", str(out), *shlex.split(options)]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@cases(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], quick=[(signal.SIGINT, 130)])
 def test_the_first_interrupt_ends_generate_data(folder, tmp_path, number, code):
     out = tmp_path / "data"
     process = start(*data_command(folder, out))
@@ -211,6 +212,7 @@ def test_the_first_interrupt_ends_generate_data(folder, tmp_path, number, code):
     assert json.loads((out / "manifest.json").read_text())["shards"] <= count
 
 
+@pytest.mark.thorough
 def test_what_was_interrupted_before_the_first_shard(folder, tmp_path):
     process = start(*data_command(folder, tmp_path / "data"))
     _, err = stopped(process, "^loading", signal.SIGINT)
@@ -220,6 +222,7 @@ def test_what_was_interrupted_before_the_first_shard(folder, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_the_first_interrupt_ends_train_draft(folder, tmp_path):
     """And what its line says to do works."""
     out = tmp_path / "draft"
@@ -265,6 +268,7 @@ sys.exit(exits.status(run))
     assert (done.returncode, done.stderr) == (130, "jaxspec: interrupted\n")
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves(folder):
     """jaxspec ... | head -c 1"""
     for words in (["generate", "x", "--max-tokens", "300", "--model"], ["info"]):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxspec
+from tests.sizes import cases
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
@@ -154,7 +155,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("first", [*PACKAGES, "jaxspec.llm", "jaxspec.cli", "jaxspec.decode.round"])
+@cases("first", [*PACKAGES, "jaxspec.llm", "jaxspec.cli", "jaxspec.decode.round"], quick=["checkpoints", "jaxspec.llm"])
 def test_any_module_may_be_imported_first(first):
     run(f"import {first}; import checkpoints; from jaxspec import LLM")
 

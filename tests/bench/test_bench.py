@@ -178,6 +178,7 @@ def test_milliseconds_are_those_of_a_round(monkeypatch):
     assert measure.Point(load(CHOSEN), LIMITS, B, CONTEXT).per_round(None) == Sample(2.0, 1.0, 3.0, 0.5)
 
 
+@pytest.mark.thorough
 def test_there_is_room_where_every_draft_is_accepted():
     """A model that drafts for itself: no row may end while it is timed."""
     setup = load(CHOSEN)
@@ -222,11 +223,11 @@ SHORT = ("--batch-size", "1", "--context", "24", "-k", "2", "--launches", "1", "
 
 
 @pytest.fixture
-def quick(monkeypatch):
+def limits(monkeypatch):
     monkeypatch.setattr(measure, "hardware", lambda dtype: LIMITS)
 
 
-def test_json_is_all_there_is_on_standard_output(capsys, quick, tmp_path):
+def test_json_is_all_there_is_on_standard_output(capsys, limits, tmp_path):
     picture = tmp_path / "bench.png"
     extra = ("--json", "--plot", str(picture), "--synthetic-acceptance-length", "2")
     code, out, err = run(capsys, "--preset", "tiny", *SHORT, "round,speculative", *extra)
@@ -240,7 +241,8 @@ def test_json_is_all_there_is_on_standard_output(capsys, quick, tmp_path):
     assert "times its floor" in err
 
 
-def test_of_several_k_each_is_timed(capsys, quick, tmp_path):
+@pytest.mark.thorough
+def test_of_several_k_each_is_timed(capsys, limits, tmp_path):
     """Also one that is neither the largest nor its half, which are those that an engine compiles."""
     extra = ("--json", "--plot", str(tmp_path / "bench.png"), "-k", "2,3,4")
     code, out, err = run(capsys, "--preset", "tiny+tiny-draft", *SHORT, "round,propose,score,verify,attention", *extra)
@@ -253,7 +255,8 @@ def test_of_several_k_each_is_timed(capsys, quick, tmp_path):
     assert propose == pytest.approx([k * propose[0] / 2 for k in (2, 3, 4)])
 
 
-def test_never_slower_of_several_k(capsys, quick):
+@pytest.mark.thorough
+def test_never_slower_of_several_k(capsys, limits):
     extra = ("--json", "--never-slower", "-k", "1,2", "--synthetic-acceptance-length", "1.5")
     code, out, err = run(capsys, "--preset", "tiny", *SHORT, "plain", *extra)
     assert code == 0, err
@@ -261,7 +264,8 @@ def test_never_slower_of_several_k(capsys, quick):
     assert ways == [(k, way) for k in (1, 2) for way in ("off", "always", "adaptive")]
 
 
-def test_a_real_model(capsys, quick, tmp_path):
+@pytest.mark.thorough
+def test_a_real_model(capsys, limits, tmp_path):
     """With prompts of text, in its own tokens."""
     folder = str(write_model(tmp_path / "model"))
     code, out, err = run(capsys, "--model", folder, "--draft", folder, *SHORT, "draft,speculative", "--json")

@@ -29,6 +29,7 @@ from tests.checkpoints.files import shard, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import byte_level_meta
 from tests.folders import write_tokenizer
 from tests.golden.families import FAMILIES, FOLDER
+from tests.sizes import cases
 
 SECONDS = 5.0  # for one file, on a busy machine; it takes milliseconds
 steady = functools.partial(
@@ -134,7 +135,7 @@ def read_folder(folder: Path) -> None:
         assert all(0 <= i < 2**31 for i in checkpoints.load_stop_ids(source, Tokenizer))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES, quick=["gemma3"])
 def test_config_json(family, scratch):
     real = json.loads((FOLDER / family / "config.json").read_text())
     older = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}, "sliding_window_pattern": 2}
@@ -150,7 +151,7 @@ def test_config_json(family, scratch):
     (scratch / "config.json").unlink()
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", orbax.CONFIG_FILE])
+@cases("name", ["config.json", "generation_config.json", orbax.CONFIG_FILE], quick=["config.json"])
 def test_json_byte_by_byte(name, scratch):
     folder = scratch / name.replace(".", "-")
     folder.mkdir()
@@ -198,7 +199,7 @@ def test_index_and_headers_of_shards(scratch):
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3"])
+@cases("family", ["llama3", "gemma3"], quick=["llama3"])
 def test_gguf(family, scratch):
     meta = {key: value for key, value in byte_level_meta("qwen2").items() if key != "ggml.merges"}
     meta = {k: v[:40] if isinstance(v, list) else v for k, v in meta.items()} | {"ggml.merges": ["a b"]}

@@ -33,6 +33,7 @@ from tests.lively import (
     texts,
     total,
 )
+from tests.sizes import cases
 from tests.tiny import FAMILIES
 
 ROUNDS = (1, 4, 32)
@@ -47,11 +48,12 @@ CASES += [
     ("qwen3", "noisy", 4),
     ("gemma3", "noisy", 3),
 ]
+QUICK = [case for case in CASES if case[1:] == ("first_layer", 2)] + [("gemma3", "ngram", 5), ("loops", "ngram", 3)]
 SELF = (1, 3, 4)  # K of the tests in which a model drafts for itself
 K = 4
 
 
-@pytest.mark.parametrize(("family", "method", "k"), CASES)
+@cases(("family", "method", "k"), CASES, quick=QUICK)
 def test_equals_plain(family, method, k):
     sampling = tuple(params())
     expected = plain(PROMPTS, sampling, family)
@@ -87,8 +89,8 @@ def test_cases_are_partly_right(method):
     assert len({token for tokens in texts(requests) for token in tokens}) > 10
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("method", ["noisy", "ngram"])
+@cases("rows", [1, 2, 3, 4, 5, 8], quick=[1])
+@cases("method", ["noisy", "ngram"], quick=["ngram"])
 def test_every_batch_size(method, rows):
     prompts = (*PROMPTS[::-1], *PROMPTS)[:rows]
     sampling = tuple(params((*MAX_TOKENS, *MAX_TOKENS)[:rows]))
@@ -112,7 +114,7 @@ def test_every_row_has_its_own_k(method):
                 assert (m.num_drafts, m.num_draft_tokens) == (-(-20 // (k + 1)) * (k > 0), -(-20 // (k + 1)) * k)
 
 
-@pytest.mark.parametrize("k", SELF)
+@cases("k", SELF, quick=[4])
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_a_model_drafting_for_itself_is_always_right(k, rounds):
     """K of K in every round: only with a draft cache that lacks nothing, also the last accepted token's entry."""
@@ -128,6 +130,7 @@ def test_a_model_drafting_for_itself_is_always_right(k, rounds):
         assert m.draft_acceptance_rate == m.system_efficiency == 1.0
 
 
+@pytest.mark.thorough
 def test_sliding_windows_drafting_for_themselves():
     """The same with windows of 12 positions, shorter than the text."""
     sampling = params((30,) * 5)
@@ -147,7 +150,7 @@ def test_a_draft_that_is_always_wrong(rounds):
         assert (m.mean_acceptance_length, m.num_emitted_tokens) == (1.0, n)
 
 
-@pytest.mark.parametrize("method", ["fewer_ids", "more_ids"])
+@cases("method", ["fewer_ids", "more_ids"], quick=["fewer_ids"])
 def test_draft_with_another_vocabulary_size(method):
     """Ids that only one of the models has are never proposed, and do no harm where they stand in the text."""
     prompts = (*PROMPTS, (VOCAB - 1, VOCAB - 2, 3, 4))
@@ -168,9 +171,10 @@ def test_ids_beyond_the_drafts_vocabulary_leave_it_useful():
     assert all(r.metrics.num_accepted_tokens > 0 for r in requests)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("spec", "wishes"),
     [({}, {}), ({"draft_sample_method": "greedy"}, {}), ({}, {"repetition_penalty": 1.1})],
+    quick=[({}, {})],
     ids=["greedy", "greedy draft", "penalties"],
 )
 def test_draft_with_a_reduced_vocabulary(spec, wishes):
@@ -196,6 +200,7 @@ def test_logits_of_a_reduced_vocabulary_are_spread():
     assert jnp.isfinite(spread).sum() == 48
 
 
+@pytest.mark.thorough
 def test_a_reduced_vocabulary_beside_prompt_lookup():
     """What was looked up may be an id that the draft does not propose; it reads it as any other."""
     m, sampling = target("loops"), tuple(params())
@@ -205,7 +210,7 @@ def test_a_reduced_vocabulary_beside_prompt_lookup():
     assert sum(total(requests)) > 10
 
 
-@pytest.mark.parametrize("limit", [20, 33])
+@cases("limit", [20, 33], quick=[20])
 def test_draft_with_a_shorter_context(limit):
     """Rows beyond it decode plainly; a prompt that is longer from the start never speculates."""
     short = new_engine("itself", K, spec={"max_model_len": limit})
@@ -315,7 +320,8 @@ def test_speculation_off_for_one_or_for_all():
 
 
 def test_the_cover_is_what_it_says():
-    assert {family for family, *_ in CASES} == {*FAMILIES, "loops"}
+    for cover in (CASES, QUICK):
+        assert {family for family, *_ in cover} == {*FAMILIES, "loops"}
     for k in range(1, 7):
         assert ("llama", "ngram", k) in CASES
         assert {("llama", "noisy", k), ("llama", "first_layer", k)} & set(CASES)

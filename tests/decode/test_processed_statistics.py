@@ -18,6 +18,7 @@ from jaxspec.sampling.processors import count
 from tests import laws
 from tests.decode.test_statistics import LEAST_P, REJECTED, compare, draft, law
 from tests.launches import PROMPT, Setting
+from tests.sizes import cases
 
 K, V = 2, 4
 COLD = 0.7
@@ -39,7 +40,7 @@ EVERYTHING = Setting(
 SETTINGS = (PENALISED, BIASED, NO_WORDS, LONG, EVERYTHING)
 
 
-@pytest.mark.parametrize("drafter", ["draft model", "lookup"])
+@cases("drafter", ["draft model", "lookup"], quick=["draft model"])
 def test_the_targets_law(drafter):
     """Coupled and standard rows, and rows that ask for nothing, in one batch."""
     rows = [dataclasses.replace(s, coupled=c) for c in (False, True) for s in (*SETTINGS, Setting())]
@@ -59,6 +60,7 @@ def test_the_settings_do_something(setting):
     assert laws.pooled_mass(ours, 25_000) < 0.05
 
 
+@pytest.mark.thorough
 def test_a_draft_that_ignores_all_of_it_costs_speed_only(monkeypatch):
     """q is what the drafts were drawn from: whatever it is, the target's law comes out."""
     right = decode_round.propose
@@ -127,7 +129,7 @@ FAULTS: list[tuple[Callable, Setting]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "setting"), FAULTS)
+@cases(("fault", "setting"), FAULTS, quick=[(do_not_count_drafts, PENALISED)])
 def test_planted_faults_are_rejected(fault, setting, monkeypatch):
     fault(monkeypatch)
     # Prompt lookup compiles sooner, but finds nothing in the first round, which a minimum length is about.

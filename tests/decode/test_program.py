@@ -24,6 +24,7 @@ from jaxspec.platforms import PLATFORMS
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
 from tests import lively, tiny
+from tests.sizes import cases
 from tests.uncached import no_compilation_cache
 
 K = 3
@@ -71,7 +72,7 @@ def cache_bytes(engine: Engine) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(engine.runner.cache))
 
 
-@pytest.mark.parametrize("variant", ["greedy", "everything"])
+@cases("variant", ["greedy", "everything"], quick=["everything"])
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
 def test_the_host_takes_no_part(method, variant):
     text = compiled(method, variant).as_text()
@@ -81,7 +82,7 @@ def test_the_host_takes_no_part(method, variant):
     assert not re.findall(r'custom_call_target="[^"]*(?:callback|python|host)[^"]*"', text, re.IGNORECASE)
 
 
-@pytest.mark.parametrize("method", ["plain", "draft_model", "ngram"])
+@cases("method", ["plain", "draft_model", "ngram"], quick=["draft_model"])
 def test_caches_are_updated_in_place(method):
     """Every leaf aliases, all bytes of it, and temporary memory knows nothing of the number of pages."""
     program, engine = compiled(method), make(method)
@@ -97,6 +98,7 @@ def test_caches_are_updated_in_place(method):
     assert small.temp_size_in_bytes == large.temp_size_in_bytes < 300_000
 
 
+@pytest.mark.thorough
 def test_no_copy_of_the_cache_while_sampling():
     small, large = (compiled("draft_model", "everything", n).memory_analysis() for n in (48, 16 * 48))
     assert small.temp_size_in_bytes == large.temp_size_in_bytes
@@ -123,8 +125,8 @@ def loop_body(engine: Engine, variant: str):
     return list(equations(loop.params["body_jaxpr"].jaxpr))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("method", ["plain", "draft_model", "ngram"])
+@cases("variant", VARIANTS, quick=["greedy", "everything"])
+@cases("method", ["plain", "draft_model", "ngram"], quick=["draft_model"])
 def test_a_round_is_k_draft_passes_and_one_verification(method, variant):
     engine = make(method)
     body = loop_body(engine, variant)
@@ -145,7 +147,7 @@ def test_a_round_is_k_draft_passes_and_one_verification(method, variant):
 EMBEDDINGS = {(64, 32): "target", (64, 24): "draft"}
 
 
-@pytest.mark.parametrize("method", ["plain", "draft_model", "ngram"])
+@cases("method", ["plain", "draft_model", "ngram"], quick=["draft_model"])
 def test_no_sort_and_no_callback_in_the_loop(method):
     names = {equation.primitive.name for equation in loop_body(make(method), "everything")}
     assert "dot_general" in names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -89,10 +90,18 @@ def test_a_row_without_pages_pauses(method):
         assert all(r.metrics.num_accepted_tokens_per_pos == [6] * K for r in requests)
 
 
+def emptied() -> Engine:
+    """An engine that some tests share, its pages all zeros."""
+    found = engine("itself", K)
+    found.scheduler.allocator.reset()
+    found.runner.cache = jax.tree.map(jnp.zeros_like, found.runner.cache)
+    return found
+
+
 @pytest.mark.parametrize("wanted", range(K + 1))
 def test_what_a_round_writes(wanted):
     """K_b + 1 positions of the target, K_b of the draft (at least the pending token), nothing behind them."""
-    fresh = new_engine("itself", K)
+    fresh = emptied()
     requests = start(fresh, PROMPTS[2:4], params((20, 20), num_speculative_tokens=wanted))
     requests[1].num_speculative_tokens = K  # so that the program drafts, whatever the first row wants
     before = [r.num_tokens for r in requests]
@@ -106,6 +115,8 @@ def test_what_a_round_writes(wanted):
     mine = {page for r in requests for page in r.pages}
     others = [page for page in range(OPTIONS["num_pages"]) if page not in mine]
     assert not any(leaf[others].any() for leaf in used)
+    for request in requests:
+        fresh.abort(request)
 
 
 def test_the_draft_cache_keeps_up():

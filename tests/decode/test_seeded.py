@@ -10,6 +10,7 @@ import pytest
 
 from tests.launches import Launches, Setting, blend, model
 from tests.lively import reduced
+from tests.sizes import cases
 
 V, K, LENGTH, EACH = 6, 3, 24, 16
 SEEDS = np.arange(EACH) * 7919 - 3  # some are negative
@@ -57,7 +58,7 @@ def test_neighbours_do_not_matter():
     assert (again[:2, ::2] != there[:2, ::2]).any(axis=-1).all()
 
 
-@pytest.mark.parametrize("proposer", [p for p in PROPOSERS if p != "draft"])
+@cases("proposer", [p for p in PROPOSERS if p != "draft"], quick=["lookup", "nothing"])
 def test_coupled_tokens_do_not_depend_on_the_drafts(proposer):
     there, here = tokens("draft"), tokens(proposer)
     for row in (0, 2, 4, 5):  # the coupled ones and the greedy

@@ -22,6 +22,7 @@ from jaxspec.sampling.distribution import process
 from jaxspec.verify import rejection
 from tests import laws
 from tests.launches import PROMPT, Launches, Setting, blend, model, paged
+from tests.sizes import cases
 
 LEAST_P = 1e-4  # below it the program is wrong
 REJECTED = 1e-9  # a planted fault has to fall below this
@@ -98,8 +99,10 @@ def compare(
     return np.array(p_values), accepted
 
 
-@pytest.mark.parametrize(
-    ("num_drafts", "size", "samples"), [(1, 5, 50_000), (2, 4, 50_000), (3, 3, 50_000), (4, 3, 100_000)]
+@cases(
+    ("num_drafts", "size", "samples"),
+    [(1, 5, 50_000), (2, 4, 50_000), (3, 3, 50_000), (4, 3, 100_000)],
+    quick=[(2, 4, 50_000)],
 )
 def test_the_standard_rule_draws_from_the_targets_law(num_drafts, size, samples):
     p_values, accepted = compare(num_drafts, size, samples, settings(size))
@@ -111,7 +114,7 @@ def test_the_standard_rule_draws_from_the_targets_law(num_drafts, size, samples)
         assert laws.pooled_mass(law(size, num_drafts + 3, PROMPT, setting), samples) < 0.02
 
 
-@pytest.mark.parametrize("greedy_draft", [False, True])
+@cases("greedy_draft", [False, True], quick=[False])
 def test_the_coupled_rule_draws_from_the_targets_law(greedy_draft):
     """Half of the rows are coupled, half standard, in one batch."""
     rows = settings(4, coupled=True) + settings(4)
@@ -132,6 +135,7 @@ def reduced() -> Model:
     return Model(dataclasses.replace(m.config, reduced_vocab_size=2), params)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_a_reduced_vocabulary_draws_from_the_targets_law(greedy_draft):
     """The draft lacks two of four ids, which the target emits often; half of the rows are coupled."""
@@ -148,6 +152,7 @@ NOTHING_TO_PROPOSE = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_a_draft_without_any_allowed_id_draws_from_the_targets_law(greedy_draft):
     rows = [Setting(1.0, coupled=c, **how) for how in NOTHING_TO_PROPOSE for c in (False, True)]
@@ -157,6 +162,7 @@ def test_a_draft_without_any_allowed_id_draws_from_the_targets_law(greedy_draft)
     assert accepted[2, 0] > 0.2
 
 
+@pytest.mark.thorough
 def test_and_one_that_proposes_nevertheless_does_not(monkeypatch):
     """What every rule was given before proposals ended there: an id that q gives nothing."""
     monkeypatch.setattr(decode_round, "leading", lambda accepted, num_proposed: num_proposed)
@@ -165,7 +171,7 @@ def test_and_one_that_proposes_nevertheless_does_not(monkeypatch):
     assert (p_values < REJECTED).all()
 
 
-@pytest.mark.parametrize("coupled", [False, True])
+@cases("coupled", [False, True], quick=[False])
 def test_prompt_lookup_draws_from_the_targets_law(coupled):
     rows = settings(3, coupled=coupled)
     p_values, accepted = compare(3, 3, 25_000, rows, (1, 3), prompt=(0, 2, 1, 0, 2, 1, 0))
@@ -173,6 +179,7 @@ def test_prompt_lookup_draws_from_the_targets_law(coupled):
     assert (accepted[:, 0] > 0.1).all()
 
 
+@pytest.mark.thorough
 def test_prompt_lookup_with_a_draft_model_draws_from_the_targets_law():
     """Looked-up tokens are certain, the draft's are drawn: both kinds stand in a round, coupled rows beside others."""
     prompt = (0, 2, 1, 0, 2, 1, 0)
@@ -182,6 +189,7 @@ def test_prompt_lookup_with_a_draft_model_draws_from_the_targets_law():
     assert (accepted[:, 0] > 0.1).all()
 
 
+@pytest.mark.thorough
 def test_rows_with_fewer_drafts_draw_from_the_targets_law():
     rows = [Setting(0.8, min_p=0.1, num_drafts=k, coupled=c) for c in (False, True) for k in range(4)]
     p_values, _ = compare(3, 3, 25_000, rows)
@@ -245,7 +253,7 @@ FAULTS: list[tuple[Callable, str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "rule", "greedy_draft"), FAULTS)
+@cases(("fault", "rule", "greedy_draft"), FAULTS, quick=[(bonus_from_q, "standard", False)])
 def test_planted_faults_are_rejected(fault, rule, greedy_draft, monkeypatch):
     fault(monkeypatch)
     p_values, _ = compare(2, 4, 12_000, settings(4, coupled=rule == "coupled"), greedy_draft=greedy_draft)

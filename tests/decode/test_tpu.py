@@ -10,6 +10,7 @@ from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
 from jaxspec.models.config import ModelConfig
 from tests import hlo
+from tests.sizes import cases
 from tests.tpu_program import Program, check, check_loop, first_layers
 
 K, ROWS = 4, 8
@@ -45,7 +46,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@cases("name", VARIANTS, quick=["draft_model"])
 def test_the_launch(name):
     chip, target, draft, variant, num_drafts, temporary = VARIANTS[name]
     program = Program(chip, target, draft, variant, num_drafts=num_drafts, **SMALL)
@@ -56,6 +57,7 @@ def test_the_launch(name):
         assert hlo.kernels(read.loop, kernel) == hlo.kernels(read.all, kernel) == passes
 
 
+@pytest.mark.thorough
 def test_prefill():
     program = Program("v5e:1x1", layers("qwen3-0.6b", 2), QWEN, **SMALL)
     read = check(program, program.prefill(), 200_000_000)

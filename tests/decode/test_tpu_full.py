@@ -13,7 +13,7 @@ from jaxspec.bench.presets import preset
 from tests import hlo
 from tests.tpu_program import Program, check, check_loop, first_layers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 K, TEMPORARY = 4, 300_000_000
 PAIRS = {

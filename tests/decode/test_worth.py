@@ -9,6 +9,7 @@ from jaxspec.config import MAX_ROUNDS
 from jaxspec.decode.loop import PATIENCE
 from tests.decode.test_round import K, start
 from tests.lively import PROMPTS, engine, params, plain, texts
+from tests.sizes import cases
 
 
 def rounds_until_lost(gain: float, worth: float) -> int:
@@ -29,7 +30,7 @@ def launches(method: str, worth: float, num_tokens: int = 24) -> tuple[list[int]
 
 
 @pytest.mark.parametrize(("method", "gain"), [("wrong", 1), ("itself", K + 1)])
-@pytest.mark.parametrize("excess", [0.0, 1e-3, 0.25, 1.0, 4.0, 1e6, np.inf])
+@cases("excess", [0.0, 1e-3, 0.25, 1.0, 4.0, 1e6, np.inf], quick=[0.0, 0.25, 4.0, np.inf])
 def test_a_launch_ends_where_it_has_lost(method, gain, excess):
     """worth = gain + excess, of rows that gain the same in every round; worth = gain is no loss."""
     num_tokens = 24 * gain if method == "wrong" else 40

@@ -12,6 +12,7 @@ from jaxspec.engine.adaptive import FIRST_PAUSE, LONGEST_PAUSE, PROBE_ROUNDS, Ac
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import new_engine, params, plain, repeating, serve, texts
+from tests.sizes import cases
 
 K = 4
 CHOICES = (0, 2, 4)
@@ -193,7 +194,7 @@ def with_choices(monkeypatch, *ks: int) -> list[int]:
     return used
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
+@cases("sampling", SAMPLINGS, quick=SAMPLINGS[:1], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("ks", [(0, 4), (4, 0, 2), (2, 0, 0, 4), (0,)])
 def test_outputs_do_not_depend_on_the_choice(ks, sampling, monkeypatch):
     used = with_choices(monkeypatch, *ks)

@@ -30,6 +30,7 @@ from tests.lively import (
     target,
     texts,
 )
+from tests.sizes import cases
 
 K = 3
 MANY = tuple(repeating(3 + 2 * i, 3 + i % 4, i) for i in range(9))
@@ -67,7 +68,7 @@ def test_a_launch_is_shorter_where_the_host_may_have_to_act(monkeypatch, own, st
     assert launched == [rounds]
 
 
-@pytest.mark.parametrize(("method", "rounds"), [("noisy", 1), ("noisy", 4), ("noisy", 32), ("ngram", 4)])
+@cases(("method", "rounds"), [("noisy", 1), ("noisy", 4), ("noisy", 32), ("ngram", 4)], quick=[("noisy", 4)])
 @pytest.mark.parametrize("short", ["rows", "pages"])
 def test_requests_wait_for_rows_and_pages(method, rounds, short):
     """All complete, in the order they came, with the tokens that they have without waiting."""
@@ -96,7 +97,7 @@ def test_a_waiting_request_is_let_in_when_a_row_ends():
     small.abort(first)
 
 
-@pytest.mark.parametrize("method", ["plain", "noisy"])
+@cases("method", ["plain", "noisy"], quick=["noisy"])
 def test_a_request_that_never_fits_is_refused(method):
     small = new_engine(method, K * (method == "noisy"), num_pages=2)
     with pytest.raises(ValueError, match=r"43 tokens needs 3 pages of 16, the pool has 2: lower max_tokens or raise"):
@@ -138,7 +139,7 @@ def test_abort_frees_what_was_held(when):
 
 def test_reused_pages_leak_nothing():
     """The same engine, the same pages, other requests before: the same tokens."""
-    small = new_engine("noisy", K, num_pages=9, max_num_seqs=2)
+    small = narrow("noisy", "pages")
     for _ in range(3):
         assert texts(serve(small, MANY, MANY_PARAMS, rounds=4)) == plain(MANY, MANY_PARAMS)
 
@@ -278,6 +279,7 @@ def test_block_tables_come_in_widths_that_attention_makes_use_of(platform, kerne
     assert table_widths(Device(platform), kernels, most, page_size=16) == widths
 
 
+@pytest.mark.thorough
 def test_a_block_table_is_as_wide_as_its_longest_request_may_become():
     own = new_engine("noisy", K)
     own.table_widths = (2, 5)

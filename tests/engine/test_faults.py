@@ -15,6 +15,7 @@ from jaxspec.engine.adaptive import Choice
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from tests.lively import new_engine, params, plain, repeating, serve, texts
+from tests.sizes import cases
 
 K = 3
 PROGRAMS = ("prefill", "copy_pages", "launch", "catch_up")
@@ -287,7 +288,7 @@ class Letters:
         return "".join(chr(ord("A") + i) for i in ids)
 
 
-@pytest.mark.parametrize("share", range(8))
+@cases("share", range(8), quick=[0, 3])
 def test_an_interrupt_between_any_two_lines(share):
     """Every 8 * 47th line of a service, each time another one: every request gets every token, once."""
     engine = own()

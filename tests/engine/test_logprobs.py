@@ -12,6 +12,7 @@ from jaxspec.engine.request import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import FAMILY, new_engine, params, repeating, serve, target
 from tests.models import forward
+from tests.sizes import cases
 from tests.wishes import METHODS, PROMPTS, batch, expected, found
 
 CLOSE = 1e-4
@@ -46,7 +47,7 @@ def same(some: list[TokenLogprobs], others: list[TokenLogprobs]) -> None:
         np.testing.assert_allclose([a.logprob, *a.top_logprobs], [b.logprob, *b.top_logprobs], atol=CLOSE)
 
 
-@pytest.mark.parametrize("family", ["llama", "loops"])
+@cases("family", ["llama", "loops"], quick=["llama"])
 def test_plain_decoding_has_those_of_a_dense_pass(family):
     """Raw ones: temperature, penalties and masks take no part. Rows beside them that ask for none have none."""
     ranks = set()
@@ -60,7 +61,7 @@ def test_plain_decoding_has_those_of_a_dense_pass(family):
     assert len(ranks) > 3
 
 
-@pytest.mark.parametrize(("method", "k"), METHODS)
+@cases(("method", "k"), METHODS, quick=[("noisy", 4)])
 def test_speculation_changes_none_of_them(method, k):
     """Of accepted, recovered and bonus tokens."""
     here, there = found(method, k), expected(FAMILY[method])
@@ -100,6 +101,7 @@ def cut(output: list[int], start: int) -> int | None:
     return 5 if len(output) >= 9 else None
 
 
+@pytest.mark.thorough
 def test_a_batch_that_asks_for_none_has_a_program_without_them():
     engine = new_engine("noisy", 2)
     requests = [engine.add(p, s) for p, s in zip(PROMPTS[:2], params((9, 9)), strict=True)]

@@ -12,6 +12,7 @@ from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.results import NO_NUMBERS
 from jaxspec.sampling_params import SamplingParams
 from tests import tiny
+from tests.sizes import cases
 
 POISON = 7  # an id whose row of the table is no number
 CONFIG = dataclasses.replace(tiny.FAMILIES["llama3"], max_model_len=128)  # with a head of its own
@@ -53,8 +54,8 @@ def plainly(how: str) -> SamplingParams:
 
 
 @pytest.mark.parametrize("make", [sampling, plainly])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("method", ["plain", "ngram", "draft_model", "ngram+draft_model"])
+@cases("how", HOW, quick=["greedy"])
+@cases("method", ["plain", "ngram", "draft_model", "ngram+draft_model"], quick=["draft_model"])
 def test_a_row_without_a_law_ends_alone(method, how, make):
     requests = tiny.run(served(method), PROMPTS, make(how))
     expected = tiny.run(served("plain", "nobody"), PROMPTS, make(how))
@@ -70,8 +71,8 @@ def test_a_row_without_a_law_ends_alone(method, how, make):
         assert requests[i].output == known
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("method", ["draft_model", "ngram+draft_model"])
+@cases("how", HOW, quick=["greedy"])
+@cases("method", ["draft_model", "ngram+draft_model"], quick=["draft_model"])
 def test_a_draft_without_a_law_proposes_nothing_of_worth(method, how):
     engine = served(method, "draft")
     requests = tiny.run(engine, PROMPTS, plainly(how))

@@ -11,11 +11,13 @@ import pytest
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import new_engine, params, plain, repeating, serve, texts
+from tests.sizes import cases
 
 K = 3
 PAGE = 4
 CONTEXT = 18  # of the draft that has a shorter one
 LONG = repeating(30, 7, 1)
+EITHER = (params(20)[0], SamplingParams(max_tokens=20, seed=4))
 VARIATION = (*LONG[:22], 60, 61, 62, 63)  # 5 full pages in common, and half a page
 
 
@@ -53,8 +55,8 @@ def computed(monkeypatch):
     return watch
 
 
-@pytest.mark.parametrize("method", ["noisy", "plain"])
-@pytest.mark.parametrize("sampling", [params(20)[0], SamplingParams(max_tokens=20, seed=4)], ids=["greedy", "seeded"])
+@cases("method", ["noisy", "plain"], quick=["noisy"])
+@cases("sampling", EITHER, quick=EITHER[:1], ids=["greedy", "seeded"])
 def test_a_common_beginning_is_computed_once(method, sampling, computed):
     engine = own(method)
     lengths, seen = computed(engine), []
@@ -173,8 +175,8 @@ def seeds(requests) -> tuple[SamplingParams, ...]:
 
 
 @pytest.mark.parametrize("reuse", [True, False])
-@pytest.mark.parametrize("n", [3, 7])
-@pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9, 11])
+@cases("n", [3, 7], quick=[7])
+@cases("length", [1, 2, 4, 5, 8, 9, 11], quick=[1, 4, 11])
 def test_samples_share_their_prompt(length, n, reuse):
     """One token, prompts that end at a page's border, one before and one behind; more samples than rows."""
     engine = own(enable_prefix_caching=reuse)

@@ -8,10 +8,11 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.results import NO_ID_ALLOWED
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import FAMILY, VOCAB, new_engine, params, serve, texts, total
+from tests.sizes import cases
 from tests.wishes import LONG, METHODS, PROMPTS, batch, expected, found, plain, speculative
 
 
-@pytest.mark.parametrize(("method", "k"), METHODS)
+@cases(("method", "k"), METHODS, quick=[("noisy", 4)])
 def test_equals_plain(method, k):
     rows, there, here = batch(FAMILY[method]), expected(FAMILY[method]), found(method, k)
     for row in rows:
@@ -28,7 +29,7 @@ def occurs(word: tuple[int, ...], output: list[int]) -> bool:
     return any(tuple(output[i : i + len(word)]) == word for i in range(len(output)))
 
 
-@pytest.mark.parametrize("family", ["llama", "loops"])
+@cases("family", ["llama", "loops"], quick=["llama"])
 def test_each_does_what_it_says(family):
     answers, rows = expected(family), batch(family)
     free = {kind: {} for kind in ("greedy", "seeded")}
@@ -52,6 +53,7 @@ def test_each_does_what_it_says(family):
     assert same.count("nothing") == 2
 
 
+@pytest.mark.thorough
 def test_ignore_eos_and_min_tokens():
     """The model's own end ids are held back below min_tokens, and are ids like others where they are ignored."""
     free = serve(plain("llama"), PROMPTS, params((LONG,) * 3))[1].output
@@ -69,6 +71,7 @@ def test_ignore_eos_and_min_tokens():
     assert len(outputs[2]) >= 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["noisy", "ngram"])
 def test_samples(method):
     """Samples differ, are what they were when asked again, and the first is that of n=1; as in plain decoding."""
@@ -96,7 +99,7 @@ def blocked(engine, company: SamplingParams) -> list[Request]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("method", "k"), [("plain", 0), ("noisy", 4), ("ngram", 4), ("combined", 4)])
+@cases(("method", "k"), [("plain", 0), ("noisy", 4), ("ngram", 4), ("combined", 4)], quick=[("plain", 0), ("noisy", 4)])
 def test_a_row_without_any_allowed_id_ends_with_an_error(method, k, temperature):
     """It keeps what it has said; the others of its batch know nothing of it."""
     engine = plain("llama") if method == "plain" else speculative(method, k)
@@ -111,6 +114,7 @@ def test_a_row_without_any_allowed_id_ends_with_an_error(method, k, temperature)
     assert requests[3].output == alone.output
 
 
+@pytest.mark.thorough
 def test_a_draft_that_has_none_of_the_allowed_ids():
     """Its q is nothing at all, and must not become the target's p; under the standard rule too."""
     lacking = new_engine("fewer_ids", 3, spec={"rejection_sample_method": "standard"})

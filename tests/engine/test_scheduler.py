@@ -299,6 +299,7 @@ def test_preempted_requests_end_with_the_same_tokens():
     assert [r.metrics.num_emitted_tokens for r in requests] == [25, 20, 25, 20]
 
 
+@pytest.mark.thorough
 def test_all_who_decode_may_give_way_to_one_in_prefill():
     """A step without a launch, then the long prompt goes on."""
     small = new_engine("noisy", K, page_size=4, num_pages=16, max_num_seqs=2, enable_prefix_caching=False)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec.sampling_params import SamplingParams
 from tests.lively import FAMILY, MAX_TOKENS, PROMPTS, engine, new_engine, params, plain, serve, texts, total
+from tests.sizes import cases
 
 K = 3
 STANDARD = {"rejection_sample_method": "standard"}
@@ -26,7 +27,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "k", "sampling"), [*CASES, ("wrong", 2, seeded())])
+@cases(
+    ("method", "k", "sampling"),
+    [*CASES, ("wrong", 2, seeded())],
+    quick=[("noisy", 4, FILTERED), ("ngram", 3, FILTERED)],
+)
 def test_coupled_equals_plain(method, k, sampling):
     expected = plain(PROMPTS, sampling, FAMILY[method])
     for rounds in (1, 4, 32):
@@ -52,6 +57,7 @@ def test_seeds_matter():
     assert one != greedy != two != one
 
 
+@pytest.mark.thorough
 def test_coupled_alone_equals_coupled_in_company():
     """One row's drafts are verified K + 1 at a time, so even the lone row's target products have several rows."""
     sampling = seeded(temperature=0.8)
@@ -65,7 +71,7 @@ def standard(method: str):
     return new_engine(method, K, spec=STANDARD)
 
 
-@pytest.mark.parametrize("method", ["noisy", "ngram"])
+@cases("method", ["noisy", "ngram"], quick=["noisy"])
 def test_standard_rule_does_not_depend_on_company_or_rounds(method):
     """Keys are counters, not a stream: the same seed gives the same tokens in any batch, row and launch length."""
     sampling = seeded(temperature=0.9)
@@ -80,6 +86,7 @@ def test_standard_rule_does_not_depend_on_company_or_rounds(method):
     assert alone != plain(PROMPTS, sampling), "the standard rule draws other tokens than the coupled one"
 
 
+@pytest.mark.thorough
 def test_standard_rule_with_ids_that_the_draft_lacks():
     """A draft without some of the target's ids keeps a finite q, and is accepted for the others."""
     lacking = new_engine("fewer_ids", K, spec=STANDARD)
@@ -104,6 +111,7 @@ def test_every_kind_of_row_in_one_batch():
 def test_a_seed_under_the_standard_rule_is_no_matter_of_how_many_run():
     """Speculation is off for a full batch, but not where a seeded request's tokens depend on it."""
     own = new_engine("noisy", 4, spec={**STANDARD, "disable_by_batch_size": 2, "adaptive": True}, max_num_seqs=4)
+    own.grown_shape = lambda requests: (4, 4)
     sampling = seeded(temperature=0.9)
     alone = [serve(own, [p], [s])[0].output for p, s in zip(PROMPTS[:3], sampling, strict=False)]
     together = serve(own, PROMPTS[:3], sampling[:3])

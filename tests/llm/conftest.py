@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec import LLM
 from tests.folders import write_model
-from tests.llm.answers import assert_idle
+from tests.llm.answers import assert_idle, one_shape
 
 
 @pytest.fixture(scope="package")
@@ -18,7 +18,8 @@ def folder(tmp_path_factory):
 def llm(folder):
     """The target drafts for itself: nearly every round accepts all K drafts, so stops fall into accepted runs."""
     speculative = {"model": str(folder), "num_speculative_tokens": 3, "adaptive": False}
-    return LLM(str(folder), speculative_config=speculative, max_num_seqs=4, num_pages=64, rounds_per_launch=4)
+    options = {"max_num_seqs": 4, "num_pages": 64, "rounds_per_launch": 4}
+    return one_shape(LLM(str(folder), speculative_config=speculative, **options))
 
 
 @pytest.fixture(autouse=True)

@@ -72,6 +72,7 @@ def test_bad_words_reach_the_engine_as_ids(llm, monkeypatch):
         llm.generate(PROMPTS[:2], [GREEDY, SamplingParams(bad_words=" ")])
 
 
+@pytest.mark.thorough
 def test_hundreds_of_prompts_come_back_in_order(llm):
     """Each with its own seed, so that no two answers are alike by chance."""
     prompts = [[5 + i % 300, 5 + i // 7] for i in range(400)]

@@ -195,6 +195,7 @@ def check_free(llm: LLM) -> None:
     assert not engine.roster.midway
 
 
+@pytest.mark.thorough
 def test_through_llm(folder, alone):
     """Requests come between steps, as from several iterators."""
     llm, rng = quick(LLM(folder, speculative_config=SPECULATION, **OPTIONS)), np.random.default_rng(0)
@@ -224,6 +225,7 @@ def test_through_llm(folder, alone):
     check_free(llm)
 
 
+@pytest.mark.thorough
 def test_through_async_llm(folder, alone):
     cases = draw(np.random.default_rng(1), 500)
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import kv_write, merge_tokens, paged_attention, slot_mapping
+from tests.sizes import cases
 
 NUM_PAGES, PAGE_SIZE, ROW_PAGES, ROWS, H, G, D = 8, 4, 3, 2, 4, 2, 64
 
@@ -35,7 +36,7 @@ def decode(pages, kv, query, block_table, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pallas"])
-@pytest.mark.parametrize("num_devices", [1, 2])
+@cases("num_devices", [1, 2], quick=[2])
 def test_rounds_in_a_loop(implementation, num_devices):
     if jax.default_backend() != "cpu" or jax.device_count() < num_devices:
         pytest.skip(f"wants {num_devices} CPU devices: --xla_force_host_platform_device_count")

@@ -7,9 +7,10 @@ import pytest
 
 from pallas_kernels import _split_product, feed_forward
 from pallas_kernels.device import here
-from pallas_kernels.feed_forward.reference import rms_norm
 from pallas_kernels.forms import function, module
+from pallas_kernels.plain import rms_norm
 from tests.pallas_kernels.flavours import A100, H100, kernel
+from tests.sizes import cases
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
 # ||out - expected|| / ||expected||: bfloat16 rounds x, the hidden numbers and the result.
@@ -46,16 +47,16 @@ def check(name, shape, rows, dtype, activation="silu", next_norm=None):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@cases("shape", SHAPES, quick=SHAPES[:2], ids=str)
+@cases("dtype", ["float32", "bfloat16"], quick=["bfloat16"])
+@cases("activation", ["silu", "gelu_tanh"], quick=["gelu_tanh"])
 def test_every_flavour_equals_the_plain_form(name, shape, dtype, activation):
     check(name, shape, (1, 1), dtype, activation)
 
 
 @pytest.mark.parametrize("name", FLAVOURS[1:])
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-@pytest.mark.parametrize("rows", [(1, 5), (16, 1), (16, 2), (16, 5)], ids=str)
+@cases("shape", SHAPES[:3], quick=SHAPES[1:2], ids=str)
+@cases("rows", [(1, 5), (16, 1), (16, 2), (16, 5)], quick=[(16, 5)], ids=str)
 def test_a_few_rows(name, shape, rows):
     next_norm = jnp.asarray(np.linspace(0.5, 2, shape[1]), jnp.float32)
     normed = check(name, shape, rows, "bfloat16", next_norm=next_norm)
@@ -63,7 +64,7 @@ def test_a_few_rows(name, shape, rows):
     assert check(name, shape, rows, "bfloat16", "gelu_tanh") is None
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (3, 5), (1, 97)], ids=str)
+@cases("rows", [(1, 1), (3, 5), (1, 97)], quick=[(3, 5)], ids=str)
 @pytest.mark.parametrize("post", [False, True])
 def test_public_function(rows, post):
     x, mixed, *weights, norm = random_arguments(SHAPES[0], rows, "float32")

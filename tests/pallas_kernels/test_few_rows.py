@@ -7,8 +7,9 @@ import pytest
 
 from pallas_kernels import _few_rows
 from pallas_kernels.device import CPU
-from pallas_kernels.feed_forward.reference import activate, rms_norm
+from pallas_kernels.plain import activate, rms_norm
 from tests.pallas_kernels.flavours import A100, H100
+from tests.sizes import cases
 
 
 def normal(seed, *size, scale=1.0, dtype=jnp.bfloat16):
@@ -19,9 +20,11 @@ def exact(x, weights):
     return np.asarray(x, np.float32) @ np.asarray(weights, np.float32)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16, 20, 40, 80, 96])
-@pytest.mark.parametrize(
-    ("shape", "splits"), [((128, 192), 1), ((192, 64), 3), ((64, 8192), 1), ((256, 4096), 2), ((128, 16384), 1)]
+@cases("rows", [2, 5, 16, 20, 40, 80, 96], quick=[2, 40])
+@cases(
+    ("shape", "splits"),
+    [((128, 192), 1), ((192, 64), 3), ((64, 8192), 1), ((256, 4096), 2), ((128, 16384), 1)],
+    quick=[((192, 64), 3), ((256, 4096), 2)],
 )
 def test_the_parts_of_a_product(rows, shape, splits):
     x, weights = normal(0, rows, shape[0]), normal(1, *shape, scale=shape[0] ** -0.5)
@@ -37,7 +40,7 @@ def test_more_rows_have_two_parts_of_twice_the_columns():
     np.testing.assert_allclose(parts.sum(axis=0), exact(x, weights), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@cases("kind", ["silu", "gelu_tanh"], quick=["silu"])
 @pytest.mark.parametrize(
     ("rows", "shape", "block"),
     [(2, (128, 256), 64), (5, (64, 512), 128), (17, (192, 1024), 256), (16, (64, 16384), 64), (75, (192, 512), 64)],

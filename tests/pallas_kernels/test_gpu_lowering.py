@@ -20,6 +20,7 @@ from pallas_kernels import (
 from pallas_kernels._split_product import split_product
 from pallas_kernels.device import of
 from tests.pallas_kernels.flavours import A100, H100
+from tests.sizes import cases
 
 GPU = {"implementation": "pallas", "platform": "gpu"}
 HERE = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
@@ -49,7 +50,7 @@ def test_slot_mapping():
     assert_lowers(lambda *a: slot_mapping(*a, **options, **GPU), *shapes)
 
 
-@pytest.mark.parametrize("heads", [(1, 64), (3, 96), (8, 128), (8, 256)], ids=str)
+@cases("heads", [(1, 64), (3, 96), (8, 128), (8, 256)], quick=[(3, 96)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_kv_write(heads, dtype):
     g, d = heads
@@ -57,8 +58,8 @@ def test_kv_write(heads, dtype):
     assert_lowers(lambda *a: kv_write(*a, **GPU), pages, kv, shape(40))
 
 
-@pytest.mark.parametrize("heads", [(1, 16), (3, 64), (3, 96), (8, 128), (8, 256)], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 5, 512])
+@cases("heads", [(1, 16), (3, 64), (3, 96), (8, 128), (8, 256)], quick=[(1, 16), (8, 128)], ids=str)
+@cases("num_tokens", [1, 5, 512], quick=[5])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_paged_attention(heads, num_tokens, dtype):
     g, d = heads
@@ -67,7 +68,7 @@ def test_paged_attention(heads, num_tokens, dtype):
     assert_lowers(lambda *a: paged_attention(*a, **options, **GPU), query, pages, shape(8, 64), shape(8))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@cases("activation", ["silu", "gelu_tanh"], quick=["silu"])
 @pytest.mark.parametrize(("rows", "device", "kernels"), [(1, A100, 3), (5, A100, 0), (5, H100, 5), (32, H100, 5)])
 def test_feed_forward(rows, device, kernels, activation):
     row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
@@ -77,7 +78,7 @@ def test_feed_forward(rows, device, kernels, activation):
     assert lowered(both, *shapes, shape(1024, dtype=jnp.float32)).count("xla.gpu.triton") == kernels
 
 
-@pytest.mark.parametrize(("rows", "asking"), [(1, 0), (2, 3), (16, 3), (17, 0)])
+@cases(("rows", "asking"), [(1, 0), (2, 3), (16, 3), (17, 0)], quick=[(2, 3), (17, 0)])
 def test_products_of_some_rows_ask_for_the_weights_behind(rows, asking):
     row = lambda *dims: shape(*dims, dtype=jnp.bfloat16)
     shapes = row(1, rows, 1024), row(1, rows, 2048), row(2048, 1024), row(1024, 6144), row(3072, 1024)
@@ -117,13 +118,13 @@ def lowered_self_attention(rows, heads, row_pages=64, device=A100):
     return lowered(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())
 
 
-@pytest.mark.parametrize("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], ids=str)
-@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 256)], ids=str)
+@cases("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], quick=[(1, 1), (16, 2)], ids=str)
+@cases("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 256)], quick=[(9, 3, 64)], ids=str)
 def test_self_attention(rows, heads):
     assert "xla.gpu.triton" in lowered_self_attention(rows, heads)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("rows", "group", "row_pages", "kernels"),
     [
         ((16, 1), 2, 64, 2),
@@ -134,6 +135,7 @@ def test_self_attention(rows, heads):
         ((16, 1), 2, 65, 3),  # keys enough for several programs
         ((8, 1), 2, 64, 3),  # too few programs without splits
     ],
+    quick=[((16, 1), 2, 64, 2), ((16, 5), 2, 64, 3)],
 )
 def test_a_program_that_has_all_keys_has_all_that_is_new(rows, group, row_pages, kernels):
     text = lowered_self_attention(rows, (8 * group, 8, 128), row_pages, H100)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pallas_kernels import kv_write
 from pallas_kernels.forms import function
 from tests.pallas_kernels.flavours import FLAVOURS, Racing, few_examples, kernel, seeds
+from tests.sizes import cases
 
 # P, S, G, D, M; the last has more tokens than the TPU form keeps copies in flight
 SHAPES = [(5, 4, 1, 64, 6), (5, 4, 3, 96, 6), (3, 8, 5, 128, 6), (30, 4, 1, 16, 100), (5, 4, 1, 64, 1)]
@@ -35,8 +36,8 @@ def random_arguments(shape, dtype, seed):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@cases("shape", SHAPES, quick=[SHAPES[1], SHAPES[3]])
+@cases("dtype", [jnp.float32, jnp.bfloat16], quick=[jnp.float32])
 def test_every_flavour_equals_the_oracle(name, shape, dtype):
     write = kernel("kv_write", name)
 

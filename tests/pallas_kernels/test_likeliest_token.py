@@ -6,6 +6,7 @@ import pytest
 
 from pallas_kernels import likeliest_token
 from tests.pallas_kernels.flavours import kernel
+from tests.sizes import cases
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
 
@@ -19,9 +20,9 @@ def run(name, x, table, num_ids):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@pytest.mark.parametrize("rows", [(1, 1), (5,), (16, 1), (4, 5), (16, 5)], ids=str)
+@cases("rows", [(1, 1), (5,), (16, 1), (4, 5), (16, 5)], quick=[(5,), (16, 5)], ids=str)
 @pytest.mark.parametrize(("size", "num_ids"), [(1024, 1024), (1000, 1000), (1000, 900), (40, 40)])
-@pytest.mark.parametrize("width", [64, 576])
+@cases("width", [64, 576], quick=[64])
 def test_every_flavour_finds_the_lowest_of_the_largest(name, rows, size, num_ids, width):
     """Few different sums, so that ties are many: within a program's columns, and between programs. What stands behind
     num_ids, and in no table at all, is never found, though every row would like it best."""

@@ -4,6 +4,7 @@ from hypothesis import given
 
 from pallas_kernels import merge_tokens
 from tests.pallas_kernels.flavours import FLAVOURS, few_examples, kernel, layouts, seeds
+from tests.sizes import cases
 
 SHAPES = [(0, 3), (1, 1), (13, 4), (150, 5)]  # T, B; the last spans two blocks of the GPU form
 
@@ -19,7 +20,7 @@ def oracle(tokens, next_tokens, query_start, num_rejected, fill):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@pytest.mark.parametrize("shape", SHAPES)
+@cases("shape", SHAPES, quick=[(0, 3), (150, 5)])
 def test_every_flavour_equals_the_oracle(name, shape):
     t, b = shape
     merge = kernel("merge_tokens", name, fill=7)

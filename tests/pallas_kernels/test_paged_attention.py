@@ -16,6 +16,7 @@ from pallas_kernels import paged_attention
 from pallas_kernels.forms import function, module
 from tests.pallas_kernels import flavours
 from tests.pallas_kernels.flavours import Racing, few_examples, kernel, seeds
+from tests.sizes import cases
 
 FLAVOURS = ["cpu", *flavours.FLAVOURS]
 gpu = module("paged_attention", "gpu")
@@ -132,19 +133,19 @@ def check_case(case: Case, name: str, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@cases("case", CASES, quick=[CASES[2], CASES[4]], ids=str)
 def test_every_flavour_equals_the_oracle(name, case):
     check_case(case, name)
 
 
 @pytest.mark.parametrize("name", [name for name in FLAVOURS if name != "tpu"])
-@pytest.mark.parametrize("case", ODD_CASES, ids=str)
+@cases("case", ODD_CASES, quick=ODD_CASES[1:], ids=str)
 def test_odd_head_sizes(name, case):
     check_case(case, name)
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+@cases("case", CASES[1:3], quick=CASES[1:2], ids=str)
 def test_bfloat16(name, case):
     check_case(case, name, jnp.bfloat16)
 
@@ -176,8 +177,8 @@ def attend_to_parts(name, shape, num_pages_row, parts):
         yield attend(query[:b, :t], pages, block_table[:b], kv_len[:b] - 8 + t), together[:b, :t]
 
 
-@pytest.mark.parametrize("shape", [(9, 3, 64, 16), (2, 2, 16, 4), (4, 4, 64, 8)], ids=str)
-@pytest.mark.parametrize("num_pages_row", [4, 40])
+@cases("shape", [(9, 3, 64, 16), (2, 2, 16, 4), (4, 4, 64, 8)], quick=[(9, 3, 64, 16)], ids=str)
+@cases("num_pages_row", [4, 40], quick=[40])
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @on_cpu
 def test_it_does_not_depend_on_rows_and_tokens(name, shape, num_pages_row):
@@ -190,7 +191,7 @@ def test_it_does_not_depend_on_rows_and_tokens(name, shape, num_pages_row):
         np.testing.assert_array_equal(alone, together)
 
 
-@pytest.mark.parametrize("shape", [(9, 3, 64, 16), (16, 8, 128, 16), (7, 1, 64, 16), (8, 2, 32, 8)], ids=str)
+@cases("shape", [(9, 3, 64, 16), (16, 8, 128, 16), (7, 1, 64, 16), (8, 2, 32, 8)], quick=[(7, 1, 64, 16)], ids=str)
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @on_cpu
 def test_rows_and_tokens_change_the_last_bits_at_most(name, shape):

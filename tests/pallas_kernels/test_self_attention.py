@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import self_attention
-from pallas_kernels.feed_forward.reference import rms_norm
 from pallas_kernels.forms import function
+from pallas_kernels.plain import rms_norm
 from tests.pallas_kernels.flavours import kernel
+from tests.sizes import cases
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
 TOLERANCE = {"float32": 3e-6, "bfloat16": 1e-2}  # of the norm, and absolutely of what is written (up to 5)
@@ -97,8 +98,8 @@ def check(got, expected, live, tolerance):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@cases("case", CASES, quick=[CASES[4], CASES[8]], ids=str)
+@cases("dtype", ["float32", "bfloat16"], quick=["bfloat16"])
 def test_every_flavour_equals_the_parts(name, case, dtype):
     arguments, live = random_arguments(case, dtype)
     got = kernel("self_attention", name, **case.options)(*arguments.values())
@@ -109,7 +110,7 @@ def test_every_flavour_equals_the_parts(name, case, dtype):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@pytest.mark.parametrize("case", CASES[2:4], ids=str)
+@cases("case", CASES[2:4], quick=CASES[2:3], ids=str)
 def test_x_may_be_normed_already(name, case):
     arguments, live = random_arguments(case, "bfloat16")
     expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)

@@ -4,6 +4,7 @@ from hypothesis import given
 
 from pallas_kernels import slot_mapping
 from tests.pallas_kernels.flavours import FLAVOURS, few_examples, kernel, layouts, seeds
+from tests.sizes import cases
 
 SHAPES = [(0, 3), (13, 4), (150, 5)]  # T, B; the last spans two blocks of the GPU form
 PAGE_SIZE, ROW_PAGES, NUM_PAGES = 4, 3, 9
@@ -24,7 +25,7 @@ def oracle(positions, rejected, query_start, block_table, max_model_len):
 
 @pytest.mark.parametrize("name", FLAVOURS)
 @pytest.mark.parametrize("max_model_len", [10, 1000])
-@pytest.mark.parametrize("shape", SHAPES)
+@cases("shape", SHAPES, quick=[(150, 5)])
 def test_every_flavour_equals_the_oracle(name, shape, max_model_len):
     t, b = shape
     options = {"page_size": PAGE_SIZE, "max_model_len": max_model_len, "pad_slot": PAD_SLOT}

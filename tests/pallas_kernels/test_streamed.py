@@ -19,12 +19,13 @@ from pallas_kernels.paged_attention.reference import KEYS
 from tests import tiny
 from tests.hlo import NAMES, Program
 from tests.pallas_kernels.test_feed_forward import random_arguments, relative_error
+from tests.sizes import cases
 
 ROWS = [(1,), (1, 2), (5,), (2, 3), (7,), (3, 4), (13,)]
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
-@pytest.mark.parametrize("shape", [(64, 96), (48, 50), (576, 7)], ids=str)
+@cases("rows", ROWS, quick=[(1,), (2, 3)], ids=str)
+@cases("shape", [(64, 96), (48, 50), (576, 7)], quick=[(48, 50)], ids=str)
 def test_it_is_the_product(rows, shape):
     draw = np.random.default_rng(0)
     x, matrix = draw.normal(size=(*rows, shape[0])), draw.normal(size=shape[::-1])

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
 from pallas_kernels import kv_write, merge_tokens, paged_attention, slot_mapping
+from tests.sizes import cases
 from tests.tpu_topology import tpu_compile, tpu_sharding
 
 TOPOLOGIES = ["v5e:1x1", "v6e:1x1"]
@@ -20,8 +20,8 @@ def shape(*dims, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("num_tokens", [0, 40])
+@cases("topology", TOPOLOGIES, quick=TOPOLOGIES[:1])
+@cases("num_tokens", [0, 40], quick=[40])
 def test_merge_tokens_and_slot_mapping(topology, num_tokens):
     def both(tokens, next_tokens, query_start, num_rejected, block_table):
         options = {"page_size": PAGE_SIZE, "max_model_len": 1000, "pad_slot": NUM_PAGES * PAGE_SIZE}
@@ -32,8 +32,8 @@ def test_merge_tokens_and_slot_mapping(topology, num_tokens):
     assert "tpu_custom_call" in tpu_compile(topology, both, *shapes).as_text()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("heads", HEADS)
+@cases("topology", TOPOLOGIES, quick=TOPOLOGIES[:1])
+@cases("heads", HEADS, quick=[(8, 128)])
 def test_a_loop_writes_in_place(topology, heads):
     g, d = heads
     pages = shape(NUM_PAGES, PAGE_SIZE, 2 * g, d, dtype=jnp.bfloat16)
@@ -60,14 +60,14 @@ def compile_attention(topology, heads, num_tokens, dtype, **options):
     return tpu_compile(topology, attend, query, pages, shape(ROWS, ROW_PAGES), shape(ROWS)).as_text()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("heads", HEADS)
+@cases("topology", TOPOLOGIES, quick=TOPOLOGIES[:1])
+@cases("heads", HEADS, quick=[(3, 64)])
 def test_paged_attention(topology, heads):
     assert "tpu_custom_call" in compile_attention(topology, heads, 5, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 512])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@cases("num_tokens", [1, 512], quick=[512])
+@cases("dtype", [jnp.bfloat16, jnp.float32], quick=[jnp.bfloat16])
 def test_paged_attention_fits_vmem(num_tokens, dtype):
     """The smallest VMEM, a prompt chunk and the largest heads."""
     options = {"window": 100, "soft_cap": 20.0}

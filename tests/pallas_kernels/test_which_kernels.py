@@ -22,6 +22,7 @@ from pallas_kernels import (
 from pallas_kernels.device import CPU, Device
 from tests import lively, tiny
 from tests.pallas_kernels.flavours import A100, H100
+from tests.sizes import cases
 
 T4 = Device("gpu", (7, 5), "Tesla T4")
 WORDS = "kernels need a GPU of compute capability 8.0, Tesla T4 has 7.5"
@@ -61,7 +62,7 @@ def traced(op: str, implementation: str | None, device: Device, rows: int = 1, d
     return str(jax.make_jaxpr(function)(*arguments))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@cases("dtype", [jnp.bfloat16, jnp.float32], quick=[jnp.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("op", OPS)
 def test_no_op_calls_a_kernel_where_there_are_none(op, rows, dtype):
@@ -93,7 +94,7 @@ def test_what_stays_plain_where_kernels_are_asked_for(device):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what holds no kernel runs on CPU, too")
-@pytest.mark.parametrize("kernels", [None, "reference"])
+@cases("kernels", [None, "reference"], quick=[None])
 def test_an_engine_runs_without_kernels(kernels):
     """Plain, and drafting with a model: prefill and launches, as made for the GPU, in float32."""
     sampling = lively.params()

@@ -9,6 +9,7 @@ from jaxspec.parallel.mesh import PAGES_SPEC, make_mesh
 from jaxspec.sampling_params import SamplingParams
 from tests import tiny
 from tests.lively import FAMILY, OPTIONS, PROMPTS, engine, first_layer, new_engine, params, plain, serve, target, texts
+from tests.sizes import cases
 
 K = 3
 SEEDED = tuple(SamplingParams(max_tokens=20, seed=i, temperature=0.4, top_k=20) for i in range(5))
@@ -17,7 +18,7 @@ GREEDY = tuple(params((20,) * 5))
 HALVED = {"embed": 0, "head": 1, "qkv": 1, "out": 0, "gate_up": 1, "down": 0}
 
 
-@pytest.mark.parametrize("method", ["plain", "first_layer", "reduced", "ngram"])
+@cases("method", ["plain", "first_layer", "reduced", "ngram"], quick=["first_layer"])
 def test_two_devices_give_the_same_tokens(method):
     family = FAMILY.get(method, "llama")
     two = new_engine(method, K * (method != "plain"), family, tensor_parallel_size=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import random
 
@@ -16,11 +15,11 @@ from jaxspec.engine.arrivals import sample_seed
 from jaxspec.llm import LLM
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train import data, data_options, generate, openings
-from jaxspec.train.ahead import ahead
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.generate import engine_options
 from jaxspec.train.prompts import CATEGORIES, grammar
 from tests.folders import BOS, CHAT_TEMPLATE, EOS, write_model
+from tests.sizes import cases
 
 MIXTURE = {"chat": 2.0, "free": 1.0, "list": 0.0}
 OPTIONS = {"tokens": 6000, "length": 128, "shard_size": 24, "rows": 8, "mixture": MIXTURE, "seed": 5}
@@ -38,7 +37,7 @@ def llm(folder):
     return LLM(folder, **engine_options(DataOptions(**OPTIONS)))
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=["drawn", pytest.param("self", marks=pytest.mark.thorough)])
 def options(request):
     return OPTIONS | {"mixture": MIXTURES[request.param]}
 
@@ -57,17 +56,6 @@ def shards(out):
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def made_of(count: int, *, length: int = 10, seed: int = 0) -> data.Shards:
-    """Sequences in which every token tells its sequence and offset."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, length + 1, count).astype(np.int32)
-    tokens = 100 * np.arange(1, count + 1)[:, None] + np.arange(length)
-    tokens = np.where(np.arange(length) < lengths[:, None], tokens, 0).astype(np.int32)
-    prompts = rng.integers(1, lengths)
-    rest = np.zeros(count, np.uint8)
-    return data.Shards(tokens, lengths, prompts.astype(np.int32), rest, rest.astype(np.float32), {})
 
 
 def test_shards_and_manifest(out, shards):
@@ -126,7 +114,7 @@ def test_mixture_and_temperatures(llm, out, shards, options):
     assert sum(data_options.MIXTURE[name] for name in ("self", "begun")) / sum(data_options.MIXTURE.values()) == 0.75
 
 
-@pytest.mark.parametrize("category", ["self", "begun"])
+@cases("category", ["self", "begun"], quick=["self"])
 def test_messages_are_what_the_target_says(llm, tmp_path, category):
     """Or how it ends them; and so are the answers to them."""
     options = DataOptions(**OPTIONS | {"tokens": 1, "mixture": {category: 1.0}})
@@ -200,6 +188,7 @@ def test_messages_that_never_end(llm, tmp_path, monkeypatch):
     assert not llm.engine.busy
 
 
+@pytest.mark.thorough
 def test_newcomers_come_in_few_numbers(llm, tmp_path, monkeypatch):
     """Every other number would compile another program."""
     monkeypatch.setattr(generate, "REFILL", 2)
@@ -295,70 +284,6 @@ def test_a_failure_is_told(llm, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no memory left; where memory is short, lower --rows"):
         generate.generate(llm, tmp_path, DataOptions(**OPTIONS), target="tiny", progress=False)
     assert not llm.engine.busy
-
-
-def test_rows_are_a_function_of_the_seed():
-    rows, again, other = (data.packed(made_of(50), seed, 16) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(rows.tokens, again.tokens)
-    np.testing.assert_array_equal(rows.mask, again.mask)
-    assert (rows.tokens != other.tokens).any()
-
-
-def test_packing_and_mask():
-    shards = made_of(50)
-    rows = data.packed(shards, 1, 16)
-    assert rows.tokens.shape == rows.mask.shape == (shards.length.sum() // 16, 16)
-    assert rows.tokens.dtype == shards.tokens.dtype
-    assert rows.mask.dtype == bool
-    sequence, offset = rows.tokens // 100 - 1, rows.tokens % 100
-    assert (sequence >= 0).all()  # no padding
-    expected = offset >= shards.prompt_length[sequence]
-    expected[:, 0] = False
-    assert (rows.mask == expected).all()
-    stream, at = sequence.ravel(), offset.ravel()
-    follows = (stream[1:] == stream[:-1]) & (at[1:] == at[:-1] + 1)
-    begins = (at[1:] == 0) & (at[:-1] == shards.length[stream[:-1]] - 1)
-    assert (follows | begins).all()
-    assert len(set(rows.tokens.ravel().tolist())) == rows.tokens.size  # no token twice
-
-
-def test_an_epoch_takes_every_row_once():
-    """The first as they lie; every other one in an order of its own."""
-    epochs = [np.concatenate([data.chosen(43, 1, 10 * epoch + step, 4) for step in range(10)]) for epoch in range(3)]
-    np.testing.assert_array_equal(epochs[0], np.arange(40))
-    for rows in epochs[1:]:
-        assert len(set(rows.tolist())) == 40
-        assert set(rows.tolist()) < set(range(43))
-    assert (epochs[1] != epochs[2]).any()
-    np.testing.assert_array_equal(data.chosen(43, 1, 13, 4), epochs[1][12:16])
-    assert (data.chosen(43, 2, 13, 4) != epochs[1][12:16]).any()
-
-
-def test_too_little_data_for_a_batch():
-    with pytest.raises(ValueError, match="the data makes 43 rows, less than one batch of 64: generate more, or lower"):
-        data.chosen(43, 0, 0, 64)
-
-
-def test_ahead_computes_the_next_one_only():
-    """In order, to the end; an error is told where its result was due."""
-    begun = []
-
-    def square(i):
-        begun.append(i)
-        if i == 4:
-            raise KeyError(i)
-        return i * i
-
-    results = ahead(square, itertools.count())
-    assert [next(results) for _ in range(3)] == [0, 1, 4]
-    results.close()
-    assert len(begun) <= 4
-    assert list(ahead(square, range(3))) == [0, 1, 4]
-    assert list(ahead(square, ())) == []
-    results = ahead(square, itertools.count())
-    assert [next(results) for _ in range(4)] == [0, 1, 4, 9]
-    with pytest.raises(KeyError):
-        next(results)
 
 
 def test_heldout_is_not_trained_on(shards):

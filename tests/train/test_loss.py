@@ -22,6 +22,7 @@ from jaxspec.train.likeliest import top
 from jaxspec.train.loss import loss_sums, own_ids_first
 from pallas_kernels.device import CPU, named
 from tests import laws, lively, tiny
+from tests.sizes import cases
 from tests.train import runs
 
 BACKEND = Backend(CPU, None, "reference")
@@ -74,7 +75,7 @@ def coarsened(p, q, n):
     return pick(p), pick(q), *(1.0 - pick(x).sum(axis=-1, keepdims=True) for x in (p, q))
 
 
-@pytest.mark.parametrize("n", [None, 1, 5, VOCAB])
+@cases("n", [None, 1, 5, VOCAB], quick=[None, 5])
 @pytest.mark.parametrize("draft", [FULL, REDUCED], ids=["full", "reduced"])
 def test_against_numpy(draft, n):
     p, q = distributions(draft)
@@ -114,7 +115,7 @@ def test_fewer_ids_never_flatter():
     assert lengths[0] > lengths[-1] + 1.0
 
 
-@pytest.mark.parametrize("n", [1, 5, VOCAB])
+@cases("n", [1, 5, VOCAB], quick=[5])
 @pytest.mark.parametrize("draft", [FULL, REDUCED], ids=["full", "reduced"])
 def test_gradients_are_those_of_the_dense_formula(draft, n):
     """Written out over all V ids of the target, with what is listed as a mask."""
@@ -173,8 +174,8 @@ def test_what_does_not_count_changes_nothing():
     assert sums(FULL, WEIGHTS, tokens=after)[0] == pytest.approx(sums(FULL, WEIGHTS)[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("n", [None, 5])
-@pytest.mark.parametrize("accumulate", [2, 4])
+@cases("n", [None, 5], quick=[5])
+@cases("accumulate", [2, 4], quick=[2])
 def test_parts_of_a_batch_make_the_same_step(accumulate, n, tmp_path):
     """Also where the parts hold different numbers of tokens that count."""
     batch = {"tokens": TOKENS, "mask": MASK, **({} if n is None else listed(n))}
@@ -220,8 +221,8 @@ def test_which_matrices_change_alike_in_all_directions(tmp_path):
     assert all(0.1 < np.sqrt(np.mean(np.square(x))) < 3.0 for x in updates.values())  # for one learning rate
 
 
-@pytest.mark.parametrize("n", [None, 5])
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@cases("n", [None, 5], quick=[5])
+@cases("platform", ["cuda", "tpu"], quick=["tpu"])
 def test_a_step_lowers_for_accelerators(platform, n, tmp_path):
     options = runs.options(tmp_path, "x", batch_size=4, accumulate=2)
     ids = {name: REDUCED.params[name] for name in IDS}

@@ -145,6 +145,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(root):
     assert journal(killed, "acceptance_length") == journal(alone, "acceptance_length")
 
 
+@pytest.mark.thorough
 def test_all_ids_teach_too(root):
     """The target in every step, as without a file of what it says."""
     folder = loop.train(runs.options(root, "all", top_n=0, steps=120))
@@ -152,6 +153,7 @@ def test_all_ids_teach_too(root):
     assert journal(folder, "tv")[-1] < 0.7 * journal(folder, "tv")[0]
 
 
+@pytest.mark.thorough
 def test_the_target_is_asked_once(trained, root, monkeypatch):
     """A draft of another shape, with another vocabulary, learns from the same file."""
     (path,) = (root / "data").glob("top-64-*.bin")
@@ -163,6 +165,7 @@ def test_the_target_is_asked_once(trained, root, monkeypatch):
     assert len(list((root / "data").glob("*.bin"))) == 1
 
 
+@pytest.mark.thorough
 def test_a_short_run_asks_for_its_own_rows_only(root):
     folder = loop.train(runs.options(root, "short", steps=3, eval_every=3, top_n=7))
     (path,) = (root / "data").glob("top-7-*.bin")
@@ -171,6 +174,7 @@ def test_a_short_run_asks_for_its_own_rows_only(root):
     assert folder.is_dir()
 
 
+@pytest.mark.thorough
 def test_a_draft_is_trained_further(trained, root):
     """It begins as good as it was, with its shape and its ids; what contradicts them is refused."""
     shape = dict.fromkeys(("layers", "width", "heads", "kv_heads", "mlp_width", "vocab_size"))
@@ -197,6 +201,7 @@ def test_a_draft_of_another_tokenizer_is_not_trained_further(trained, root, tmp_
         loop.train(runs.options(root, "x", init_from=str(smaller)))
 
 
+@pytest.mark.thorough
 def test_minutes_end_a_run(root, capsys):
     folder = loop.train(runs.options(root, "brief", minutes=1e-4))
     assert "--minutes 0.0001 are over: stopped after step 1 of 240; --resume goes on" in capsys.readouterr().err
