@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.names import Table
 from checkpoints.progress import progress_bar
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 
 Index = tuple[slice, ...]
@@ -56,22 +57,22 @@ def stored_shape(config: ModelConfig, parameter: str, part: str, shape: tuple[in
 def check(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], table: Table, file: TensorFile) -> None:
     """Compares what the file holds with what the model needs, before anything is read.
 
-    Raises: ValueError that names the first tensor that is missing, of a wrong shape, or not part of the model.
+    Raises: UserError that names the first tensor that is missing, of a wrong shape, or not part of the model.
     """
     found, used = file.shapes(), set()
     for parameter, shape in shapes.items():
         for part, name in table.sources(parameter).items():
             expected = stored_shape(config, parameter, part, shape)
             if name not in found:
-                raise ValueError(f"{file.where}: tensor {name} is missing (the model needs it for {parameter})")
+                raise UserError(f"{file.where}: tensor {name} is missing (the model needs it for {parameter})")
             if found[name] != expected:
-                raise ValueError(f"{file.where}: tensor {name} has shape {found[name]}, expected {expected}")
+                raise UserError(f"{file.where}: tensor {name} has shape {found[name]}, expected {expected}")
             used.add(name)
     if config.tied:  # some files repeat the embedding table as a head
         used |= set(table.sources("head").values())
     if extra := table.unknown(found, used):
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise ValueError(f"{file.where}: tensor {extra[0]}{more} is not part of a {config.family} model")
+        raise UserError(f"{file.where}: tensor {extra[0]}{more} is not part of a {config.family} model")
 
 
 def assemble(
@@ -86,7 +87,7 @@ def assemble(
     """Every parameter of `abstract`, read from `file`, with the dtype and sharding that `abstract` asks for.
 
     edit(leaf, part, rows): undoes what the format did to a tensor's values or rows; it sees whole heads of q and k.
-    Raises: ValueError as `check` does.
+    Raises: UserError as `check` does.
     """
     check(config, {name: leaf.shape for name, leaf in abstract.items()}, table, file)
     params: dict[str, jax.Array] = {}
@@ -141,7 +142,7 @@ def merge(config: ModelConfig, leaf: str, index: Index, read: Read) -> np.ndarra
     sizes, rows, rest = config.merged[leaf], index[0], index[1:]
     group = sum(sizes.values())
     if rows.start % group or rows.stop % group:
-        raise ValueError(f"the mesh cuts through a group of {leaf}: its size must divide the number of groups")
+        raise UserError(f"the mesh cuts through a group of {leaf}: its size must divide the number of groups")
     first, last = rows.start // group, rows.stop // group
 
     def groups(part: str, size: int) -> np.ndarray:

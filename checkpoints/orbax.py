@@ -18,6 +18,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints.reading import read_json, told
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 
 CONFIG_FILE = "jaxspec.json"
@@ -76,7 +77,7 @@ def load_config(folder: Path) -> ModelConfig:
 def load_params(
     folder: Path, config: ModelConfig, abstract: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """Parameters with the shapes, dtypes and shardings of `abstract`. Raises: ValueError as `load_arrays` does."""
+    """Parameters with the shapes, dtypes and shardings of `abstract`. Raises: UserError as `load_arrays` does."""
     return load_arrays(folder / PARAMS, abstract)
 
 
@@ -107,7 +108,7 @@ def stored_arrays(path: Path) -> dict[str, Any]:
 def load_arrays(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """A flat dict of arrays, restored onto the shapes, dtypes and shardings of `abstract`.
 
-    Raises: ValueError for an array that is missing, of a wrong shape or not asked for; FileNotFoundError without a
+    Raises: UserError for an array that is missing, of a wrong shape or not asked for; FileNotFoundError without a
       checkpoint.
     """
     import orbax.checkpoint.experimental.v1 as ocp
@@ -117,11 +118,11 @@ def load_arrays(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) 
     # Compared here: orbax itself would fail halfway, with coroutines left behind.
     for name, leaf in abstract.items():
         if name not in stored:
-            raise ValueError(f"{path}: array {name} is missing")
+            raise UserError(f"{path}: array {name} is missing")
         if (found := tuple(stored[name].shape)) != leaf.shape:
-            raise ValueError(f"{path}: array {name} has shape {found}, expected {leaf.shape}")
+            raise UserError(f"{path}: array {name} has shape {found}, expected {leaf.shape}")
     if extra := sorted(set(stored) - set(abstract)):
-        raise ValueError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
+        raise UserError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
     here = SingleDeviceSharding(jax.devices()[0])
     with told(path):
         return ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})

@@ -15,6 +15,7 @@ from typing import Any
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import FEWER_ROUNDS
 from jaxspec.engine.request import Request
+from jaxspec.errors import UserError
 from jaxspec.job import Job
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
@@ -71,7 +72,7 @@ class AsyncLLM:
         return self.results(self.prepare(prompt, sampling_params), Job.pieces, streaming=True)
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """Completes a prompt. Raises ValueError for one that cannot be served; an output whose completion failed on the
+        """Completes a prompt. Raises UserError for one that cannot be served; an output whose completion failed on the
         way has finish_reason "error"."""
         whole = lambda job: [job.output()] if job.ended else []
         async with contextlib.aclosing(self.results(self.prepare(prompt, sampling_params), whole)) as results:
@@ -81,7 +82,7 @@ class AsyncLLM:
         self.thread.check_open()
         asked = self.llm.prepare(prompt, sampling_params)
         if len(asked) != 1:
-            raise ValueError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
+            raise UserError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
         return asked[0]
 
     async def results(

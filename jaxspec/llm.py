@@ -18,7 +18,8 @@ import checkpoints
 from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.engine import Engine, Model
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, said
+from jaxspec.errors import UserError
 from jaxspec.job import Job, failures
 from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load, this_platform
 from jaxspec.models.layers import Backend
@@ -40,7 +41,7 @@ class LLM:
       speculative_config: a SpeculativeConfig or a dict of its options; None decodes plainly.
       options: those of EngineConfig (dtype, max_model_len, max_num_seqs, tensor_parallel_size, ...).
 
-    Raises: ValueError, NotImplementedError or FileNotFoundError with one line that names what is wrong.
+    Raises: UserError, UnsupportedError or FileNotFoundError with one line that names what is wrong.
 
     Example:
       >>> llm = LLM("smollm2-135m-instruct", speculative_config={"method": "ngram"})  # doctest: +SKIP
@@ -176,14 +177,17 @@ class LLM:
     def render_chat(self, messages: Any) -> Mapping[str, Any]:
         """A conversation as a prompt of token ids. The template writes its own BOS; none is added."""
         if not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError("this model has no chat template: use generate with a plain prompt")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            raise UserError("this model has no chat template: use generate with a plain prompt")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # the template is a program of the model's, and raises what it likes
+            raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said(error)}") from error
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
     # What generate, stream and AsyncLLM are made of.
 
     def prepare(self, prompts: Any, sampling_params: Any = None) -> list[Ask]:
-        """Prompts as the engine takes them, all checked. Raises ValueError for the first that it cannot serve."""
+        """Prompts as the engine takes them, all checked. Raises UserError for the first that it cannot serve."""
         asked = asks(self.tokenizer, prompts, sampling_params)
         for ask in asked:
             named(ask.index, self.engine.check, ask.ids, ask.params, ask.bad_words, self.stop_ids)
@@ -250,7 +254,7 @@ def generate(
     speculative: dict[str, Any] | None = None if assistant_model is None else {"model": assistant_model}
     if (k := sampling.get("num_assistant_tokens")) is not None:
         if speculative is None:
-            raise ValueError(f"num_assistant_tokens={k} needs assistant_model, the draft that proposes them")
+            raise UserError(f"num_assistant_tokens={k} needs assistant_model, the draft that proposes them")
         speculative["num_speculative_tokens"] = k
     checked = SamplingParams(**params)  # before the loading
     return LLM(model, speculative_config=speculative).generate(prompts, checked)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxspec
+from jaxspec.errors import UnsupportedError, UserError
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
@@ -21,6 +22,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 ARROWS = {
     "pallas_kernels": "",
     "checkpoints": "models.config models.limits",
+    "errors": "",
     "jaxspec": "",  # __init__: public names are strings, loaded on first use
     "options": "",
     "shapes": "",
@@ -51,6 +53,8 @@ ARROWS = {
     "loading llm",
     "cli": "config outputs sampling_params parallel progress checkpoints job llm info demo bench train",
 }
+
+EVERYWHERE = {"jaxspec.errors"}  # any room but pallas_kernels may import it: what refuses input says so
 
 
 def full(name: str) -> str:
@@ -88,7 +92,7 @@ def imported(path: Path) -> Iterator[str]:
             names = [a.name for a in node.names]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] in PACKAGES)
+        yield from (name for name in names if name.split(".")[0] in PACKAGES and name not in EVERYWHERE)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -142,6 +146,28 @@ def test_kernels_stand_alone():
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             outside |= {name.split(".")[0] for name in names}
     assert outside - set(sys.stdlib_module_names) <= {"jax", "jaxlib", "jaxtyping", "numpy", "pallas_kernels"}
+
+
+PLAIN = {"ValueError", "NotImplementedError"}
+FAULTS = {"jaxspec.cache.allocator"}  # whose ValueErrors no input can cause
+
+
+def raised(source: str) -> set[str]:
+    """What is raised by name in a source."""
+    raises = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise) and node.exc]
+    return {ast.unparse(exc.func if isinstance(exc, ast.Call) else exc) for exc in raises}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("pallas_kernels")])
+def test_what_is_refused_is_told_from_what_goes_wrong(module):
+    """A refusal is a UserError or an UnsupportedError: the command line takes any other ValueError for a fault."""
+    assert bool(raised(MODULES[module].read_text(encoding="utf-8")) & PLAIN) == (module in FAULTS)
+
+
+def test_the_classes_of_refusals_fit_what_people_catch():
+    assert issubclass(UserError, ValueError)
+    assert issubclass(UnsupportedError, (UserError, NotImplementedError))
+    assert raised("raise ValueError(1)\nraise NotImplementedError\nraise") == PLAIN
 
 
 def run(code: str) -> str:
