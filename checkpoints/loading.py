@@ -25,6 +25,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short, token_ids
 
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_config(source: Source) -> ModelConfig:
@@ -98,6 +99,12 @@ def load_fingerprint(source: Source) -> str | None:
     return digest
 
 
+def load_generation_config(source: Source) -> dict[str, Any]:
+    """What a Hugging Face folder's generation_config.json holds; {} where there is none."""
+    path = source.path / GENERATION_CONFIG
+    return read_json(path) if source.kind == "hf" and path.is_file() else {}
+
+
 def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
     """The token ids that end a generation: the generation config's (else the configuration's; a GGUF file's eos and eot
     ids), then the tokenizer's EOS. Without repetitions. tokenizer: loaded from the source where not given.
@@ -105,11 +112,9 @@ def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
     Raises: UserError naming the file for what is no id of 31 bits.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
-    ids = load_config(source).eos_ids
-    if source.kind == "hf" and (path := source.path / "generation_config.json").is_file():
-        raw = read_json(path)
-        with told(path):
-            ids = token_ids(raw.get("eos_token_id"), "eos_token_id") or ids
+    ids, raw = load_config(source).eos_ids, load_generation_config(source)
+    with told(source.path / GENERATION_CONFIG):
+        ids = token_ids(raw.get("eos_token_id"), "eos_token_id") or ids
     with told(source.path):
         return tuple(dict.fromkeys([*ids, *token_ids(tokenizer.eos_token_id, "the tokenizer's eos_token_id")]))
 

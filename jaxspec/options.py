@@ -10,7 +10,7 @@ import difflib
 import functools
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 from jaxspec.errors import UnsupportedError, UserError
@@ -29,13 +29,18 @@ def options(cls: type[T]) -> type[T]:
     def init(self: Any, **given: Any) -> None:
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-                raise UserError(f"unknown option {name!r} of {cls.__name__}: {hint}")
+                raise unknown(name, cls.__name__, known)
         plain_init(self, **given)
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
+
+
+def unknown(name: str, what: str, known: Sequence[str]) -> UserError:
+    """The refusal of an option that `what` does not have."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+    return UserError(f"unknown option {name!r} of {what}: {hint}")
 
 
 def truth(value: Any) -> bool:

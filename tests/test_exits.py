@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 import typer
