@@ -147,6 +147,7 @@ SAMPLES = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 11, "eo
         ({"max_new_tokens": 99, "max_length": 30}, {}, {"temperature": 0.0, "max_tokens": 99}),
         ({"max_new_tokens": 99}, {"max_tokens": 3}, {"temperature": 0.0, "max_tokens": 3}),
         ({"max_new_tokens": 99}, {"min_new_tokens": 50}, {"temperature": 0.0, "max_tokens": 99, "min_tokens": 50}),
+        ({"min_new_tokens": 5}, {"min_tokens": 2}, GREEDY_20 | {"min_tokens": 2}),
         ({"cache_implementation": "hybrid", "output_scores": True, "_from_model_config": True}, {}, GREEDY_20),
         ({"num_beams": 4}, {"num_beams": 1}, GREEDY_20),
         ({"num_beams": 4, "typical_p": 1.0}, {"num_beams": None}, GREEDY_20),
