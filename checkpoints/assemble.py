@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.names import Table
 from checkpoints.progress import progress_bar
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
 
@@ -48,22 +49,22 @@ def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
 def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, file: TensorFile) -> None:
     """Compares what the file holds with what the model needs, before anything is read.
 
-    Raises: ValueError that names the first tensor that is missing, of a wrong shape, or not part of the model.
+    Raises: UserError that names the first tensor that is missing, of a wrong shape, or not part of the model.
     """
     found, used = file.shapes(), set()
     for where, parameter in abstract.items():
         for part, name in table.sources(where).items():
             expected = stored_shape(parameter, part)
             if name not in found:
-                raise ValueError(f"{file.where}: tensor {name} is missing (the model needs it for {where})")
+                raise UserError(f"{file.where}: tensor {name} is missing (the model needs it for {where})")
             if found[name] != expected:
-                raise ValueError(f"{file.where}: tensor {name} has shape {found[name]}, expected {expected}")
+                raise UserError(f"{file.where}: tensor {name} has shape {found[name]}, expected {expected}")
             used.add(name)
     if config.tied:  # some files repeat the embedding table as a head
         used |= set(table.sources("head").values())
     if extra := table.unknown(found, used):
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise ValueError(f"{file.where}: tensor {extra[0]}{more} is not part of a {config.family} model")
+        raise UserError(f"{file.where}: tensor {extra[0]}{more} is not part of a {config.family} model")
 
 
 def assemble(
@@ -78,7 +79,7 @@ def assemble(
     """Every parameter of `abstract`, read from `file`, with the dtype and sharding that `abstract` asks for.
 
     edit(parameter, part, rows): undoes what the format did to values or rows; it sees whole heads of q and k.
-    Raises: ValueError as `check` does.
+    Raises: UserError as `check` does.
     """
     check(config, abstract, table, file)
     params: dict[str, jax.Array] = {}
@@ -133,7 +134,7 @@ def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndar
     sizes, rows, rest = dict(parameter.parts), index[0], index[1:]
     group = sum(sizes.values())
     if rows.start % group or rows.stop % group:
-        raise ValueError(f"the mesh cuts through a group of {where}: its size must divide the number of groups")
+        raise UserError(f"the mesh cuts through a group of {where}: its size must divide the number of groups")
     first, last = rows.start // group, rows.stop // group
 
     def groups(part: str, size: int) -> np.ndarray:

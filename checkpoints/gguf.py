@@ -23,6 +23,7 @@ import numpy as np
 from checkpoints.assemble import Index, assemble
 from checkpoints.names import GGUF
 from checkpoints.reading import told
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models import families
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
@@ -104,7 +105,7 @@ class Header:
 def read_header(path: Path) -> Header:
     """Metadata and tensor table of a file; kept, so that configuration, tokenizer and weights parse it once.
 
-    Raises: ValueError, naming the file, where it is no GGUF file (version 2 or 3), truncated or damaged.
+    Raises: UserError, naming the file, where it is no GGUF file (version 2 or 3), truncated or damaged.
     """
     stat = path.stat()
     return _read_header(path, stat.st_size, stat.st_mtime_ns)
@@ -114,15 +115,15 @@ def read_header(path: Path) -> Header:
 def _read_header(path: Path, size: int, _mtime: int) -> Header:
     with told(path), path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ValueError(f"{path} is no GGUF file")
+            raise UserError(f"{path} is no GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = _parse(Cursor(data))
             except (struct.error, OverflowError) as error:
-                raise ValueError(f"{path} is truncated or damaged (header: {error}): fetch it again") from None
+                raise UserError(f"{path} is truncated or damaged (header: {error}): fetch it again") from None
     missing = max((tensor.end for tensor in header.tensors.values()), default=0) - size
     if missing > 0:
-        raise ValueError(f"{path} is truncated ({missing} bytes of weights are missing): fetch it again")
+        raise UserError(f"{path} is truncated ({missing} bytes of weights are missing): fetch it again")
     return header
 
 
@@ -130,7 +131,7 @@ def _parse(cursor: Cursor) -> Header:
     cursor.at = 4
     (version,), (tensors, keys) = cursor.take("I"), cursor.take("Q", 2)
     if version not in (2, 3):
-        raise ValueError(f"GGUF version {version}: little-endian files of version 2 and 3 are read")
+        raise UserError(f"GGUF version {version}: little-endian files of version 2 and 3 are read")
     meta: dict[str, Any] = {}
     for _ in range(keys):
         name = cursor.string()
@@ -164,14 +165,14 @@ def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
 
 
 def load_config(path: Path) -> ModelConfig:
-    """ModelConfig of a file. Raises: NotImplementedError for an architecture that ModelConfig.from_gguf refuses."""
+    """ModelConfig of a file. Raises: UnsupportedError for an architecture that ModelConfig.from_gguf refuses."""
     header, weights = read_header(path), Weights(path)
     factors = "rope_freqs.weight"  # Llama 3.1's stretched frequencies come as a tensor
     with told(path):
         if "token_embd.weight" not in header.tensors:
-            raise ValueError("tensor token_embd.weight is missing")
+            raise UserError("tensor token_embd.weight is missing")
         if factors in header.tensors and len(shape := header.tensors[factors].shape) > 1:
-            raise ValueError(f"tensor {factors} has shape {shape}: one factor a frequency is needed")
+            raise UserError(f"tensor {factors} has shape {shape}: one factor a frequency is needed")
         return ModelConfig.from_gguf(
             header.meta,
             vocab_size=header.tensors["token_embd.weight"].shape[0],
@@ -185,7 +186,7 @@ def load_params(
 ) -> dict[str, jax.Array]:
     """Dequantised parameters with the shapes, dtypes and shardings of `abstract`.
 
-    Raises: ValueError for a missing, extra or misshapen tensor or a truncated file; NotImplementedError for a
+    Raises: UserError for a missing, extra or misshapen tensor or a truncated file; UnsupportedError for a
     quantisation that gguf.quants does not know.
     """
     interleaved = families.GGUF[config.family].interleaved
@@ -206,7 +207,7 @@ def stored_dtype(path: Path) -> str:
     """The float dtype of the largest tensor, or bfloat16 where that is quantised."""
     largest = max(read_header(path).tensors.values(), key=lambda tensor: math.prod(tensor.shape), default=None)
     if largest is None:
-        raise ValueError(f"{path} holds no tensor: fetch it again")
+        raise UserError(f"{path} holds no tensor: fetch it again")
     return FLOATS.get(largest.kind, "bfloat16")
 
 
@@ -236,6 +237,6 @@ class Weights:
             try:
                 x = gguf.quants.dequantize(packed, tensor.kind)
             except NotImplementedError as error:
-                raise NotImplementedError(f"{self.where}: tensor {name}: {error}") from None
+                raise UnsupportedError(f"{self.where}: tensor {name}: {error}") from None
         x = x[..., start - first * block : stop - first * block]
         return np.array(x) if np.may_share_memory(x, self._bytes) else x  # never alias a file that may change

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
 
@@ -53,7 +54,7 @@ def build_tokenizer(meta: Mapping[str, Any]):
     """A transformers.PreTrainedTokenizerFast from GGUF metadata.
 
     Adds BOS and EOS as the file says; carries the chat template where there is one.
-    Raises: NotImplementedError for a kind of tokenizer or pre-tokenizer that is not supported; ValueError where the
+    Raises: UnsupportedError for a kind of tokenizer or pre-tokenizer that is not supported; UserError where the
     file holds none, or one that cannot be.
     """
     from transformers import PreTrainedTokenizerFast  # slow to import
@@ -61,9 +62,9 @@ def build_tokenizer(meta: Mapping[str, Any]):
     check(meta)
     kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
     if kind is None or "tokenizer.ggml.tokens" not in meta:
-        raise ValueError("the GGUF file holds no tokenizer")
+        raise UserError("the GGUF file holds no tokenizer")
     if kind not in ("gpt2", "llama"):
-        raise NotImplementedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
+        raise UnsupportedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
     tokens = list(meta["tokenizer.ggml.tokens"])
     gemma = GGUF.get(str(meta["general.architecture"]), Gguf()).gemma_tokens
     if kind == "gpt2":
@@ -73,7 +74,7 @@ def build_tokenizer(meta: Mapping[str, Any]):
             tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
         scores = range(0, -len(tokens), -1) if gemma else meta["tokenizer.ggml.scores"]
         if len(scores) != len(tokens):
-            raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens: one a token is needed")
+            raise UserError(f"{len(scores)} scores for {len(tokens)} tokens: one a token is needed")
         prefix = not gemma and meta.get("tokenizer.ggml.add_space_prefix", True)
         unknown = name(tokens, meta, "unknown")
         tokenizer = sentence_piece(tokens, scores, unknown, prefix)
@@ -99,7 +100,7 @@ def build_tokenizer(meta: Mapping[str, Any]):
 
 
 def check(meta: Mapping[str, Any]) -> None:
-    """Raises: ValueError for a value of another type than its key is for."""
+    """Raises: UserError for a value of another type than its key is for."""
     for key, kind in TYPES.items():
         value = meta.get(f"tokenizer.{key}")
         values = value if isinstance(kind, list) and isinstance(value, list) else [value]
@@ -107,20 +108,20 @@ def check(meta: Mapping[str, Any]) -> None:
         lacks = isinstance(kind, list) and not isinstance(value, list)
         if value is not None and (lacks or any(type(v) not in wanted for v in values)):
             many = "a list, each " if isinstance(kind, list) else ""
-            raise ValueError(f"tokenizer.{key}={short(value)} must be {many}{' or '.join(t.__name__ for t in wanted)}")
+            raise UserError(f"tokenizer.{key}={short(value)} must be {many}{' or '.join(t.__name__ for t in wanted)}")
 
 
 def name(tokens: list[str], meta: Mapping[str, Any], role: str) -> str | None:
     index = meta.get(f"tokenizer.ggml.{role}_token_id")
     if index is not None and (type(index) is not int or not 0 <= index < len(tokens)):
-        raise ValueError(f"tokenizer.ggml.{role}_token_id={short(index)} must be an id in 0..{len(tokens) - 1}")
+        raise UserError(f"tokenizer.ggml.{role}_token_id={short(index)} must be an id in 0..{len(tokens) - 1}")
     return None if index is None else tokens[index]
 
 
 def byte_level(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
     """GPT-2's BPE over bytes spelled as printable characters."""
     if pre not in PRE_TOKENIZERS:
-        raise NotImplementedError(f"GGUF pre-tokenizer {pre!r}: {', '.join(PRE_TOKENIZERS)} are supported")
+        raise UnsupportedError(f"GGUF pre-tokenizer {pre!r}: {', '.join(PRE_TOKENIZERS)} are supported")
     cut = PRE_TOKENIZERS[pre]
     tokenizer = Tokenizer(
         models.BPE(
@@ -161,7 +162,7 @@ def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str
     ranked = []
     for token, index in vocab.items():
         if len(token) > LONGEST_PIECE:
-            raise ValueError(f"the token {short(token)} has {len(token)} characters: at most {LONGEST_PIECE} are read")
+            raise UserError(f"the token {short(token)} has {len(token)} characters: at most {LONGEST_PIECE} are read")
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
         ranked += [(-scores[index], vocab[a], vocab[b], a, b) for a, b in pairs if a in vocab and b in vocab]
     return [(a, b) for *_, a, b in sorted(ranked)]

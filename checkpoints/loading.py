@@ -15,17 +15,19 @@ from checkpoints import gguf, orbax, safetensors
 from checkpoints.gguf_tokenizer import build_tokenizer
 from checkpoints.reading import read_json, told
 from checkpoints.sources import Source
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short, token_ids
 from jaxspec.models.parameters import Parameter
 
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_config(source: Source) -> ModelConfig:
     """The model's configuration.
 
-    Raises: NotImplementedError for an unsupported architecture; FileNotFoundError or ValueError, naming the file, where
+    Raises: UnsupportedError for an unsupported architecture; FileNotFoundError or UserError, naming the file, where
       it is missing, truncated or damaged.
     """
     return FORMATS[source.kind].load_config(source.path)
@@ -40,8 +42,8 @@ def load_params(
       abstract: name -> parameter, with dtype and sharding, as `jaxspec.models.decoder.abstract_params` gives them.
       progress: shows a bar on standard error, on a terminal, when loading takes more than a second.
 
-    Raises: ValueError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
-      FileNotFoundError naming a missing shard; NotImplementedError for a dtype or quantisation that is not read.
+    Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
+      FileNotFoundError naming a missing shard; UnsupportedError for a dtype or quantisation that is not read.
     """
     return FORMATS[source.kind].load_params(source.path, config, abstract, progress=progress)
 
@@ -55,8 +57,8 @@ def load_tokenizer(source: Source) -> Any:
     """A transformers tokenizer: the folder's own, or one built from a GGUF file's metadata.
 
     Nothing that a checkpoint brings is run.
-    Raises: FileNotFoundError for a folder without tokenizer files; NotImplementedError for a kind of GGUF tokenizer
-      that is not supported, or one that wants its own code to be run; ValueError naming the file or folder where its
+    Raises: FileNotFoundError for a folder without tokenizer files; UnsupportedError for a kind of GGUF tokenizer
+      that is not supported, or one that wants its own code to be run; UserError naming the file or folder where its
       tokenizer is damaged.
     """
     if source.kind == "gguf":
@@ -75,7 +77,7 @@ def load_tokenizer(source: Source) -> Any:
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"the tokenizer of {source.name} ({source.path}) is code of its own, which jaxspec does not run: name "
                 "another checkpoint of this model, one with a tokenizer.json, as the model or with tokenizer="
             ) from None
@@ -94,21 +96,25 @@ def load_fingerprint(source: Source) -> str | None:
     with told(path):
         digest = path.read_text(encoding="utf-8").strip()
         if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise ValueError(f"{short(digest)} is no SHA-256 digest of a tokenizer")
+            raise UserError(f"{short(digest)} is no SHA-256 digest of a tokenizer")
     return digest
+
+
+def load_generation_config(source: Source) -> dict[str, Any]:
+    """What a Hugging Face folder's generation_config.json holds; {} where there is none."""
+    path = source.path / GENERATION_CONFIG
+    return read_json(path) if source.kind == "hf" and path.is_file() else {}
 
 
 def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
     """The token ids that end a generation: the generation config's (else the configuration's; a GGUF file's eos and eot
     ids), then the tokenizer's EOS. Without repetitions. tokenizer: loaded from the source where not given.
 
-    Raises: ValueError naming the file for what is no id of 31 bits.
+    Raises: UserError naming the file for what is no id of 31 bits.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
-    ids = load_config(source).eos_ids
-    if source.kind == "hf" and (path := source.path / "generation_config.json").is_file():
-        raw = read_json(path)
-        with told(path):
-            ids = token_ids(raw.get("eos_token_id"), "eos_token_id") or ids
+    ids, raw = load_config(source).eos_ids, load_generation_config(source)
+    with told(source.path / GENERATION_CONFIG):
+        ids = token_ids(raw.get("eos_token_id"), "eos_token_id") or ids
     with told(source.path):
         return tuple(dict.fromkeys([*ids, *token_ids(tokenizer.eos_token_id, "the tokenizer's eos_token_id")]))

@@ -19,6 +19,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints.reading import read_json, told
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
 
@@ -78,7 +79,7 @@ def load_config(folder: Path) -> ModelConfig:
 def load_params(
     folder: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """Parameters with the shapes, dtypes and shardings of `abstract`. Raises: ValueError as `load_arrays` does."""
+    """Parameters with the shapes, dtypes and shardings of `abstract`. Raises: UserError as `load_arrays` does."""
     return load_arrays(folder / PARAMS, abstract)
 
 
@@ -110,7 +111,7 @@ def stored_arrays(path: Path) -> dict[str, Any]:
 def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """A flat dict of arrays, restored onto the shapes, dtypes and shardings of `abstract`.
 
-    Raises: ValueError for an array that is missing, of a wrong shape or not asked for; FileNotFoundError without a
+    Raises: UserError for an array that is missing, of a wrong shape or not asked for; FileNotFoundError without a
       checkpoint.
     """
     import orbax.checkpoint.experimental.v1 as ocp
@@ -120,11 +121,11 @@ def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.
     # Compared here: orbax itself would fail halfway, with coroutines left behind.
     for name, leaf in abstract.items():
         if name not in stored:
-            raise ValueError(f"{path}: array {name} is missing")
+            raise UserError(f"{path}: array {name} is missing")
         if (found := tuple(stored[name].shape)) != leaf.shape:
-            raise ValueError(f"{path}: array {name} has shape {found}, expected {leaf.shape}")
+            raise UserError(f"{path}: array {name} has shape {found}, expected {leaf.shape}")
     if extra := sorted(set(stored) - set(abstract)):
-        raise ValueError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
+        raise UserError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
     here = SingleDeviceSharding(jax.devices()[0])
     with told(path):
         return ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})

@@ -10,13 +10,15 @@ from typing import Any
 
 import jax
 
+from jaxspec.errors import UnsupportedError, UserError
+
 LONGEST = 400  # characters of what a library says; some answer with a paragraph
 MOST_JSON = 2**28  # bytes
 
 
 @contextlib.contextmanager
 def told(where: Path | str) -> Iterator[None]:
-    """Makes of any error in the block a ValueError, NotImplementedError or OSError of one line that names `where`.
+    """Makes of any error in the block a UserError, UnsupportedError or OSError of one line that names `where`.
 
     Libraries raise what they like over damaged files, MemoryError and RecursionError included. The cause stays
     attached. Devices' own errors, such as too little memory, pass: the file is no reason for them.
@@ -26,7 +28,7 @@ def told(where: Path | str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError:
         raise
     except NotImplementedError as error:
-        raise NotImplementedError(line(where, error)) from error
+        raise UnsupportedError(line(where, error)) from error
     except OSError as error:
         if error.errno is not None:  # the system's own, which names the file
             raise
@@ -41,7 +43,7 @@ def told(where: Path | str) -> Iterator[None]:
             text = f"{where}: reading it takes more memory than there is"
         elif "again" not in text:
             text += ": mend the file, or fetch it again"
-        raise ValueError(text) from error
+        raise UserError(text) from error
 
 
 def line(where: Path | str, error: BaseException) -> str:
@@ -56,15 +58,15 @@ def line(where: Path | str, error: BaseException) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: FileNotFoundError, or ValueError where the file holds no JSON object; both name it."""
+    """Raises: FileNotFoundError, or UserError where the file holds no JSON object; both name it."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     if (size := path.stat().st_size) > MOST_JSON:
-        raise ValueError(f"{path} has {size} bytes, no configuration has more than {MOST_JSON}: fetch it again")
+        raise UserError(f"{path} has {size} bytes, no configuration has more than {MOST_JSON}: fetch it again")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): mend it, or fetch it again") from None
+        raise UserError(f"{path} is not valid JSON ({error}): mend it, or fetch it again") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a JSON {type(raw).__name__}, not an object: mend it, or fetch it again")
+        raise UserError(f"{path} holds a JSON {type(raw).__name__}, not an object: mend it, or fetch it again")
     return raw

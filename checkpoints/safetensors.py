@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from checkpoints.assemble import Index, assemble
 from checkpoints.names import hf
 from checkpoints.reading import read_json, told
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
@@ -26,7 +27,7 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def load_config(folder: Path) -> ModelConfig:
     """ModelConfig of a folder.
 
-    Raises: FileNotFoundError without a config.json; NotImplementedError and ValueError as ModelConfig.from_hf does.
+    Raises: FileNotFoundError without a config.json; UnsupportedError and UserError as ModelConfig.from_hf does.
     """
     from transformers import AutoConfig  # slow to import
 
@@ -43,7 +44,7 @@ def load_params(
 ) -> dict[str, jax.Array]:
     """Parameters with the shapes, dtypes and shardings of `abstract`; each device reads only its part.
 
-    Raises: ValueError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
+    Raises: UserError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
     """
 
     def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
@@ -59,24 +60,24 @@ def stored_dtype(folder: Path) -> str:
     sizes = shards.shapes()
     largest = max(sizes, key=lambda name: math.prod(sizes[name]), default=None)
     if largest is None:
-        raise ValueError(f"{folder} holds no tensor: fetch it again")
+        raise UserError(f"{folder} holds no tensor: fetch it again")
     return FLOATS[shards.dtype(largest)]
 
 
 def files_of(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those that its index names, else the single one, else all.
 
-    Raises: FileNotFoundError naming the missing shard, or the folder that holds none; ValueError for an index that
+    Raises: FileNotFoundError naming the missing shard, or the folder that holds none; UserError for an index that
     names none, or one outside the folder.
     """
     if (folder / INDEX).is_file():
         found = read_json(folder / INDEX).get("weight_map")
         if not isinstance(found, dict) or not found:
-            raise ValueError(f"{folder / INDEX} has no weight_map (an object: tensor -> shard): fetch it again")
+            raise UserError(f"{folder / INDEX} has no weight_map (an object: tensor -> shard): fetch it again")
         # The name, not where it leads: the hub's cache links a snapshot's files to others outside its folder.
         for name in found.values():
             if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
-                raise ValueError(
+                raise UserError(
                     f"{folder / INDEX} names {short(name)} as a shard: it must be a .safetensors file in the same "
                     "folder, named without a path; fetch it again"
                 )
@@ -104,7 +105,7 @@ class Shards:
                 try:
                     file = safe_open(path, framework="np")
                 except SafetensorError as error:
-                    raise ValueError(f"{path} is truncated or damaged ({error}): fetch it again") from None
+                    raise UserError(f"{path} is truncated or damaged ({error}): fetch it again") from None
                 self._home |= dict.fromkeys(file.keys(), file)
         self._shapes = {name: tuple(self.slice(name).get_shape()) for name in self._home}
 
@@ -115,9 +116,9 @@ class Shards:
         return self._home[name].get_slice(name)
 
     def dtype(self, name: str) -> str:
-        """A key of FLOATS. Raises: NotImplementedError where it is stored as something else."""
+        """A key of FLOATS. Raises: UnsupportedError where it is stored as something else."""
         if (found := self.slice(name).get_dtype()) not in FLOATS:
-            raise NotImplementedError(f"{self.where}: tensor {name} is stored as {found}: {', '.join(FLOATS)} are read")
+            raise UnsupportedError(f"{self.where}: tensor {name} is stored as {found}: {', '.join(FLOATS)} are read")
         return found
 
     def read(self, name: str, index: Index) -> np.ndarray:

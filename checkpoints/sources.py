@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from checkpoints.orbax import CONFIG_FILE
 from checkpoints.progress import progress_bar
+from jaxspec.errors import UserError
 from jaxspec.models.limits import short
 
 # The tokenizer's vocabulary comes in several spellings; weights only as safetensors.
@@ -70,7 +71,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
       weights: False fetches a hub id's configuration and tokenizer only.
 
     Raises: FileNotFoundError for a path or an id that does not exist; ConnectionError, within seconds, where something
-      has to be fetched and cannot be; ValueError for a folder that holds no checkpoint, or what is no name at all.
+      has to be fetched and cannot be; UserError for a folder that holds no checkpoint, or what is no name at all.
     """
     model = name_of("model", os.fspath(model) if isinstance(model, os.PathLike) else model)
     if revision is not None:
@@ -83,7 +84,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         return local_folder(path, model)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(f"{model} is no .gguf file: give a .gguf file, a folder or a hub id")
+            raise UserError(f"{model} is no .gguf file: give a .gguf file, a folder or a hub id")
         return Source("gguf", path.resolve(), path.stem)
     if model in EMBEDDED:
         return Source("gguf", embedded(model), model)
@@ -98,14 +99,14 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
 
 def name_of(what: str, value: Any) -> str:
-    """The value, where it is a name. Raises: ValueError."""
+    """The value, where it is a name. Raises: UserError."""
     if (
         not isinstance(value, str)
         or not value.strip()
         or len(value) > LONGEST_NAME
         or re.search(r"[\0-\x1f\x7f]", value)
     ):
-        raise ValueError(f"{what}={short(value)} must be a string of 1..{LONGEST_NAME} characters, none a control one")
+        raise UserError(f"{what}={short(value)} must be a string of 1..{LONGEST_NAME} characters, none a control one")
     return value
 
 
@@ -127,8 +128,8 @@ def local_folder(path: Path, model: str) -> Source:
     if len(files) == 1:
         return Source("gguf", files[0], files[0].stem)
     if files:
-        raise ValueError(f"{model} holds {len(files)} .gguf files: name one, such as {files[0]}")
-    raise ValueError(f"{model} holds no checkpoint: neither config.json nor {CONFIG_FILE} nor a .gguf file is in it")
+        raise UserError(f"{model} holds {len(files)} .gguf files: name one, such as {files[0]}")
+    raise UserError(f"{model} holds no checkpoint: neither config.json nor {CONFIG_FILE} nor a .gguf file is in it")
 
 
 def shipped(name: str) -> Source:
@@ -168,7 +169,7 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise FileNotFoundError(missing) from None
     except errors.HFValidationError as error:
-        raise ValueError(f"{model!r}{at} is no hub id: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{model!r}{at} is no hub id: {' '.join(str(error).split())[:200]}") from None
     except Exception as error:  # LocalEntryNotFoundError, HfHubHTTPError, the HTTP library's own
         raise ConnectionError(
             f"cannot fetch {model}{at} from the hub ({reason or type(error).__name__}): "

@@ -8,14 +8,17 @@ import dataclasses
 import functools
 import queue
 import threading
+import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Unpack
 
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import FEWER_ROUNDS
 from jaxspec.engine.request import Request
+from jaxspec.errors import UserError
 from jaxspec.job import Job
+from jaxspec.keywords import EngineOptions
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.prompts import Ask, Prompt
@@ -30,8 +33,8 @@ class AsyncLLM:
     its aclose(), or contextlib.aclosing.) If the engine itself fails, every open call raises RuntimeError with that
     failure, and so does every later one.
 
-    Close it with shutdown(), or use it in `async with`. `llm` is the LLM inside: read its metrics, its tokenizer,
-    render_chat; its generate and stream belong to the thread.
+    Close it with shutdown(), or use it in `async with`. `llm` is the LLM inside: read its tokenizer, render_chat; its
+    generate and stream belong to the thread.
 
     Example:
       >>> async with AsyncLLM("smollm2-135m-instruct") as llm:  # doctest: +SKIP
@@ -40,19 +43,24 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str, *, speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None, **options: Any
+        self,
+        model: str,
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         if options.get("rounds_per_launch") is None:  # other requests may come while a launch runs
             options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
-        self.thread = EngineThread(self.llm)
-        self.thread.start()
+        self._thread = EngineThread(self.llm)
+        self._thread.start()
+        self._calls: dict[str, Call] = {}  # those under way, by request_id
         # Runs when this is dropped and, at the latest, before the interpreter ends.
-        self.finalizer = weakref.finalize(self, self.thread.stop)
+        self._finalizer = weakref.finalize(self, self._thread.stop)
 
     def shutdown(self) -> None:
         """Ends open calls with RuntimeError, then the thread. May be called again."""
-        self.finalizer()
+        self._finalizer()
 
     @property
     def metrics(self) -> SpecDecodeMetrics:
@@ -64,40 +72,71 @@ class AsyncLLM:
         return self.llm.timing
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[StreamOutput, None]:
         """Yields pieces of a prompt's completion as they are made, of each of its n samples. What is wrong with the
-        prompt or the parameters is raised here, before anything is queued."""
-        return self.results(self.prepare(prompt, sampling_params), Job.pieces, streaming=True)
+        prompt or the parameters is raised here, before anything is queued.
 
-    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """Completes a prompt. Raises ValueError for one that cannot be served; an output whose completion failed on the
-        way has finish_reason "error"."""
+        request_id: a name for `abort` and for the pieces; one is made where none is given. It is in use from the first
+        piece that is asked for to the last; one that is in use is refused.
+        """
+        return self._results(self._prepare(prompt, sampling_params, request_id), Job.pieces, streaming=True)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> RequestOutput:
+        """Completes a prompt. Raises UserError for one that cannot be served; an output whose completion failed on the
+        way has finish_reason "error". request_id: as of `stream`."""
         whole = lambda job: [job.output()] if job.ended else []
-        async with contextlib.aclosing(self.results(self.prepare(prompt, sampling_params), whole)) as results:
+        asked = self._prepare(prompt, sampling_params, request_id)
+        async with contextlib.aclosing(self._results(asked, whole)) as results:
             return await anext(results)
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Ask:
-        self.thread.check_open()
-        asked = self.llm.prepare(prompt, sampling_params)
-        if len(asked) != 1:
-            raise ValueError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
-        return asked[0]
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> RequestOutput:
+        """Answers a conversation (a list of {"role", "content"}) as `generate` completes a prompt. To read along,
+        stream what llm.render_chat makes of it."""
+        prompts: Any = self.llm._render_chats(messages)  # of which one is taken
+        return await self.generate(prompts, sampling_params, request_id)
 
-    async def results(
+    async def abort(self, request_id: str) -> None:
+        """Ends a request with what there is and finish_reason "abort": its call returns, its stream has a last piece.
+        Does nothing where no such request is under way."""
+        if (call := self._calls.get(request_id)) is not None:
+            self._thread.tell(self._thread.abort, call)
+
+    def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> Ask:
+        self._thread.check_open()
+        asked = self.llm._prepare(prompt, sampling_params)
+        if len(asked) != 1:
+            raise UserError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        if not isinstance(request_id, str) or not request_id:
+            raise UserError(f"request_id={request_id!r:.80} must be a string that is not empty")
+        return dataclasses.replace(asked[0], request_id=request_id)
+
+    async def _results(
         self, ask: Ask, take: Callable[[Job], list[Any]], *, streaming: bool = False
     ) -> AsyncGenerator[Any, None]:
         """Yields what `take` finds in the job after each step, until the job has ended."""
         call = Call(ask, take, streaming, asyncio.get_running_loop())
+        if self._calls.setdefault(ask.request_id, call) is not call:
+            raise UserError(f"request_id={ask.request_id!r:.80} is in use: choose another, or give none")
         try:
-            self.thread.tell(self.thread.open, call)
-            self.thread.check_open()  # afterwards: a thread that ended before does not hear this call
+            self._thread.tell(self._thread.open, call)
+            self._thread.check_open()  # afterwards: a thread that ended before does not hear this call
             while (result := await call.results.get()) is not None:
                 if isinstance(result, Exception):
                     raise result
                 yield result
         finally:
-            self.thread.tell(self.thread.close, call)
+            del self._calls[ask.request_id]
+            self._thread.tell(self._thread.close, call)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -201,7 +240,7 @@ class EngineThread(threading.Thread):
             call.send(self.refusal())
             return
         try:
-            call.job = self.llm.submit(call.ask)
+            call.job = self.llm._submit(call.ask)
         except Exception as error:  # this call's own
             call.send(error)
             return
@@ -213,11 +252,17 @@ class EngineThread(threading.Thread):
             return
         for request in call.job.requests:
             self.calls.pop(request, None)
-        self.llm.abort(call.job)
+        self.llm._abort(call.job)
+
+    def abort(self, call: Call) -> None:
+        """Ends a call, and gives the caller what there is."""
+        if call.job is not None and not call.job.ended:
+            self.llm._abort(call.job)
+            self.hand_over(call)
 
     def advance(self) -> None:
         """One step, and to every call what is new in its job."""
-        ran = self.llm.step(streaming=any(call.streaming for call in self.calls.values()))
+        ran = self.llm._step(streaming=any(call.streaming for call in self.calls.values()))
         for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
             self.hand_over(call)
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
 
 METHODS = ("draft_model", "ngram", "ngram+draft_model")
@@ -44,7 +45,7 @@ class SpeculativeConfig:
       prompt_lookup_min, prompt_lookup_max: lengths of the n-gram that is looked up. Default: 2 and 4, beside a
         draft model 4 and 6.
 
-    Raises: ValueError for a value out of its range, NotImplementedError for what is not supported yet.
+    Raises: UserError for a value out of its range, UnsupportedError for what is not supported yet.
     """
 
     method: str | None = None
@@ -71,18 +72,18 @@ class SpeculativeConfig:
             object.__setattr__(self, "method", "draft_model" if self.model else "ngram")
         one_of("method", self.method, METHODS)
         if "draft_model" in str(self.method) and not self.model:
-            raise ValueError(f"method={self.method!r} needs model=: the draft's hub id, folder or .gguf file")
+            raise UserError(f"method={self.method!r} needs model=: the draft's hub id, folder or .gguf file")
         if self.method == "ngram" and self.model:
-            raise ValueError(f"method='ngram' uses no draft model, but model={self.model!r} is given: drop one of them")
+            raise UserError(f"method='ngram' uses no draft model, but model={self.model!r} is given: drop one of them")
         counts = {"num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_min": LARGEST, "prompt_lookup_max": MAX_LOOKUP}
         check_counts(self, counts | dict.fromkeys(("max_model_len", "disable_by_batch_size"), LARGEST))
         flag("adaptive", self.adaptive)
         shortest, longest = self.lookup
         if longest < shortest:
-            raise ValueError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}: give both")
+            raise UserError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}: give both")
         one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
         if self.rejection_sample_method in LATER_REJECTION_METHODS:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"rejection_sample_method={self.rejection_sample_method!r} is not supported yet: "
                 f"use one of {', '.join(REJECTION_METHODS)}"
             )
@@ -114,23 +115,23 @@ class SpeculativeConfig:
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if self.rejection_sample_method != "synthetic":
             if rates is not None or length is not None:
-                raise ValueError("synthetic acceptance needs rejection_sample_method='synthetic'")
+                raise UserError("synthetic acceptance needs rejection_sample_method='synthetic'")
             return None
         if (rates is None) == (length is None):
-            raise ValueError(
+            raise UserError(
                 "rejection_sample_method='synthetic' needs one of synthetic_acceptance_length and "
                 "synthetic_acceptance_rates"
             )
         if rates is None:
             length = number("synthetic_acceptance_length", length)
             if not 1.0 <= length <= k + 1:
-                raise ValueError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
+                raise UserError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
             return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
         if not isinstance(rates, Iterable) or isinstance(rates, str | bytes):
-            raise ValueError(f"synthetic_acceptance_rates={rates!r:.80} must be a list of {k} probabilities")
+            raise UserError(f"synthetic_acceptance_rates={rates!r:.80} must be a list of {k} probabilities")
         rates = tuple(number("synthetic_acceptance_rates", r) for r in rates)
         if len(rates) != k or any(not 0.0 <= r <= 1.0 for r in rates) or list(rates) != sorted(rates, reverse=True):
-            raise ValueError(
+            raise UserError(
                 f"synthetic_acceptance_rates={rates} must be {k} probabilities that do not increase: the chances that "
                 "the first 1, 2, ... drafts are accepted"
             )
@@ -142,7 +143,7 @@ class SpeculativeConfig:
         if isinstance(value, Mapping):
             return cls(**value)
         if value is not None and not isinstance(value, cls):
-            raise ValueError(f"speculative_config={value!r:.80}: give a SpeculativeConfig or a dict of its options")
+            raise UserError(f"speculative_config={value!r:.80}: give a SpeculativeConfig or a dict of its options")
         return value
 
 
@@ -192,13 +193,13 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "compilation_cache"):
             flag(name, getattr(self, name))
         if not 0.0 < number("memory_utilization", self.memory_utilization) <= 1.0:
-            raise ValueError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
+            raise UserError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")
         if (self.page_size or 1) * (self.num_pages or 1) > LARGEST:
-            raise ValueError(
+            raise UserError(
                 f"num_pages={self.num_pages} of page_size={self.page_size} are more than {LARGEST} tokens: lower one"
             )
         if self.prefill_chunk < 16 or self.prefill_chunk & (self.prefill_chunk - 1):
-            raise ValueError(f"prefill_chunk={self.prefill_chunk} must be a power of two, at least 16")
+            raise UserError(f"prefill_chunk={self.prefill_chunk} must be a power of two, at least 16")
         if self.kernels is not None:
             one_of("kernels", self.kernels, ("reference", "pallas"))
         refuse_unsupported(
@@ -211,7 +212,7 @@ class EngineConfig:
 
 
 def check_counts(config: Any, most: Mapping[str, int]) -> None:
-    """Raises ValueError unless each of these options is a whole number from 1 to most, or None where that is its
+    """Raises UserError unless each of these options is a whole number from 1 to most, or None where that is its
     default."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name, limit in most.items():
@@ -222,9 +223,9 @@ def check_counts(config: Any, most: Mapping[str, int]) -> None:
 
 def at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ValueError(f"{name}={value} is below {least}")
+        raise UserError(f"{name}={value} is below {least}")
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(allowed)}")
+        raise UserError(f"{name}={value!r} is unknown: use one of {', '.join(allowed)}")

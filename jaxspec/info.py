@@ -10,6 +10,7 @@ import checkpoints
 from jaxspec.cache import budget
 from jaxspec.cache.pages import cache_layout
 from jaxspec.config import EngineConfig
+from jaxspec.errors import UserError
 from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
@@ -37,7 +38,7 @@ def describe(model: str, draft: str | None = None) -> dict[str, Any]:
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(checkpoints.load_config(source), draft_source.name, checkpoints.load_config(draft_source))
             document["draft_fits"] = True
-        except ValueError as problem:
+        except UserError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
     page_size = platform_facts(device.platform).page_size
     models = [m for m in (target, document["draft"]) if m]

@@ -22,8 +22,8 @@ from jaxspec.prompts import Ask
 class Sample:
     """One sample's text, and how much of it a stream has shown."""
 
-    def __init__(self, tokenizer: Any, request: Request, prompt_index: int) -> None:
-        self.request, self.params, self.prompt_index = request, request.params, prompt_index
+    def __init__(self, tokenizer: Any, ask: Ask, request: Request) -> None:
+        self.ask, self.request, self.params = ask, request, request.params
         self.detokenizer = Detokenizer(
             tokenizer,
             stop=tuple(self.params.stop),
@@ -54,13 +54,13 @@ class Sample:
 
     def piece(self) -> StreamOutput | None:
         """What is new since the last piece, or None."""
-        request = self.request
+        request, ask = self.request, self.ask
         if self.streamed or not (request.finish_reason or len(request.output) > self.sent):
             return None
         text, ids = self.text_so_far()[self.shown :], request.output[self.sent :]
         ended = request.finish_reason is not None
         self.shown, self.sent, self.streamed = self.shown + len(text), self.sent + len(ids), ended
-        return StreamOutput(text, ids, request.finish_reason, self.prompt_index, request.index, request.error)
+        return StreamOutput(text, ids, request.finish_reason, ask.index, request.index, request.error, ask.request_id)
 
     def stop_reason(self) -> str | int | None:
         """The stop string or id that ended it."""
@@ -89,7 +89,7 @@ class Job:
 
     def __init__(self, tokenizer: Any, ask: Ask, request: Request) -> None:
         self.tokenizer, self.ask = tokenizer, ask
-        self.samples = [Sample(tokenizer, sample, ask.index) for sample in request.samples]
+        self.samples = [Sample(tokenizer, ask, sample) for sample in request.samples]
 
     @property
     def requests(self) -> list[Request]:
@@ -115,7 +115,7 @@ class Job:
         for request in self.requests:
             metrics += request.metrics
         output = RequestOutput(
-            first.id,
+            self.ask.request_id,
             self.ask.text,
             self.ask.ids,
             [sample.completion() for sample in self.samples],

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import checkpoints
 from checkpoints.sources import cache_folder
 from jaxspec.engine.setup import Model
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.platforms import facts
@@ -24,13 +25,13 @@ def compute_dtype(name: str, device: Device) -> Any:
 
 
 def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Model:
-    """target: of the draft that is loaded, which may read ids in its table. Raises ValueError where that does not fit,
+    """target: of the draft that is loaded, which may read ids in its table. Raises UserError where that does not fit,
     else as loading does."""
     config = checkpoints.load_config(source)
     abstract, theirs = abstract_params(config, dtype, mesh), {}
     if borrowed := [name for name, p in abstract.items() if p.borrowed]:
         if target is None:
-            raise ValueError(
+            raise UserError(
                 f"{source.name} is a draft, which reads ids in its target's table: give its target as the model, and "
                 "this as the draft"
             )
@@ -41,10 +42,10 @@ def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Mod
 
 
 def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
-    """Raises ValueError where the draft `name` reads ids in a table that is not the target's."""
+    """Raises UserError where the draft `name` reads ids in a table that is not the target's."""
     wanted, found = (draft.vocab_size, draft.embed_width), (target.vocab_size, target.width)
     if draft.embed_width and wanted != found:
-        raise ValueError(
+        raise UserError(
             f"the draft {name!r} reads a table of {wanted[0]} ids and width {wanted[1]}, the target's has {found[0]} "
             f"and {found[1]}: give it the target that it was trained for, or train one for this target"
         )
@@ -54,7 +55,7 @@ def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None
     """A draft must mean the same by an id. Vocabularies padded to different sizes are fine."""
     if (wanted := checkpoints.load_fingerprint(draft_source)) is not None:
         if wanted != (found := checkpoints.fingerprint(tokenizer)):
-            raise ValueError(
+            raise UserError(
                 f"the draft {draft_source.name!r} was trained for another tokenizer than that of the target "
                 f"{source.name!r} (fingerprint {wanted[:12]}, found {found[:12]}): train one for this target"
             )
@@ -63,7 +64,7 @@ def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None
     if mine != theirs:
         tokens = mine.keys() | theirs.keys()
         differing = sum(mine.get(token) != theirs.get(token) for token in tokens)
-        raise ValueError(
+        raise UserError(
             f"the draft {draft_source.name!r} has another tokenizer than the target {source.name!r} "
             f"({differing} of {len(tokens)} tokens differ): choose a draft of the same family"
         )

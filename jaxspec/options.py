@@ -10,8 +10,10 @@ import difflib
 import functools
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, dataclass_transform
+
+from jaxspec.errors import UnsupportedError, UserError
 
 T = TypeVar("T")
 LARGEST = 2**31 - 1  # of 32 bits, in which devices count
@@ -27,13 +29,18 @@ def options(cls: type[T]) -> type[T]:
     def init(self: Any, **given: Any) -> None:
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-                raise ValueError(f"unknown option {name!r} of {cls.__name__}: {hint}")
+                raise unknown(name, cls.__name__, known)
         plain_init(self, **given)
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
+
+
+def unknown(name: str, what: str, known: Sequence[str]) -> UserError:
+    """The refusal of an option that `what` does not have."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+    return UserError(f"unknown option {name!r} of {what}: {hint}")
 
 
 def truth(value: Any) -> bool:
@@ -44,17 +51,17 @@ def truth(value: Any) -> bool:
 
 
 def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str = "") -> int:
-    """value as an int. Raises ValueError unless it is a whole number from least to most."""
+    """value as an int. Raises UserError unless it is a whole number from least to most."""
     try:
         if truth(value):
             raise TypeError
         found = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name}={value!r:.80} must be a whole number{hint}") from None
+        raise UserError(f"{name}={value!r:.80} must be a whole number{hint}") from None
     if found < least:
-        raise ValueError(f"{name}={shown(found)} is below {least}{hint}")
+        raise UserError(f"{name}={shown(found)} is below {least}{hint}")
     if found > most:
-        raise ValueError(f"{name}={shown(found)} is above {most}{hint}")
+        raise UserError(f"{name}={shown(found)} is above {most}{hint}")
     return found
 
 
@@ -64,7 +71,7 @@ def shown(value: int) -> str:
 
 
 def number(name: str, value: Any) -> float:
-    """value as a float. Raises ValueError unless it is a number."""
+    """value as a float. Raises UserError unless it is a number."""
     import numpy as np
 
     scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
@@ -73,20 +80,20 @@ def number(name: str, value: Any) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}={value!r:.80} must be a number") from None
+        raise UserError(f"{name}={value!r:.80} must be a number") from None
 
 
 def flag(name: str, value: Any) -> bool:
-    """Raises ValueError unless value is True or False."""
+    """Raises UserError unless value is True or False."""
     if not truth(value):
-        raise ValueError(f"{name}={value!r:.80} must be True or False")
+        raise UserError(f"{name}={value!r:.80} must be True or False")
     return bool(value)
 
 
 def ids(name: str, values: Any) -> tuple[int, ...]:
-    """Token ids as a tuple of ints. Raises ValueError unless they are whole numbers of 32 bits."""
+    """Token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
-        raise ValueError(f"{name}={values!r:.80} must be a list of token ids")
+        raise UserError(f"{name}={values!r:.80} must be a list of token ids")
     values = tuple(values)
     if set(map(type, values)) <= {int} and (not values or -LARGEST <= min(values) <= max(values) <= LARGEST):
         return values  # as most are: a prompt is long, and comes by here more than once
@@ -97,17 +104,17 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
     """One string or several, none of them empty, as a tuple."""
     listed = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if any(not isinstance(s, str) or not s for s in listed):
-        raise ValueError(f"{name}={value!r:.80} must hold non-empty strings")
+        raise UserError(f"{name}={value!r:.80} must hold non-empty strings")
     return listed
 
 
 def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
-    """Raises NotImplementedError for the first of names that is not at its default; the value says what to do."""
+    """Raises UnsupportedError for the first of names that is not at its default; the value says what to do."""
     for field in dataclasses.fields(instance):
         if field.name not in names:
             continue
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
         if getattr(instance, field.name) != default:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"{field.name}={getattr(instance, field.name)!r} is not supported yet: {names[field.name]}"
             )

@@ -101,11 +101,12 @@ class RequestTiming:
 class RequestOutput:
     """A request's result, in the order of the prompts. prompt is None where token ids were given.
 
-    outputs: n samples. prompt_logprobs: as a completion's logprobs, None for the first token, where asked for.
+    request_id: the caller's, else made. outputs: n samples. prompt_logprobs: as a completion's logprobs, None for the
+    first token, where asked for.
     metrics: over all samples; timing: until the last of them.
     """
 
-    request_id: int
+    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
@@ -113,11 +114,16 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     timing: RequestTiming = dataclasses.field(default_factory=RequestTiming)
 
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(completion.finish_reason is not None for completion in self.outputs)
+
 
 @dataclasses.dataclass
 class StreamOutput:
     """A piece of a stream: the new text and token ids since the last piece of the same sample. The last one has a
-    finish_reason. prompt_index: which of the prompts; sample: which of its n samples."""
+    finish_reason. prompt_index: which of the prompts; sample: which of its n samples; request_id: the prompt's."""
 
     text: str
     token_ids: list[int]
@@ -125,6 +131,7 @@ class StreamOutput:
     prompt_index: int = 0
     sample: int = 0
     error: str | None = None
+    request_id: str = ""
 
 
 @dataclasses.dataclass

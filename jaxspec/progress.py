@@ -8,10 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxspec.errors import UserError
+from jaxspec.options import flag
+
 
 def say(text: str) -> None:
     """A line on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def wanted(progress: bool, use_tqdm: Any) -> bool:
+    """Whether to draw a bar: `progress`, or its name in vLLM where that is given."""
+    if callable(use_tqdm):
+        raise UserError(f"use_tqdm={use_tqdm!r:.80}: give True or False, the bar is not drawn by tqdm")
+    return progress if use_tqdm is None else flag("use_tqdm", use_tqdm)
 
 
 @contextlib.contextmanager

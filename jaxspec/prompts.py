@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.errors import UserError
 from jaxspec.options import ids as checked_ids
 from jaxspec.sampling_params import SamplingParams
 
@@ -16,17 +17,18 @@ BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token
 @dataclasses.dataclass(frozen=True)
 class Ask:
     """One prompt, ready for the engine. index: its place among the caller's prompts; text: None where ids were given;
-    bad_words: the ids of each of params.bad_words, in its two forms."""
+    bad_words: the ids of each of params.bad_words, in its two forms; request_id: the name that the result has."""
 
     index: int
     text: str | None
     ids: list[int]
     params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...] = ()
+    request_id: str = ""
 
 
 def asks(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[Ask]:
-    """Prompts and parameters in any of the forms that LLM.generate takes. Raises ValueError, with the prompt's index,
+    """Prompts and parameters in any of the forms that LLM.generate takes. Raises UserError, with the prompt's index,
     for one that is none of them."""
     listed = as_list(prompts)
     params = spread(sampling_params, len(listed))
@@ -42,9 +44,9 @@ def as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, BYTES):
-        raise ValueError(f"{prompts!r:.80} is no prompt: decode bytes to a string")
+        raise UserError(f"{prompts!r:.80} is no prompt: decode bytes to a string")
     if not isinstance(prompts, Iterable):
-        raise ValueError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
+        raise UserError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
     return [prompts] if prompts and all(hasattr(p, "__index__") for p in prompts) else prompts
 
@@ -54,9 +56,9 @@ def spread(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise ValueError(f"sampling_params={params!r:.80}: give a SamplingParams, or a list with one for each prompt")
+        raise UserError(f"sampling_params={params!r:.80}: give a SamplingParams, or a list with one for each prompt")
     if len(params) != count:
-        raise ValueError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
+        raise UserError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
     return list(params)
 
 
@@ -64,8 +66,8 @@ def named(index: int, call: Any, *args: Any) -> Any:
     """call(*args), with the prompt's index in front of what it refuses."""
     try:
         return call(*args)
-    except ValueError as error:
-        raise ValueError(f"prompt {index}: {error}") from error
+    except UserError as error:
+        raise UserError(f"prompt {index}: {error}") from error
 
 
 def text_of(prompt: Prompt) -> str | None:
@@ -73,13 +75,22 @@ def text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def readable(text: Any) -> str:
+    """The text. Raises UserError where it holds half of a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeError:
+        raise UserError(f"{text!r:.80} is no Unicode text: it holds half of a surrogate pair") from None
+    return text
+
+
 def encode(tokenizer: Any, prompt: Any) -> list[int]:
     """The prompt's token ids."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(prompt, str) or (ids is None and text_of(prompt) is not None):
-        return list(tokenizer.encode(text_of(prompt)))
+        return list(tokenizer.encode(readable(text_of(prompt))))
     if not isinstance(ids, Iterable) or isinstance(ids, str | Mapping | BYTES):
-        raise ValueError(
+        raise UserError(
             f"{prompt!r:.80} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
             "'prompt'"
         )
@@ -92,10 +103,10 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...],
     found: list[tuple[int, ...]] = []
     for word in words:
         first, spaced = (
-            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+            tuple(tokenizer.encode(space + readable(word).lstrip(), add_special_tokens=False)) for space in ("", " ")
         )
         if not first:
-            raise ValueError(f"bad_words: {word!r} has no tokens: give words that have")
+            raise UserError(f"bad_words: {word!r} has no tokens: give words that have")
         found.append(first)
         if spaced[0] != first[0] and len(spaced) == len(first):
             found.append(spaced)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.errors import UserError
 from jaxspec.options import flag, ids, number, options, strings, whole
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
@@ -74,7 +75,7 @@ class SamplingParams:
       prompt_logprobs: The same of the prompt's tokens.
       num_speculative_tokens: Drafts a round for this request, at most the engine's; 0 turns speculation off.
 
-    Raises: ValueError for a value out of its range.
+    Raises: UserError for a value out of its range.
     """
 
     n: int = 1
@@ -109,7 +110,7 @@ class SamplingParams:
         for name, (least, most, words) in RANGES.items():
             put(name, value := number(name, getattr(self, name)))
             if not least <= value <= most:
-                raise ValueError(f"{name}={value} must lie in {words}")
+                raise UserError(f"{name}={value} must lie in {words}")
         for name in FLAGS:
             put(name, flag(name, getattr(self, name)))
         for name in ("stop", "bad_words"):
@@ -119,9 +120,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", tuple(dict.fromkeys(ids("allowed_token_ids", self.allowed_token_ids))))
             if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids is empty and would allow nothing: leave it out to allow all")
+                raise UserError("allowed_token_ids is empty and would allow nothing: leave it out to allow all")
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens, {self.max_tokens}")
+            raise UserError(f"min_tokens={self.min_tokens} is above max_tokens, {self.max_tokens}")
 
     @property
     def greedy(self) -> bool:
@@ -145,17 +146,17 @@ def bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         given = list(bias.items() if isinstance(bias, Mapping) else bias or ())
         pairs = [(int(i) if isinstance(i, str) and i.isdecimal() else i, value) for i, value in given]
     except (TypeError, ValueError):
-        raise ValueError(f"logit_bias={bias!r:.80} must map token ids to numbers") from None
+        raise UserError(f"logit_bias={bias!r:.80} must map token ids to numbers") from None
     found: dict[int, float] = {}
     for i, value in pairs:
         i, value = whole("logit_bias id", i, 0), number(f"logit_bias of id {i}", value)
         if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
-            raise ValueError(
+            raise UserError(
                 f"logit_bias of id {i} is {value}: it must lie in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]; "
                 "allowed_token_ids forbids ids outright"
             )
         if i in found:
-            raise ValueError(f"logit_bias has id {i} twice: give each id once")
+            raise UserError(f"logit_bias has id {i} twice: give each id once")
         found[i] = value
     return tuple(sorted(found.items()))
 

@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.async_llm import Call
+from jaxspec.errors import UserError
 from jaxspec.job import Job
 from tests import tiny
 from tests.folders import write_model
@@ -61,9 +62,9 @@ def own(folder):
 
 def assert_idle(llm: AsyncLLM) -> None:
     engine, until = llm.llm.engine, time.monotonic() + SOON
-    while (engine.busy or llm.thread.calls) and time.monotonic() < until:
+    while (engine.busy or llm._thread.calls) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not llm.thread.calls
+    assert not llm._thread.calls
     assert not engine.busy
     assert engine.scheduler.allocator.num_free == engine.num_pages
 
@@ -205,7 +206,7 @@ def test_who_leaves_a_stream_ends_that_request_only(llm, expected, how):
         results = await asyncio.gather(
             leave(), *(collect(llm.stream(p, GREEDY)) for p in PROMPTS[1:4]), return_exceptions=True
         )
-        await until(lambda: not llm.thread.calls)
+        await until(lambda: not llm._thread.calls)
         return results
 
     left, *others = run(main())
@@ -220,7 +221,7 @@ def test_a_generation_that_is_cancelled(llm, expected):
     async def main():
         doomed = asyncio.create_task(llm.generate(PROMPTS[0], LONG))
         other = asyncio.create_task(llm.generate(PROMPTS[1], GREEDY))
-        await until(lambda: len(llm.thread.calls) == 2)
+        await until(lambda: len(llm._thread.calls) == 2)
         doomed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doomed
@@ -242,12 +243,88 @@ def test_a_stream_that_never_started_asks_for_nothing(llm, monkeypatch):
 
 def test_a_loop_that_is_closed_listens_no_more(llm, expected):
     loop = asyncio.new_event_loop()
-    call = Call(llm.prepare(PROMPTS[0], LONG), Job.pieces, 1, loop)
+    call = Call(llm._prepare(PROMPTS[0], LONG, None), Job.pieces, 1, loop)
     loop.close()
-    llm.thread.tell(llm.thread.open, call)
+    llm._thread.tell(llm._thread.open, call)
     assert texts([run(llm.generate(PROMPTS[1], GREEDY))]) == texts(expected(PROMPTS[1]))
     assert_idle(llm)
     assert call.job.requests[0].finish_reason == "abort"
+
+
+# Chats
+
+
+def test_a_chat_is_answered(llm, expected):
+    conversation = [{"role": "user", "content": PROMPTS[1]}]
+    answer = run(llm.chat(conversation, GREEDY))
+    (there,) = expected([llm.llm.render_chat(conversation)])
+    assert (answer.prompt, texts([answer])) == (there.prompt, texts([there]))
+    text, *_ = run(collect(llm.stream(llm.llm.render_chat(conversation), GREEDY)))
+    assert [text] == texts([there])
+    with pytest.raises(UserError, match="one prompt a call, got 2"):
+        run(llm.chat([conversation, conversation], GREEDY))
+
+
+# Names of requests
+
+
+def test_requests_have_the_names_that_they_are_given(llm):
+    async def main():
+        whole = [await llm.generate(PROMPTS[0], GREEDY, request_id="a"), await llm.generate(PROMPTS[1], GREEDY)]
+        talk = await llm.chat([{"role": "user", "content": "x"}], GREEDY, "b")
+        return whole, talk, [piece.request_id async for piece in llm.stream(PROMPTS[0], GREEDY, "a")]
+
+    (named, unnamed), talk, pieces = run(main())
+    assert (named.request_id, talk.request_id, set(pieces)) == ("a", "b", {"a"})
+    assert isinstance(unnamed.request_id, str)
+    assert len(unnamed.request_id) > 20
+    assert named.finished
+    assert not llm._calls
+
+
+def test_a_name_belongs_to_one_request_at_a_time(llm, expected):
+    async def main():
+        first = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY, "same"))
+        await until(lambda: llm._calls)
+        with pytest.raises(UserError, match="request_id='same' is in use: choose another, or give none"):
+            await llm.generate(PROMPTS[1], GREEDY, "same")
+        with pytest.raises(UserError, match="request_id='same' is in use"):
+            await anext(llm.stream(PROMPTS[1], GREEDY, "same"))
+        return await first, await llm.generate(PROMPTS[1], GREEDY, "same")
+
+    assert texts(run(main())) == texts(expected(PROMPTS[:2]))
+
+
+@pytest.mark.parametrize("name", [7, "", b"a"])
+def test_a_name_is_a_string(llm, name):
+    with pytest.raises(UserError, match=r"request_id=.* must be a string that is not empty"):
+        llm.stream(PROMPTS[0], GREEDY, name)
+
+
+def test_abort_ends_the_request_of_that_name_only(llm, expected):
+    """Its call returns what there is, its stream has a last piece."""
+
+    async def main():
+        stream = llm.stream(PROMPTS[0], LONG, "read")
+        first = await anext(stream)
+        waiting = asyncio.create_task(llm.generate(PROMPTS[1], LONG, "waiting"))
+        other = asyncio.create_task(llm.generate(PROMPTS[2], GREEDY, "other"))
+        await until(lambda: len(llm._thread.calls) == 3)
+        for name in ("read", "waiting", "nobody"):
+            await llm.abort(name)
+        rest = [piece async for piece in stream]
+        whole, unhurt = await waiting, await other
+        await llm.abort("waiting")  # it has ended
+        return first, rest, whole, unhurt
+
+    first, rest, whole, unhurt = run(main())
+    assert (first.finish_reason, rest[-1].finish_reason) == (None, "abort")
+    assert whole.outputs[0].finish_reason == "abort"
+    assert whole.finished
+    assert len(whole.outputs[0].token_ids) < 300
+    (there,) = expected(PROMPTS[1], LONG)
+    assert there.outputs[0].text.startswith(whole.outputs[0].text)
+    assert texts([unhurt]) == texts(expected(PROMPTS[2]))
 
 
 # What is refused
@@ -267,7 +344,7 @@ def test_a_loop_that_is_closed_listens_no_more(llm, expected):
 )
 def test_what_is_wrong_is_raised_before_anything_is_queued(llm, monkeypatch, prompt, params, message):
     told = []
-    monkeypatch.setattr(llm.thread, "tell", lambda *args: told.append(args))
+    monkeypatch.setattr(llm._thread, "tell", lambda *args: told.append(args))
     with pytest.raises(ValueError, match=message):
         llm.stream(prompt, params)
     with pytest.raises(ValueError, match=message):
@@ -301,14 +378,14 @@ def test_the_thread_sleeps_while_nothing_runs(llm, monkeypatch):
     time.sleep(0.5)
     assert time.process_time() - spent < 0.25
     assert steps == []
-    assert llm.thread.is_alive()
+    assert llm._thread.is_alive()
 
 
 def test_an_engine_that_fails_lets_nobody_wait(own, monkeypatch):
     step = own.llm.engine.step
 
     def failing(streaming):
-        if len(own.thread.calls) == 3:
+        if len(own._thread.calls) == 3:
             raise MemoryError("the device is full")
         return step(streaming=streaming)
 
@@ -351,7 +428,7 @@ def test_shutdown_ends_what_is_open(own):
         stream = own.stream(PROMPTS[0], LONG)
         await anext(stream)
         waiting = asyncio.create_task(own.generate(PROMPTS[1], LONG))
-        await until(lambda: len(own.thread.calls) == 2)
+        await until(lambda: len(own._thread.calls) == 2)
         own.shutdown()
         own.shutdown()
         for open_call in (collect(stream), waiting):
@@ -361,7 +438,7 @@ def test_shutdown_ends_what_is_open(own):
             await own.generate(PROMPTS[0])
 
     run(main())
-    assert not own.thread.is_alive()
+    assert not own._thread.is_alive()
     assert_idle(own)
 
 
@@ -371,12 +448,12 @@ def test_the_context_manager_shuts_down(folder):
             await llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
         return llm
 
-    assert not run(main()).thread.is_alive()
+    assert not run(main())._thread.is_alive()
 
 
 def test_one_that_is_dropped_ends_its_thread(folder):
     llm = AsyncLLM(folder, **OPTIONS)
-    thread = llm.thread
+    thread = llm._thread
     assert thread in threading.enumerate()
     del llm
     gc.collect()
@@ -386,25 +463,25 @@ def test_one_that_is_dropped_ends_its_thread(folder):
 
 def test_a_second_failure_while_the_first_is_handled_lets_nobody_wait(own, monkeypatch):
     """Whatever else fails then: aborting, a call's own loop, what is still in the inbox."""
-    own.thread.tell(lambda: None)
+    own._thread.tell(lambda: None)
 
     def failing(*_, **__):
         raise SystemExit("the device is gone")
 
     async def main():
         calls = [asyncio.create_task(own.generate(p, LONG)) for p in PROMPTS[:3]]
-        await until(lambda: len(own.thread.calls) == 3)
-        monkeypatch.setattr(own.llm, "abort", failing)
-        own.thread.tell(failing)
-        own.thread.tell(failing)
+        await until(lambda: len(own._thread.calls) == 3)
+        monkeypatch.setattr(own.llm, "_abort", failing)
+        own._thread.tell(failing)
+        own._thread.tell(failing)
         late = [asyncio.create_task(own.generate(p, LONG)) for p in PROMPTS[:2]]
         return await asyncio.gather(*calls, *late, return_exceptions=True)
 
     for error in run(main()):
         assert isinstance(error, RuntimeError)
         assert "the engine failed: SystemExit('the device is gone')" in str(error)
-    own.thread.join(SOON)
-    assert not own.thread.is_alive()
+    own._thread.join(SOON)
+    assert not own._thread.is_alive()
 
 
 def test_a_text_that_cannot_be_made_is_its_callers_trouble(llm, expected, monkeypatch):
@@ -431,13 +508,13 @@ def test_rows_that_fail_as_they_end_leave(llm, expected):
 
     async def main():
         doomed = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
-        await until(lambda: llm.thread.calls)
+        await until(lambda: llm._thread.calls)
 
         def find_stop(output, known):
             if len(output) >= 24:
                 raise LookupError("no such text")
 
-        for request in llm.thread.calls:
+        for request in llm._thread.calls:
             request.find_stop = find_stop
         return await doomed, await llm.generate(PROMPTS[1], GREEDY)
 

@@ -20,12 +20,13 @@ import typer
 
 from jaxspec import cli
 from jaxspec.cli import exits
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.parallel.absent import may_have_tpu
 from tests.sizes import cases
 from tests.train import runs
 
 ROOT = Path(__file__).parent.parent
-HINT = "(JAXSPEC_DEBUG=1 shows the traceback)"
+HINT = f"({exits.OUR_FAULT})"
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +47,9 @@ def xla_error() -> Exception:
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (ValueError("k=9 is above 8:\n  lower it"), 2, "k=9 is above 8: lower it"),
+        (UserError("k=9 is above 8:\n  lower it"), 2, "k=9 is above 8: lower it"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x.json"), 2, "[Errno 2] No such file: 'x.json'"),
-        (NotImplementedError("later"), 2, "later"),
-        (KeyError(2), 1, f"KeyError: 2 {HINT}"),
-        (ValueError(), 1, f"ValueError {HINT}"),
-        (RuntimeError("a row ended"), 1, f"RuntimeError: a row ended {HINT}"),
+        (UnsupportedError("later"), 2, "later"),
         (MemoryError(), 2, f"out of memory: {exits.LESS}"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (KeyboardInterrupt("2 shards kept"), 130, "interrupted: 2 shards kept"),
@@ -65,6 +63,36 @@ def test_one_line_and_a_status(capsys, error, code, line):
 
     assert exits.status(run) == code
     assert capsys.readouterr() == ("", f"jaxspec: {line}\n")
+
+
+def jax_error() -> Exception:
+    """A ValueError of JAX's own."""
+    with pytest.raises(ValueError, match="broadcasting") as caught:
+        jnp.broadcast_to(jnp.zeros(3), (2,))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyError(2), "KeyError: 2"),
+        (ValueError("two shapes differ"), "ValueError: two shapes differ"),
+        (NotImplementedError("lowering"), "NotImplementedError: lowering"),
+        (UserError(), "UserError"),
+        (RuntimeError("a row ended"), "RuntimeError: a row ended"),
+        (jax_error(), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_nobody_can_mend_shows_its_traceback(capsys, error, line):
+    def run() -> None:
+        raise error
+
+    assert exits.status(run) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert err.endswith(f"\njaxspec: {line} {HINT}\n" if line else f" {HINT}\n")
 
 
 def test_a_device_without_room(capsys):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import graphlib
+import inspect
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import jaxspec
+from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.keywords import EngineOptions, GenerateOptions, SamplingOptions
 from tests.sizes import cases
 
 ROOT = Path(__file__).parent.parent
@@ -22,12 +27,15 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 ARROWS = {
     "pallas_kernels": "",
     "checkpoints": "models.config models.families models.parameters models.limits",
-    "jaxspec": "",  # __init__: public names are strings, loaded on first use
+    "errors": "",
+    # __init__: for types only, public names are loaded on first use
+    "jaxspec": "config outputs sampling_params llm async_llm one_call",
+    "keywords": "",
     "options": "",
     "shapes": "",
     "outputs": "",
     "detokenizer": "",
-    "progress": "",
+    "progress": "options",
     "parallel": "",
     "config": "options",
     "sampling_params": "options",
@@ -43,9 +51,11 @@ ARROWS = {
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
     "loading": "checkpoints pallas_kernels platforms models engine.setup",
-    "llm": "config outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress prompts "
-    "job",
-    "async_llm": "config outputs sampling_params engine prompts job llm",
+    "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
+    "prompts job",
+    "async_llm": "config keywords outputs sampling_params engine prompts job llm",
+    "transformers_options": "config keywords options",
+    "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
     "convert": "models checkpoints",
     "info": "config platforms cache models pallas_kernels checkpoints loading",
@@ -56,6 +66,8 @@ ARROWS = {
     "progress checkpoints loading llm",
     "cli": "config outputs sampling_params parallel progress checkpoints job llm convert info demo bench train",
 }
+
+EVERYWHERE = {"jaxspec.errors"}  # any room but pallas_kernels may import it: what refuses input says so
 
 
 def full(name: str) -> str:
@@ -93,7 +105,7 @@ def imported(path: Path) -> Iterator[str]:
             names = [a.name for a in node.names]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] in PACKAGES)
+        yield from (name for name in names if name.split(".")[0] in PACKAGES and name not in EVERYWHERE)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -149,6 +161,28 @@ def test_kernels_stand_alone():
     assert outside - set(sys.stdlib_module_names) <= {"jax", "jaxlib", "jaxtyping", "numpy", "pallas_kernels"}
 
 
+PLAIN = {"ValueError", "NotImplementedError"}
+FAULTS = {"jaxspec.cache.allocator"}  # whose ValueErrors no input can cause
+
+
+def raised(source: str) -> set[str]:
+    """What is raised by name in a source."""
+    raises = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise) and node.exc]
+    return {ast.unparse(exc.func if isinstance(exc, ast.Call) else exc) for exc in raises}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith("pallas_kernels")])
+def test_what_is_refused_is_told_from_what_goes_wrong(module):
+    """A refusal is a UserError or an UnsupportedError: the command line takes any other ValueError for a fault."""
+    assert bool(raised(MODULES[module].read_text(encoding="utf-8")) & PLAIN) == (module in FAULTS)
+
+
+def test_the_classes_of_refusals_fit_what_people_catch():
+    assert issubclass(UserError, ValueError)
+    assert issubclass(UnsupportedError, (UserError, NotImplementedError))
+    assert raised("raise ValueError(1)\nraise NotImplementedError\nraise") == PLAIN
+
+
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -169,9 +203,10 @@ def test_import_is_light():
 
 
 def test_public_names():
-    assert set(jaxspec.__all__) >= {"LLM", "SamplingParams", "SpeculativeConfig", "generate", "__version__"}
-    assert set(jaxspec.__all__) >= {"RequestOutput", "CompletionOutput", "SpecDecodeMetrics"}
-    assert len(jaxspec.__all__) <= 10
+    assert set(jaxspec.__all__) >= {"LLM", "AsyncLLM", "SamplingParams", "SpeculativeConfig", "EngineConfig"}
+    assert set(jaxspec.__all__) >= {"RequestOutput", "CompletionOutput", "SpecDecodeMetrics", "StreamOutput", "Logprob"}
+    assert set(jaxspec.__all__) >= {"generate", "UserError", "__version__"}
+    assert len(jaxspec.__all__) <= 14
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name) is not None
         assert name in dir(jaxspec)
@@ -180,6 +215,59 @@ def test_public_names():
     import checkpoints
 
     assert set(checkpoints.__all__) >= {"resolve", "load_config", "load_params", "load_tokenizer", "load_stop_ids"}
+
+
+def test_editors_see_the_public_names():
+    """What __init__ imports for types is what it loads on first use; and the packages say that they have types."""
+    types = [
+        n for n in ast.walk(ast.parse((ROOT / "jaxspec/__init__.py").read_text())) if isinstance(n, ast.ImportFrom)
+    ]
+    seen = {
+        alias.asname: f"{n.module}.{alias.name}" for n in types if n.module.startswith("jaxspec.") for alias in n.names
+    }
+    assert seen == {name: f"{module}.{name}" for name, module in jaxspec._PUBLIC.items()}
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "cls"), [(EngineOptions, jaxspec.EngineConfig), (SamplingOptions, jaxspec.SamplingParams)]
+)
+def test_editors_see_the_options(keywords, cls):
+    assert typing.get_type_hints(keywords) == {
+        field.name: typing.get_type_hints(cls)[field.name] for field in dataclasses.fields(cls)
+    }
+
+
+@pytest.mark.parametrize("call", [jaxspec.LLM, jaxspec.AsyncLLM, jaxspec.generate])
+def test_calls_name_their_options(call):
+    *_, options = inspect.signature(call).parameters.values()
+    wanted = GenerateOptions if call is jaxspec.generate else EngineOptions
+    assert (options.kind, options.annotation) == (options.VAR_KEYWORD, f"Unpack[{wanted.__name__}]")
+
+
+def test_type_checkers_see_what_editors_see(tmp_path):
+    """The classes themselves, the options of calls, and what has no such name."""
+    api = pytest.importorskip("mypy.api")
+    (tmp_path / "use.py").write_text(
+        "import jaxspec\n"
+        "from jaxspec import LLM, AsyncLLM, Logprob, StreamOutput, generate\n"
+        "llm = LLM('m', max_num_seqs=4)\n"
+        "reveal_type(llm.generate('x')[0].outputs[0].logprobs)\n"
+        "reveal_type(generate('m', 'x', max_new_tokens=3)[0].finished)\n"
+        "LLM('m', max_num_seq=4)\n"
+        "AsyncLLM('m', max_num_seqs='four')\n"
+        "jaxspec.Llm\n"
+    )
+    out, err, _ = api.run(["--config-file", str(ROOT / "pyproject.toml"), "--no-pretty", str(tmp_path / "use.py")])
+    for line in (
+        '4: note: Revealed type is "list[dict[int, jaxspec.outputs.Logprob]] | None"',
+        '5: note: Revealed type is "bool"',
+        '6: error: Unexpected keyword argument "max_num_seq" for "LLM"; did you mean "max_num_seqs"?',
+        '7: error: Argument "max_num_seqs" to "AsyncLLM" has incompatible type "str"; expected "int"',
+        '8: error: Module has no attribute "Llm"',
+    ):
+        assert line in out.replace("builtins.", ""), out + err
 
 
 def test_nothing_is_looked_for_in_the_repository():

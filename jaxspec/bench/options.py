@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.config import DTYPES, MAX_ROUNDS, EngineConfig, SpeculativeConfig, one_of
+from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -65,12 +66,12 @@ class Options:
 
     def __post_init__(self) -> None:
         if (self.preset is None) == (self.model is None):
-            raise ValueError("give one of --preset (random weights) and --model (a real model)")
+            raise UserError("give one of --preset (random weights) and --model (a real model)")
         if self.preset is not None:
             from jaxspec.bench import presets
 
             if self.draft is not None:
-                raise ValueError(f"--draft {self.draft} goes with --model: give a preset's draft as target+draft")
+                raise UserError(f"--draft {self.draft} goes with --model: give a preset's draft as target+draft")
             target, draft = presets.split(self.preset)
             for name in (target, draft) if draft else (target,):
                 self.check_context(name, presets.preset(name))
@@ -81,13 +82,13 @@ class Options:
             one_of("--kernels", self.kernels, ("reference", "pallas"))
         SamplingParams(temperature=self.temperature)  # refuses what it cannot be
         if self.launches < 1:
-            raise ValueError(f"--launches {self.launches} is below 1")
+            raise UserError(f"--launches {self.launches} is below 1")
         if "draft" in self.stages and self.draft_name is None:
-            raise ValueError("--stages draft needs a draft model: give --preset target+draft, or --model and --draft")
+            raise UserError("--stages draft needs a draft model: give --preset target+draft, or --model and --draft")
         for k in self.ks:
             for length in self.lengths:
                 if length > k + 1:
-                    raise ValueError(
+                    raise UserError(
                         f"--synthetic-acceptance-length {length:g} is out of reach with K = {k}, a round yields at "
                         f"most {k + 1} tokens: lower it or leave that K out"
                     )
@@ -108,11 +109,11 @@ class Options:
         return presets.split(self.preset or "")
 
     def check_context(self, name: str, config: ModelConfig) -> None:
-        """Raises ValueError where the model's context does not hold what will be written."""
+        """Raises UserError where the model's context does not hold what will be written."""
         context, k = max(self.contexts), max(self.ks)
         need = context + max(launch_tokens(k), engine_tokens(k))
         if need > config.max_model_len:
-            raise ValueError(
+            raise UserError(
                 f"--context {context} is too long for {name}: with the output that is timed {need} positions are "
                 f"needed, it has {config.max_model_len}: lower --context or -k"
             )
@@ -136,7 +137,7 @@ def listed(option: str, text: str, kind: Callable[[str], Any] = int, least: floa
         values = ()
     if not values or not all(least <= v < float("inf") for v in values):
         what = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"{option} {text!r}: give {what} of at least {least}, with commas between them")
+        raise UserError(f"{option} {text!r}: give {what} of at least {least}, with commas between them")
     return tuple(dict.fromkeys(values))
 
 
@@ -145,15 +146,15 @@ def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, .
     default = [s for s in STAGES if s != "adaptive" and (draft or s != "draft")]
     asked = default if text is None else [s.strip() for s in text.split(",") if s.strip()]
     if not asked:
-        raise ValueError(f"--stages {text!r} names no stage: use some of {', '.join(STAGES)}")
+        raise UserError(f"--stages {text!r} names no stage: use some of {', '.join(STAGES)}")
     wanted = dict.fromkeys([*asked, *(["adaptive"] if never_slower else [])])
     return tuple(s for s in STAGES if s in wanted) + tuple(s for s in wanted if s not in STAGES)
 
 
 def check_plot(plot: Path, stages: tuple[str, ...]) -> None:
     if plot.suffix != ".png":
-        raise ValueError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
+        raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
     if not plot.absolute().parent.is_dir():
         raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
     if not {"plain", "speculative", "round", "propose", "score", "verify", "adaptive"} & set(stages):
-        raise ValueError(f"--plot draws decoding: --stages {','.join(stages)} has nothing to draw, add round or plain")
+        raise UserError(f"--plot draws decoding: --stages {','.join(stages)} has nothing to draw, add round or plain")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.families import FAMILIES
@@ -32,11 +33,11 @@ NORM_EPS = {"qwen3": 1e-6, "llama": 1e-5}
 
 
 def preset(name: str) -> ModelConfig:
-    """Raises: ValueError for an unknown name, naming the nearest."""
+    """Raises: UserError for an unknown name, naming the nearest."""
     if name not in TABLE:
         near = difflib.get_close_matches(name, TABLE, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"--preset {name!r} is unknown{hint}: use one of {', '.join(TABLE)}, or target+draft of them")
+        raise UserError(f"--preset {name!r} is unknown{hint}: use one of {', '.join(TABLE)}, or target+draft of them")
     fields = dict(zip(COLUMNS, TABLE[name], strict=True))
     theta, stretch = fields.pop("theta"), fields.pop("stretch")
     scaling = {"factor": stretch, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}

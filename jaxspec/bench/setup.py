@@ -17,6 +17,7 @@ from jaxspec.cache.pages import cache_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
 from jaxspec.engine.engine import Engine, Model
+from jaxspec.errors import UserError
 from jaxspec.models.decoder import abstract_params, random_params
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.mesh import make_mesh
@@ -63,7 +64,7 @@ class Setup:
         return engine
 
     def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:
-        """Raises ValueError where the pool does not fit beside what the device holds already."""
+        """Raises UserError where the pool does not fit beside what the device holds already."""
         stats = memory(self.mesh.devices.flat[0])
         if stats is None:
             return
@@ -71,7 +72,7 @@ class Setup:
         pool = num_pages * sum(cache_layout(m.config, **sizes).page_bytes for m in models.values())
         free = stats["bytes_limit"] - stats["bytes_in_use"]
         if pool > free:
-            raise ValueError(
+            raise UserError(
                 f"the cache needs {pool / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: lower --batch-size or --context"
             )
 
@@ -83,7 +84,7 @@ class Setup:
         ids = self.tokenizer.encode(english())
         shift = max(1, min(context, (len(ids) - context) // max(rows - 1, 1)))
         if len(ids) < context + shift * (rows - 1):
-            raise ValueError(
+            raise UserError(
                 f"--context {context} with --batch-size {rows} needs more text than the {len(ids)} tokens of the "
                 "built-in prompt: lower one of them"
             )
@@ -126,7 +127,7 @@ def check_weights_fit(name: str, config: Any, dtype: Any, mesh: Any) -> None:
     stats = memory(mesh.devices.flat[0])
     need = sum(a.nbytes for a in abstract_params(config, dtype, mesh).values())
     if stats and need > (free := stats["bytes_limit"] - stats["bytes_in_use"]):
-        raise ValueError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")
+        raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")
 
 
 def real(model: str, draft: str | None, dtype: Any, mesh: Any) -> tuple[list[Model | None], Any]:

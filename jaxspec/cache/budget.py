@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxspec.errors import UserError
 from jaxspec.platforms import PLATFORMS, facts
 
 
 def num_pages(memory_bytes: int, target_page_bytes: int, draft_page_bytes: int = 0) -> int:
-    """floor(M / (t + d)), bytes per device. Raises ValueError where not one page fits."""
+    """floor(M / (t + d)), bytes per device. Raises UserError where not one page fits."""
     pages = int(memory_bytes // (target_page_bytes + draft_page_bytes))
     if pages < 1:
-        raise ValueError(
+        raise UserError(
             f"{memory_bytes / 1e6:.0f} MB are left for the cache, one page takes "
             f"{(target_page_bytes + draft_page_bytes) / 1e6:.1f} MB: raise memory_utilization or take a smaller model"
         )

@@ -1,8 +1,8 @@
-"""How a command ends: its exit status, and one line on standard error where it is not 0. JAXSPEC_DEBUG=1 keeps the
-traceback.
+"""How a command ends: its exit status, and one line on standard error where it is not 0. JAXSPEC_DEBUG=1 shows every
+error's traceback.
 
   0         it did what it was asked for
-  1         it failed in a way that nobody foresaw, or nobody reads its output any more
+  1         a fault of the program, shown with its traceback; or nobody reads its output any more
   2         what it was given is wrong, or more than the machine has room for: the line says what to change
   130, 143  it was interrupted (SIGINT, SIGTERM): the line says what is kept
 """
@@ -15,11 +15,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import typer
 
+from jaxspec.errors import UserError
 from jaxspec.progress import say
 
 PATIENCE = 1.0  # seconds
@@ -27,6 +29,7 @@ STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 LONGEST = 600  # characters of a line; compilers have a lot to say
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, which typer does not name
 NO_ROOM = "RESOURCE_EXHAUSTED"  # what XLA says where memory is short
+OUR_FAULT = "not your input's fault: please report it with the traceback above"
 LESS = "ask for less at a time: a smaller model, fewer rows, a shorter context or fewer drafts"
 
 
@@ -61,6 +64,8 @@ def status(run: Callable[[], Any]) -> int:
         if os.environ.get("JAXSPEC_DEBUG"):
             raise
         code, line = failure(error)
+        if code == 1:
+            traceback.print_exception(error)
         tell(line)
         return code
 
@@ -101,9 +106,9 @@ def failure(error: Exception) -> tuple[int, str]:
     if isinstance(error, MemoryError) or NO_ROOM in text:
         first, *_ = text.strip().splitlines() or [""]
         return 2, f"out of memory{f' ({first})' if first else ''}: {LESS}"
-    if isinstance(error, (ValueError, NotImplementedError, OSError)) and text:  # OSError: missing files, no connection
+    if isinstance(error, (UserError, OSError)) and text:  # OSError: missing files, no connection
         return 2, text
-    return 1, f"{type(error).__name__}{f': {text}' if text else ''} (JAXSPEC_DEBUG=1 shows the traceback)"
+    return 1, f"{type(error).__name__}{f': {text}' if text else ''} ({OUR_FAULT})"
 
 
 @contextlib.contextmanager

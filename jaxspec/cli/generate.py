@@ -14,6 +14,7 @@ import typer
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import EMBEDDED, MODEL_HELP, AsJson
 from jaxspec.config import SpeculativeConfig
+from jaxspec.errors import UserError
 from jaxspec.progress import say
 from jaxspec.sampling_params import SamplingParams
 
@@ -62,7 +63,7 @@ def generate(
     # Options are checked before the model is loaded.
     speculative = speculation(model, method, draft, drafts.get("num_speculative_tokens"))
     if "logprobs" in sampling and not as_json:
-        raise ValueError(f"--logprobs {sampling['logprobs']} is shown in the JSON document only: add --json")
+        raise UserError(f"--logprobs {sampling['logprobs']} is shown in the JSON document only: add --json")
     params = SamplingParams(**sampling)
     from jaxspec.llm import LLM
 
@@ -109,7 +110,7 @@ def speculation(model: str, method: Method | None, draft: str | None, k: int | N
 
     if method is Method.none:
         if draft is not None or k is not None:
-            raise ValueError("--method none decodes plainly: leave --draft and -k out")
+            raise UserError("--method none decodes plainly: leave --draft and -k out")
         return None
     if draft is None and method is not Method.ngram and model in DRAFTS:
         draft, method = DRAFTS[model], method or Method.both

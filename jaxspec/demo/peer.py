@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from checkpoints.names import HF
+from jaxspec.errors import UserError
 from jaxspec.models.decoder import parameters
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def compare(llm: LLM, prompts: Sequence[Any], max_tokens: int, plain: Sequence[l
     """dtype -> tokens, seconds, tokens_per_second of greedy answers, one prompt at a time, and how many of them are
     the `plain` ones.
 
-    Raises: ValueError, in one line, where torch is missing or the model is none that this can build.
+    Raises: UserError, in one line, where torch is missing or the model is none that this can build.
     """
     check()
     import torch
@@ -52,9 +53,9 @@ def compare(llm: LLM, prompts: Sequence[Any], max_tokens: int, plain: Sequence[l
 
 
 def check() -> None:
-    """Raises ValueError where torch is missing."""
+    """Raises UserError where torch is missing."""
     if importlib.util.find_spec("torch") is None:
-        raise ValueError("--compare-transformers needs torch: pip install torch, or leave the option out")
+        raise UserError("--compare-transformers needs torch: pip install torch, or leave the option out")
 
 
 def answer(model: Any, ids: Any, max_tokens: int) -> list[int]:
@@ -66,13 +67,13 @@ def answer(model: Any, ids: Any, max_tokens: int) -> list[int]:
 
 
 def build(model: Model, stop_ids: list[int]) -> Any:
-    """A torch model with these weights. Raises ValueError for a family other than Llama with plain rotary angles."""
+    """A torch model with these weights. Raises UserError for a family other than Llama with plain rotary angles."""
     import torch
     import transformers
 
     c = model.config
     if c.family != "llama" or c.rope.factors:
-        raise ValueError(f"--compare-transformers does not build this {c.family} model: leave the option out")
+        raise UserError(f"--compare-transformers does not build this {c.family} model: leave the option out")
     config = transformers.LlamaConfig(
         vocab_size=c.vocab_size,
         hidden_size=c.width,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoints.sources import DEFAULT_MODEL, DRAFTS
 from jaxspec.config import DTYPES, one_of
 from jaxspec.demo import peer, report
+from jaxspec.errors import UserError
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics
 from jaxspec.progress import say
 from jaxspec.sampling_params import SamplingParams
@@ -88,7 +89,7 @@ Runs = dict[str, list[Run]]  # method -> of every prompt
 def demo(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
     """Runs the demo and prints it: tables, or one JSON document. Progress goes to standard error."""
     if plot is not None and plot.suffix != ".png":
-        raise ValueError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
+        raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
     if options.compare_transformers:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.request import Request
+from jaxspec.errors import UserError
 from jaxspec.options import ids as checked_ids
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
@@ -38,14 +39,14 @@ def check(
     bad_words: Sequence[Sequence[int]] = (),
     stop_ids: Sequence[int] = (),
 ) -> tuple[list[int], SamplingParams]:
-    """Raises ValueError for a prompt or parameters that cannot be served -> both as they were checked, in copies: the
+    """Raises UserError for a prompt or parameters that cannot be served -> both as they were checked, in copies: the
     caller's own may change."""
     prompt, params = list(checked_ids("token id", prompt)), dataclasses.replace(params)  # checks once more
     checked_ids("the model's own stop id", stop_ids)
     if not prompt:
-        raise ValueError("the prompt is empty: give at least one token")
+        raise UserError("the prompt is empty: give at least one token")
     if len(prompt) >= limits.max_model_len:
-        raise ValueError(
+        raise UserError(
             f"the prompt has {len(prompt)} tokens, max_model_len={limits.max_model_len} leaves no room for output: "
             "shorten it or raise max_model_len"
         )
@@ -58,10 +59,10 @@ def check(
     }
     for kind, ids in kinds.items():
         if (bad := next((i for i in ids if not 0 <= i < limits.vocab_size), None)) is not None:
-            raise ValueError(f"{kind} {bad} is outside the vocabulary 0..{limits.vocab_size - 1}")
+            raise UserError(f"{kind} {bad} is outside the vocabulary 0..{limits.vocab_size - 1}")
     wanted, most = params.num_speculative_tokens, limits.num_drafts
     if wanted is not None and wanted > most and most:
-        raise ValueError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")
+        raise UserError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")
     return prompt, params
 
 

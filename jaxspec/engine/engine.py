@@ -116,7 +116,7 @@ class Engine:
         bad_words: Sequence[Sequence[int]] = (),
         stop_ids: Sequence[int] = (),
     ) -> tuple[list[int], SamplingParams]:
-        """Raises ValueError for a prompt or a request that cannot be served -> both, as they were checked."""
+        """Raises UserError for a prompt or a request that cannot be served -> both, as they were checked."""
         checked = arrivals.check(self.limits, prompt, params, bad_words, stop_ids)
         self.scheduler.check(self.limits.max_len(*checked))
         return checked

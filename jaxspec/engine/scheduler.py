@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxspec.cache.allocator import PageAllocator, digest
 from jaxspec.engine.request import Request
+from jaxspec.errors import UserError
 
 
 class Scheduler:
@@ -47,10 +48,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def check(self, max_len: int) -> None:
-        """Raises ValueError where the pool could never hold a request that may grow to max_len tokens."""
+        """Raises UserError where the pool could never hold a request that may grow to max_len tokens."""
         need = self.pages_for(max_len + self.num_drafts)
         if need > self.allocator.num_pages:
-            raise ValueError(
+            raise UserError(
                 f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has "
                 f"{self.allocator.num_pages}: lower max_tokens or raise num_pages"
             )

@@ -15,6 +15,7 @@ from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.batch import power_of_two
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, weight_bytes
 from jaxspec.models.layers import Backend
@@ -43,11 +44,11 @@ class Model:
 def paged_models(
     models: dict[str, Model], config: EngineConfig, speculative: Speculation, mesh: Mesh, device: Device
 ) -> dict[str, PagedModel]:
-    """The models over pages, with as many for each as memory allows. Raises ValueError for what does not fit."""
+    """The models over pages, with as many for each as memory allows. Raises UserError for what does not fit."""
     own = models["target"].config.max_model_len
     longest = config.max_model_len or own
     if longest > own:
-        raise ValueError(f"max_model_len={longest} exceeds the model's own {own}")
+        raise UserError(f"max_model_len={longest} exceeds the model's own {own}")
     for model in models.values():
         heads = {"num_heads": model.config.num_heads, "num_key_value_heads": model.config.num_kv_heads}
         block = model.config.merged["gate_up"]["gate"]
@@ -116,7 +117,7 @@ def drafters(speculative: Speculation, draft: PagedModel | None) -> dict[int, Dr
     if speculative is None:
         return {0: None}
     if "draft_model" in str(speculative.method) and draft is None:
-        raise ValueError(f"method={speculative.method!r} needs the draft's parameters")
+        raise UserError(f"method={speculative.method!r} needs the draft's parameters")
     full = speculative.num_speculative_tokens
     choices = sorted({full, full // 2} - {0})
     return {0: None} | {k: drafter(speculative, draft, k) for k in choices}

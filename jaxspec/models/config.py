@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models import hf
 from jaxspec.models.families import FAMILIES, GGUF
 from jaxspec.models.limits import check_numbers, number, short, token_ids
@@ -67,25 +68,25 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.family not in tuple(FAMILIES):  # what a file says need not be hashable
-            raise NotImplementedError(f"architecture {short(self.family)}: jaxspec reads {', '.join(FAMILIES)}")
+            raise UnsupportedError(f"architecture {short(self.family)}: jaxspec reads {', '.join(FAMILIES)}")
         check_numbers(self)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key-value heads")
+            raise UserError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key-value heads")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+            raise UserError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
         if len(self.windows) != self.num_layers:
-            raise ValueError(f"{len(self.windows)} sliding windows for {self.num_layers} layers: one a layer is needed")
+            raise UserError(f"{len(self.windows)} sliding windows for {self.num_layers} layers: one a layer is needed")
         if self.reduced_vocab_size is not None and not 2 <= self.reduced_vocab_size <= self.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"reduced_vocab_size={self.reduced_vocab_size} must lie in 2..{self.vocab_size}, vocab_size"
             )
         if self.tied and (self.reduced_vocab_size or self.rare_vocab_size or self.embed_width):
-            raise ValueError(
+            raise UserError(
                 "tied=True, but a draft with fewer ids, or its target's table, has a head of its own: one of an "
                 "earlier version has to be trained again"
             )
         if not 0 <= self.rare_vocab_size < self.head_size or (self.rare_vocab_size > 0) != (self.rare_width > 0):
-            raise ValueError(
+            raise UserError(
                 f"rare_vocab_size={self.rare_vocab_size} must lie in 0..{self.head_size - 1}, and rare_width="
                 f"{self.rare_width} be above 0 where it is"
             )
@@ -128,8 +129,8 @@ class ModelConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """From a Hugging Face config as a dict (`transformers.AutoConfig...to_dict()`, which fills the defaults).
 
-        Raises: NotImplementedError as `check_supported` does, and for an activation or a kind of layer that no
-        supported family has; ValueError for a value that no model has.
+        Raises: UnsupportedError as `check_supported` does, and for an activation or a kind of layer that no
+        supported family has; UserError for a value that no model has.
         """
         cls.check_supported(raw)
         name = hf.MODEL_TYPES[raw["model_type"]]
@@ -142,7 +143,7 @@ class ModelConfig:
         ropes = rope_tables(raw, head_dim)
         activation, scaled = raw.get(family.activation_key, "silu"), "query_pre_attn_scalar" in family.reads
         if activation not in ("silu", "gelu_pytorch_tanh"):
-            raise NotImplementedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
+            raise UnsupportedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
         if scaled:
             number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar")
         tied = raw.get("tie_word_embeddings")
@@ -180,36 +181,36 @@ class ModelConfig:
         """
         family = meta.get("general.architecture")
         if family not in tuple(GGUF):
-            raise NotImplementedError(f"GGUF architecture {short(family)}: jaxspec reads {', '.join(GGUF)}")
+            raise UnsupportedError(f"GGUF architecture {short(family)}: jaxspec reads {', '.join(GGUF)}")
         files = GGUF[family]
 
         def get(key: str, what: str, default: Any = None) -> Any:
             value = meta.get(f"{family}.{key}", default)
             if value is None:
-                raise ValueError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
+                raise UserError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
             if isinstance(value, list):
-                raise NotImplementedError(f"{family}.{key} has a value for each layer: one for all is supported")
+                raise UnsupportedError(f"{family}.{key} has a value for each layer: one for all is supported")
             return number(what, value, f"{family}.{key}")
 
         for key, only in GGUF_FIXED.items():
             if (value := meta.get(f"{family}.{key}", only)) != only:
-                raise NotImplementedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
+                raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
         scaling = meta.get(f"{family}.rope.scaling.type", "none")
         if scaling not in ("none", "linear"):
-            raise NotImplementedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
+            raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
         layers, width = get("block_count", "num_layers"), get("embedding_length", "width")
         heads = get("attention.head_count", "num_heads")
         head_dim = get("attention.key_length", "head_dim", width // heads)
         for key in ("rope.dimension_count", "attention.value_length"):
             if get(key, "head_dim", head_dim) != head_dim:
                 part = "partial rotary embedding" if "rope" in key else "values of another size than keys"
-                raise NotImplementedError(
+                raise UnsupportedError(
                     f"{family}.{key}={meta[f'{family}.{key}']} where heads have {head_dim}: {part} is not supported"
                 )
         factors = tuple(float(f) for f in rope_factors)
         if scaling == "linear":
             if factors:
-                raise NotImplementedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
+                raise UnsupportedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
             factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
         window, local = 0, [False] * layers
         if files.period:  # the file may give another one, or a flag a layer
@@ -248,21 +249,21 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Raises: ValueError for a field that this version does not know, or lacks, or for a value that cannot be."""
+        """Raises: UserError for a field that this version does not know, or lacks, or for a value that cannot be."""
 
         def rope(value: Any) -> Rope | None:
             if value is None:
                 return None
             if not isinstance(value, Mapping) or not isinstance(value.get("factors"), list | tuple):
-                raise ValueError(f"rope={short(value)} must be an object of theta and factors")
+                raise UserError(f"rope={short(value)} must be an object of theta and factors")
             return Rope(value.get("theta", 0), tuple(value["factors"]))
 
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
         fields |= {key: rope(raw[key]) for key in ("rope", "local_rope") if key in raw}
         for key in ("windows", "eos_ids"):
             if not isinstance(fields.get(key, ()), tuple):
-                raise ValueError(f"{key}={short(raw[key])} must be a list")
+                raise UserError(f"{key}={short(raw[key])} must be a list")
         try:
             return cls(**fields)
         except TypeError as error:
-            raise ValueError(f"model configuration: {error}: was it written by another version?") from None
+            raise UserError(f"model configuration: {error}: was it written by another version?") from None

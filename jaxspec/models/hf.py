@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import rope_parameters
@@ -66,32 +67,32 @@ READ = (
 def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Looks at a raw config.json before anything is computed from it. Returns the options that are read.
 
-    Raises: NotImplementedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
+    Raises: UnsupportedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
     a rotary embedding that no supported family has, or another option that changes what is computed and is not
-    supported; ValueError for a number that no model has.
+    supported; UserError for a number that no model has.
     """
     kind = raw.get("model_type", "")
     if not isinstance(kind, str):
-        raise ValueError(f"model_type={short(kind)} must be a string")
+        raise UserError(f"model_type={short(kind)} must be a string")
     if any(key.endswith("_config") and "vision" in key for key in raw) or "vision" in kind:
-        raise NotImplementedError(f"{kind!r} is a multimodal checkpoint: only text decoders are supported")
+        raise UnsupportedError(f"{kind!r} is a multimodal checkpoint: only text decoders are supported")
     if kind not in MODEL_TYPES:
-        raise NotImplementedError(f"architecture {short(kind)}: jaxspec reads {', '.join(sorted(MODEL_TYPES))}")
+        raise UnsupportedError(f"architecture {short(kind)}: jaxspec reads {', '.join(sorted(MODEL_TYPES))}")
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
-            raise NotImplementedError(f"{key}: of quantised checkpoints only GGUF files are read")
+            raise UnsupportedError(f"{key}: of quantised checkpoints only GGUF files are read")
     family = FAMILIES[MODEL_TYPES[kind]]
     fixed = FIXED | {key: None for key in RARE if key not in family.reads}
     for key, only in fixed.items():
         if raw.get(key) not in (None, only):
             more = "" if only is None else f": only {json.dumps(only)} is"
-            raise NotImplementedError(f"{key}={short(raw[key])} in a {kind!r} checkpoint is not supported{more}")
+            raise UnsupportedError(f"{key}={short(raw[key])} in a {kind!r} checkpoint is not supported{more}")
     for key, what in NUMBERS.items():
         if raw.get(key) is not None:
             number(what, raw[key], key)
     kinds = raw.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list | tuple) and all(isinstance(k, str) for k in kinds)):
-        raise ValueError(f"layer_types={short(kinds)} must be a list of strings, one a layer")
+        raise UserError(f"layer_types={short(kinds)} must be a list of strings, one a layer")
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
     return {key: raw[key] for key in READ if key in raw}
@@ -103,13 +104,13 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     if kinds is None:
         kinds = ["sliding_attention" if which == "all" and window else "full_attention"] * layers
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"layer types {short(sorted(unknown))}: full_attention and sliding_attention are supported"
         )
     sliding = "sliding_attention" in kinds
     if sliding and window is None:
-        raise ValueError("layer_types name sliding_attention, but sliding_window is missing")
+        raise UserError("layer_types name sliding_attention, but sliding_window is missing")
     # transformers does not look at their layer_types: these say what is done, or the checkpoint is of another kind.
     if (which == "none" and sliding) or (which == "all" and window and "full_attention" in kinds):
-        raise NotImplementedError(f"layer_types of a {family} checkpoint must be those of {family}: one kind in all")
+        raise UnsupportedError(f"layer_types of a {family} checkpoint must be those of {family}: one kind in all")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

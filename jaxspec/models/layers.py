@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import Rope
 from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, cut, per_shard
 from pallas_kernels.device import Device
@@ -31,7 +32,7 @@ class Backend:
 
     def __post_init__(self) -> None:
         if self.kernels == "pallas" and self.device.platform == "gpu" and not self.device.has_triton:
-            raise ValueError(f"kernels='pallas': {self.device.no_kernels()}; leave kernels out, plain forms run there")
+            raise UserError(f"kernels='pallas': {self.device.no_kernels()}; leave kernels out, plain forms run there")
 
     @property
     def alone(self) -> bool:
@@ -125,10 +126,10 @@ def attend_densely(
 ) -> jax.Array:
     """The same without a cache: x [B,T,E] holds all that each row sees -> [B,T,H*D]. It can be differentiated.
 
-    Raises: NotImplementedError for a soft cap.
+    Raises: UnsupportedError for a soft cap.
     """
     if soft_cap is not None:
-        raise NotImplementedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
+        raise UnsupportedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
     normed = rms_norm(weights["norm"], x, eps)
     bias, q_norm, k_norm = (weights.get(name) for name in ("bias", "q_norm", "k_norm"))
     query, key, value = project(normed, weights["qkv"], bias, q_norm, k_norm, *tables, num_kv_heads, eps)

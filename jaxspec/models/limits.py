@@ -5,6 +5,8 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
+from jaxspec.errors import UserError
+
 INT32 = 2**31 - 1
 
 # What is checked -> (kind, least, most). Generous: beyond is no model, but a damaged file that would fill the memory,
@@ -39,7 +41,7 @@ OPTIONAL = ("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_siz
 def number(what: str, value: Any, name: str | None = None) -> Any:
     """The value, where LIMITS allow it for `what`. name: what the file calls it.
 
-    Raises: ValueError that names it, its value and the limits.
+    Raises: UserError that names it, its value and the limits.
     """
     kind, least, most = LIMITS[what]
     wanted = numbers.Integral if kind is int else numbers.Real
@@ -47,11 +49,11 @@ def number(what: str, value: Any, name: str | None = None) -> Any:
     if isinstance(value, wanted) and not isinstance(value, bool) and least <= value <= most:  # type: ignore[operator]
         return value
     limits = f"{least}..{most}" if kind is int else f"{least:g}..{most:g}"
-    raise ValueError(f"{name or what}={short(value)} must be a {'whole ' if kind is int else ''}number in {limits}")
+    raise UserError(f"{name or what}={short(value)} must be a {'whole ' if kind is int else ''}number in {limits}")
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
-    """One id, several or None (none), as a tuple without repetitions. Raises: ValueError as `number` does."""
+    """One id, several or None (none), as a tuple without repetitions. Raises: UserError as `number` does."""
     ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
     return tuple(dict.fromkeys(int(number("token_id", i, name)) for i in ids))
 
@@ -70,15 +72,15 @@ def check_numbers(config: Any) -> None:
             number(name, value)
     for name in ("tied", "qkv_bias", "qk_norm", "sandwich_norm", "norm_plus_one"):
         if not isinstance(value := getattr(config, name), bool):
-            raise ValueError(f"{name}={short(value)} must be true or false")
+            raise UserError(f"{name}={short(value)} must be true or false")
     for window in config.windows:
         if window is not None:
             number("window", window)
     if config.activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"activation={short(config.activation)} must be silu or gelu_tanh")
+        raise UserError(f"activation={short(config.activation)} must be silu or gelu_tanh")
     token_ids(config.eos_ids, "eos_ids")
     if config.rope is None:
-        raise ValueError("rope is missing: theta and factors are needed")
+        raise UserError("rope is missing: theta and factors are needed")
     for rope in (config.rope, config.local_rope):
         if rope is None:
             continue
@@ -86,6 +88,6 @@ def check_numbers(config: Any) -> None:
         for factor in rope.factors:
             number("factor", factor, "a factor of rope")
         if len(rope.factors) not in (0, config.head_dim // 2):
-            raise ValueError(
+            raise UserError(
                 f"{len(rope.factors)} factors of rope for head_dim {config.head_dim}: {config.head_dim // 2} are needed"
             )

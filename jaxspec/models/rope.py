@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.limits import number, short
 
 
@@ -22,13 +23,13 @@ PLAIN_ROPE = Rope()
 
 
 def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of its rotary embedding, in whichever of the two spellings. Raises: ValueError where that is
-    no object; NotImplementedError for a kind of embedding that is not supported."""
+    """What a config says of its rotary embedding, in whichever of the two spellings. Raises: UserError where that is
+    no object; UnsupportedError for a kind of embedding that is not supported."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(key) or {}, Mapping):
-            raise ValueError(f"{key}={short(raw[key])} must be an object")
+            raise UserError(f"{key}={short(raw[key])} must be an object")
         if (raw.get(key) or {}).get("mrope_section"):
-            raise NotImplementedError("M-RoPE (mrope_section) is of multimodal checkpoints: only text is supported")
+            raise UnsupportedError("M-RoPE (mrope_section) is of multimodal checkpoints: only text is supported")
     theta = raw.get("rope_theta")
     parameters = raw.get("rope_parameters") or {
         "rope_theta": 10000.0 if theta is None else theta,
@@ -37,12 +38,12 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     by_kind = [parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters]
     for table in by_kind or [parameters]:
         if not isinstance(table, Mapping):
-            raise ValueError(f"rope_parameters hold {short(table)} where an object is needed")
+            raise UserError(f"rope_parameters hold {short(table)} where an object is needed")
         kind = table.get("rope_type", table.get("type", "default"))
         if kind not in ("default", "linear", "llama3"):
-            raise NotImplementedError(f"rope type {short(kind)}: default, linear and llama3 are supported")
+            raise UnsupportedError(f"rope type {short(kind)}: default, linear and llama3 are supported")
         if table.get("partial_rotary_factor") not in (None, 1):
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"partial rotary embedding (partial_rotary_factor={short(table['partial_rotary_factor'])}) is not "
                 "supported: only 1"
             )
@@ -56,7 +57,7 @@ def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | Non
         return rope_table(parameters, head_dim), None
     for kind in ("full_attention", "sliding_attention"):
         if kind not in parameters:
-            raise ValueError(f"rope_parameters lack {kind}")
+            raise UserError(f"rope_parameters lack {kind}")
     return rope_table(parameters["full_attention"], head_dim), rope_table(parameters["sliding_attention"], head_dim)
 
 
@@ -76,7 +77,7 @@ def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -
         for key in ("factor", "low_freq_factor", "high_freq_factor")
     )
     if not low < high:
-        raise ValueError(f"rope's low_freq_factor={low} must be below high_freq_factor={high}")
+        raise UserError(f"rope's low_freq_factor={low} must be below high_freq_factor={high}")
     key = "original_max_position_embeddings"
     context = float(number("max_model_len", parameters.get(key), f"rope's {key}"))
     factors = []

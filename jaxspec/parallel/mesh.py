@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.errors import UserError
+
 # Tensor parallelism is factorised: the target is sharded over both axes, a draft of smaller degree over the first.
 MODEL_AXES = ("tp_draft", "tp_rest")
 
@@ -22,11 +24,11 @@ PAGES_SPEC = P(None, None, MODEL_AXES, None)  # [P, S, 2G, D]
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh (tp_draft=tensor_parallel_size, tp_rest=1) over the first devices.
 
-    Raises: ValueError when there are fewer devices than asked for.
+    Raises: UserError when there are fewer devices than asked for.
     """
     devices = list(jax.devices() if devices is None else devices)
     if not 1 <= tensor_parallel_size <= len(devices):
-        raise ValueError(
+        raise UserError(
             f"tensor_parallel_size={tensor_parallel_size} needs that many devices, {len(devices)} found: lower it"
         )
     grid = np.array(devices[:tensor_parallel_size]).reshape(tensor_parallel_size, 1)
@@ -57,10 +59,10 @@ def per_shard(fn: Callable, mesh: Mesh | None, in_specs: tuple, out_specs: Any) 
 
 
 def check_divides(config_heads: Mapping[str, int], tensor_parallel_size: int) -> None:
-    """Raises ValueError naming the axis that tensor_parallel_size does not divide."""
+    """Raises UserError naming the axis that tensor_parallel_size does not divide."""
     for name, size in config_heads.items():
         if size % tensor_parallel_size:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} does not divide {name}={size}")
+            raise UserError(f"tensor_parallel_size={tensor_parallel_size} does not divide {name}={size}")
 
 
 def device_name() -> str:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.engine.setup import Model
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params
 from jaxspec.train.options import TrainOptions
@@ -37,11 +38,11 @@ SHAPE = {
 def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     """A small decoder of the target's family, which reads ids in the target's own table.
 
-    Raises: ValueError for heads that do not divide, or more layers or ids than the target has.
+    Raises: UserError for heads that do not divide, or more layers or ids than the target has.
     """
     c, o, layers = target, options, options.layers or LAYERS
     if layers > c.num_layers:
-        raise ValueError(f"--layers {layers} exceeds the target's {c.num_layers}: a draft is smaller than its target")
+        raise UserError(f"--layers {layers} exceeds the target's {c.num_layers}: a draft is smaller than its target")
     # With 16,384 ids two thirds of SmolLM2-135M's width make two layers that cost a 14th of a pass of its 30 on two CPU
     # cores (docs/notes/drafts.md).
     width = o.width or max(1, 2 * c.width // 3 // c.head_dim) * c.head_dim
@@ -49,13 +50,13 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     kv_heads = o.kv_heads or math.gcd(heads, c.num_kv_heads)
     vocab_size = min(MOST_IDS, c.vocab_size) if o.vocab_size is None else o.vocab_size
     if vocab_size > c.vocab_size:
-        raise ValueError(f"--vocab-size {vocab_size} exceeds the target's {c.vocab_size}: lower it or leave it out")
+        raise UserError(f"--vocab-size {vocab_size} exceeds the target's {c.vocab_size}: lower it or leave it out")
     fewer = vocab_size < c.vocab_size
     rare = (int(RARE["ids"] * vocab_size) if fewer else 0) if o.rare_ids is None else o.rare_ids
     if rare >= vocab_size:
-        raise ValueError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
+        raise UserError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
     if o.rare_width and not rare:
-        raise ValueError(f"--rare-width {o.rare_width} is of rare ids, and there are none: give --rare-ids too")
+        raise UserError(f"--rare-width {o.rare_width} is of rare ids, and there are none: give --rare-ids too")
     return dataclasses.replace(
         c,
         num_layers=layers,
@@ -73,16 +74,16 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
 
 
 def check_begun(config: ModelConfig, target: ModelConfig, options: TrainOptions) -> None:
-    """A draft that is trained further keeps its shape and its ids. Raises ValueError for another target, and for an
+    """A draft that is trained further keeps its shape and its ids. Raises UserError for another target, and for an
     option that asks for another shape."""
     begun = f"--init-from {options.init_from}"
     if config.vocab_size != target.vocab_size:
-        raise ValueError(f"{begun} is a draft for {config.vocab_size} ids, the target has {target.vocab_size}")
+        raise UserError(f"{begun} is a draft for {config.vocab_size} ids, the target has {target.vocab_size}")
     for option, name in SHAPE.items():
         has, wanted = getattr(config, name), getattr(options, option)
         if wanted not in (None, has):
             flag = "--" + option.replace("_", "-")
-            raise ValueError(f"{begun} has {has} where {flag} {wanted} asks for another shape: leave {flag} out")
+            raise UserError(f"{begun} has {has} where {flag} {wanted} asks for another shape: leave {flag} out")
 
 
 def target_layers(of: int, count: int) -> list[int]:

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints.reading import read_json, told
+from jaxspec.errors import UserError
+
 MANIFEST, SHARDS = "manifest.json", "shard-*.npz"
 HELDOUT = 0.02  # share of the sequences
 
@@ -74,7 +77,7 @@ def write_shard(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_shard(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as arrays:
+    with told(path), np.load(path) as arrays:
         return {name: arrays[name] for name in ARRAYS}
 
 
@@ -89,7 +92,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no training data ({MANIFEST} is missing): run jaxspec generate-data")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
 
 
 def load(folder: str | Path) -> Shards:
@@ -143,11 +146,11 @@ def chosen(count: int, seed: int, step: int, batch_size: int) -> np.ndarray:
     The first epoch takes them as they lie, so that a run which ends in it needs the first ones only; every later epoch
     takes them in another order.
 
-    Raises: ValueError where there are less than one batch.
+    Raises: UserError where there are less than one batch.
     """
     steps = count // batch_size
     if not steps:
-        raise ValueError(
+        raise UserError(
             f"the data makes {count} rows, less than one batch of {batch_size}: generate more, or lower --batch-size "
             "or --length"
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.config import at_least
+from jaxspec.errors import UserError
 from jaxspec.options import options
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.prompts import CATEGORIES
@@ -63,17 +64,17 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.part[0] <= self.part[1]:
-            raise ValueError(f"part {self.part[0]}/{self.part[1]}: give i/n with i in 1..n")
+            raise UserError(f"part {self.part[0]}/{self.part[1]}: give i/n with i in 1..n")
         for name, least in {"tokens": 1, "seed": 0, "length": 16, "shard_size": 1}.items():
             at_least(name, getattr(self, name), least)
         if self.rows is not None:
             at_least("rows", self.rows, 1)
         if unknown := self.mixture.keys() - set(CATEGORIES):
-            raise ValueError(f"mixture has no category {min(unknown)!r}: choose among {', '.join(CATEGORIES)}")
+            raise UserError(f"mixture has no category {min(unknown)!r}: choose among {', '.join(CATEGORIES)}")
         for name in ("mixture", "temperatures"):
             shares = getattr(self, name)
             if not shares or min(shares.values()) < 0 or not sum(shares.values()) > 0:
-                raise ValueError(f"{name}={dict(shares)}: shares must not be negative, and one must be positive")
+                raise UserError(f"{name}={dict(shares)}: shares must not be negative, and one must be positive")
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)  # refuses what is none
 
@@ -94,21 +95,21 @@ class DataOptions:
 
 
 def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, float]:
-    """An option such as "chat:2,code:1" as {"chat": 2.0, "code": 1.0}. Raises ValueError with the option's name."""
+    """An option such as "chat:2,code:1" as {"chat": 2.0, "code": 1.0}. Raises UserError with the option's name."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
         found = {kind(key.strip()): float(share) for key, share in pairs}
         if len(found) < len(pairs) or not all(map(math.isfinite, found.values())):
-            raise ValueError
+            raise UserError
         return found
     except ValueError:
-        raise ValueError(f"{name} {text!r}: give values, each once, with their shares, such as a:2,b:1") from None
+        raise UserError(f"{name} {text!r}: give values, each once, with their shares, such as a:2,b:1") from None
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """ "2/4" -> (2, 4). Raises ValueError."""
+    """ "2/4" -> (2, 4). Raises UserError."""
     try:
         i, n = map(int, text.split("/"))
     except ValueError:
-        raise ValueError(f"--part {text}: give i/n, such as 2/4 for the second of four") from None
+        raise UserError(f"--part {text}: give i/n, such as 2/4 for the second of four") from None
     return i, n

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.errors import UserError
 from jaxspec.llm import LLM
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.parallel.mesh import device_name
@@ -22,16 +23,16 @@ Prompts = Mapping[str, Sequence[str]]  # category -> what users say
 
 
 def read_prompts(path: Path) -> Prompts:
-    """A JSON file {category: [text, ...]}. Raises FileNotFoundError or ValueError that names the file."""
+    """A JSON file {category: [text, ...]}. Raises FileNotFoundError or UserError that names the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give --prompts FILE.json with {{category: [text, ...]}}")
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON file: {error}") from None
+        raise UserError(f"{path} is no JSON file: {error}") from None
     listed = prompts.values() if isinstance(prompts, dict) else [()]
     if not listed or not all(isinstance(v, list) and v and all(isinstance(t, str) and t for t in v) for v in listed):
-        raise ValueError(f"{path} must hold {{category: [text, ...]}}, with one text at least in each")
+        raise UserError(f"{path} must hold {{category: [text, ...]}}, with one text at least in each")
     return prompts
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec.engine.batch import power_of_two
 from jaxspec.engine.request import Request
+from jaxspec.errors import UserError
 from jaxspec.platforms import facts
 from jaxspec.progress import token_progress
 from jaxspec.train.ahead import ahead
@@ -84,7 +85,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     the shards are the same whenever they are made. Elsewhere, or with other `rows`, products round differently, and a
     sequence may take another turn at a token where two were nearly equal.
 
-    Raises: ValueError where the folder holds data of another recipe; RuntimeError where the engine failed.
+    Raises: UserError where the folder holds data of another recipe; RuntimeError where the engine failed.
     """
     folder, engine = Path(out), llm.engine
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,7 @@ def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
     there = read_manifest(folder)
     for name, wanted in recipe.items():
         if there.get(name) != wanted:
-            raise ValueError(
+            raise UserError(
                 f"{folder} holds data with {name}={there.get(name)!r}, not {wanted!r}: choose another folder, or the "
                 "same options to add to it"
             )

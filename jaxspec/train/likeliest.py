@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspec.engine.setup import Model
+from jaxspec.errors import UserError
 from jaxspec.models.decoder import bind, whole
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.mesh import sharding
@@ -45,7 +46,7 @@ def kept(
     Args:
       batch_size: rows of a pass, which the devices share.
 
-    Raises: ValueError where the disk has no room for them.
+    Raises: UserError where the disk has no room for them.
     """
     vocab_size, length = target.config.vocab_size, rows.tokens.shape[1]
     record = np.dtype([("ids", id_dtype(vocab_size), (length, n)), ("log_p", np.float16, (length, n))])
@@ -53,7 +54,7 @@ def kept(
     done = path.stat().st_size // record.itemsize if path.is_file() else 0
     size, free = (count - done) * record.itemsize, shutil.disk_usage(folder).free
     if size > free:
-        raise ValueError(f"{path} needs {size / 1e9:.1f} GB more, {free / 1e9:.1f} are free: lower --top-n or --steps")
+        raise UserError(f"{path} needs {size / 1e9:.1f} GB more, {free / 1e9:.1f} are free: lower --top-n or --steps")
     what = f"the target's {n} likeliest ids of {count * length:,} tokens"
     say(f"{what}: {count * record.itemsize / 1e9:.2f} GB in {path}" + " (found there)" * (done >= count))
 

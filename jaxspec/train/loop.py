@@ -15,7 +15,9 @@ import jax
 import numpy as np
 
 from checkpoints import orbax
+from checkpoints.reading import read_json, told
 from jaxspec.engine.setup import Model
+from jaxspec.errors import UserError
 from jaxspec.parallel.mesh import sharding
 from jaxspec.progress import say, training_progress
 from jaxspec.train.ahead import ahead
@@ -39,7 +41,7 @@ def train(options: TrainOptions) -> Path:
     that `resume` needs, may be removed. A run that was ended continues with the very numbers that it would have had:
     batches depend on (seed, step) alone, and checkpoints hold all else.
 
-    Raises: ValueError, FileExistsError or FileNotFoundError with one line that names what is wrong.
+    Raises: UserError, FileExistsError or FileNotFoundError with one line that names what is wrong.
     """
     started = time.perf_counter()
     check_folder(options)
@@ -80,11 +82,11 @@ def check_folder(options: TrainOptions) -> None:
         return
     if not path.is_file():
         raise FileNotFoundError(f"--resume: {path} is missing, so no run was begun there: leave --resume out")
-    begun = json.loads(path.read_text(encoding="utf-8"))
+    begun = read_json(path)
     for name, value in recipe(options).items():
         if begun.get(name) != value:
             option = "--" + name.replace("_", "-")
-            raise ValueError(f"--resume with {option} {value}, but the run was begun with {begun.get(name)}: use that")
+            raise UserError(f"--resume with {option} {value}, but the run was begun with {begun.get(name)}: use that")
 
 
 def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax.History, started: float) -> None:
@@ -165,7 +167,8 @@ class Journal:
         """Keeps what there is up to the step from which a run goes on."""
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         last = -1 if begun is None else begun
-        self.path, self.rows = path, [row for row in map(json.loads, lines) if row["step"] <= last]
+        with told(path):
+            self.path, self.rows = path, [row for row in map(json.loads, lines) if row["step"] <= last]
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.engine.arrivals import sample_seed
 from jaxspec.engine.request import Request
+from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.prompts import CATEGORIES, DRAWN, WRITTEN, draw
@@ -50,7 +51,7 @@ class Opening:
 def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
     """What the sequences of a shard begin with: a function of the recipe and the shard's number.
 
-    Raises ValueError where a category has no prompt that is short enough.
+    Raises UserError where a category has no prompt that is short enough.
     """
     rng = random.Random(f"{options.seed}/{shard}")
     rows = range(options.shard_size)
@@ -96,8 +97,8 @@ def begun(options: DataOptions, rng: random.Random) -> str:
     return " ".join(words[: 1 + int(rng.random() * len(words) / 2)])
 
 
-def too_long(category: str, length: int) -> ValueError:
-    return ValueError(
+def too_long(category: str, length: int) -> UserError:
+    return UserError(
         f"no prompt of category {category!r} fits into half of length={length}: raise --length or leave the category "
         "out of --mixture"
     )
@@ -107,7 +108,7 @@ def with_message(llm: LLM, opening: Opening, request: Request) -> Opening:
     """The opening with the message that the target wrote, or for the next attempt where it wrote none (Xu et al.,
     Magpie, https://arxiv.org/abs/2406.08464: a chat model that is shown the beginning of a user's turn ends it).
 
-    Raises ValueError after MESSAGE_TRIES.
+    Raises UserError after MESSAGE_TRIES.
     """
     before, after = around_ids(llm.tokenizer)
     ids = [*opening.ids, *request.output[:-1]]
@@ -116,7 +117,7 @@ def with_message(llm: LLM, opening: Opening, request: Request) -> Opening:
         # The ids as the target wrote them: the text may have other ones, of which it did not say what follows.
         return dataclasses.replace(opening, ids=[*ids, *after], attempt=0)
     if opening.attempt == MESSAGE_TRIES:
-        raise ValueError(
+        raise UserError(
             f"the target ended no message of its own within {request.params.max_tokens} tokens in {MESSAGE_TRIES} "
             f"tries: leave {' and '.join(WRITTEN)} out of --mixture, or raise --length, a quarter of which it may take"
         )
@@ -160,13 +161,13 @@ def conversation(tokenizer: Any, category: str, text: str) -> str:
 def around(tokenizer: Any) -> tuple[str, str]:
     """What the chat template puts before and after a user's message."""
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("this model has no chat template: generate with --mixture free:1")
+        raise UserError("this model has no chat template: generate with --mixture free:1")
     mark = "\x01message\x01"
     message = {"role": "user", "content": mark}
     rendered = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     before, *rest = rendered.split(mark)
     if len(rest) != 1:
-        raise ValueError("this model's chat template does not show a message once: generate with --mixture free:1")
+        raise UserError("this model's chat template does not show a message once: generate with --mixture free:1")
     return before, rest[0]
 
 

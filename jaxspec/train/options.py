@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from jaxspec.config import DTYPES, at_least, one_of
+from jaxspec.errors import UserError
 from jaxspec.options import options
 from jaxspec.train.data_options import shares
 
@@ -58,7 +59,7 @@ class TrainOptions:
       dtype: auto, float32, bfloat16 or float16; masters are float32. "auto": as EngineConfig has it.
       resume: Go on where a run into --out was ended.
 
-    Raises: ValueError for a value out of its range.
+    Raises: UserError for a value out of its range.
     """
 
     data: Path
@@ -107,25 +108,25 @@ class TrainOptions:
         for name in ("warmup", "weight_decay", "seed", "top_n"):
             at_least(name, getattr(self, name), 0)
         if self.seed >= 1 << 63:
-            raise ValueError(f"seed={self.seed} has more than 63 bits")
+            raise UserError(f"seed={self.seed} has more than 63 bits")
         for name in ("learning_rate", "clip", "minutes"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be above 0, and finite")
+                raise UserError(f"{name}={value} must be above 0, and finite")
         if not self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay={self.weight_decay} must be finite")
+            raise UserError(f"weight_decay={self.weight_decay} must be finite")
         if self.batch_size % self.accumulate:
-            raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
+            raise UserError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         if self.init_from and not self.init_from_target:
-            raise ValueError(f"init_from={self.init_from} and init_from_target=False exclude each other: leave one out")
+            raise UserError(f"init_from={self.init_from} and init_from_target=False exclude each other: leave one out")
         one_of("dtype", self.dtype, DTYPES)
         loss_weights(self.loss)
 
 
 def loss_weights(text: str) -> dict[str, float]:
-    """ "kl:1,tv:0.5" -> {"kl": 1.0, "tv": 0.5}. Raises: ValueError."""
+    """ "kl:1,tv:0.5" -> {"kl": 1.0, "tv": 0.5}. Raises: UserError."""
     weights = shares("loss", text)
     for name, weight in weights.items():
         one_of("loss", name, LOSSES)
         if not 0 < weight < math.inf:
-            raise ValueError(f"loss {text}: the weight of {name} must be above 0")
+            raise UserError(f"loss {text}: the weight of {name} must be above 0")
     return weights

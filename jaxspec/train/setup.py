@@ -12,6 +12,7 @@ import numpy as np
 
 import checkpoints
 from jaxspec.engine.setup import Model
+from jaxspec.errors import UserError
 from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load
 from jaxspec.models.decoder import parameters
 from jaxspec.parallel.mesh import make_mesh
@@ -56,7 +57,7 @@ def prepare(options: TrainOptions) -> Setup:
     enable_compilation_cache()
     device, count = here(), len(jax.devices())
     if options.batch_size // options.accumulate % count:
-        raise ValueError(
+        raise UserError(
             f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"
         )
     shards = data.load(options.data)
@@ -68,12 +69,12 @@ def prepare(options: TrainOptions) -> Setup:
     say(f"loading {options.target} ...")
     target = load(source, dtype, mesh)
     if (most := int(shards.tokens.max())) >= target.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
             "generate the data with this target"
         )
     if options.top_n > target.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--top-n {options.top_n} exceeds the target's {target.config.vocab_size} ids: lower it, or give 0 for all"
         )
     if options.init_from:

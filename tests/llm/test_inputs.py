@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import jaxspec.llm
 from jaxspec import LLM, SamplingParams
+from jaxspec.errors import UserError
 from tests.folders import BOS, write_model
 from tests.llm.answers import GREEDY, PROMPTS, ids_of, text_of
 
@@ -35,6 +37,18 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
         assert ids_of(output) == ids_of(alone)[: len(ids_of(output))]
 
 
+def test_outputs_are_numbered(folder):
+    """As in vLLM: "0", "1", ..., one a prompt, whatever n is. What is checked and refused has none."""
+    llm = LLM(str(folder), max_num_seqs=2, num_pages=32)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.generate([[]], GREEDY)
+    outputs = llm.generate(PROMPTS[:2], SamplingParams(n=2, max_tokens=2))
+    assert [(o.request_id, o.finished) for o in outputs] == [("0", True), ("1", True)]
+    assert {piece.request_id for piece in llm.stream(PROMPTS[0], GREEDY)} == {"2"}
+    outputs[0].outputs[1].finish_reason = None
+    assert not outputs[0].finished
+
+
 def test_text_is_the_decoded_output(llm):
     for output in llm.generate(PROMPTS, GREEDY):
         assert text_of(output) == llm.tokenizer.decode(ids_of(output), skip_special_tokens=True)
@@ -57,6 +71,45 @@ def test_no_chat_template(tmp_path):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
+@pytest.mark.parametrize("messages", [["hello"], [{"role": "user"}, 3], [[]]])
+def test_messages_that_no_template_takes(llm, messages):
+    with pytest.raises(UserError, match="does not fit the model's chat template: "):
+        llm.chat(messages)
+
+
+def test_half_of_a_surrogate_pair_is_no_text(llm):
+    with pytest.raises(UserError, match=r"prompt 1: 'a\\ud800' is no Unicode text: it holds half"):
+        llm.generate(["a", "a\ud800"], GREEDY)
+    with pytest.raises(UserError, match="is no Unicode text"):
+        llm.generate("a", SamplingParams(bad_words="\ud800"))
+
+
+@pytest.mark.parametrize(("given", "drawn"), [({}, True), ({"use_tqdm": False}, False), ({"use_tqdm": True}, True)])
+def test_a_bar_is_asked_for_by_its_name_in_vllm(llm, monkeypatch, given, drawn):
+    asked = []
+    bar = jaxspec.llm.generation_progress
+    monkeypatch.setattr(
+        jaxspec.llm, "generation_progress", lambda *a, enabled: asked.append(enabled) or bar(*a, enabled=False)
+    )
+    llm.generate(PROMPTS[0], GREEDY, **given)
+    llm.chat([{"role": "user", "content": "hello"}], GREEDY, **given)
+    assert asked == [drawn] * 2
+    llm.generate(PROMPTS[0], GREEDY, progress=False)
+    assert asked[2:] == [False]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (print, "use_tqdm=.*print.*: give True or False, the bar is not drawn by tqdm"),
+        (3, "use_tqdm=3 must be True or"),
+    ],
+)
+def test_a_bar_is_not_drawn_by_tqdm(llm, given, message):
+    with pytest.raises(UserError, match=message):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=given)
+
+
 def test_bad_words_reach_the_engine_as_ids(llm, monkeypatch):
     checked, added, check, add = [], [], llm.engine.check, llm.engine.add
     monkeypatch.setattr(llm.engine, "add", lambda *args, **how: added.append(how["bad_words"]) or add(*args, **how))
@@ -64,7 +117,7 @@ def test_bad_words_reach_the_engine_as_ids(llm, monkeypatch):
     monkeypatch.setattr(
         llm.engine, "check", lambda ids, params, words=(), ends=(): checked.append(words) or check(ids, params)
     )
-    llm.prepare(PROMPTS[:2], [SamplingParams(bad_words=["dog"], max_tokens=2), GREEDY])
+    llm._prepare(PROMPTS[:2], [SamplingParams(bad_words=["dog"], max_tokens=2), GREEDY])
     assert checked == added
     assert checked[0][0] == tuple(llm.tokenizer.encode("dog", add_special_tokens=False))
     assert checked[1] == ()

@@ -207,19 +207,19 @@ def test_through_llm(folder, alone):
         if case is not None:
             index, wanted = case
             try:
-                (ask,) = llm.prepare(wanted.prompt, wanted.sampling())
-                jobs[index] = llm.submit(ask)
+                (ask,) = llm._prepare(wanted.prompt, wanted.sampling())
+                jobs[index] = llm._submit(ask)
             except Exception as error:
                 results[index] = error
             else:
                 for request in jobs[index].requests if wanted.fails else ():
                     request.find_stop = fail
         if case is None or len(jobs) > 8:
-            llm.step()
+            llm._step()
             steps += 1
         for index, job in [(i, job) for i, job in jobs.items() if job.ended]:
             results[index] = jobs.pop(index).output()
-            llm.abort(job)
+            llm._abort(job)
         assert steps < 5000, "it does not end"
     check(cases, results, alone)
     check_free(llm)
@@ -242,7 +242,7 @@ def test_through_async_llm(folder, alone):
     async def main() -> list[Any]:
         async with AsyncLLM(folder, speculative_config=SPECULATION, **OPTIONS) as llm:
             quick(llm.llm)
-            submit = llm.llm.submit
+            submit = llm.llm._submit
 
             def submitted(wanted):  # in the engine's thread, before the first step
                 job = submit(wanted)
@@ -250,14 +250,14 @@ def test_through_async_llm(folder, alone):
                     request.find_stop = fail
                 return job
 
-            llm.llm.submit = submitted  # type: ignore[method-assign]
+            llm.llm._submit = submitted  # type: ignore[method-assign]
             room = asyncio.Semaphore(10)
             results = await asyncio.gather(*(ask(llm, case, room) for case in cases))
             until = time.monotonic() + 30
-            while llm.thread.calls and time.monotonic() < until:
+            while llm._thread.calls and time.monotonic() < until:
                 await asyncio.sleep(0.01)
             check_free(llm.llm)
-            assert llm.thread.is_alive()
+            assert llm._thread.is_alive()
             return results
 
     check(cases, asyncio.run(asyncio.wait_for(main(), 900)), alone)

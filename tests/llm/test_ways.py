@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import jax
-import pytest
 
-import jaxspec
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from tests.llm.answers import GREEDY, PROMPTS, ids_of
 
@@ -47,15 +45,3 @@ def test_ngram_equals_plain(folder):
     fast = [SamplingParams(temperature=0.0, max_tokens=24)] * 4
     assert [ids_of(o) for o in ngram.generate(prompts, fast)] == [ids_of(o) for o in ngram.generate(prompts, plain)]
     assert ngram.metrics.num_draft_tokens > 0
-
-
-def test_the_one_call_form(llm, folder):
-    output = jaxspec.generate(
-        str(folder), PROMPTS[0], assistant_model=str(folder), num_assistant_tokens=3, temperature=0.0, max_tokens=6
-    )[0]
-    assert ids_of(output) == ids_of(llm.generate(PROMPTS[0], GREEDY)[0])[:6]
-    assert output.metrics.num_drafts > 0
-    with pytest.raises(ValueError, match="num_assistant_tokens=3 needs assistant_model"):
-        jaxspec.generate(str(folder), "x", num_assistant_tokens=3)
-    with pytest.raises(ValueError, match="did you mean 'max_tokens'"):
-        jaxspec.generate(str(folder), "x", max_new_tokens=3)

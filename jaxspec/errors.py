@@ -1,0 +1,12 @@
+"""What a user can mend, told apart from what should not have happened."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """What was given cannot be served; one line names the value, the limit and the remedy. Any other ValueError that
+    leaves jaxspec is a fault of the program."""
+
+
+class UnsupportedError(UserError, NotImplementedError):
+    """It could be served by a program that did more than this one does."""
