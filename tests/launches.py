@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,15 +139,16 @@ class Launches:
             drafter = NGram(num_drafts, *draft)
         if lookup:
             drafter = Combined(NGram(num_drafts, *lookup), drafter)
-        seeds = np.zeros(rows_each, np.int64)
-        variant = batch.variant(self.requests(seeds, settings))
+        self.requests = functools.cache(self.make_requests)  # there are many, and between launches they are the same
+        variant = batch.variant(self.requests(self.settings))
         self.config = DecodeConfig(paged(target, num_pages), drafter, variant, greedy_draft)
         self.layout = self.config.target.layout
         layouts = [self.layout, *([paged(draft, num_pages).layout] if isinstance(draft, Model) else [])]
         self.cache = PagedKVCache(*(allocate(layout, mesh) for layout in layouts))
         self.place = lambda tree: jax.device_put(tree, sharding(mesh))
-        self.cache = self.prefill(self.requests(seeds, settings))
-        lowered = lower("launch", self.config, self.params, self.cache, self.arguments(seeds, settings))
+        self.cache = self.prefill(self.requests(self.settings))
+        arguments = self.arguments(np.zeros(rows_each, int), self.settings)
+        lowered = lower("launch", self.config, self.params, self.cache, arguments)
         self.program = lowered.compile(compiler_options=compiler_options)
 
     def prefill(self, requests: list[Request]) -> PagedKVCache:
@@ -157,16 +159,16 @@ class Launches:
         program = lower("prefill", self.config, self.params, self.cache, packed).compile()
         return program(self.params, self.cache, packed)[0]
 
-    def requests(self, seeds: np.ndarray, settings: Sequence[Setting]) -> list[Request]:
-        """Rows by setting: rows_each of the first, then of the second...; every setting sees the same seeds."""
+    def make_requests(self, settings: tuple[Setting, ...]) -> list[Request]:
+        """Rows by setting: rows_each of the first, then of the second..."""
         known, at = len(self.prompt), range(0, self.rows * self.row_pages, self.row_pages)
-        rows = [(setting, setting.params(self.length), seed) for setting in settings for seed in seeds.tolist()]
+        rows = [row for s in settings for row in [(s, s.params(self.length))] * self.rows_each]
         return [
             Request(
                 id=row,
                 prompt=list(self.prompt),
                 params=params,
-                seed=seed,
+                seed=0,
                 coupled=setting.coupled,
                 stop_ids=setting.stop_ids,
                 max_len=known + self.length,
@@ -176,12 +178,14 @@ class Launches:
                 target_len=known - 1,
                 draft_len=known - 1,
             )
-            for row, (first, (setting, params, seed)) in enumerate(zip(at, rows, strict=True))
+            for row, (first, (setting, params)) in enumerate(zip(at, rows, strict=True))
         ]
 
     def arguments(self, seeds: np.ndarray, settings: Sequence[Setting]) -> Packed:
-        requests, shape = self.requests(seeds, settings), (self.rows, self.row_pages)
-        used = self.config.variant
+        """Every setting sees the same seeds."""
+        requests, shape, used = self.requests(tuple(settings)), (self.rows, self.row_pages), self.config.variant
+        for request, seed in zip(requests, np.tile(seeds, len(settings)).tolist(), strict=True):
+            request.seed = seed
         inputs = batch.launch_input(requests, self.num_drafts, used, self.layout, shape, num_rounds=32)
         return self.place(pack((inputs,)))
 

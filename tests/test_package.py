@@ -183,6 +183,20 @@ def test_the_classes_of_refusals_fit_what_people_catch():
     assert raised("raise ValueError(1)\nraise NotImplementedError\nraise") == PLAIN
 
 
+def test_policy_has_no_device_array():
+    """Of the engine, the runner has them, and what sets it up; the others import nothing of jax that makes or reads
+    one. A mesh is named to be handed on."""
+    seen = {}
+    for module, path in MODULES.items():
+        if module.startswith("jaxspec.engine."):
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            named = {f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
+            named |= {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+            seen[module.split(".")[-1]] = {name for name in named if name.split(".")[0] == "jax"}
+    assert "jax" in seen.pop("runner"), "the test sees none any more"
+    assert all(names <= {"jax.sharding.Mesh"} for names in seen.values()), seen
+
+
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

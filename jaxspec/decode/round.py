@@ -177,7 +177,7 @@ def verify(
     variant, values = context.config.variant, scores.values
     if adjust is not None:
         values = jnp.stack([adjust(values[:, i], proposal.tokens, i) for i in range(values.shape[1])], axis=1)
-    if variant.standard or variant.coupled:
+    if values.ndim == 3 and (variant.standard or variant.coupled):
         values = process(values, context.batch.sampling, filters=variant.filters)
     ending = jnp.where(scores.lawful, RUNNING, NO_LAW)
     if values.ndim == 3:

@@ -63,6 +63,14 @@ def test_with_a_draft_that_is_always_wrong(length):
         assert request.metrics.num_drafts == 24 / length
 
 
+def test_where_nothing_but_the_likeliest_ids_is_known():
+    """Rows that sample, under a rule that asks for no logits."""
+    spec = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.0}
+    requests = serve(new_engine("wrong", K, spec=spec), PROMPTS[:3], params((24,) * 3, temperature=1.0))
+    assert [(r.finish_reason, r.error) for r in requests] == [("length", None)] * 3
+    assert [r.metrics.mean_acceptance_length for r in requests] == [3.0] * 3
+
+
 def test_with_prompt_lookup():
     """What it proposes is kept at the rates; where it finds nothing there is nothing to keep."""
     spec = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (1.0, 1.0, 0.0)}
