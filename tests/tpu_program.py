@@ -18,6 +18,7 @@ from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import DecodeConfig, LaunchInput, RowLimits, Variant
 from jaxspec.engine.setup import Model, drafters, paged_models, temporary_bytes
+from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh, sharding
@@ -42,6 +43,8 @@ class Program:
     Without `num_pages` the pool is the one that the engine would make on such a chip: compiling shows that it fits.
     """
 
+    platform = "tpu"
+
     def __init__(
         self,
         chip: str,
@@ -52,29 +55,40 @@ class Program:
         num_drafts: int = 4,
         **options: Any,
     ) -> None:
-        devices = list(tpu_mesh(chip).devices.flat)
+        devices = list(self.devices(chip))
         self.mesh = make_mesh(len(devices), devices)
         configs = {"target": target} | ({"draft": draft} if draft else {})
-        self.models = {n: Model(c, abstract_params(c, jnp.bfloat16, self.mesh)) for n, c in configs.items()}
+        self.models = {n: Model(c, abstract_params(c, self.dtype, self.mesh)) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
         self.speculative = SpeculativeConfig(model="draft" if draft else None, num_speculative_tokens=num_drafts)
         self.params = {name: dict(model.params) for name, model in self.models.items()}
-        paged = self.paged(num_pages=self.options.num_pages or self.pool(MEMORY[chip.split(":")[0]]))
+        paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
         self.layouts = [model.layout for model in paged.values()]
         drafter = drafters(self.speculative, paged.get("draft"))[num_drafts]
         self.config = DecodeConfig(paged["target"], drafter, variant)
         self.cache = PagedKVCache(*map(self.pages, self.layouts))
 
+    def devices(self, chip: str):
+        return tpu_mesh(chip).devices.flat
+
+    def memory(self, chip: str) -> int:
+        """Bytes of each that programs may use."""
+        return MEMORY[chip.split(":")[0]]
+
+    @property
+    def dtype(self):
+        return compute_dtype("auto", self.platform)
+
     def paged(self, num_pages: int):
         options = EngineConfig(**vars(self.options) | {"num_pages": num_pages})
-        return paged_models(self.models, options, self.speculative, self.mesh, "tpu")
+        return paged_models(self.models, options, self.speculative, self.mesh, self.platform)
 
     def pool(self, memory: int) -> int:
         """Pages that the engine would find room for."""
         weights = sum(map(per_device, jax.tree.leaves(self.params)))
         free = int(self.options.memory_utilization * memory) - weights - self.reserved
         layouts = [model.layout for model in self.paged(num_pages=1).values()]
-        return budget.num_pages(free, *(layout.stored_bytes(self.mesh.size, "tpu") for layout in layouts))
+        return budget.num_pages(free, *(layout.stored_bytes(self.mesh.size, self.platform) for layout in layouts))
 
     @property
     def reserved(self) -> int:
@@ -101,18 +115,21 @@ class Program:
     def array(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh))
 
-    def compile(self, name: str, *arrays: Any) -> jax.stages.Compiled:
+    def compile(self, name: str, *arrays: Any) -> Any:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), no_compilation_cache():
             packed = jax.eval_shape(pack, arrays)
             packed = dataclasses.replace(packed, words=self.array(jnp.int32, *packed.words.shape))
-            return lower(name, self.config, self.params, self.cache, packed).compile()
+            return self.compiled(lower(name, self.config, self.params, self.cache, packed))
+
+    def compiled(self, lowered: jax.stages.Lowered) -> Any:
+        return lowered.compile()
 
     @property
     def table(self) -> jax.ShapeDtypeStruct:
         positions = self.config.target.max_model_len + self.config.num_speculative_tokens
         return self.array(jnp.int32, self.options.max_num_seqs, -(-positions // self.config.target.layout.page_size))
 
-    def launch(self) -> jax.stages.Compiled:
+    def launch(self) -> Any:
         rows, row_pages = self.table.shape
         column = lambda dtype: self.array(dtype, rows)
         i32, f32 = jnp.int32, jnp.float32
@@ -135,7 +152,7 @@ class Program:
         )
         return self.compile("launch", batch, self.array(i32), self.array(jnp.bool_), self.array(f32))
 
-    def prefill(self) -> jax.stages.Compiled:
+    def prefill(self) -> Any:
         i32, rows = jnp.int32, self.options.max_num_seqs
         tokens = self.array(i32, rows, self.options.prefill_chunk)
         return self.compile("prefill", Chunk(tokens, self.array(i32, rows), self.array(i32, rows), self.table))
