@@ -22,6 +22,7 @@ ARROWS = {
     "pallas_kernels": "",
     "checkpoints": "models.config models.limits",
     "jaxspec": "",  # __init__: public names are strings, loaded on first use
+    "accelerators": "",
     "options": "",
     "shapes": "",
     "outputs": "",
@@ -43,13 +44,13 @@ ARROWS = {
     "llm": "config outputs sampling_params parallel models checkpoints loading engine progress prompts job",
     "async_llm": "config outputs sampling_params engine prompts job llm",
     "prometheus": "engine.request llm async_llm",
-    "info": "config parallel cache models pallas_kernels checkpoints loading",
+    "info": "accelerators config parallel cache models pallas_kernels engine.setup checkpoints loading",
     "demo": "config outputs sampling_params parallel progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel cache models pallas_kernels drafters.base decode engine progress "
     "checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel cache models engine progress checkpoints "
     "loading llm",
-    "cli": "config outputs sampling_params parallel progress checkpoints job llm info demo bench train",
+    "cli": "accelerators config outputs sampling_params parallel progress checkpoints job llm info demo bench train",
 }
 
 

@@ -130,4 +130,4 @@ def test_the_dtype_is_one_that_the_gpu_computes_with(t4):
     found = [loading.compute_dtype(name, "gpu").name for name in ("auto", "bfloat16", "float16")]
     assert found == ["float32", "bfloat16", "float16"]
     assert loading.compute_dtype("auto", "tpu").name == "bfloat16"
-    assert info.device("gpu") == f"Tesla T4: plain forms in float32, as {WORDS}"
+    assert info.here("gpu") == f"Tesla T4: plain forms in float32, as {WORDS}"
