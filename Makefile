@@ -2,6 +2,7 @@
 # make test        every kind of test, in minutes
 # make test-all    every test
 # make test-rest   what make test leaves out
+# make nvidia      NVIDIA's compilers, which need no GPU, for the tests that compile for some (docs/testing.md)
 # make lint        ruff and mypy
 # Each makes or reuses .venv with this machine's python3 and installs what it needs. Extra arguments: ARGS="...".
 
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
 
-.PHONY: demo test test-all test-rest lint clean
+.PHONY: demo test test-all test-rest nvidia lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/jaxspec demo $(ARGS)
@@ -29,13 +30,18 @@ test-all: $(VENV)/.test
 test-rest: $(VENV)/.test
 	$(PYTEST) -m thorough $(ARGS)
 
+# In a folder of their own, and of exactly jaxlib's version.
+nvidia: $(VENV)/.test
+	version=$$($(BIN)/python -c "import jaxlib; print(jaxlib.__version__)") && $(PIP) --upgrade --no-deps \
+	  --target .nvidia jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cuda-nvcc-cu12
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .nvidia .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 
 import checkpoints
+from jaxspec.accelerators import Accelerator, accelerator
 from jaxspec.cache import budget
 from jaxspec.cache.pages import cache_layout
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.engine.setup import Model, temporary_bytes
 from jaxspec.errors import UserError
 from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
@@ -18,49 +20,76 @@ from jaxspec.platforms import facts as platform_facts
 from pallas_kernels.device import Device, here
 
 
-def describe(model: str, draft: str | None = None) -> dict[str, Any]:
-    """{"model": {...}, "draft": {...} where one is named, "page_size", "pages", "tokens_that_fit", "draft_fits",
-    "device"}.
+def describe(model: str, draft: str | None = None, device: str | None = None) -> dict[str, Any]:
+    """{"model": {...}, "draft": {...} where one is named, "device", "memory_bytes", "temporary_bytes", "page_size",
+    "pages", "tokens_that_fit", "draft_fits", "draft_problem"}.
 
-    pages: how many the default engine could hold of both models together, on this machine's first device.
+    device: the name of an accelerator, which need not be here; None for this machine's first.
+    memory_bytes: what the engine uses of it, None where that is not known; of it weights and, for programs,
+    temporary_bytes are taken. pages: how many the default engine could hold of both models together in what remains.
     draft_fits: None without a draft, else whether it can draft for the model; draft_problem says why not.
+
+    Raises: UserError for an unknown device.
     """
-    device = here()
+    absent = accelerator(device) if device else None
+    chip = absent.device if absent else here()
     source = checkpoints.resolve(model, weights=False)
-    target = facts(source, device, source)
+    configs = {"target": checkpoints.load_config(source)}
+    target = facts(source, chip, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
-    document["device"] = described(device)
+    document["device"] = described(chip, absent)
     if draft is not None:
         draft_source = checkpoints.resolve(draft, weights=False)
+        configs["draft"] = checkpoints.load_config(draft_source)
         shares = checkpoints.load_fingerprint(draft_source) is not None
-        document["draft"] = facts(draft_source, device, source if shares else draft_source)
+        document["draft"] = facts(draft_source, chip, source if shares else draft_source)
         try:
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
-            check_table(checkpoints.load_config(source), draft_source.name, checkpoints.load_config(draft_source))
+            check_table(configs["target"], draft_source.name, configs["draft"])
             document["draft_fits"] = True
         except UserError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
-    page_size = platform_facts(device.platform).page_size
-    models = [m for m in (target, document["draft"]) if m]
-    weights = sum(m["weight_bytes"] for m in models) if device.platform != "cpu" else 0  # CPU's pool has a fixed size
-    free = budget.free_memory(jax.devices()[0], EngineConfig().memory_utilization, weights)
-    pages = max(free, 0) // sum(m["kv_bytes_per_token"] * page_size for m in models)
-    return document | {"page_size": page_size, "pages": pages, "tokens_that_fit": pages * page_size}
+    return document | pool(configs, document, chip, absent)
 
 
-def described(device: Device) -> str:
-    """What it is, and what it does without."""
-    if not device.lacks_bfloat16:
-        return device.kind
-    return f"{device.kind}: plain forms in {compute_dtype('auto', device).name}, as {device.no_kernels()}"
+def pool(
+    configs: dict[str, ModelConfig], document: dict[str, Any], chip: Device, absent: Accelerator | None
+) -> dict[str, Any]:
+    """The memory of the default engine and how many pages it holds, as `engine.setup` divides it."""
+    options, known = EngineConfig(), platform_facts(chip.platform)
+    models = {name: Model(config, {}) for name, config in configs.items()}
+    temporary = temporary_bytes(models, options, SpeculativeConfig(model="draft") if "draft" in models else None)
+    taken = temporary + sum(m["weight_bytes"] for m in (document["model"], document["draft"]) if m)
+    if absent is not None:
+        memory: int | None = int(absent.programs_memory * options.memory_utilization)
+        free = int(absent.programs_memory * options.memory_utilization) - taken
+    else:  # weights are not loaded; a pool of fixed size has nothing to do with them
+        free = budget.free_memory(jax.devices()[0], options.memory_utilization, taken)
+        memory = None if known.cache_bytes else free + taken
+    layout = {"page_size": known.page_size, "num_pages": 1, "dtype": compute_dtype("auto", chip)}
+    layouts = [cache_layout(config, **layout, platform=chip.platform) for config in configs.values()]
+    pages = max(free, 0) // sum(layout.stored_bytes(1, chip.platform) for layout in layouts)
+    fits = {"page_size": known.page_size, "pages": pages, "tokens_that_fit": pages * known.page_size}
+    return {"memory_bytes": memory, "temporary_bytes": temporary, **fits}
 
 
-def facts(source: checkpoints.Source, device: Device, tokenizer_source: checkpoints.Source) -> dict[str, Any]:
+def described(chip: Device, absent: Accelerator | None = None) -> str:
+    """What it is, of one that is not here by its data sheet, and whether kernels run there."""
+    dtype = compute_dtype("auto", chip).name
+    name = chip.kind
+    if absent:
+        name = f"{name}, {absent.memory / 1e9:.0f} GB at {absent.bandwidth / 1e9:,.0f} GB/s"
+    if chip.lacks_bfloat16:
+        return f"{name}: plain forms in {dtype}, as {chip.no_kernels()}"
+    return f"{name}: kernels in {dtype}" if absent else name
+
+
+def facts(source: checkpoints.Source, chip: Device, tokenizer_source: checkpoints.Source) -> dict[str, Any]:
     """One model by itself. dtype and bytes are those of the default engine on this platform."""
     config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(tokenizer_source)
-    dtype = compute_dtype("auto", device)
+    dtype = compute_dtype("auto", chip)
     own = [p for p in parameters(config, dtype).values() if not p.borrowed]
-    page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=device.platform)
+    page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=chip.platform)
     return {
         "name": source.name,
         "format": source.kind,
@@ -109,6 +138,14 @@ def show(document: dict[str, Any]) -> None:
     named = lambda m: (f"{i} {token}" for i, token in zip(m["stop_ids"], m["stop_tokens"], strict=True))
     row("stop ids", *(", ".join(named(m)) or "none" for m in models))
     row("chat template", *("yes" if m["chat_template"] else "no" for m in models))
+    taken = sum(m["weight_bytes"] for m in models), document["temporary_bytes"]
+    if document["memory_bytes"] is not None:
+        parts = "weights {:.2f}, temporary {:.2f}".format(*(size / 1e9 for size in taken))
+        row(
+            "memory",
+            f"{document['memory_bytes'] / 1e9:.2f} GB: {parts}, pages the rest",
+            *([""] if len(models) > 1 else []),
+        )
     fits = f"about {document['pages']} of {document['page_size']} tokens = {document['tokens_that_fit']} tokens"
     row("pages that fit", fits, *(["the same, shared"] if len(models) > 1 else []))
     if document["draft_fits"] is not None:

@@ -16,6 +16,7 @@ import typer
 
 import checkpoints
 from jaxspec import cli
+from jaxspec.accelerators import ACCELERATORS
 from jaxspec.cli.app import app
 from jaxspec.cli.fields import sentences
 from jaxspec.cli.generate import Method, speculation
@@ -215,6 +216,28 @@ def test_info(capsys, folder):
     out, _ = run(capsys, "info", folder)
     for word in ("llama", "float32", "512 tokens", "256 bytes per token", "2 </s>", "pages that fit"):
         assert word in out
+
+
+def test_info_of_a_device_that_is_not_here(capsys, folder):
+    """Weights and temporary memory leave the rest of what the engine uses to pages of both models."""
+    say = lambda device: json.loads(run(capsys, "info", folder, "--draft", folder, "--device", device, "--json")[0])
+    documents = {name: say(name) for name in ACCELERATORS}
+    for name, document in documents.items():
+        facts, plain = ACCELERATORS[name], name == "T4"
+        models = document["model"], document["draft"]
+        assert {model["dtype"] for model in models} == {"float32" if plain else "bfloat16"}
+        assert ("plain forms" if plain else "kernels in") in document["device"]
+        share = 0.75 if facts.platform == "gpu" else 1
+        assert document["memory_bytes"] == pytest.approx(0.9 * share * facts.memory)
+        free = document["memory_bytes"] - document["temporary_bytes"] - sum(model["weight_bytes"] for model in models)
+        # GPU: heads of 8 padded to 16; TPU: to 128.
+        padded = {"gpu": 2, "tpu": 16}[facts.platform]
+        page = document["page_size"] * 2 * (2 * 2 * 2 * 8) * padded * (4 if plain else 2)
+        assert document["pages"] == free // page
+    assert say("tpu V5E") == documents["v5e"]
+    assert "kernels in bfloat16" in run(capsys, "info", folder, "--device", "L4")[0].replace("\n", " ")
+    wrong = refused(capsys, "info", folder, "--device", "H800")
+    assert wrong == f"jaxspec: --device 'H800' is unknown: use one of {', '.join(ACCELERATORS)}"
 
 
 def test_info_of_a_draft_that_does_not_fit(capsys, folder, tmp_path):

@@ -31,6 +31,7 @@ ARROWS = {
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "config outputs sampling_params llm async_llm one_call",
     "keywords": "",
+    "accelerators": "pallas_kernels",
     "options": "",
     "shapes": "",
     "outputs": "",
@@ -58,13 +59,14 @@ ARROWS = {
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
     "convert": "models checkpoints",
-    "info": "config platforms cache models pallas_kernels checkpoints loading",
+    "info": "accelerators config platforms cache models pallas_kernels engine.setup checkpoints loading",
     "demo": "config outputs sampling_params parallel models progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters.base decode "
     "engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm",
-    "cli": "config outputs sampling_params parallel progress checkpoints job llm convert info demo bench train",
+    "cli": "accelerators config outputs sampling_params parallel progress checkpoints job llm convert info demo bench "
+    "train",
 }
 
 EVERYWHERE = {"jaxspec.errors"}  # any room but pallas_kernels may import it: what refuses input says so

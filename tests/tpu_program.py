@@ -19,6 +19,7 @@ from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import batch
 from jaxspec.engine.request import Request
 from jaxspec.engine.setup import Model, drafters, paged_models, temporary_bytes
+from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh, sharding
@@ -44,6 +45,8 @@ class Program:
     Without `num_pages` the pool is the one that the engine would make on such a chip: compiling shows that it fits.
     """
 
+    device = Device("tpu")
+
     def __init__(
         self,
         chip: str,
@@ -54,29 +57,40 @@ class Program:
         num_drafts: int = 4,
         **options: Any,
     ) -> None:
-        devices = list(tpu_mesh(chip).devices.flat)
+        devices = list(self.devices(chip))
         self.mesh = make_mesh(len(devices), devices)
         configs = {"target": target} | ({"draft": draft} if draft else {})
-        self.models = {n: Model(c, abstract_params(c, jnp.bfloat16, self.mesh)) for n, c in configs.items()}
+        self.models = {n: Model(c, abstract_params(c, self.dtype, self.mesh)) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
         self.speculative = SpeculativeConfig(model="draft" if draft else None, num_speculative_tokens=num_drafts)
         self.params = {name: dict(model.params) for name, model in self.models.items()}
-        paged = self.paged(num_pages=self.options.num_pages or self.pool(MEMORY[chip.split(":")[0]]))
+        paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
         self.layouts = [model.layout for model in paged.values()]
         drafter = drafters(self.speculative, paged.get("draft"))[num_drafts]
         self.config = DecodeConfig(paged["target"], drafter, variant)
         self.cache = PagedKVCache(*map(self.pages, self.layouts))
 
+    def devices(self, chip: str):
+        return tpu_mesh(chip).devices.flat
+
+    def memory(self, chip: str) -> int:
+        """Bytes of each that programs may use."""
+        return MEMORY[chip.split(":")[0]]
+
+    @property
+    def dtype(self):
+        return compute_dtype("auto", self.device)
+
     def paged(self, num_pages: int):
         options = EngineConfig(**vars(self.options) | {"num_pages": num_pages})
-        return paged_models(self.models, options, self.speculative, self.mesh, Device("tpu"))
+        return paged_models(self.models, options, self.speculative, self.mesh, self.device)
 
     def pool(self, memory: int) -> int:
         """Pages that the engine would find room for."""
         weights = sum(map(per_device, jax.tree.leaves(self.params)))
         free = int(self.options.memory_utilization * memory) - weights - self.reserved
         layouts = [model.layout for model in self.paged(num_pages=1).values()]
-        return budget.num_pages(free, *(layout.stored_bytes(self.mesh.size, "tpu") for layout in layouts))
+        return budget.num_pages(free, *(x.stored_bytes(self.mesh.size, self.device.platform) for x in layouts))
 
     @property
     def reserved(self) -> int:

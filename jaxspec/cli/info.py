@@ -7,18 +7,25 @@ from typing import Annotated
 
 import typer
 
+from jaxspec.accelerators import ACCELERATORS
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 
 
 def info(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     draft: Annotated[str | None, typer.Option(help="Tell whether this draft fits the model.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="An accelerator that need not be here: " + ", ".join(ACCELERATORS) + ". Default: this machine's."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a model is and what it needs, without loading its weights."""
     from jaxspec import info
 
-    document = info.describe(model, draft)
+    document = info.describe(model, draft, device)
     if as_json:
         print(json.dumps(document))
     else:

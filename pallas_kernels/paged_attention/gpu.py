@@ -41,6 +41,14 @@ def num_splits(programs: int, keys: int, roomy: bool) -> int:
     return max(1, min(pl.cdiv(keys, SPLIT_KEYS), MAX_SPLITS, PROGRAMS // programs))
 
 
+def most_rows(block_d: int, dtype, roomy: bool) -> int:
+    """Query rows of a program whose numbers fit into its registers. Of float32 each product holds several parts; matrix
+    units that read from shared memory (see `num_splits`) leave room for more."""
+    if dtype.itemsize > 2:
+        return MIN_ROWS
+    return MAX_ROWS if block_d <= (128 if roomy else 64) else MAX_ROWS // 2
+
+
 def keys_at_a_time(block_d: int, dtype) -> int:
     """Keys that are read at a time: with their values they stay within shared memory."""
     return 64 if block_d * dtype.itemsize <= 512 else 32
@@ -56,12 +64,11 @@ def num_stages(deep: bool, block_bytes: int) -> int:
 def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, device):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
-    rows = t * h // g
-    block_rows = min(max(pl.next_power_of_2(rows), MIN_ROWS), MAX_ROWS)
-    row_blocks = pl.cdiv(rows, block_rows)
+    rows, block_d = t * h // g, max(pl.next_power_of_2(d), 16)
     roomy = device.shares_much
+    block_rows = min(max(pl.next_power_of_2(rows), MIN_ROWS), most_rows(block_d, pages.dtype, roomy))
+    row_blocks = pl.cdiv(rows, block_rows)
     splits = num_splits(b * g * row_blocks, n * s, roomy)
-    block_d = max(pl.next_power_of_2(d), 16)
     block_keys = keys_at_a_time(block_d, pages.dtype)
     shape = jax.ShapeDtypeStruct
     if splits == 1:

@@ -1,0 +1,92 @@
+"""Every op in the form that is best known for a GPU, at the shapes of public models: a program a model and a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec.bench.presets import preset
+from jaxspec.loading import compute_dtype
+from jaxspec.models.config import ModelConfig
+from pallas_kernels import (
+    feed_forward,
+    kv_write,
+    likeliest_token,
+    merge_tokens,
+    paged_attention,
+    self_attention,
+    slot_mapping,
+)
+from pallas_kernels.device import Device
+from tests.nvidia.compile import compile
+from tests.nvidia.gpus import GPUS
+from tests.uncached import no_compilation_cache
+
+# Name -> (its shape, its dtype where it is not the GPU's best). Heads of 256 are Gemma's.
+MODELS = {
+    **{name: (preset(name), "auto") for name in ("smollm2-135m", "qwen3-0.6b", "qwen3-8b")},
+    "qwen3-0.6b in float32": (preset("qwen3-0.6b"), "float32"),
+    "heads of 256": (dataclasses.replace(preset("qwen3-0.6b"), num_heads=4, num_kv_heads=1, head_dim=256), "auto"),
+}
+PASSES = {  # name -> rows B, tokens T of each, pages N that a row may have: 64 of 16 positions are not split
+    "draft, one row": (1, 1, 256),
+    "draft, 16 rows": (16, 1, 64),
+    "draft, 16 long rows": (16, 1, 256),
+    "verification, one row": (1, 5, 256),
+    "verification, 16 rows": (16, 5, 64),
+    "verification, 16 long rows": (16, 5, 256),
+    "prefill": (16, 256, 256),
+}
+PAGES, PAGE_SIZE = 5000, 16
+
+
+OPS = (merge_tokens, slot_mapping, kv_write, paged_attention, self_attention, feed_forward, likeliest_token)
+
+
+def arguments(
+    c: ModelConfig, dtype: str, device: Device, rows: int, tokens: int, row_pages: int
+) -> tuple[dict, dict[str, Any]]:
+    """Name -> shape, and name -> option: what arguments of that name are, whichever op takes them."""
+    shape = lambda dtype: lambda *dims: jax.ShapeDtypeStruct(dims, dtype)
+    x, i32, f32 = (shape(dtype) for dtype in (compute_dtype(dtype, device), jnp.int32, jnp.float32))
+    count, d, g2, mixed = rows * tokens, c.head_dim, 2 * c.num_kv_heads, c.num_heads * c.head_dim
+    arrays = {
+        "tokens": i32(count), "next_tokens": i32(rows), "query_start": i32(rows + 1), "num_rejected": i32(rows),
+        "positions": i32(count), "rejected": shape(jnp.bool_)(count), "block_table": i32(rows, row_pages),
+        "kv_len": i32(rows), "num_keys": i32(rows), "slots": i32(count),
+        "pages": x(PAGES, PAGE_SIZE, g2, d), "kv": x(count, g2, d), "query": x(rows, tokens, c.num_heads, d),
+        "x": x(rows, tokens, c.width), "norm": f32(c.width), "next_norm": f32(c.width),
+        "qkv": x(c.width, c.qkv_width), "next_qkv": x(c.width, c.qkv_width), "table": x(c.vocab_size, c.width),
+        "cos": f32(rows, tokens, d // 2), "sin": f32(rows, tokens, d // 2),
+        "mixed": x(rows, tokens, mixed), "out": x(mixed, c.width), "next_out": x(mixed, c.width),
+        "gate_up": x(c.width, 2 * c.mlp_width), "down": x(c.mlp_width, c.width),
+    }  # fmt: skip
+    options = {
+        "page_size": PAGE_SIZE, "max_model_len": 4096, "pad_slot": PAGES * PAGE_SIZE, "scale": d**-0.5,
+        "eps": c.norm_eps, "block": c.merged["gate_up"]["gate"], "platform": device,
+    }  # fmt: skip
+    return arrays | ({"q_norm": f32(d), "k_norm": f32(d)} if c.qk_norm else {}), options
+
+
+def cases(name: str, mesh: Mesh) -> dict[str, Callable[[], dict[str, Any]]]:
+    here = NamedSharding(mesh, PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+
+    def build(model: str, rows: int, tokens: int, row_pages: int) -> dict[str, Any]:
+        arrays, options = arguments(*MODELS[model], GPUS[name].device, rows, tokens, row_pages)
+        ops = OPS if tokens <= 16 else OPS[:-1]  # prefill never samples
+        of = lambda op, named: {name: named[name] for name in inspect.signature(op).parameters if name in named}
+        every = lambda arrays: [op(**of(op, arrays), **of(op, options)) for op in ops]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), no_compilation_cache():
+            return compile(jax.jit(every).lower(jax.tree.map(place, arrays)))[1]
+
+    return {
+        f"{model}, {step}": functools.partial(build, model, *dims) for model in MODELS for step, dims in PASSES.items()
+    }

@@ -1,0 +1,58 @@
+"""The device program, as the engine sets it up on a GPU: launches and prefill of a few layers, and of whole models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxspec.accelerators import ACCELERATORS
+from jaxspec.bench.presets import preset
+from jaxspec.decode.state import Variant
+from tests.nvidia.compile import compile
+from tests.nvidia.gpus import GPUS
+from tests.tpu_program import Program, first_layers
+
+ROWS, DRAFTS = 8, 4
+SMALL = {"max_num_seqs": ROWS, "max_model_len": 1024, "num_pages": 500}
+QWEN = ("qwen3-0.6b", 1)
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "few layers": {"target": ("qwen3-0.6b", 2), "draft": QWEN, **SMALL},
+    "sampling": {"target": QWEN, "draft": QWEN, "variant": Variant(standard=True), **SMALL},
+    "one row": {"target": ("smollm2-135m", 1), "draft": ("smollm2-135m", 1), **SMALL, "max_num_seqs": 1},
+    "whole": {"target": ("qwen3-0.6b", None), "draft": ("smollm2-135m", None), "max_model_len": 4096},
+}
+
+
+class GpuProgram(Program):
+    """`compile` gives what `gpus.Compiled` wants to know of the program."""
+
+    def __init__(self, gpu: str, mesh: Mesh, target: Any, draft: Any = None, **options: Any) -> None:
+        self.gpus, self.device = mesh, GPUS[gpu].device
+        configs = [first_layers(preset(name), layers) for name, layers in filter(None, (target, draft))]
+        super().__init__(gpu, *configs, num_drafts=DRAFTS, **options)
+
+    def devices(self, chip: str):
+        return self.gpus.devices.flat
+
+    def memory(self, chip: str) -> int:
+        return ACCELERATORS[GPUS[chip].facts].programs_memory
+
+    def compiled(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
+        pages = sum(layout.num_pages * layout.page_bytes for layout in self.layouts)
+        weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
+        return compile(lowered)[1] | {"pages": pages, "weights": weights, "reserved": self.reserved}
+
+
+def cases(name: str, mesh: Mesh) -> dict[str, Callable[[], dict[str, Any]]]:
+    def build(step: str, options: dict[str, Any]) -> dict[str, Any]:
+        return getattr(GpuProgram(name, mesh, **options), step)()
+
+    return {
+        f"{program}, {step}": functools.partial(build, step, options)
+        for program, options in PROGRAMS.items()
+        for step in ("launch", "prefill")
+    }

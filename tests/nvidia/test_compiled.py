@@ -1,0 +1,86 @@
+"""Programs compiled by NVIDIA's own compilers for GPUs that are not there: every op, and the device program."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxspec.accelerators import ACCELERATORS
+from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
+
+MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32", "heads of 256")  # see ops.py
+# Of ours: what the compiler makes itself it chooses anew, and without spills, where the GPU is there.
+KERNELS = (
+    *("add_and_norm", "attention", "heads", "likeliest_token", "paged_attention", "product", "self_attention"),
+    "split_product",
+)
+# GPU -> the ops' kernels there: those that want 227 KB of shared memory are meant for no other.
+EVERYWHERE = {"heads", "paged_attention", "self_attention", "split_product"}
+MEANT = {
+    "T4": set(),
+    "A100": EVERYWHERE,
+    "L4": EVERYWHERE,
+    "H100": set(KERNELS),
+    "B200": set(KERNELS),
+}
+
+
+def ours(program: Compiled):
+    return [kernel for kernel in program.kernels if kernel.name.split("__")[0] in KERNELS]
+
+
+def check(gpu: str, case: str, program: Compiled) -> None:
+    """It can run on that GPU, and no kernel of ours lacks registers."""
+    facts = GPUS[gpu]
+    assert program.kernels, f"{case}: nothing was read of it"
+    for kernel in program.kernels:
+        assert kernel.shared <= facts.most_shared, f"{case}: {kernel}"
+        assert kernel.registers <= REGISTERS, f"{case}: {kernel}"
+        assert kernel.registers * kernel.threads <= BLOCK_REGISTERS, f"{case}: {kernel}"
+    assert sum(kernel.launches for kernel in ours(program)) == program.triton, f"{case}: kernels are not all known"
+    spilled = [kernel for kernel in ours(program) if kernel.spilled]
+    assert not spilled, f"{case}: {spilled}"
+    assert (program.triton == 0) == (not facts.device.has_triton), case
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_op(gpu):
+    found = compiled(gpu, "tests.nvidia.ops", MODEL)
+    for case, program in found.items():
+        check(gpu, case, program)
+    assert {kernel.name.split("__")[0] for program in found.values() for kernel in ours(program)} == MEANT[gpu]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_op_of_other_models(gpu):
+    for case, program in compiled(gpu, "tests.nvidia.ops", *OTHERS).items():
+        check(gpu, case, program)
+
+
+def check_program(gpu: str, case: str, program: Compiled) -> None:
+    """The same, and it writes its pages in place and takes no more memory than the engine keeps for it."""
+    check(gpu, case, program)
+    assert program.aliased == program.pages, case
+    assert program.temporary < program.reserved, f"{case}: {program.temporary / 1e6:.1f} MB"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_device_program(gpu):
+    for case, program in compiled(gpu, "tests.nvidia.programs", "few layers").items():
+        check_program(gpu, case, program)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", GPUS)
+def test_other_device_programs(gpu):
+    for case, program in compiled(gpu, "tests.nvidia.programs", "sampling", "one row").items():
+        check_program(gpu, case, program)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", ["L4", "T4"])
+def test_whole_models(gpu):
+    """All layers, and a pool as large as the engine would make it there: compiling shows that it fits."""
+    for case, program in compiled(gpu, "tests.nvidia.programs", "whole").items():
+        check_program(gpu, case, program)
+        assert program.weights + program.pages + program.temporary < ACCELERATORS[GPUS[gpu].facts].programs_memory
