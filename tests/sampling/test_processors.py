@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampling.processors import Processors, adjuster, output_counts, tables
+from jaxspec.engine import batch
+from jaxspec.engine.request import Request
+from jaxspec.sampling.processors import adjuster, output_counts, tables
+from jaxspec.sampling_params import SamplingParams
 from tests import laws
 
 V, B, M, K = 11, 16, 20, 4
-WORDS, LENGTH = 5, 4  # room for bad words
+WORDS, LENGTH = 5, 4  # most bad words of a row, and their longest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,35 +44,37 @@ def adjusted(logits, rows, tokens, num_tokens, stop_ids, drafts, num_drafts):
     return adjust(logits, drafts, num_drafts)
 
 
-def padded(lists, width: int, fill: float = -1, dtype=np.int32) -> np.ndarray:
-    array = np.full((len(lists), width), fill, dtype)
-    for row, values in enumerate(lists):
-        array[row, : len(values)] = values
-    return array
+def request(wish: Wish) -> Request:
+    return Request(
+        id=0,
+        prompt=list(wish.prompt),
+        params=SamplingParams(
+            max_tokens=M,
+            min_tokens=wish.min_tokens,
+            repetition_penalty=wish.repetition,
+            presence_penalty=wish.presence,
+            frequency_penalty=wish.frequency,
+            logit_bias=dict(wish.bias),
+            allowed_token_ids=wish.allowed_ids,
+        ),
+        seed=0,
+        coupled=False,
+        stop_ids=tuple(wish.stop_ids),
+        max_len=2 * M,
+        num_speculative_tokens=K,
+        bad_words=tuple(map(tuple, wish.bad_words)),
+        output=list(wish.output),
+    )
 
 
 def arrays(wishes: Sequence[Wish], junk: int = 0):
     """-> (Processors, tokens, num_tokens, stop_ids, drafts); junk stands where nothing is committed yet."""
-    words = np.full((len(wishes), WORDS, LENGTH), -1, np.int32)
-    for row, wish in enumerate(wishes):
-        for i, word in enumerate(wish.bad_words):
-            words[row, i, LENGTH - len(word) :] = word
-    column = lambda values, dtype=np.float32: np.array(list(values), dtype)
-    rows = Processors(
-        prompt_len=column((len(w.prompt) for w in wishes), np.int32),
-        min_len=column((len(w.prompt) + w.min_tokens for w in wishes), np.int32),
-        restricted=column((w.allowed_ids is not None for w in wishes), bool),
-        allowed_ids=padded([w.allowed_ids or () for w in wishes], V + 2),
-        bias_ids=padded([[i for i, _ in w.bias] for w in wishes], V + 2),
-        bias=padded([[value for _, value in w.bias] for w in wishes], V + 2, 0.0, np.float32),
-        bad_words=words,
-        repetition=column(w.repetition for w in wishes),
-        presence=column(w.presence for w in wishes),
-        frequency=column(w.frequency for w in wishes),
-    )
-    tokens = padded([[*w.prompt, *w.output] for w in wishes], M, junk)
-    num_tokens = column((len(w.prompt) + len(w.output) for w in wishes), np.int32)
-    return rows, tokens, num_tokens, padded([w.stop_ids for w in wishes], 3), padded([w.drafts for w in wishes], K)
+    requests = [request(wish) for wish in wishes]
+    column = lambda lists, width, fill=-1: batch.padded(lists, len(wishes), width, fill)
+    num_tokens = np.array([r.num_tokens for r in requests], np.int32)
+    tokens, stop_ids = column([r.tokens for r in requests], M, junk), column([r.stop_ids for r in requests], 3)
+    drafts = column([w.drafts for w in wishes], K)
+    return batch.processors(requests, len(wishes)), tokens, num_tokens, stop_ids, drafts
 
 
 def found(logits: np.ndarray, wishes: Sequence[Wish], offset: int, junk: int = 0) -> np.ndarray:
