@@ -24,7 +24,9 @@ def test_a_stream_is_the_generation_in_pieces(llm, prompt, sampled):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stream_never_shows_the_beginning_of_a_stop_string(llm, include):
+def test_a_stream_never_shows_the_beginning_of_a_stop_string(llm, include, monkeypatch):
+    """A round at a time, so that a piece ends within it."""
+    monkeypatch.setattr(llm.engine.controller, "rounds_within", lambda *_: 1)
     stop, text, _ = stop_string(llm, slice(8, 13))
     params = SamplingParams(
         temperature=0.0, max_tokens=24, ignore_eos=True, stop=stop, include_stop_str_in_output=include
