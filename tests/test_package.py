@@ -262,7 +262,7 @@ def test_calls_name_their_options(call):
     assert (options.kind, options.annotation) == (options.VAR_KEYWORD, f"Unpack[{wanted.__name__}]")
 
 
-@pytest.mark.slow  # where mypy has not seen jaxspec before
+@pytest.mark.thorough  # where mypy has not seen jaxspec before
 def test_type_checkers_see_what_editors_see(tmp_path):
     """The classes themselves, the options of calls, and what has no such name."""
     api = pytest.importorskip("mypy.api")
