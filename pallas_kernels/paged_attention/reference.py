@@ -66,7 +66,9 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
     if num_pages == n:
         _, total, out = attend(0)
     else:  # from the first key that some query sees to the last
-        sums = [jnp.zeros((b, g, query.shape[2], width), jnp.float32) for width in (1, 1, d)]
+        # When there are queries, not before: the GPU's compiler would make those of all layers at a program's start.
+        query, zero = lax.optimization_barrier((query, jnp.float32(0)))
+        sums = [jnp.full((b, g, query.shape[2], width), zero) for width in (1, 1, d)]
         begin = 0 if window is None else jnp.min(jnp.maximum(kv_len - t - window + 1, 0)) // num_keys
         end = jnp.minimum(-(-jnp.max(kv_len) // num_keys), table.shape[1] // num_pages)
         _, total, out = lax.fori_loop(begin, end, attend, (sums[0] - jnp.inf, *sums[1:]))

@@ -1,5 +1,7 @@
 """The GPU forms lowered for a GPU that is not there: what Triton's dialect refuses shows here."""
 
+import subprocess
+import sys
 import types
 
 import jax
@@ -173,3 +175,18 @@ def test_a_kernel_asks_for_the_next_only_where_that_can_be_done(kernel, device):
     shapes = shape(2, 1024, dtype=jnp.bfloat16), shape(1024, 512, dtype=jnp.bfloat16)
     text = lowered(lambda *a: kernel(*a, device=device), *shapes)
     assert ("griddepcontrol.launch_dependents" in text) == (device == H100)
+
+
+def test_who_runs_kernels_is_not_told_that_triton_ends():
+    """Other warnings are as loud as before."""
+
+    def warn(message: str) -> str:
+        code = f"import warnings, pallas_kernels; warnings.warn({message!r}, DeprecationWarning)"
+        ran = subprocess.run(
+            [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code], capture_output=True, text=True
+        )
+        return ran.stderr
+
+    ends = "The Pallas Triton backend is deprecated and will be removed in a future JAX version."
+    assert "DeprecationWarning" not in warn(ends)
+    assert "DeprecationWarning" in warn("Something else is deprecated")
