@@ -90,6 +90,7 @@ def test_others_have_kernels(monkeypatch, capability):
     jax.clear_caches()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what holds no kernel runs on CPU, too")
 @cases("kernels", [None, "reference"], quick=[None])
 def test_an_engine_runs_without_kernels(t4, kernels):
