@@ -39,6 +39,7 @@ def test_golden_logits(family):
         assert error < TOLERANCE, (name, error)
 
 
+@pytest.mark.thorough
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", FAMILIES)
 def test_live_logits(family, tmp_path):
@@ -70,6 +71,7 @@ def smollm2():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.real
 def test_smollm2_continues_as_torch_does(smollm2):
     """Fed torch's greedy tokens, the argmax at every position is torch's next token: that is greedy equality."""
@@ -84,6 +86,7 @@ def test_smollm2_continues_as_torch_does(smollm2):
         assert predicted.tolist() == row["new_ids"], row["prompt"]
 
 
+@pytest.mark.thorough
 @pytest.mark.real
 @pytest.mark.oracle
 def test_smollm2_weights_and_logits_as_torch(smollm2):
