@@ -51,6 +51,7 @@ def rows(document, stage, **wanted):
     return [r for r in found if all(r[name] == value for name, value in wanted.items())]
 
 
+@pytest.mark.thorough
 def test_document(document):
     assert document.keys() >= {"device", "copy_bandwidth_gb_s", "rows", "compile_seconds", "preset", "dtype"}
     assert (document["copy_bandwidth_gb_s"], document["floor_bandwidth_gb_s"]) == (8.0, 16.0)
@@ -58,6 +59,7 @@ def test_document(document):
     assert json.loads(json.dumps(document)) == document
 
 
+@pytest.mark.thorough
 def test_every_stage_has_its_rows(document):
     for stage in options.STAGES:
         assert rows(document, stage), stage
@@ -81,6 +83,7 @@ def tiny_bytes(e, f, h, g, d, layers):
     return 4 * (weights + pages), 4 * pages
 
 
+@pytest.mark.thorough
 def test_floors(document):
     """From the shapes of the presets, spelled out: B rows, float32, read at 16 GB/s."""
     target, pages = tiny_bytes(64, 128, 4, 2, 16, 2)
@@ -106,6 +109,7 @@ def test_floors(document):
     assert prefill["floor_ms"] == pytest.approx(max(flop / 0.25e12 * 1e3, ms(moved)))
 
 
+@pytest.mark.thorough
 def test_speeds(document):
     for stage in ("target", "draft", "plain", "speculative", "adaptive"):
         for r in rows(document, stage):  # ms are those of one token of each of B rows
@@ -120,6 +124,7 @@ def test_speeds(document):
     assert 1.0 <= speculative["acceptance_length"] <= K + 1
 
 
+@pytest.mark.thorough
 def test_never_slower(document):
     found = report.settings(rows(document, "adaptive"))
     assert [setting[3] for setting in found] == [1.2, 2.0, 3.0]  # 4 is out of reach with K = 2
@@ -130,6 +135,7 @@ def test_never_slower(document):
         assert ways["off"]["acceptance_length"] == 1.0
 
 
+@pytest.mark.thorough
 def test_tables(document, capsys):
     report.show(document)
     out = capsys.readouterr().out
@@ -140,6 +146,7 @@ def test_tables(document, capsys):
     assert "…" not in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stages", [options.STAGES, ("plain",), ("round", "verify"), ("adaptive",)])
 def test_picture(document, stages, tmp_path):
     from matplotlib.image import imread

@@ -242,6 +242,7 @@ def test_options_reach_the_compiler(monkeypatch):
         lowered.compile()
 
 
+@pytest.mark.thorough
 def test_what_needs_no_other_program():
     """Seeds, temperatures, lengths within a bucket, rounds, limits, stop ids and K of a row are data."""
     engine = lively.new_engine("first_layer", K)

@@ -114,7 +114,8 @@ def test_the_standard_rule_draws_from_the_targets_law(num_drafts, size, samples)
         assert laws.pooled_mass(law(size, num_drafts + 3, PROMPT, setting), samples) < 0.02
 
 
-@cases("greedy_draft", [False, True], quick=[False])
+@pytest.mark.thorough
+@pytest.mark.parametrize("greedy_draft", [False, True])
 def test_the_coupled_rule_draws_from_the_targets_law(greedy_draft):
     """Half of the rows are coupled, half standard, in one batch."""
     rows = settings(4, coupled=True) + settings(4)
@@ -171,7 +172,8 @@ def test_and_one_that_proposes_nevertheless_does_not(monkeypatch):
     assert (p_values < REJECTED).all()
 
 
-@cases("coupled", [False, True], quick=[False])
+@pytest.mark.thorough
+@pytest.mark.parametrize("coupled", [False, True])
 def test_prompt_lookup_draws_from_the_targets_law(coupled):
     rows = settings(3, coupled=coupled)
     p_values, accepted = compare(3, 3, 25_000, rows, (1, 3), prompt=(0, 2, 1, 0, 2, 1, 0))

@@ -139,6 +139,7 @@ def test_prompts(n):
         assert [r.output for r in again] == [r.output for r in requests]
 
 
+@pytest.mark.thorough
 def test_prompts_of_samples():
     """Computed once: the first sample has them."""
     sampling = SamplingParams(n=2, max_tokens=4, seed=1, prompt_logprobs=2, logprobs=1)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from jaxspec.decode.state import Variant
-from tests.sizes import cases
 from tests.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_engine
 
 EVERYTHING = Variant(standard=True, coupled=True, filters=True, logprobs=5, processors=True)
 
 
-@cases("method", METHODS, quick=["ngram"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", METHODS)
 def test_random_requests_get_what_they_would_get_alone(method):
     rng = np.random.default_rng(METHODS.index(method))
     cases = draw(rng, 34)

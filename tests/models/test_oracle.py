@@ -44,6 +44,7 @@ def test_golden_logits(family):
         assert error < TOLERANCE, (name, error)
 
 
+@pytest.mark.thorough
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", FAMILIES)
 def test_live_logits(family, tmp_path):
@@ -75,6 +76,7 @@ def smollm2():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.real
 def test_smollm2_continues_as_torch_does(smollm2):
     """Fed torch's greedy tokens, the argmax at every position is torch's next token: that is greedy equality."""
@@ -89,6 +91,7 @@ def test_smollm2_continues_as_torch_does(smollm2):
         assert predicted.tolist() == row["new_ids"], row["prompt"]
 
 
+@pytest.mark.thorough
 @pytest.mark.real
 @pytest.mark.oracle
 def test_smollm2_weights_and_logits_as_torch(smollm2):

@@ -13,9 +13,10 @@ from jaxspec.models.layers import Backend
 from pallas_kernels.device import CPU, Device, here
 from tests import lively, tiny
 from tests.models import forward
+from tests.sizes import cases
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@cases("family", tiny.FAMILIES, quick=["llama", "gemma3"])
 def test_equals_the_paged_pass(family):
     model, backend = lively.target(family), Backend(here())
     tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, (2, 40)).astype(np.int32)

@@ -93,6 +93,7 @@ def test_what_stays_plain_where_kernels_are_asked_for(device):
     assert prompt == {"feed_forward", "likeliest"}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what holds no kernel runs on CPU, too")
 @cases("kernels", [None, "reference"], quick=[None])
 def test_an_engine_runs_without_kernels(kernels):

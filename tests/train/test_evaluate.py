@@ -44,6 +44,7 @@ def test_a_perfect_draft(itself):
     assert json.loads(json.dumps(itself)) == itself
 
 
+@pytest.mark.thorough
 def test_a_draft_that_knows_nothing(folder, other):
     options = {"num_speculative_tokens": 2, "max_tokens": 12, "temperatures": (0.7,), "progress": False}
     document = evaluate.evaluate(folder, other, PROMPTS, **options)
@@ -64,6 +65,7 @@ def test_table(itself, capsys):
     assert max(map(len, out.splitlines()[1:])) <= 80
 
 
+@pytest.mark.thorough
 def test_command(folder, tmp_path, capsys):
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps({"chat": ["Hello"]}))

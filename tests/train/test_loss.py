@@ -109,6 +109,7 @@ def test_all_ids_listed_are_all_ids(draft):
     assert also_told == pytest.approx(told, rel=1e-4, abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_fewer_ids_never_flatter():
     lengths = [sums(REDUCED, {"tv": 1.0}, **listed(n))[0] for n in (1, 2, 4, 8, 16, VOCAB)]
     assert lengths == sorted(lengths, reverse=True)
@@ -174,8 +175,9 @@ def test_what_does_not_count_changes_nothing():
     assert sums(FULL, WEIGHTS, tokens=after)[0] == pytest.approx(sums(FULL, WEIGHTS)[0], rel=1e-5)
 
 
-@cases("n", [None, 5], quick=[5])
-@cases("accumulate", [2, 4], quick=[2])
+@pytest.mark.thorough
+@pytest.mark.parametrize("n", [None, 5])
+@pytest.mark.parametrize("accumulate", [2, 4])
 def test_parts_of_a_batch_make_the_same_step(accumulate, n, tmp_path):
     """Also where the parts hold different numbers of tokens that count."""
     batch = {"tokens": TOKENS, "mask": MASK, **({} if n is None else listed(n))}

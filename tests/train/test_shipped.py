@@ -35,6 +35,7 @@ def test_what_is_said_of_it():
         assert not re.findall(said, (ROOT / other).read_text(encoding="utf-8")), other
 
 
+@pytest.mark.thorough
 @pytest.mark.real
 def test_it_drafts_for_its_target():
     texts = evaluate.read_prompts(evaluate.HELDOUT)
