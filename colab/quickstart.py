@@ -79,7 +79,7 @@ WORDS = {
 }
 print(WORDS.get(platform, f"An unknown platform, {platform}."))
 each = f", {memory:.0f} GB each" if memory else ""
-print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.device(platform)}")
+print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.this_device()}")
 
 # %% [markdown]
 # ## 3. Load a pair

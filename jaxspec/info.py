@@ -73,6 +73,11 @@ def pool(
     return {"memory_bytes": memory, "temporary_bytes": temporary, **fits}
 
 
+def this_device() -> str:
+    """This machine's first device, and what it does without."""
+    return described(here())
+
+
 def described(chip: Device, absent: Accelerator | None = None) -> str:
     """What it is, of one that is not here by its data sheet, and whether kernels run there."""
     dtype = compute_dtype("auto", chip).name

@@ -31,11 +31,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-from tests import checked  # noqa: E402
+from tests import annotations  # noqa: E402
 
 # Shapes in annotations hold in tests: these modules are checked on import, so before anything imports them.
 CHECKED = ("jaxspec.sampling", "jaxspec.verify", "jaxspec.drafters", "jaxspec.decode.round")
-install_import_hook(CHECKED, f"{checked.__name__}.function")
+install_import_hook(CHECKED, f"{annotations.__name__}.function")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -28,7 +28,7 @@ from jaxspec.models.paged import PagedModel
 from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import here
-from tests import tiny
+from tests import tiny_models
 
 PLATFORM = jax.default_backend()
 # Some of these programs run for seconds: on CPU, undo what conftest.py asks for in favour of compile time.
@@ -92,7 +92,7 @@ def config(vocab_size: int, width: int = 16) -> ModelConfig:
 
 def model(vocab_size: int, seed: int) -> Model:
     """Random weights; the logits have a standard deviation of about 1."""
-    return tiny.model(config(vocab_size), seed)
+    return tiny_models.model(config(vocab_size), seed)
 
 
 def blend(a: Model, b: Model, share: float) -> Model:

@@ -150,7 +150,7 @@ FAULTS = (
     ),
     Fault(  # the draft's cache is taken to hold the last accepted token, which it never read
         "jaxspec/decode/round.py",
-        "state.num_tokens + jnp.maximum(wanted, 1) - 1)",
+        "state.num_tokens + jnp.maximum(history.num_wanted, 1) - 1)",
         "num_tokens)",
         "tests/decode/test_round.py -k keeps_up",
     ),

@@ -25,8 +25,8 @@ from jaxspec.cache.allocator import PageAllocator
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import FindStop, Request, TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
-from tests import tiny
-from tests.lively import OPTIONS, VOCAB, new_engine, noisy, repeating, target
+from tests import tiny_models
+from tests.lively_models import OPTIONS, VOCAB, new_engine, noisy, repeating, target
 
 METHODS = ("draft_model", "ngram", "ngram+draft_model")
 K = 4
@@ -208,7 +208,7 @@ def tiny_engine(method: str) -> Engine:
     speculative = {"method": method, "num_speculative_tokens": K, "adaptive": True, "prompt_lookup_min": 1}
     has_draft = "draft_model" in method
     draft = noisy(target()) if has_draft else None
-    return tiny.engine(target(), speculative | ({"model": "x"} if has_draft else {}), draft, **OPTIONS | TINY)
+    return tiny_models.engine(target(), speculative | ({"model": "x"} if has_draft else {}), draft, **OPTIONS | TINY)
 
 
 def reference_engine(**options) -> Engine:

@@ -14,9 +14,9 @@ from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.async_llm import Call
 from jaxspec.errors import UserError
 from jaxspec.job import Job
-from tests import tiny
-from tests.folders import write_model
+from tests import tiny_models
 from tests.llm.answers import one_shape
+from tests.model_folders import write_model
 
 PROMPTS = ["The quick brown fox", "Count the words: one, two,", "dog dog dog", "def total(items):", "Über-strong"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -121,7 +121,7 @@ def test_calls_that_overlap_share_batches(llm, expected, monkeypatch):
 @pytest.mark.parametrize(("own", "rounds"), [({}, 16), ({"rounds_per_launch": 5}, 5)])
 def test_launches_are_shorter_as_others_may_come_meanwhile(folder, monkeypatch, own, rounds):
     llm = AsyncLLM(folder, max_num_seqs=1, num_pages=96, **own)
-    asked = tiny.rounds_of_launches(llm.llm.engine, monkeypatch)
+    asked = tiny_models.rounds_of_launches(llm.llm.engine, monkeypatch)
     run(llm.generate(PROMPTS[0], LONG))
     llm.shutdown()
     assert asked[0] == rounds

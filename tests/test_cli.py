@@ -26,7 +26,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.options import TrainOptions
-from tests.folders import EOS, write_model
+from tests.model_folders import EOS, write_model
 
 ROOT = Path(__file__).parent.parent
 

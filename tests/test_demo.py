@@ -192,7 +192,7 @@ def test_transformers_answers_from_the_same_weights(tmp_path):
     """A tiny model: float32 gives the same ids, and so do the tensors' names and shapes."""
     pytest.importorskip("torch")
     from jaxspec.llm import LLM
-    from tests.folders import write_model
+    from tests.model_folders import write_model
 
     llm = LLM(str(write_model(tmp_path / "tiny", layers=3)))
     prompts = [llm.render_chat([{"role": "user", "content": text}]) for text in ("The quick brown", "One, two,")]

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from tests.documents import CURRENT, PAGES, ROOT, anchors, blocks, commands, links, prose, text_of
-from tests.folders import write_model
+from tests.model_folders import write_model
 from tests.sizes import cases
 
 EXAMPLES = [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))]

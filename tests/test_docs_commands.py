@@ -20,7 +20,7 @@ from jaxspec.cli import shared
 from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
 from tests.documents import CURRENT, PAGES, blocks, commands
-from tests.folders import write_model
+from tests.model_folders import write_model
 from tests.sizes import cases
 from tests.train import runs
 

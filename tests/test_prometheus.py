@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.prometheus import Metrics, serve
-from tests.folders import write_model
+from tests.model_folders import write_model
 
 OPTIONS = {"max_num_seqs": 2, "num_pages": 64, "rounds_per_launch": 4}
 PROMPTS = ["The quick brown fox", "dog dog dog", "one, two,"]

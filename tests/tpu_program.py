@@ -26,8 +26,8 @@ from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
 from tests import hlo
+from tests.compilation_cache import no_compilation_cache
 from tests.tpu_topology import tpu_mesh
-from tests.uncached import no_compilation_cache
 
 # What a program may use of a chip's memory: "Ran out of memory ... exceeds available HBM (15.75G)".
 MEMORY = {"v5e": int(15.75 * 2**30), "v6e": int(31.25 * 2**30)}
@@ -114,12 +114,15 @@ class Program:
         page = jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=pages_format(self.mesh))
         return (page,) * layout.num_layers
 
-    def compile(self, name: str, *arrays: Any) -> jax.stages.Compiled:
+    def compile(self, name: str, *arrays: Any) -> Any:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), no_compilation_cache():
             packed = pack(arrays)
             words = jax.ShapeDtypeStruct(packed.words.shape, jnp.int32, sharding=sharding(self.mesh))
             packed = dataclasses.replace(packed, words=words)
-            return lower(name, self.config, self.params, self.cache, packed).compile()
+            return self.compiled(lower(name, self.config, self.params, self.cache, packed))
+
+    def compiled(self, lowered: jax.stages.Lowered) -> Any:
+        return lowered.compile()
 
     @property
     def row_pages(self) -> int:
@@ -136,12 +139,12 @@ class Program:
         rows = range(self.options.max_num_seqs)
         return [Request(id=row, prompt=[0] * length, max_len=length + 1, **how) for row in rows]
 
-    def launch(self) -> jax.stages.Compiled:
+    def launch(self) -> Any:
         requests, shape = self.requests(1), (self.options.max_num_seqs, self.row_pages)
         how = self.num_drafts, self.config.variant, self.layouts[0], shape
         return self.compile("launch", batch.launch_input(requests, *how, num_rounds=1))
 
-    def prefill(self) -> jax.stages.Compiled:
+    def prefill(self) -> Any:
         longest = self.options.prefill_chunk
         requests, sizes = self.requests(longest + 1), {"row_pages": self.row_pages, "longest": longest}
         return self.compile("prefill", batch.chunk_input(requests, [0] * len(requests), self.layouts[0], **sizes)[0])

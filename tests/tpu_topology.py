@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tests.uncached import no_compilation_cache
+from tests.compilation_cache import no_compilation_cache
 
 # Several test processes may load libtpu, and none of them should look for a TPU host's metadata server.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -19,7 +19,7 @@ from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import load
 from jaxspec.engine.runner import fetch
-from tests.folders import write_model
+from tests.model_folders import write_model
 
 LIMITS = Hardware(copy_gb_s=8.0, read_gb_s=16.0, peak_tflops=0.25)
 FIELDS = {"preset", "stage", "batch_size", "context", "k", "ms", "spread", "floor_ms", "ratio"}

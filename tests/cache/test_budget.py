@@ -14,7 +14,7 @@ from jaxspec.cache import budget
 from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.platforms import facts
-from tests import tiny
+from tests import tiny_models
 
 
 @given(memory=st.integers(1, 10**12), target=st.integers(1, 10**7), draft=st.integers(0, 10**7))
@@ -64,7 +64,7 @@ def test_head_sizes_are_padded_for_the_kernels(platform, sizes):
 )
 def test_a_tpu_stores_heads_by_eights(heads, devices, stored):
     """tests/decode/test_tpu.py sees as many bytes in compiled programs."""
-    config = dataclasses.replace(tiny.BASE, num_heads=heads, num_kv_heads=heads)
+    config = dataclasses.replace(tiny_models.BASE, num_heads=heads, num_kv_heads=heads)
     layout = cache_layout(config, page_size=32, num_pages=5, dtype=jnp.bfloat16, platform="tpu")
     assert layout.stored_bytes(devices, "tpu") == config.num_layers * 32 * stored * 128 * 2
     assert layout.stored_bytes(devices, "cpu") == layout.page_bytes // devices
@@ -72,9 +72,9 @@ def test_a_tpu_stores_heads_by_eights(heads, devices, stored):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_page_bytes_are_what_is_allocated(dtype):
-    layout = cache_layout(tiny.BASE, page_size=16, num_pages=5, dtype=dtype, platform="cpu")
+    layout = cache_layout(tiny_models.BASE, page_size=16, num_pages=5, dtype=dtype, platform="cpu")
     pages = allocate(layout, make_mesh())
-    assert len(pages) == tiny.BASE.num_layers
+    assert len(pages) == tiny_models.BASE.num_layers
     assert all(leaf.shape == layout.shape and leaf.dtype == jnp.dtype(dtype) for leaf in pages)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(pages)) == layout.page_bytes * 5
     assert layout.pad_slot == 80

@@ -13,10 +13,10 @@ import pytest
 
 import checkpoints
 from checkpoints import orbax, reading, safetensors
-from tests import tiny
+from tests import tiny_models
 from tests.checkpoints.files import fails, load, rewrite, shard, write_gguf
-from tests.folders import write_tokenizer
 from tests.golden.families import FOLDER
+from tests.model_folders import write_tokenizer
 
 NAN, INF = float("nan"), float("inf")
 NESTED = '{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
@@ -280,7 +280,7 @@ ABSURD = (
 @pytest.mark.parametrize("change", ABSURD, ids=str)
 def test_a_jaxspec_json_with_absurd_values(change, tmp_path):
     path = tmp_path / orbax.CONFIG_FILE
-    path.write_text(json.dumps(tiny.BASE.to_json() | change))
+    path.write_text(json.dumps(tiny_models.BASE.to_json() | change))
     kind = NotImplementedError if "family" in change else ValueError
     with fails(kind, str(path)):
         checkpoints.load_config(checkpoints.resolve(str(tmp_path)))

@@ -24,11 +24,11 @@ import checkpoints
 from checkpoints import orbax, safetensors
 from checkpoints.gguf import Weights, read_header
 from jaxspec.models.limits import LIMITS
-from tests import tiny
+from tests import tiny_models
 from tests.checkpoints.files import shard, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import byte_level_meta
-from tests.folders import write_tokenizer
 from tests.golden.families import FAMILIES, FOLDER
+from tests.model_folders import write_tokenizer
 from tests.sizes import cases
 
 SECONDS = 5.0  # for one file, on a busy machine; it takes milliseconds
@@ -156,7 +156,7 @@ def test_json_byte_by_byte(name, scratch):
     folder = scratch / name.replace(".", "-")
     folder.mkdir()
     (folder / "config.json").write_bytes((FOLDER / "llama3" / "config.json").read_bytes())
-    raw = {"eos_token_id": [2, 7], "temperature": 0.6} if name.startswith("generation") else tiny.BASE.to_json()
+    raw = {"eos_token_id": [2, 7], "temperature": 0.6} if name.startswith("generation") else tiny_models.BASE.to_json()
     real = (folder / name).read_bytes() if name == "config.json" else json.dumps(raw).encode()
 
     @steady(max_examples=150)

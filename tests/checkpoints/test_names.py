@@ -10,7 +10,7 @@ import pytest
 from checkpoints import progress
 from checkpoints.names import GGUF, HF, hf
 from jaxspec.models.decoder import parameters
-from tests.tiny import FAMILIES
+from tests.tiny_models import FAMILIES
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)

@@ -16,7 +16,7 @@ from checkpoints import orbax
 from jaxspec.convert import convert
 from jaxspec.models.decoder import abstract_params, parameters
 from jaxspec.parallel.mesh import make_mesh
-from tests import tiny
+from tests import tiny_models
 from tests.checkpoints.files import assert_same, fails, load, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import TEXTS, byte_level_meta
 from tests.golden.families import FAMILIES, FOLDER
@@ -45,8 +45,8 @@ def test_restored_in_the_wanted_dtype(tmp_path):
 
 
 def test_a_reduced_vocabulary_stays_with_the_draft(tmp_path):
-    config = dataclasses.replace(tiny.BASE, tied=False, reduced_vocab_size=24)
-    params = tiny.model(config).params
+    config = dataclasses.replace(tiny_models.BASE, tied=False, reduced_vocab_size=24)
+    params = tiny_models.model(config).params
     stored = {name: params[name].astype(p.dtype) for name, p in parameters(config, "bfloat16").items()}
     checkpoints.save(tmp_path / "ckpt", stored, config)
     again, restored = load(tmp_path / "ckpt", devices=2)

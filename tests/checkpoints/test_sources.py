@@ -15,7 +15,7 @@ import pytest
 
 import checkpoints
 from checkpoints import sources
-from tests import tiny
+from tests import tiny_models
 from tests.checkpoints.files import fails, load, write_gguf
 from tests.golden.families import FOLDER
 
@@ -53,8 +53,8 @@ def test_a_shipped_draft_is_part_of_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "__file__", str(tmp_path / "sources.py"))
     with fails(FileNotFoundError, name, "missing from this installation"):
         checkpoints.resolve(name)
-    config = dataclasses.replace(tiny.BASE, tied=False, reduced_vocab_size=24)
-    checkpoints.save(tmp_path / name, tiny.model(config).params, config, fingerprint="x")
+    config = dataclasses.replace(tiny_models.BASE, tied=False, reduced_vocab_size=24)
+    checkpoints.save(tmp_path / name, tiny_models.model(config).params, config, fingerprint="x")
     source = checkpoints.resolve(name)
     assert (source.kind, source.name) == ("orbax", name)
     assert checkpoints.load_config(source) == config
@@ -210,7 +210,7 @@ def test_no_network_says_where_to_place_the_file(how, package, monkeypatch):
     with fails(
         ConnectionError,
         "cannot fetch tiny",
-        f"place tiny.gguf (sha256 {sources.EMBEDDED['tiny'].sha256[:12]}",
+        f"place tiny_models.gguf (sha256 {sources.EMBEDDED['tiny'].sha256[:12]}",
         str(package),
     ):
         checkpoints.resolve("tiny")

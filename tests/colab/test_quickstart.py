@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.folders import write_model
+from tests.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]
 TEXT, NOTEBOOK = ROOT / "colab/quickstart.py", ROOT / "colab/quickstart.ipynb"

@@ -13,8 +13,8 @@ from jaxspec.decode.round import fit_vocabulary
 from jaxspec.models.decoder import Vocabulary, bind
 from jaxspec.models.layers import Backend, Rows
 from pallas_kernels.device import here
-from tests import tiny
-from tests.lively import (
+from tests import tiny_models
+from tests.lively_models import (
     FAMILY,
     MAX_TOKENS,
     OPTIONS,
@@ -32,7 +32,7 @@ from tests.lively import (
     total,
 )
 from tests.sizes import cases
-from tests.tiny import FAMILIES
+from tests.tiny_models import FAMILIES
 
 ROUNDS = (1, 4, 32)
 CASES = [(family, "first_layer", k) for family in FAMILIES for k in (2, 5)]
@@ -203,7 +203,7 @@ def test_a_reduced_vocabulary_beside_prompt_lookup():
     """What was looked up may be an id that the draft does not propose; it reads it as any other."""
     m, sampling = target("loops"), tuple(params())
     config = {"method": "ngram+draft_model", "model": "x", "num_speculative_tokens": K, "prompt_lookup_min": 3}
-    requests = serve(tiny.engine(m, config, reduced(m), **OPTIONS), PROMPTS, sampling)
+    requests = serve(tiny_models.engine(m, config, reduced(m), **OPTIONS), PROMPTS, sampling)
     assert texts(requests) == plain(PROMPTS, sampling, "loops")
     assert sum(total(requests)) > 10
 

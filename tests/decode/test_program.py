@@ -23,9 +23,9 @@ from jaxspec.parallel.mesh import sharding
 from jaxspec.platforms import PLATFORMS
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
-from tests import lively, tiny
+from tests import lively_models, tiny_models
+from tests.compilation_cache import no_compilation_cache
 from tests.sizes import cases
-from tests.uncached import no_compilation_cache
 
 K = 3
 VARIANTS = {
@@ -34,21 +34,23 @@ VARIANTS = {
     "everything": Variant(standard=True, coupled=True, filters=True),
 }
 # Shapes that no other array of the program has, so that an operand's shape names its model.
-DRAFT = dataclasses.replace(tiny.BASE, num_layers=1, windows=(None,), width=24, num_kv_heads=1, num_heads=2, head_dim=8)
+DRAFT = dataclasses.replace(
+    tiny_models.BASE, num_layers=1, windows=(None,), width=24, num_kv_heads=1, num_heads=2, head_dim=8
+)
 
 
 @functools.cache
 def make(method: str = "draft_model", num_pages: int = 48, **options) -> Engine:
     config = {"method": method, "num_speculative_tokens": K, "model": "x" if method == "draft_model" else None}
-    draft = tiny.model(DRAFT, 1) if method == "draft_model" else None
-    return tiny.engine(
-        lively.target(), None if method == "plain" else config, draft,
-        **lively.OPTIONS | {"num_pages": num_pages} | options,
+    draft = tiny_models.model(DRAFT, 1) if method == "draft_model" else None
+    return tiny_models.engine(
+        lively_models.target(), None if method == "plain" else config, draft,
+        **lively_models.OPTIONS | {"num_pages": num_pages} | options,
     )  # fmt: skip
 
 
 def arguments(engine: Engine):
-    request = engine.add(lively.PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=20))
+    request = engine.add(lively_models.PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=20))
     engine.scheduler.admit()
     used, drafts = batch.variant([request]), engine.num_drafts
     inputs = batch.launch_input([request], drafts, used, engine.layout, (2, 4), num_rounds=4)
@@ -195,13 +197,13 @@ def test_one_transfer_a_launch(monkeypatch, rounds):
     monkeypatch.setattr(engine.runner.programs, "run", sealed_run)
     monkeypatch.setattr(runner, "fetch", fetch)
     monkeypatch.setattr(jax, "device_get", device_get)
-    requests = [engine.add(p, s) for p, s in zip(lively.PROMPTS, lively.params(), strict=True)]
+    requests = [engine.add(p, s) for p, s in zip(lively_models.PROMPTS, lively_models.params(), strict=True)]
     steps = 0
     while engine.busy:
         engine.step(rounds)
         steps += 1
         assert len(fetched) == len(copies) == steps
-    assert lively.texts(requests) == lively.plain(lively.PROMPTS, tuple(lively.params()))
+    assert lively_models.texts(requests) == lively_models.plain(lively_models.PROMPTS, tuple(lively_models.params()))
 
 
 def test_a_sealed_result_is_sealed():
@@ -213,7 +215,7 @@ def test_a_sealed_result_is_sealed():
 def test_caches_are_donated():
     """The old buffers are gone, and the new ones lie where they lay."""
     engine = make()
-    request = engine.add(lively.PROMPTS[4], SamplingParams(temperature=0.0, max_tokens=20))
+    request = engine.add(lively_models.PROMPTS[4], SamplingParams(temperature=0.0, max_tokens=20))
     for _ in range(3):
         before = jax.tree.leaves(engine.runner.cache)
         where = [x.unsafe_buffer_pointer() for x in before]
@@ -245,8 +247,8 @@ def test_options_reach_the_compiler(monkeypatch):
 @pytest.mark.thorough
 def test_what_needs_no_other_program():
     """Seeds, temperatures, lengths within a bucket, rounds, limits, stop ids and K of a row are data."""
-    engine = lively.new_engine("first_layer", K)
-    serve = functools.partial(lively.serve, engine)
+    engine = lively_models.new_engine("first_layer", K)
+    serve = functools.partial(lively_models.serve, engine)
     first = SamplingParams(max_tokens=20, seed=1, temperature=0.8)
     serve([(1, 2, 3), (4, 5)], [first] * 2)
     known = engine.runner.programs.num_compiled

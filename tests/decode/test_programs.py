@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.decode.programs import WORTH_COMPILING, Variants
 from jaxspec.decode.state import Variant
-from tests.lively import PROMPTS, new_engine, params, serve, texts
+from tests.lively_models import PROMPTS, new_engine, params, serve, texts
 
 GREEDY, WIDE = Variant(), Variant(coupled=True, filters=True, logprobs=5, processors=True)
 

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.config import MAX_ROUNDS
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
-from tests.lively import OPTIONS, PROMPTS, engine, new_engine, params, plain, texts
+from tests.lively_models import OPTIONS, PROMPTS, engine, new_engine, params, plain, texts
 
 K = 4
 PAGE = 16

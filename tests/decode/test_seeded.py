@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.launches import Launches, Setting, blend, model
-from tests.lively import reduced
+from tests.lively_models import reduced
 from tests.sizes import cases
 
 V, K, LENGTH, EACH = 6, 3, 24, 16

@@ -8,7 +8,7 @@ import pytest
 from jaxspec.config import MAX_ROUNDS
 from jaxspec.decode.loop import PATIENCE
 from tests.decode.test_round import K, start
-from tests.lively import PROMPTS, engine, params, plain, texts
+from tests.lively_models import PROMPTS, engine, params, plain, texts
 from tests.sizes import cases
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.engine.adaptive import FIRST_PAUSE, LONGEST_PAUSE, PROBE_ROUNDS, Acceptance, Choice, Controller, chances
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
-from tests.lively import new_engine, params, plain, repeating, serve, texts
+from tests.lively_models import new_engine, params, plain, repeating, serve, texts
 from tests.sizes import cases
 
 K = 4

@@ -14,8 +14,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.setup import table_widths
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
-from tests import tiny
-from tests.lively import (
+from tests import tiny_models
+from tests.lively_models import (
     OPTIONS,
     PROMPTS,
     VOCAB,
@@ -45,7 +45,7 @@ def narrow(method: str, short: str) -> Engine:
 
 def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(monkeypatch):
     served = new_engine()
-    launched = tiny.rounds_of_launches(served, monkeypatch)
+    launched = tiny_models.rounds_of_launches(served, monkeypatch)
     monkeypatch.setattr(served.controller, "rounds_within", lambda seconds, kind, k: round(100 * seconds))
     sampling = params(12)
     request = served.add(PROMPTS[0], *sampling)
@@ -60,7 +60,7 @@ def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(m
 )
 def test_a_launch_is_shorter_where_the_host_may_have_to_act(monkeypatch, own, stops, rounds):
     served = new_engine(rounds_per_launch=own)
-    launched = tiny.rounds_of_launches(served, monkeypatch)
+    launched = tiny_models.rounds_of_launches(served, monkeypatch)
     for prompt, sampling in zip(PROMPTS[:2], params((50, 50)), strict=True):
         request = served.add(prompt, sampling)
     request.find_stop = (lambda output, known: None) if stops else None
@@ -234,7 +234,7 @@ BAD_ENGINES = [
 def test_a_bad_engine_is_refused(options, changes, message):
     arguments = {"speculative": {"model": "x"}, "draft": first_layer(target())} | changes
     with pytest.raises(ValueError, match=message):
-        tiny.engine(target(), **arguments, **OPTIONS | options)
+        tiny_models.engine(target(), **arguments, **OPTIONS | options)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_bad_engine_is_refused(options, changes, message):
 )
 def test_which_rule_a_request_follows(rule, seed, coupled):
     spec = SpeculativeConfig(num_speculative_tokens=2, rejection_sample_method=rule)
-    own = tiny.engine(target(), spec, **OPTIONS)
+    own = tiny_models.engine(target(), spec, **OPTIONS)
     request = own.add([1, 2], SamplingParams(seed=seed))
     assert request.coupled is coupled
     assert request.seed == seed or seed is None
@@ -301,7 +301,7 @@ def test_a_block_table_is_as_wide_as_its_longest_request_may_become():
 @pytest.mark.parametrize("limit", [None, 40])
 def test_the_pool_holds_the_same_pages_for_both_models(limit):
     options = {k: v for k, v in OPTIONS.items() if k != "num_pages"} | ({"num_pages": limit} if limit else {})
-    own = tiny.engine(target(), {"model": "x"}, noisy(target()), **options)
+    own = tiny_models.engine(target(), {"model": "x"}, noisy(target()), **options)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(own.runner.cache)} == {own.num_pages}
     assert own.num_pages == (limit or 2 * 8 * (64 + 64) // 16)  # as much again for pages to be found again
     assert dataclasses.replace(own.config).num_pages == limit

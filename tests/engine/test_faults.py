@@ -14,7 +14,7 @@ from jaxspec.engine import results
 from jaxspec.engine.adaptive import Choice
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
-from tests.lively import new_engine, params, plain, repeating, serve, texts
+from tests.lively_models import new_engine, params, plain, repeating, serve, texts
 from tests.sizes import cases
 
 K = 3

@@ -10,10 +10,10 @@ import pytest
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
-from tests.lively import FAMILY, new_engine, params, repeating, serve, target
+from tests.lively_models import FAMILY, new_engine, params, repeating, serve, target
 from tests.models import forward
+from tests.sampling_wishes import METHODS, PROMPTS, batch, expected, found
 from tests.sizes import cases
-from tests.wishes import METHODS, PROMPTS, batch, expected, found
 
 CLOSE = 1e-4
 

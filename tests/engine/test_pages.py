@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
-from tests.lively import new_engine, params, plain, repeating, serve, texts
+from tests.lively_models import new_engine, params, plain, repeating, serve, texts
 from tests.sizes import cases
 
 K = 3

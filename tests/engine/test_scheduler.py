@@ -9,7 +9,7 @@ from jaxspec.cache.allocator import PageAllocator
 from jaxspec.engine.request import Request
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.sampling_params import SamplingParams
-from tests.lively import new_engine, params, plain, repeating
+from tests.lively_models import new_engine, params, plain, repeating
 
 PAGE = 4
 K = 2

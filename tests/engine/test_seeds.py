@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from jaxspec.sampling_params import SamplingParams
-from tests.lively import FAMILY, MAX_TOKENS, PROMPTS, engine, new_engine, params, plain, serve, texts, total
+from tests.lively_models import FAMILY, MAX_TOKENS, PROMPTS, engine, new_engine, params, plain, serve, texts, total
 from tests.sizes import cases
 
 K = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxspec import LLM
-from tests.folders import write_model
 from tests.llm.answers import assert_idle, one_shape
+from tests.model_folders import write_model
 
 
 @pytest.fixture(scope="package")

@@ -8,8 +8,8 @@ import pytest
 import jaxspec.llm
 from jaxspec import LLM, SamplingParams
 from jaxspec.errors import UserError
-from tests.folders import BOS, write_model
 from tests.llm.answers import GREEDY, PROMPTS, ids_of, text_of
+from tests.model_folders import BOS, write_model
 
 
 def test_prompts_come_in_four_forms(llm):

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.decode.state import Variant
 from jaxspec.outputs import RequestOutput
-from tests.folders import write_model
+from tests.model_folders import write_model
 
 EVERYTHING = Variant(standard=True, coupled=True, filters=True, logprobs=5, processors=True)
 OPTIONS = {"max_num_seqs": 6, "num_pages": 40, "page_size": 4, "max_model_len": 64, "prefill_chunk": 16}

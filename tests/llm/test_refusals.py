@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
-from tests.folders import write_model
 from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of
+from tests.model_folders import write_model
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.decoder import abstract_params, describe, parameters, random_params, weight_bytes
 from jaxspec.parallel.mesh import MODEL_AXES, make_mesh
-from tests import tiny
+from tests import tiny_models
 
-GEMMA = tiny.FAMILIES["gemma3"]
+GEMMA = tiny_models.FAMILIES["gemma3"]
 DRAFT = dataclasses.replace(
-    tiny.FAMILIES["qwen2"], tied=False, reduced_vocab_size=24, rare_vocab_size=8, rare_width=4, embed_width=40
+    tiny_models.FAMILIES["qwen2"], tied=False, reduced_vocab_size=24, rare_vocab_size=8, rare_width=4, embed_width=40
 )
 # Last part of a name -> kind, axes, whether only logits read it, whether it is trained.
 DECLARED = {
@@ -41,7 +41,7 @@ def test_a_draft_declares():
     assert found == DECLARED
 
 
-@pytest.mark.parametrize("config", [*tiny.FAMILIES.values(), DRAFT], ids=[*tiny.FAMILIES, "draft"])
+@pytest.mark.parametrize("config", [*tiny_models.FAMILIES.values(), DRAFT], ids=[*tiny_models.FAMILIES, "draft"])
 def test_what_is_declared_is_what_there_is(config):
     _, variables = describe(config, "bfloat16")
     known = parameters(config, "bfloat16")
@@ -56,7 +56,7 @@ def test_what_is_declared_is_what_there_is(config):
 
 def test_a_tied_table_is_the_head():
     assert parameters(GEMMA)["embed"].head
-    assert not parameters(tiny.FAMILIES["llama3"])["embed"].head
+    assert not parameters(tiny_models.FAMILIES["llama3"])["embed"].head
 
 
 def test_bytes_of_a_draft_pass():
@@ -70,7 +70,7 @@ def test_bytes_of_a_draft_pass():
 
 def test_where_they_lie():
     """On two devices; a vocabulary that two do not divide stays whole."""
-    odd = dataclasses.replace(tiny.FAMILIES["llama3"], vocab_size=63)
+    odd = dataclasses.replace(tiny_models.FAMILIES["llama3"], vocab_size=63)
     try:
         mesh = make_mesh(2)
     except ValueError:

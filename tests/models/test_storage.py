@@ -10,15 +10,15 @@ from jaxspec.models.layers import Backend
 from jaxspec.models.storage import OutputFirst, stored_for
 from jaxspec.parallel.mesh import make_mesh
 from pallas_kernels.device import CPU, Device
-from tests import tiny
+from tests import tiny_models
 from tests.models import forward
 
 STREAMS = Backend(CPU, make_mesh())
-CONFIG = tiny.FAMILIES["llama3"]  # with a head of its own
+CONFIG = tiny_models.FAMILIES["llama3"]  # with a head of its own
 
 
 def test_matrices_lie_output_first_and_are_seen_input_first():
-    plain = dict(tiny.model(CONFIG).params)
+    plain = dict(tiny_models.model(CONFIG).params)
     stored = stored_for(STREAMS, CONFIG, dict(plain))
     assert isinstance(stored, OutputFirst)
     assert list(stored) == list(plain)
@@ -34,11 +34,11 @@ def test_matrices_lie_output_first_and_are_seen_input_first():
 
 
 def test_a_dict_is_emptied_on_the_way():
-    params = dict(tiny.model(CONFIG).params)
+    params = dict(tiny_models.model(CONFIG).params)
     stored_for(STREAMS, CONFIG, params)
     assert not params
-    model = tiny.model(CONFIG)
-    engine = tiny.engine(model)
+    model = tiny_models.model(CONFIG)
+    engine = tiny_models.engine(model)
     assert isinstance(engine.runner.params["target"], OutputFirst)
     assert len(model.params) == len(engine.runner.params["target"]), "the engine took what is somebody else's"
 
@@ -49,13 +49,13 @@ def test_a_dict_is_emptied_on_the_way():
     ids=str,
 )
 def test_others_leave_them_as_they_are(backend):
-    params = dict(tiny.model(CONFIG).params)
+    params = dict(tiny_models.model(CONFIG).params)
     assert stored_for(backend, CONFIG, params) is params
     assert params
 
 
 def test_several_devices_and_bfloat16_leave_them_as_they_are():
-    params = {name: x.astype(jnp.bfloat16) for name, x in tiny.model(CONFIG).params.items()}
+    params = {name: x.astype(jnp.bfloat16) for name, x in tiny_models.model(CONFIG).params.items()}
     assert stored_for(STREAMS, CONFIG, params) is params
     if jax.device_count() < 2:
         pytest.skip("wants 2 devices: --xla_force_host_platform_device_count")
@@ -64,7 +64,7 @@ def test_several_devices_and_bfloat16_leave_them_as_they_are():
 
 def test_a_pass_is_the_same():
     """Chunks of one, two, five and more rows, each by its own form of the products."""
-    model, tokens = tiny.model(CONFIG), np.random.default_rng(0).integers(0, 64, size=(1, 28))
+    model, tokens = tiny_models.model(CONFIG), np.random.default_rng(0).integers(0, 64, size=(1, 28))
     chunks = (20, 1, 2, 5)
     plain = forward.run(CONFIG, model.params, tokens, chunks)
     np.testing.assert_allclose(

@@ -11,14 +11,14 @@ import pytest
 from jaxspec.models.decoder import whole
 from jaxspec.models.layers import Backend
 from pallas_kernels.device import CPU, Device, here
-from tests import lively, tiny
+from tests import lively_models, tiny_models
 from tests.models import forward
 from tests.sizes import cases
 
 
-@cases("family", tiny.FAMILIES, quick=["llama", "gemma3"])
+@cases("family", tiny_models.FAMILIES, quick=["llama", "gemma3"])
 def test_equals_the_paged_pass(family):
-    model, backend = lively.target(family), Backend(here())
+    model, backend = lively_models.target(family), Backend(here())
     tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, (2, 40)).astype(np.int32)
 
     def logits(params):
@@ -31,12 +31,12 @@ def test_equals_the_paged_pass(family):
 
 @pytest.mark.parametrize("implementation", [None, "reference", "pallas"])
 def test_every_choice_of_kernels_takes_many_rows(implementation):
-    model, backend = tiny.model(tiny.BASE), Backend(Device("gpu"), None, implementation)
+    model, backend = tiny_models.model(tiny_models.BASE), Backend(Device("gpu"), None, implementation)
     hidden = lambda params: whole(model.config, params, np.zeros((2, 40), np.int32), backend)[1]
     assert jax.eval_shape(hidden, model.params).shape == (2, 40, model.config.width)
 
 
 def test_a_soft_cap_is_refused():
-    model = tiny.model(dataclasses.replace(tiny.BASE, soft_cap=30.0))
+    model = tiny_models.model(dataclasses.replace(tiny_models.BASE, soft_cap=30.0))
     with pytest.raises(NotImplementedError, match=r"soft cap \(30"):
         whole(model.config, model.params, np.zeros((1, 4), np.int32), Backend(CPU))

@@ -25,9 +25,9 @@ from pallas_kernels import (
     slot_mapping,
 )
 from pallas_kernels.device import Device
+from tests.compilation_cache import no_compilation_cache
 from tests.nvidia.compile import compile
 from tests.nvidia.gpus import GPUS
-from tests.uncached import no_compilation_cache
 
 # Name -> (its shape, its dtype where it is not the GPU's best). Heads of 256 are Gemma's.
 MODELS = {

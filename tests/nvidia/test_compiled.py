@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.accelerators import ACCELERATORS
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
+from tests.sizes import cases
 
 MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32", "heads of 256")  # see ops.py
 # Of ours: what the compiler makes itself it chooses anew, and without spills, where the GPU is there.
@@ -42,7 +43,7 @@ def check(gpu: str, case: str, program: Compiled) -> None:
     assert (program.triton == 0) == (not facts.device.has_triton), case
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@cases("gpu", GPUS, quick=["L4"])
 def test_every_op(gpu):
     found = compiled(gpu, "tests.nvidia.ops", MODEL)
     for case, program in found.items():
@@ -64,7 +65,7 @@ def check_program(gpu: str, case: str, program: Compiled) -> None:
     assert program.temporary < program.reserved, f"{case}: {program.temporary / 1e6:.1f} MB"
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@cases("gpu", GPUS, quick=["T4"])
 def test_the_device_program(gpu):
     for case, program in compiled(gpu, "tests.nvidia.programs", "few layers").items():
         check_program(gpu, case, program)

@@ -16,7 +16,7 @@ from pallas_kernels import feed_forward, paged_attention, plain, streamed
 from pallas_kernels.device import CPU
 from pallas_kernels.forms import function
 from pallas_kernels.paged_attention.reference import KEYS
-from tests import tiny
+from tests import tiny_models
 from tests.hlo import NAMES, Program
 from tests.pallas_kernels.test_feed_forward import random_arguments, relative_error
 from tests.sizes import cases
@@ -104,7 +104,7 @@ def test_keys_are_read_where_they_lie(tokens):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for CPU")
 def test_rotary_tables_are_computed_once():
     """Not in every layer, for every head, wherever they are read."""
-    config = tiny.BASE
+    config = tiny_models.BASE
     params = abstract_params(config, "float32", make_mesh())
     layout = cache_layout(config, page_size=4, num_pages=8, dtype="float32", platform="cpu")
     pages = jax.eval_shape(lambda: allocate(layout, make_mesh()))

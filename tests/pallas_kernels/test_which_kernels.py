@@ -20,7 +20,7 @@ from pallas_kernels import (
     slot_mapping,
 )
 from pallas_kernels.device import CPU, Device
-from tests import lively, tiny
+from tests import lively_models, tiny_models
 from tests.pallas_kernels.flavours import A100, H100
 from tests.sizes import cases
 
@@ -98,24 +98,24 @@ def test_what_stays_plain_where_kernels_are_asked_for(device):
 @cases("kernels", [None, "reference"], quick=[None])
 def test_an_engine_runs_without_kernels(kernels):
     """Plain, and drafting with a model: prefill and launches, as made for the GPU, in float32."""
-    sampling = lively.params()
-    expected = lively.plain(lively.PROMPTS, tuple(sampling))
+    sampling = lively_models.params()
+    expected = lively_models.plain(lively_models.PROMPTS, tuple(sampling))
     for method in ("plain", "noisy"):
-        engine = lively.new_engine(method, 3, kernels=kernels, device=T4)
+        engine = lively_models.new_engine(method, 3, kernels=kernels, device=T4)
         assert engine.table_widths[0] == 1  # as plain attention wants them
-        requests = lively.serve(engine, lively.PROMPTS, sampling)
-        assert lively.texts(requests) == expected
+        requests = lively_models.serve(engine, lively_models.PROMPTS, sampling)
+        assert lively_models.texts(requests) == expected
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what holds no kernel runs on CPU, too")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_run_where_they_are_asked_for(dtype):
-    model = lively.target()
+    model = lively_models.target()
     cast = lambda w: w if w.dtype != jnp.float32 or w.ndim == 1 else w.astype(dtype)
     model = Model(model.config, {name: cast(w) for name, w in model.params.items()})
-    engine = tiny.engine(model, None, **lively.OPTIONS, device=T4)
-    requests = lively.serve(engine, lively.PROMPTS[:2], lively.params((5, 5)))
-    assert [len(tokens) for tokens in lively.texts(requests)] == [5, 5]
+    engine = tiny_models.engine(model, None, **lively_models.OPTIONS, device=T4)
+    requests = lively_models.serve(engine, lively_models.PROMPTS[:2], lively_models.params((5, 5)))
+    assert [len(tokens) for tokens in lively_models.texts(requests)] == [5, 5]
 
 
 def test_kernels_are_refused_in_one_line(monkeypatch):
@@ -123,7 +123,7 @@ def test_kernels_are_refused_in_one_line(monkeypatch):
     with pytest.raises(ValueError, match=message):
         Backend(T4, None, "pallas")
     with pytest.raises(ValueError, match=message):
-        lively.new_engine(kernels="pallas", device=T4)
+        lively_models.new_engine(kernels="pallas", device=T4)
     monkeypatch.setattr(llm, "here", lambda: T4)
     monkeypatch.setattr(llm, "load", lambda *_: pytest.fail("it loads before it refuses"))
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.parallel.absent import may_have_tpu
-from tests.folders import write_model
+from tests.model_folders import write_model
 
 ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

@@ -7,8 +7,20 @@ import pytest
 
 from jaxspec.parallel.mesh import PAGES_SPEC, make_mesh
 from jaxspec.sampling_params import SamplingParams
-from tests import tiny
-from tests.lively import FAMILY, OPTIONS, PROMPTS, engine, first_layer, new_engine, params, plain, serve, target, texts
+from tests import tiny_models
+from tests.lively_models import (
+    FAMILY,
+    OPTIONS,
+    PROMPTS,
+    engine,
+    first_layer,
+    new_engine,
+    params,
+    plain,
+    serve,
+    target,
+    texts,
+)
 from tests.sizes import cases
 
 K = 3
@@ -66,21 +78,21 @@ def test_both_devices_alias_their_part_of_the_cache():
 
 
 def test_a_vocabulary_that_does_not_divide_is_replicated():
-    config = tiny.dataclasses.replace(tiny.BASE, vocab_size=63)
-    embed = tiny.model(config, 0, 2).params["embed"]
+    config = tiny_models.dataclasses.replace(tiny_models.BASE, vocab_size=63)
+    embed = tiny_models.model(config, 0, 2).params["embed"]
     assert [s.data.shape for s in embed.addressable_shards] == [(63, 32)] * 2
 
 
 def test_a_degree_that_does_not_divide_the_heads_is_refused():
     with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
-        tiny.engine(tiny.model(tiny.BASE, 0, 4), tensor_parallel_size=4, **OPTIONS)
+        tiny_models.engine(tiny_models.model(tiny_models.BASE, 0, 4), tensor_parallel_size=4, **OPTIONS)
 
 
 def test_a_drafts_heads_must_divide_too():
-    config = tiny.dataclasses.replace(tiny.small(), num_heads=1, num_kv_heads=1)
-    narrow = tiny.Model(config, first_layer(target("llama", 2)).params)
+    config = tiny_models.dataclasses.replace(tiny_models.small(), num_heads=1, num_kv_heads=1)
+    narrow = tiny_models.Model(config, first_layer(target("llama", 2)).params)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide num_heads=1"):
-        tiny.engine(target("llama", 2), {"model": "x"}, narrow, tensor_parallel_size=2, **OPTIONS)
+        tiny_models.engine(target("llama", 2), {"model": "x"}, narrow, tensor_parallel_size=2, **OPTIONS)
 
 
 def test_more_devices_than_there_are():

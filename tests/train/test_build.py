@@ -12,11 +12,11 @@ import pytest
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.train.build import coordinates, draft_config, first_params, target_layers, vocabulary
 from jaxspec.train.options import TrainOptions
-from tests import lively, tiny
+from tests import lively_models, tiny_models
 
-TARGET = lively.target()
+TARGET = lively_models.target()
 SMOLLM2 = dataclasses.replace(
-    tiny.BASE,
+    tiny_models.BASE,
     vocab_size=49152,
     num_layers=30,
     windows=(None,) * 30,
@@ -79,9 +79,9 @@ def test_rare_ids_that_cannot_be(given, message):
         draft_config(SMOLLM2, options(**given))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_the_family_stays(family):
-    target = dataclasses.replace(tiny.FAMILIES[family], num_layers=2)
+    target = dataclasses.replace(tiny_models.FAMILIES[family], num_layers=2)
     c = draft_config(target, options(layers=1, width=48))
     kept = ("family", "rope", "local_rope", "qk_norm", "qkv_bias", "sandwich_norm", "head_dim", "eos_ids")
     assert [getattr(c, name) for name in kept] == [getattr(target, name) for name in kept]
@@ -105,7 +105,7 @@ def test_a_draft_of_the_targets_width_begins_with_its_layers():
 
 @pytest.mark.parametrize("vocab_size", [None, 40])
 def test_a_head_of_its_own_is_taken_over_too(vocab_size):
-    untied = lively.wrong(TARGET)
+    untied = lively_models.wrong(TARGET)
     config = draft_config(untied.config, options(width=32, layers=1, vocab_size=vocab_size, rare_ids=0))
     ids = vocabulary(np.arange(TARGET.config.vocab_size), config)
     own = first_params(config, untied, ids, make_mesh(), seed=3, from_target=True)

@@ -18,7 +18,7 @@ from jaxspec.train import data, data_options, generate, openings
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.generate import engine_options
 from jaxspec.train.prompts import CATEGORIES, grammar
-from tests.folders import BOS, CHAT_TEMPLATE, EOS, write_model
+from tests.model_folders import BOS, CHAT_TEMPLATE, EOS, write_model
 from tests.sizes import cases
 
 MIXTURE = {"chat": 2.0, "free": 1.0, "list": 0.0}

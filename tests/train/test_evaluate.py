@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import cli
 from jaxspec.train import evaluate
-from tests.folders import write_model
+from tests.model_folders import write_model
 
 PROMPTS = {"chat": ["The quick brown fox?", "One, two"], "code": ["def total(items):"]}
 

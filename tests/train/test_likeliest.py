@@ -19,10 +19,10 @@ from jaxspec.train import likeliest
 from jaxspec.train.data import Rows
 from jaxspec.train.likeliest import kept, top
 from pallas_kernels.device import CPU
-from tests import laws, lively
+from tests import laws, lively_models
 
 BACKEND = Backend(CPU, None, "reference")
-TARGET = lively.target()
+TARGET = lively_models.target()
 V, LENGTH, COUNT, N = TARGET.config.vocab_size, 12, 21, 5
 TOKENS = np.random.default_rng(0).integers(0, V, (COUNT + 3, LENGTH)).astype(np.uint16)
 ROWS = Rows(TOKENS, np.ones(TOKENS.shape, bool))

@@ -21,20 +21,20 @@ from jaxspec.train.build import vocabulary
 from jaxspec.train.likeliest import top
 from jaxspec.train.loss import loss_sums, own_ids_first
 from pallas_kernels.device import CPU, named
-from tests import laws, lively, tiny
+from tests import laws, lively_models, tiny_models
 from tests.sizes import cases
 from tests.train import runs
 
 BACKEND = Backend(CPU, None, "reference")
-SIZE, VOCAB = 24, tiny.BASE.vocab_size
-SHAPE = dataclasses.replace(tiny.small(), tied=False, reduced_vocab_size=SIZE, rare_vocab_size=8, rare_width=4)
-IDS = vocabulary(np.random.default_rng(3).permutation(tiny.BASE.vocab_size), SHAPE)
-TARGET = lively.target()
+SIZE, VOCAB = 24, tiny_models.BASE.vocab_size
+SHAPE = dataclasses.replace(tiny_models.small(), tied=False, reduced_vocab_size=SIZE, rare_vocab_size=8, rare_width=4)
+IDS = vocabulary(np.random.default_rng(3).permutation(tiny_models.BASE.vocab_size), SHAPE)
+TARGET = lively_models.target()
 ORDERED = own_ids_first(TARGET, IDS["d2t"])
-FULL = tiny.model(tiny.small(), 5)
-REDUCED = tiny.model(SHAPE, 5)
+FULL = tiny_models.model(tiny_models.small(), 5)
+REDUCED = tiny_models.model(SHAPE, 5)
 REDUCED = dataclasses.replace(REDUCED, params={**REDUCED.params, **{n: jnp.asarray(x) for n, x in IDS.items()}})
-TOKENS = np.random.default_rng(0).integers(0, tiny.BASE.vocab_size, (4, 12)).astype(np.int32)
+TOKENS = np.random.default_rng(0).integers(0, tiny_models.BASE.vocab_size, (4, 12)).astype(np.int32)
 MASK = np.random.default_rng(1).random((4, 12)) < 0.6
 MASK[:, 0] = MASK[0, 10:] = False
 WEIGHTS = {"kl": 1.0, "rkl": 0.5, "tv": 2.0}

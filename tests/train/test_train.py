@@ -22,7 +22,7 @@ from jaxspec.cli import main
 from jaxspec.info import describe
 from jaxspec.train import likeliest, loop
 from jaxspec.train.step import learning_rate
-from tests import folders
+from tests import model_folders
 from tests.train import runs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -86,7 +86,7 @@ def test_the_draft_speculates_for_its_target(trained, root):
 
 def test_a_draft_without_a_tokenizer_knows_its_targets(trained, root, tmp_path):
     assert describe(str(root / "target"), str(trained))["draft_fits"]
-    other = folders.write_model(tmp_path / "other", vocab_size=310, text="entirely other words here and there")
+    other = model_folders.write_model(tmp_path / "other", vocab_size=310, text="entirely other words here and there")
     found = describe(str(other), str(trained))
     assert not found["draft_fits"]
     assert "trained for another tokenizer" in found["draft_problem"]
@@ -98,7 +98,7 @@ def test_a_draft_reads_its_targets_own_table(trained, root, tmp_path):
     llm = LLM(str(root / "target"), speculative_config={"model": str(trained)}, max_model_len=64)
     target, draft = (llm.engine.runner.params[name]["embed"] for name in ("target", "draft"))
     assert target.unsafe_buffer_pointer() == draft.unsafe_buffer_pointer()
-    wider = folders.write_model(tmp_path / "wider", vocab_size=runs.VOCAB, width=64)
+    wider = model_folders.write_model(tmp_path / "wider", vocab_size=runs.VOCAB, width=64)
     with pytest.raises(ValueError, match="'draft' reads a table of 320 ids and width 32, the target's has 320 and 64"):
         LLM(str(wider), speculative_config={"model": str(trained)}, max_model_len=64)
     found = describe(str(wider), str(trained))
@@ -193,10 +193,10 @@ def test_a_draft_is_trained_further(trained, root):
 
 def test_a_draft_of_another_tokenizer_is_not_trained_further(trained, root, tmp_path):
     text = "entirely other words here and there"
-    other = folders.write_model(tmp_path / "other", vocab_size=runs.VOCAB, text=text)
+    other = model_folders.write_model(tmp_path / "other", vocab_size=runs.VOCAB, text=text)
     with pytest.raises(ValueError, match="trained for another tokenizer"):
         loop.train(runs.options(root, "x", target=str(other), init_from=str(trained)))
-    smaller = folders.write_model(tmp_path / "smaller", vocab_size=310)
+    smaller = model_folders.write_model(tmp_path / "smaller", vocab_size=310)
     with pytest.raises(ValueError, match=r"is a draft for 310 ids, the target has 320"):
         loop.train(runs.options(root, "x", init_from=str(smaller)))
 

@@ -11,7 +11,7 @@ from jaxspec.config import SpeculativeConfig
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import synthetic
-from tests.lively import PROMPTS, new_engine, params, serve, total
+from tests.lively_models import PROMPTS, new_engine, params, serve, total
 
 K, ROWS = 3, 20_000
 verify = jax.jit(synthetic.verify)

@@ -17,11 +17,11 @@ import numpy as np
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request
 from jaxspec.sampling_params import SamplingParams
-from tests import tiny
+from tests import tiny_models
 
 GAINS = {"embed": 0.2, "qkv": 4.0, "q_norm": 3.0, "out": 3.0, "down": 3.0}
 GAINS |= {"post_attention_norm": 8.0, "post_mlp_norm": 8.0}
-VOCAB = tiny.BASE.vocab_size
+VOCAB = tiny_models.BASE.vocab_size
 OPTIONS = {"max_model_len": 64, "num_pages": 48, "max_num_seqs": 8, "prefill_chunk": 16}
 
 
@@ -37,8 +37,8 @@ MAX_TOKENS = (17, 11, 1, 24, 19)
 
 @functools.cache
 def target(family: str = "llama", tensor_parallel_size: int = 1) -> Model:
-    """One of tiny.FAMILIES; or "loops", whose text soon repeats, for prompt lookup to be right."""
-    m = tiny.model(tiny.FAMILIES["llama3" if family == "loops" else family], 0, tensor_parallel_size)
+    """One of tiny_models.FAMILIES; or "loops", whose text soon repeats, for prompt lookup to be right."""
+    m = tiny_models.model(tiny_models.FAMILIES["llama3" if family == "loops" else family], 0, tensor_parallel_size)
     if family == "loops":
         return m
     return Model(m.config, {name: w * GAINS.get(name.split(".")[-1], 1.0) for name, w in m.params.items()})
@@ -99,7 +99,7 @@ DRAFTS = {
     "first_layer": first_layer,
     "noisy": noisy,
     "wrong": wrong,
-    "random": lambda m: tiny.model(tiny.small(m.config), 5),
+    "random": lambda m: tiny_models.model(tiny_models.small(m.config), 5),
     "fewer_ids": functools.partial(vocabulary, size=VOCAB - 8),
     "more_ids": functools.partial(vocabulary, size=VOCAB + 8),
     "reduced": reduced,
@@ -126,7 +126,7 @@ def new_engine(method: str = "plain", k: int = 0, family: str = "llama", *, spec
     degree = options.get("tensor_parallel_size", 1)
     config, has_draft = speculation(method, k, **(spec or {}))
     draft = DRAFTS["noisy" if method == "combined" else method](target(family, degree)) if has_draft else None
-    return tiny.engine(target(family, degree), config, draft, **OPTIONS | options)
+    return tiny_models.engine(target(family, degree), config, draft, **OPTIONS | options)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Plain decoding and n-gram speculation beside transformers' plain decoding, in one run on this machine.
 
-    python -m tests.speed            # needs the oracle extra (torch)
+    python -m tests.beside_transformers            # needs the oracle extra (torch)
 
 SmolLM2-135M-Instruct from its GGUF, float32, greedy, one prompt at a time. Prints milliseconds a token (the median
 over the prompts), the ratio, and whether the token ids are the same.

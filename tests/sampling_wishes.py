@@ -11,7 +11,7 @@ import functools
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.sampling_params import SamplingParams
-from tests.lively import FAMILY, VOCAB, new_engine, repeating, serve, texts
+from tests.lively_models import FAMILY, VOCAB, new_engine, repeating, serve, texts
 
 LONG = 20  # output tokens
 METHODS = [("noisy", 4), ("noisy", 1), ("itself", 4), ("wrong", 4), ("ngram", 4), ("combined", 4), ("combined", 1)]
