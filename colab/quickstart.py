@@ -91,6 +91,7 @@ print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.this_device()
 import urllib.request
 
 from jaxspec.loading import compute_dtype
+from pallas_kernels.device import here
 
 LARGE = [("Qwen/Qwen3-8B", 40), ("Qwen/Qwen3-1.7B", 12)]  # with the memory, in GB, that is comfortable for each
 NUM_DRAFTS = 4
@@ -104,7 +105,7 @@ def online():
         return False
 
 
-factor = compute_dtype("auto", platform).itemsize / 2  # older GPUs compute in float32
+factor = compute_dtype("auto", here()).itemsize / 2  # older GPUs compute in float32
 fitting = [name for name, needed in LARGE if memory >= needed * factor]
 if fitting and online():
     model, drafting = fitting[0], {"model": "Qwen/Qwen3-0.6B"}
