@@ -210,7 +210,7 @@ def test_no_network_says_where_to_place_the_file(how, package, monkeypatch):
     with fails(
         ConnectionError,
         "cannot fetch tiny",
-        f"place tiny_models.gguf (sha256 {sources.EMBEDDED['tiny'].sha256[:12]}",
+        f"place tiny.gguf (sha256 {sources.EMBEDDED['tiny'].sha256[:12]}",
         str(package),
     ):
         checkpoints.resolve("tiny")
