@@ -111,6 +111,7 @@ def test_several_prompts_are_numbered(capsys, folder):
     assert "\n[1] " in out
 
 
+@pytest.mark.thorough
 def test_samples_are_labelled(capsys, folder):
     """By prompt, by sample, or by both; never streamed."""
     common = ("--model", folder, "--max-tokens", "6", "--seed", "3")
@@ -124,6 +125,7 @@ def test_samples_are_labelled(capsys, folder):
     assert one == f"[0] {first['text']}\n[1] {second['text']}\n"
 
 
+@pytest.mark.thorough
 def test_stop_and_min_tokens(capsys, folder):
     common = ("generate", "The quick", "--model", folder, "--max-tokens", "12", "--temperature", "0", "--json")
     whole = json.loads(run(capsys, *common)[0])["outputs"][0]["outputs"][0]

@@ -63,7 +63,7 @@ def test_equals_plain(family, method, k):
         assert sum(r.metrics.num_drafts for r in requests) > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", list(FAMILIES), quick=["llama", "gemma3"])
 def test_plain_is_one_pass_over_the_text(family):
     """Plain decoding, which all else is compared with, emits what one pass over the finished text finds likeliest."""
     model, prompt, sampling = target(family), PROMPTS[3], params((24, 24))

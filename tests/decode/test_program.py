@@ -74,8 +74,8 @@ def cache_bytes(engine: Engine) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(engine.runner.cache))
 
 
-@cases("variant", ["greedy", "everything"], quick=["everything"])
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@cases("variant", ["greedy", "everything"], quick=["greedy"])
+@cases("method", ["draft_model", "ngram"], quick=["draft_model"])
 def test_the_host_takes_no_part(method, variant):
     text = compiled(method, variant).as_text()
     assert " while(" in text

@@ -67,7 +67,7 @@ def check_usable(engine: Engine) -> None:
     assert texts(serve(engine, PROMPTS, SAMPLING, rounds=2)) == plain(PROMPTS, SAMPLING)
 
 
-@pytest.mark.parametrize("donated", [False, True])
+@cases("donated", [False, True], quick=[True])
 @pytest.mark.parametrize(("program", "after"), [*((name, 0) for name in PROGRAMS), ("launch", 3), ("prefill", 1)])
 def test_an_error_ends_those_it_hit(program, after, donated, monkeypatch):
     engine = own()
@@ -89,7 +89,7 @@ def test_an_error_ends_those_it_hit(program, after, donated, monkeypatch):
     check_usable(engine)
 
 
-@pytest.mark.parametrize("donated", [False, True])
+@cases("donated", [False, True], quick=[True])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_interrupt_loses_nothing(program, donated, monkeypatch):
     """It comes out of step; who steps again gets every token, whether the device had the caches or not."""
@@ -288,7 +288,7 @@ class Letters:
         return "".join(chr(ord("A") + i) for i in ids)
 
 
-@cases("share", range(8), quick=[0, 3])
+@cases("share", range(8), quick=[3])
 def test_an_interrupt_between_any_two_lines(share):
     """Every 8 * 47th line of a service, each time another one: every request gets every token, once."""
     engine = own()

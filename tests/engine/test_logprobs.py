@@ -61,7 +61,8 @@ def test_plain_decoding_has_those_of_a_dense_pass(family):
     assert len(ranks) > 3
 
 
-@cases(("method", "k"), METHODS, quick=[("noisy", 4)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("method", "k"), METHODS)
 def test_speculation_changes_none_of_them(method, k):
     """Of accepted, recovered and bonus tokens."""
     here, there = found(method, k), expected(FAMILY[method])

@@ -110,6 +110,7 @@ def test_a_bar_is_not_drawn_by_tqdm(llm, given, message):
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=given)
 
 
+@pytest.mark.thorough
 def test_bad_words_reach_the_engine_as_ids(llm, monkeypatch):
     checked, added, check, add = [], [], llm.engine.check, llm.engine.add
     monkeypatch.setattr(llm.engine, "add", lambda *args, **how: added.append(how["bad_words"]) or add(*args, **how))

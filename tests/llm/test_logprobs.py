@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec import SamplingParams
 from tests.llm.answers import PROMPTS, ids_of, stop_string
+from tests.sizes import cases
 
 
 def table_of(llm, tokens: list[int]) -> np.ndarray:
@@ -33,7 +34,7 @@ def check_logprobs(llm, entries, ids: list[int], table: np.ndarray, most: int) -
             assert found.decoded_token == llm.tokenizer.decode([i])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@cases("temperature", [0.0, 1.5], quick=[0.0])
 def test_logprobs_are_those_of_the_targets_raw_logits(llm, temperature):
     """Whatever the temperature and the filters, of accepted drafts and of the target's own tokens."""
     params = SamplingParams(

@@ -47,6 +47,7 @@ def test_timing_of_a_request(llm):
     assert one.time_per_output_token is None
 
 
+@pytest.mark.thorough
 def test_timing_lasts_until_the_last_sample(llm, monkeypatch):
     """Nine samples on four rows: the first ones are over when the last begins."""
     heard = []
@@ -61,6 +62,7 @@ def test_timing_lasts_until_the_last_sample(llm, monkeypatch):
     assert timing.time_per_output_token == (last.finished - min(t.first_token for t in times)) / 23
 
 
+@pytest.mark.thorough
 def test_observers_hear_of_every_sample_once(llm, monkeypatch):
     heard = []
     monkeypatch.setattr(llm, "observers", [heard.append])

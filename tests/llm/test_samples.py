@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxspec import SamplingParams
 from tests.llm.answers import PROMPTS, ids_of
 
@@ -24,6 +26,7 @@ def test_n_samples(llm):
     ]
 
 
+@pytest.mark.thorough
 def test_samples_stop_each_for_itself(llm):
     params = {"n": 4, "temperature": 1.0, "seed": 2, "max_tokens": 24, "ignore_eos": True}
     whole = llm.generate(PROMPTS[2], SamplingParams(**params))[0].outputs

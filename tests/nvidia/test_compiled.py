@@ -43,7 +43,8 @@ def check(gpu: str, case: str, program: Compiled) -> None:
     assert (program.triton == 0) == (not facts.device.has_triton), case
 
 
-@cases("gpu", GPUS, quick=["L4"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("gpu", GPUS)
 def test_every_op(gpu):
     found = compiled(gpu, "tests.nvidia.ops", MODEL)
     for case, program in found.items():

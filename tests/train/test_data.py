@@ -19,7 +19,6 @@ from jaxspec.train.data_options import DataOptions
 from jaxspec.train.generate import engine_options
 from jaxspec.train.prompts import CATEGORIES, grammar
 from tests.model_folders import BOS, CHAT_TEMPLATE, EOS, write_model
-from tests.sizes import cases
 
 MIXTURE = {"chat": 2.0, "free": 1.0, "list": 0.0}
 OPTIONS = {"tokens": 6000, "length": 128, "shard_size": 24, "rows": 8, "mixture": MIXTURE, "seed": 5}
@@ -114,7 +113,8 @@ def test_mixture_and_temperatures(llm, out, shards, options):
     assert sum(data_options.MIXTURE[name] for name in ("self", "begun")) / sum(data_options.MIXTURE.values()) == 0.75
 
 
-@cases("category", ["self", "begun"], quick=["self"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("category", ["self", "begun"])
 def test_messages_are_what_the_target_says(llm, tmp_path, category):
     """Or how it ends them; and so are the answers to them."""
     options = DataOptions(**OPTIONS | {"tokens": 1, "mixture": {category: 1.0}})

@@ -45,6 +45,7 @@ def journal(folder: Path, name: str) -> list:
     return [row[name] for row in rows if name in row]
 
 
+@pytest.mark.thorough
 def test_a_draft_learns_its_target_by_heart(trained):
     """Measured by the engine at K = 4, where 5 is the most."""
     lengths, losses = journal(trained, "acceptance_length"), journal(trained, "loss")
@@ -56,6 +57,7 @@ def test_a_draft_learns_its_target_by_heart(trained):
     assert journal(trained, "agree")[-1] > 0.8
 
 
+@pytest.mark.thorough
 def test_what_a_run_leaves(trained, root):
     assert (trained / loop.CURVES).read_bytes().startswith(b"\x89PNG")
     assert json.loads((trained / loop.RECIPE).read_text())["learning_rate"] == 6e-3
@@ -68,6 +70,7 @@ def test_what_a_run_leaves(trained, root):
     assert not list(trained.glob("tokenizer*.json"))
 
 
+@pytest.mark.thorough
 def test_the_draft_speculates_for_its_target(trained, root):
     """Text for text what plain decoding gives, most of it drafted; the measured length is the engine's."""
     prompts = [
