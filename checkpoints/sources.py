@@ -30,7 +30,11 @@ DOWNLOAD_LIMIT = 1800  # seconds that one download may take in all
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint on this machine. path: a folder ("hf", "orbax") or a file ("gguf"); name: as the user knows it."""
+    """A checkpoint on this machine.
+
+    path: a folder ("hf", "orbax") or a file ("gguf").
+    name: as the user knows it.
+    """
 
     kind: Literal["hf", "gguf", "orbax"]
     path: Path

@@ -149,8 +149,9 @@ class AsyncLLM:
 class Call:
     """One caller's request, and the way back to its event loop.
 
-    take: what of the job is handed over after a step; streaming: launches are to be short meanwhile; results: read in
-    the caller's loop, an exception or None is the last.
+    take: what of the job is handed over after a step.
+    streaming: launches are to be short meanwhile.
+    results: read in the caller's loop, an exception or None is the last.
     """
 
     ask: Ask

@@ -10,8 +10,11 @@ from typing import Any
 class SpecDecodeMetrics:
     """Speculation's counters, of one request or summed over many.
 
-    num_drafts: rounds that proposed something; num_draft_tokens: proposed; num_accepted_tokens: of them kept in the
-    output; num_accepted_tokens_per_pos: the same by position in the round; num_emitted_tokens: all output tokens.
+    num_drafts: rounds that proposed something.
+    num_draft_tokens: proposed.
+    num_accepted_tokens: of them kept in the output.
+    num_accepted_tokens_per_pos: the same by position in the round.
+    num_emitted_tokens: all output tokens.
     """
 
     num_drafts: int = 0
@@ -66,8 +69,10 @@ class Logprob:
 class CompletionOutput:
     """One sample.
 
-    finish_reason: "stop", "length", "abort" or "error"; stop_reason: the stop string or id that ended it; error: why it
-    failed. logprobs: for each token id, the chosen one's and the likeliest ones' Logprob by id, where asked for;
+    finish_reason: "stop", "length", "abort" or "error".
+    stop_reason: the stop string or id that ended it.
+    error: why it failed.
+    logprobs: for each token id, the chosen one's and the likeliest ones' Logprob by id, where asked for.
     cumulative_logprob: the sum of the chosen ones'.
     """
 
@@ -85,9 +90,11 @@ class CompletionOutput:
 class RequestTiming:
     """Seconds, from the request's arrival; None: it did not get that far.
 
-    queue_seconds: until it was given a row; prefill_seconds: from then until its prompt was in the caches;
-    decode_seconds: from then until its end; time_to_first_token: from arrival; time_per_output_token: from the first
-    token to the end, per further token.
+    queue_seconds: until it was given a row.
+    prefill_seconds: from then until its prompt was in the caches.
+    decode_seconds: from then until its end.
+    time_to_first_token: from arrival.
+    time_per_output_token: from the first token to the end, per further token.
     """
 
     queue_seconds: float | None = None
@@ -101,9 +108,11 @@ class RequestTiming:
 class RequestOutput:
     """A request's result, in the order of the prompts. prompt is None where token ids were given.
 
-    request_id: the caller's, else made. outputs: n samples. prompt_logprobs: as a completion's logprobs, None for the
-    first token, where asked for.
-    metrics: over all samples; timing: until the last of them.
+    request_id: the caller's, else made.
+    outputs: n samples.
+    prompt_logprobs: as a completion's logprobs, None for the first token, where asked for.
+    metrics: over all samples.
+    timing: until the last of them.
     """
 
     request_id: str
@@ -123,7 +132,12 @@ class RequestOutput:
 @dataclasses.dataclass
 class StreamOutput:
     """A piece of a stream: the new text and token ids since the last piece of the same sample. The last one has a
-    finish_reason. prompt_index: which of the prompts; sample: which of its n samples; request_id: the prompt's."""
+    finish_reason.
+
+    prompt_index: which of the prompts.
+    sample: which of its n samples.
+    request_id: the prompt's.
+    """
 
     text: str
     token_ids: list[int]

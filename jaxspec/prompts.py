@@ -16,8 +16,13 @@ BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One prompt, ready for the engine. index: its place among the caller's prompts; text: None where ids were given;
-    bad_words: the ids of each of params.bad_words, in its two forms; request_id: the name that the result has."""
+    """One prompt, ready for the engine.
+
+    index: its place among the caller's prompts.
+    text: None where ids were given.
+    bad_words: the ids of each of params.bad_words, in its two forms.
+    request_id: the name that the result has.
+    """
 
     index: int
     text: str | None

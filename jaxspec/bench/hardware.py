@@ -20,8 +20,12 @@ REPEATS = 4  # inside one program or one wait, so that launching it does not cou
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """copy_gb_s: bytes read + written a second by a large copy; read_gb_s: bytes read by a large reduction, measured on
-    CPU only; peak_tflops: of a large matrix product in the compute dtype."""
+    """What a device can do at best, measured.
+
+    copy_gb_s: bytes read + written a second by a large copy.
+    read_gb_s: bytes read by a large reduction, measured on CPU only.
+    peak_tflops: of a large matrix product in the compute dtype.
+    """
 
     copy_gb_s: float
     read_gb_s: float | None

@@ -17,8 +17,12 @@ from jaxspec.sampling_params import SamplingParams
 
 @dataclasses.dataclass
 class Runner:
-    """One way. Of its timed steps: tokens, seconds, and each step's milliseconds a token of one row; counts: those of
-    its requests, the first, untimed step included."""
+    """One way.
+
+    tokens, seconds: of its timed steps.
+    ms: milliseconds of each of these, a token of one row.
+    counts: those of its requests, the first, untimed step included.
+    """
 
     engine: Engine
     tokens: int = 0

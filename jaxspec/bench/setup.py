@@ -27,8 +27,11 @@ from pallas_kernels.device import Device, here
 
 @dataclasses.dataclass
 class Setup:
-    """tokenizer: of a real model, None for random weights. programs: shared by all engines, so that none compiles what
-    another has; it counts the compiling."""
+    """What is measured.
+
+    tokenizer: of a real model, None for random weights.
+    programs: shared by all engines, so that none compiles what another has; it counts the compiling.
+    """
 
     options: Options
     device: Device

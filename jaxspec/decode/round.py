@@ -33,7 +33,10 @@ Values = Float[Array, "B T V"] | Int[Array, "B T"]
 
 
 class Scores(NamedTuple):
-    """What the target says of T places; lawful: where that is numbers."""
+    """What the target says of T places.
+
+    lawful: where that is numbers.
+    """
 
     values: Values
     lawful: Bool[Array, "B T"]

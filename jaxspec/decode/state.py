@@ -25,9 +25,11 @@ FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error",
 class Variant:
     """Which code paths a batch needs. Few, named and static: a batch that asks for none of a feature pays nothing.
 
-    standard: some row samples under the standard rejection rule; coupled: some row under the coupled rule;
-    filters: some row uses top-k, top-p or min-p. All False is greedy. logprobs: some row wants log-probabilities, with
-    this many likeliest ids; None: no row does. processors: some row has penalties, bias or forbidden ids.
+    standard: some row samples under the standard rejection rule.
+    coupled: some row under the coupled rule.
+    filters: some row uses top-k, top-p or min-p. All False is greedy.
+    logprobs: some row wants log-probabilities, with this many likeliest ids; None: no row does.
+    processors: some row has penalties, bias or forbidden ids.
     """
 
     standard: bool = False
@@ -65,8 +67,12 @@ class DecodeConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class RowLimits:
-    """num_speculative_tokens i32[B]: the row's own K; max_len i32[B]: prompt + max_tokens, at most max_model_len;
-    stop_ids i32[B,E]: ids that end the row, padded with -1."""
+    """What a row may be given.
+
+    num_speculative_tokens i32[B]: the row's own K.
+    max_len i32[B]: prompt + max_tokens, at most max_model_len.
+    stop_ids i32[B,_]: ids that end the row, padded with -1.
+    """
 
     num_speculative_tokens: jax.Array
     max_len: jax.Array
@@ -76,15 +82,20 @@ class RowLimits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class DecodeState:
-    """The loop's carry. Row b has num_tokens[b] committed tokens, of which the last is pending: its keys and values
-    are computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
+    """The loop's carry. Row b has num_tokens[b] committed tokens, of which the last is pending: its keys and values are
+    computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
 
-    tokens i32[B,M]; num_tokens i32[B]; draft_len i32[B]: valid positions of the draft cache; finish i32[B]; spoilt
-    bool[B]: the last round's logits were no numbers, which may be its drafts' doing, so that the next goes without;
-    round i32[]: rounds done in this launch; rounds_of i32[B]: those in which the row gained a token, not summed up from
-    the log each time; log i32[3, B, MAX_ROUNDS]: in each round, drafts proposed, drafts committed, tokens committed.
-    output_counts i32[B,V]: how often each id stands in the output, where some row is penalised; logprobs: of the
-    launch's new tokens, where some row wants them.
+    tokens i32[B,_]: prompt and output.
+    num_tokens i32[B]: how many they are.
+    draft_len i32[B]: valid positions of the draft cache.
+    finish i32[B]: RUNNING, or why the row ended.
+    spoilt bool[B]: the last round's logits were no numbers, which may be its drafts' doing, so that the next goes
+      without.
+    round i32[]: rounds done in this launch.
+    rounds_of i32[B]: those in which the row gained a token, not summed up from the log each time.
+    log i32[3, B, MAX_ROUNDS]: in each round, drafts proposed, drafts committed, tokens committed.
+    output_counts i32[B,V]: how often each id stands in the output, where some row is penalised.
+    logprobs: of the launch's new tokens, where some row wants them.
     """
 
     tokens: jax.Array
@@ -102,9 +113,13 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Control:
-    """When a launch ends. num_rounds i32[]: after so many rounds, at most MAX_ROUNDS; stop_on_finish bool[]: as soon as
-    a row has finished; worth f32[]: when the rows gain less than so many tokens a round, which is what plain decoding
-    would have made in the same time, so that the host may choose another K."""
+    """When a launch ends.
+
+    num_rounds i32[]: after so many rounds, at most MAX_ROUNDS.
+    stop_on_finish bool[]: as soon as a row has finished.
+    worth f32[]: when the rows gain less than so many tokens a round, which is what plain decoding would have made in
+      the same time, so that the host may choose another K.
+    """
 
     num_rounds: jax.Array
     stop_on_finish: jax.Array
@@ -114,9 +129,13 @@ class Control:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LaunchInput:
-    """A batch as the host describes it. live bool[B]; block_table i32[B,N], unassigned entries hold num_pages;
-    processors: None where no row asks for any; synthetic_rates f32[K]: of synthetic acceptance, for benchmarks, else
-    None."""
+    """A batch as the host describes it.
+
+    live bool[B]: the row holds a request.
+    block_table i32[B,N]: page ids; unassigned entries hold num_pages.
+    processors: None where no row asks for any.
+    synthetic_rates f32[K]: of synthetic acceptance, for benchmarks, else None.
+    """
 
     tokens: jax.Array
     num_tokens: jax.Array
@@ -134,7 +153,8 @@ class LaunchInput:
 class Context:
     """What stays as it is throughout a launch. What varies from round to round is the caches and the DecodeState.
 
-    tables: of batch.processors; capacity i32[B]: positions that each row has pages for.
+    tables: of batch.processors.
+    capacity i32[B]: positions that each row has pages for.
     """
 
     config: DecodeConfig
@@ -147,9 +167,15 @@ class Context:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LaunchResult:
-    """What one launch brings back, in one transfer. new_tokens i32[B, MAX_ROUNDS*(K+1)], of which num_new i32[B] are
-    real; finish, draft_len as in DecodeState; proposed, accepted, emitted i32[B, MAX_ROUNDS]: its log; num_rounds
-    i32[]; logprobs of new_tokens, where asked for."""
+    """What one launch brings back, in one transfer.
+
+    new_tokens i32[B, MAX_ROUNDS*(K+1)].
+    num_new i32[B]: how many of them are real.
+    finish, draft_len: as in DecodeState.
+    proposed, accepted, emitted i32[B, MAX_ROUNDS]: its log.
+    num_rounds i32[]: how many were run.
+    logprobs: of new_tokens, where asked for.
+    """
 
     new_tokens: jax.Array
     num_new: jax.Array

@@ -50,8 +50,13 @@ PROMPTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """max_tokens: of an answer; draft: a model's name; dtype: as EngineConfig has it; compare_transformers: answer the
-    prompts with transformers too."""
+    """What is compared.
+
+    max_tokens: of an answer.
+    draft: a model's name.
+    dtype: as EngineConfig has it.
+    compare_transformers: answer the prompts with transformers too.
+    """
 
     max_tokens: int = MAX_TOKENS
     draft: str = DRAFT
@@ -73,7 +78,10 @@ class Way:
 
 @dataclasses.dataclass
 class Run:
-    """One prompt's answer by one method. seconds: prefill and decoding, compiling left out."""
+    """One prompt's answer by one method.
+
+    seconds: prefill and decoding, compiling left out.
+    """
 
     output: RequestOutput
     seconds: float

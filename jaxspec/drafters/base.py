@@ -15,8 +15,12 @@ from jaxspec.shapes import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Proposal:
-    """tokens i32[B,K]; probs f32[B,K,V], the distribution each token was drawn from, or None where the proposal is
-    deterministic (one-hot); num_proposed i32[B]: how many of the K are real in this round."""
+    """K drafts a row.
+
+    tokens i32[B,K]: their ids.
+    probs f32[B,K,V]: the distribution each token was drawn from, or None where the proposal is deterministic (one-hot).
+    num_proposed i32[B]: how many of the K are real in this round.
+    """
 
     tokens: jax.Array
     probs: jax.Array | None
@@ -26,8 +30,15 @@ class Proposal:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class History:
-    """What has been committed. tokens i32[B,M] (prompt and output), num_tokens i32[B]; draft_len i32[B]: positions
-    the draft cache holds; block_table i32[B,N]; num_wanted i32[B]: at most this many drafts; live bool[B]."""
+    """What has been committed.
+
+    tokens i32[B,_]: prompt and output.
+    num_tokens i32[B]: how many they are.
+    draft_len i32[B]: positions the draft cache holds.
+    block_table i32[B,N]: page ids.
+    num_wanted i32[B]: at most this many drafts.
+    live bool[B]: the row takes part in this round.
+    """
 
     tokens: jax.Array
     num_tokens: jax.Array
@@ -40,9 +51,14 @@ class History:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Chunk:
-    """A part of each prompt. tokens i32[B,T], of which length i32[B] are real (0: the row takes no part), at positions
-    start i32[B]...; block_table i32[B,N]; next_tokens i32[B,T]: what follows each, where their log-probabilities are
-    wanted."""
+    """A part of each prompt.
+
+    tokens i32[B,T]: of prompts.
+    length i32[B]: how many of them are real; 0: the row takes no part.
+    start i32[B]: the position of the first.
+    block_table i32[B,N]: page ids.
+    next_tokens i32[B,T]: what follows each, where their log-probabilities are wanted.
+    """
 
     tokens: jax.Array
     start: jax.Array

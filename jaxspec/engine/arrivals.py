@@ -17,7 +17,11 @@ from jaxspec.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of an engine. num_drafts: K, the most drafts of a round; rule: the acceptance rule asked for, or None."""
+    """Of an engine.
+
+    num_drafts: K, the most drafts of a round.
+    rule: the acceptance rule asked for, or None.
+    """
 
     max_model_len: int
     vocab_size: int

@@ -55,12 +55,20 @@ class Times:
 class Request:
     """One sample of one prompt.
 
-    prompt: token ids; seed: 64 bits, fixed for the request's life; coupled: which acceptance rule its sampling
-    uses; stop_ids: ids that end it; max_len: prompt + output at most; bad_words: id sequences that never occur in the
-    output; index: which of the n samples; samples: all of them, this one included.
+    prompt: token ids.
+    seed: 64 bits, fixed for the request's life.
+    coupled: which acceptance rule its sampling uses.
+    stop_ids: ids that end it.
+    max_len: prompt + output at most.
+    bad_words: id sequences that never occur in the output.
+    index: which of the n samples.
+    samples: all of them, this one included.
 
     pages hold positions [0, len(pages) * page_size); the target's cache is valid for [0, target_len), the draft's for
-    [0, draft_len). logprobs: one entry an output token; prompt_logprobs: one for each prompt token but the first.
+    [0, draft_len).
+
+    logprobs: one entry an output token.
+    prompt_logprobs: one for each prompt token but the first.
     """
 
     id: int

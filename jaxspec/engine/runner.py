@@ -31,8 +31,10 @@ NOTHING = Variant()
 class Plan:
     """One run of a device program.
 
-    program: a name in decode.programs.FUNCTIONS; k: drafts a round of a launch; variant: the code paths that its rows
-    need; arrays: its arguments next to parameters and caches, pytrees of numpy arrays.
+    program: a name in decode.programs.FUNCTIONS.
+    k: drafts a round of a launch.
+    variant: the code paths that its rows need.
+    arrays: its arguments next to parameters and caches, pytrees of numpy arrays.
     """
 
     program: Literal["launch", "prefill", "catch_up", "copy_pages"]

@@ -99,7 +99,7 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """R, how many ids have logits."""
+        """How many ids have logits."""
         return self.reduced_vocab_size or self.vocab_size
 
     @property

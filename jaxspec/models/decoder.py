@@ -39,9 +39,10 @@ Params = Mapping[str, jax.Array]
 
 
 class Vocabulary(NamedTuple):
-    """The ids that a draft can propose, where these are only R of the target's V, the frequent ones. It reads all.
+    """The ids that a draft can propose, where these are only some of the target's V, the frequent ones. It reads all.
 
-    d2t i32[R]: the target's id of each; t2d i32[V]: its own id of each of the target's, R of those that it lacks.
+    d2t i32[_]: the target's id of each of its own.
+    t2d i32[V]: its own id of each of the target's; of those that it lacks, as many as it has.
     """
 
     d2t: jax.Array
@@ -172,7 +173,7 @@ class Decoder(nnx.Module):
         return hidden, tuple(new_pages), tuple(tapped)
 
     def logits(self, x, backend: Backend):
-        """Hidden states x [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own R ids."""
+        """Hidden states x [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own ids."""
         c = self.config
         parts = [product(x, self.embed[...], backend, 1) if c.tied else product(x, self.head[...], backend)]
         if c.rare_vocab_size:

@@ -58,10 +58,12 @@ class Backend:
 class Rows:
     """Where the tokens of one pass stand.
 
-    positions i32[B,T]; slots i32[B*T] (pad slot where nothing is written); block_table i32[B,N];
-    kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t;
+    positions i32[B,T]: of the tokens in their rows.
+    slots i32[B*T]: the pad slot where nothing is written.
+    block_table i32[B,N]: page ids.
+    kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t.
     num_keys i32[B]: positions of the row that are written, padding of this pass left out. A row with kv_len 0 is not
-    computed. A pass without a cache has positions only.
+      computed. A pass without a cache has positions only.
     """
 
     positions: jax.Array

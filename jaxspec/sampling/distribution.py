@@ -22,8 +22,15 @@ PIECES = 256  # of all rows, where threshold has no loop
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class SamplingRows:
-    """Each row's wishes. temperature f32[B] (0: greedy), top_k i32[B] (0: off), top_p f32[B] (1: off),
-    min_p f32[B] (0: off), seed uint32[B,2], coupled bool[B] (which acceptance rule)."""
+    """Each row's wishes.
+
+    temperature f32[B] (0: greedy).
+    top_k i32[B] (0: off).
+    top_p f32[B] (1: off).
+    min_p f32[B] (0: off).
+    seed uint32[B,2]: 64 bits.
+    coupled bool[B]: which acceptance rule.
+    """
 
     temperature: jax.Array
     top_k: jax.Array

@@ -22,9 +22,13 @@ from jaxspec.shapes import Array, Bool, Float, Int
 class Processors:
     """Each row's wishes; ids are padded with -1.
 
-    prompt_len i32[B]; min_len i32[B]: total length below which no stop id is chosen; restricted bool[B]: only
-    allowed_ids i32[B,_] may be chosen; bias_ids i32[B,_] with bias f32[B,_]; bad_words i32[B,words,_]: id sequences,
-    aligned to the right; repetition f32[B] (1: off), presence f32[B] and frequency f32[B] (0: off).
+    prompt_len i32[B]: tokens.
+    min_len i32[B]: total length below which no stop id is chosen.
+    restricted bool[B]: only allowed_ids i32[B,_] may be chosen.
+    bias_ids i32[B,_], bias f32[B,_]: what is added to the logit of each.
+    bad_words i32[B,words,_]: id sequences, aligned to the right.
+    repetition f32[B] (1: off).
+    presence, frequency f32[B] (0: off).
     """
 
     prompt_len: jax.Array
@@ -42,7 +46,11 @@ class Processors:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Tables:
-    """What is dense, made once a launch: bias f32[B,V] (-inf where not allowed), in_prompt bool[B,V]."""
+    """What is dense, made once a launch.
+
+    bias f32[B,V]: -inf where not allowed.
+    in_prompt bool[B,V]: whether the id stands in the prompt.
+    """
 
     bias: jax.Array
     in_prompt: jax.Array

@@ -92,7 +92,7 @@ def target_layers(of: int, count: int) -> list[int]:
 
 
 def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
-    """d2t i32[R] and t2d i32[V] of the ids with the largest counts i64[V]: the frequent ones in their order, then the
+    """d2t i32[_] and t2d i32[V] of the ids with the largest counts i64[V]: the frequent ones in their order, then the
     rare ones. Empty for a draft that has all ids as its target has them."""
     size = config.head_size
     if config.reduced_vocab_size is None:

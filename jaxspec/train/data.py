@@ -24,9 +24,14 @@ HELDOUT = 0.02  # share of the sequences
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shards:
-    """N sequences in memory: tokens [N, L]; length, prompt_length i32[N]; category u8[N]; temperature f32[N].
+    """Sequences in memory.
 
-    The first prompt_length tokens were given, the others up to length are the target's. manifest: see `describe`.
+    tokens [sequences, length]: padded.
+    length i32[sequences]: how many of them are real.
+    prompt_length i32[sequences]: how many were given; the others are the target's.
+    category u8[sequences]: index into CATEGORIES.
+    temperature f32[sequences]: at which the target wrote.
+    manifest: see `describe`.
     """
 
     tokens: np.ndarray
@@ -46,8 +51,11 @@ class Shards:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """N rows of T tokens: tokens [N, T]; mask bool[N, T]: tokens[b, t] is to be predicted, from tokens[b, :t]; never
-    t = 0."""
+    """Rows of T tokens.
+
+    tokens [rows, T].
+    mask bool[rows, T]: tokens[b, t] is to be predicted, from tokens[b, :t]; never t = 0.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray

@@ -37,8 +37,10 @@ DIVERGENCES: dict[str, Callable[[Float[Array, "*n"], Float[Array, "*n"]], Float[
 class Teacher(NamedTuple):
     """What the target says of the tokens that come next, in the draft's ids.
 
-    own: i32[..., n], or [n] where they are 0, 1, ...; what is not below the draft's number of ids it lacks. log_p
-    f32[..., n]: their log-probabilities; rest f32[...]: that of all other ids together; likeliest i32[...]: one id.
+    own: i32[..., n], or [n] where they are 0, 1, ...; what is not below the draft's number of ids it lacks.
+    log_p f32[..., n]: their log-probabilities.
+    rest f32[...]: that of all other ids together.
+    likeliest i32[...]: one id.
     """
 
     own: jax.Array
@@ -82,7 +84,7 @@ def left(log_probs: Float[Array, "*rest n"]) -> Float[Array, "*rest"]:
 
 
 def distances(
-    names: Iterable[str], teacher: Teacher, logits: Float[Array, "*rest R"]
+    names: Iterable[str], teacher: Teacher, logits: Float[Array, "*rest _"]
 ) -> dict[str, Float[Array, "*rest"]]:
     """Each of the losses, and "tv", "agree" and "lost" (see `loss_sums`), between the target and the draft's logits.
 

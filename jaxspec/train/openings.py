@@ -30,8 +30,10 @@ MESSAGE_TRIES = 32  # a target that ends half of its messages runs out of them o
 class Opening:
     """What a sequence begins with, and how it goes on.
 
-    category: index into CATEGORIES; temperature, seed: of the answer. attempt: where the target has still to write the
-    user's message, or the rest of it, which follows ids, the number of the try, from 1 on; else 0.
+    category: index into CATEGORIES.
+    temperature, seed: of the answer.
+    attempt: where the target has still to write the user's message, or the rest of it, which follows ids, the number of
+      the try, from 1 on; else 0.
     """
 
     category: int

@@ -29,8 +29,13 @@ LONGEST_PROMPT = 128  # of measurements, in tokens
 
 @dataclasses.dataclass
 class Setup:
-    """What a run works with. target: on one device, as the engine takes it; draft: float32, as it begins, all but a
-    table that it reads in the target; ids: its vocabulary, if reduced; rows: of the sequences that are trained on."""
+    """What a run works with.
+
+    target: on one device, as the engine takes it.
+    draft: float32, as it begins, all but a table that it reads in the target.
+    ids: its vocabulary, if reduced.
+    rows: of the sequences that are trained on.
+    """
 
     options: TrainOptions
     target: Model

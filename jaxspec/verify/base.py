@@ -13,7 +13,11 @@ from jaxspec.shapes import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Verdict:
-    """num_accepted i32[B]: drafts kept, 0..K_b; next_token i32[B]: the one extra token that follows them."""
+    """What a rule says of a proposal.
+
+    num_accepted i32[B]: drafts kept, 0..K_b.
+    next_token i32[B]: the one extra token that follows them.
+    """
 
     num_accepted: jax.Array
     next_token: jax.Array
