@@ -221,11 +221,6 @@ def check_counts(config: Any, most: Mapping[str, int]) -> None:
             object.__setattr__(config, name, whole(name, value, 1, limit))
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UserError(f"{name}={value} is below {least}")
-
-
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UserError(f"{name}={value!r} is unknown: use one of {', '.join(allowed)}")

@@ -17,6 +17,7 @@ from jaxspec.errors import UnsupportedError, UserError
 
 T = TypeVar("T")
 LARGEST = 2**31 - 1  # of 32 bits, in which devices count
+LARGEST_ON_HOST = 2**63 - 1
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -92,11 +92,11 @@ def test_methods_and_streaming_agree(capsys, folder):
     ("options", "method", "draft"),
     [
         ((EMBEDDED, None, None), "ngram+draft_model", DRAFT),
-        ((EMBEDDED, Method.draft_model, None), "draft_model", DRAFT),
-        ((EMBEDDED, Method.ngram, None), "ngram", None),
+        ((EMBEDDED, Method("draft_model"), None), "draft_model", DRAFT),
+        ((EMBEDDED, Method("ngram"), None), "ngram", None),
         ((EMBEDDED, None, "org/mine"), "draft_model", "org/mine"),
         (("org/other", None, None), "ngram", None),
-        (("org/other", Method.both, "org/mine"), "ngram+draft_model", "org/mine"),
+        (("org/other", Method("ngram+draft_model"), "org/mine"), "ngram+draft_model", "org/mine"),
     ],
 )
 def test_what_speculates(options, method, draft):

@@ -13,7 +13,7 @@ import typer
 
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import EMBEDDED, MODEL_HELP, AsJson
-from jaxspec.config import SpeculativeConfig
+from jaxspec.config import METHODS, SpeculativeConfig
 from jaxspec.errors import UserError
 from jaxspec.progress import say
 from jaxspec.sampling_params import SamplingParams
@@ -23,11 +23,7 @@ if TYPE_CHECKING:
     from jaxspec.outputs import RequestOutput
 
 
-class Method(enum.StrEnum):
-    ngram = "ngram"
-    draft_model = "draft_model"
-    both = "ngram+draft_model"
-    none = "none"
+Method = enum.StrEnum("Method", {name: name for name in (*METHODS, "none")})  # type: ignore[misc]
 
 
 SAMPLING = (
@@ -108,12 +104,12 @@ def speculation(model: str, method: Method | None, draft: str | None, k: int | N
     draft too where the model has one."""
     from checkpoints.sources import DRAFTS
 
-    if method is Method.none:
+    if method == "none":
         if draft is not None or k is not None:
             raise UserError("--method none decodes plainly: leave --draft and -k out")
         return None
-    if draft is None and method is not Method.ngram and model in DRAFTS:
-        draft, method = DRAFTS[model], method or Method.both
+    if draft is None and method != "ngram" and model in DRAFTS:
+        draft, method = DRAFTS[model], method or Method("ngram+draft_model")
     chosen: dict[str, Any] = {} if k is None else {"num_speculative_tokens": k}
     return SpeculativeConfig(method=None if method is None else str(method), model=draft, **chosen)
 

@@ -29,10 +29,8 @@ SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as i
 
 
 class Engine:
-    """Serves requests with a target and, where speculative is given, a drafter.
-
-    draft: the draft model that method "draft_model" proposes with. device: what its programs are compiled for.
-    """
+    """Serves requests with a target and, where speculative is given, a drafter, whose model is `draft`. device: what
+    programs are compiled for."""
 
     def __init__(
         self,

@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.config import at_least
 from jaxspec.errors import UserError
-from jaxspec.options import options
+from jaxspec.options import LARGEST_ON_HOST, options, whole
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.prompts import CATEGORIES
 
@@ -66,9 +65,9 @@ class DataOptions:
         if not 1 <= self.part[0] <= self.part[1]:
             raise UserError(f"part {self.part[0]}/{self.part[1]}: give i/n with i in 1..n")
         for name, least in {"tokens": 1, "seed": 0, "length": 16, "shard_size": 1}.items():
-            at_least(name, getattr(self, name), least)
+            whole(name, getattr(self, name), least, LARGEST_ON_HOST)
         if self.rows is not None:
-            at_least("rows", self.rows, 1)
+            whole("rows", self.rows, 1)
         if unknown := self.mixture.keys() - set(CATEGORIES):
             raise UserError(f"mixture has no category {min(unknown)!r}: choose among {', '.join(CATEGORIES)}")
         for name in ("mixture", "temperatures"):

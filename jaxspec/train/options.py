@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from jaxspec.config import DTYPES, at_least, one_of
+from jaxspec.config import DTYPES, one_of
 from jaxspec.errors import UserError
-from jaxspec.options import options
+from jaxspec.options import LARGEST_ON_HOST, options, whole
 from jaxspec.train.data_options import shares
 
 LOSSES = ("kl", "rkl", "tv")
@@ -96,24 +96,23 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every", "eval_prompts", "eval_tokens"):
-            at_least(name, getattr(self, name), 1)
+            whole(name, getattr(self, name), 1)
         for name in ("layers", "width", "heads", "kv_heads", "mlp_width", "rare_width"):
             if (value := getattr(self, name)) is not None:
-                at_least(name, value, 1)
+                whole(name, value, 1)
         for name, least in {"vocab_size": 2, "rare_ids": 0}.items():
             if (value := getattr(self, name)) is not None:
-                at_least(name, value, least)
-        at_least("length", self.length, 2)
-        at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
-        for name in ("warmup", "weight_decay", "seed", "top_n"):
-            at_least(name, getattr(self, name), 0)
-        if self.seed >= 1 << 63:
-            raise UserError(f"seed={self.seed} has more than 63 bits")
+                whole(name, value, least)
+        whole("length", self.length, 2)
+        whole("num_speculative_tokens", self.num_speculative_tokens, 1)
+        for name in ("warmup", "top_n"):
+            whole(name, getattr(self, name), 0)
+        whole("seed", self.seed, 0, LARGEST_ON_HOST)
         for name in ("learning_rate", "clip", "minutes"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise UserError(f"{name}={value} must be above 0, and finite")
-        if not self.weight_decay < math.inf:
-            raise UserError(f"weight_decay={self.weight_decay} must be finite")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"weight_decay={self.weight_decay} must be 0 or more, and finite")
         if self.batch_size % self.accumulate:
             raise UserError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         if self.init_from and not self.init_from_target:
