@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}  # JAX's names -> ours
+NAMES = tuple(dict.fromkeys(PLATFORMS.values()))
 AMPERE = (8, 0)  # what a GPU that is not here is taken for
 
 
@@ -25,8 +26,8 @@ class Device:
     kind: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if self.platform not in ("cpu", "gpu", "tpu"):
-            raise ValueError(f"platform {self.platform!r} is not one of cpu, gpu, tpu")
+        if self.platform not in NAMES:
+            raise ValueError(f"platform {self.platform!r} is not one of {', '.join(NAMES)}")
 
     @property
     def has_triton(self) -> bool:

@@ -42,7 +42,7 @@ class Form:
 
 def plain(*wants: str) -> Form:
     """The op in plain jnp, for all that no other form takes."""
-    return Form("reference", "reference", ("cpu", "gpu", "tpu"), ("cpu", "gpu", "tpu"), wants=wants)
+    return Form("reference", "reference", devices.NAMES, devices.NAMES, wants=wants)
 
 
 def streamed(*wants: str) -> Form:
