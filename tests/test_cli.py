@@ -76,6 +76,7 @@ def test_generate_json(capsys, folder):
     assert "tokens/s" in err
 
 
+@pytest.mark.thorough
 def test_methods_and_streaming_agree(capsys, folder):
     """Greedy text is the same whatever drafts, streamed or not."""
     common = ("generate", "The quick brown fox. The quick brown fox", "--model", folder, *SHORT)

@@ -52,7 +52,7 @@ TINY, TINY_DRAFT = ((*presets.TABLE[name][:8], 8192, *presets.TABLE[name][9:]) f
 ALL = [words for page in CURRENT for words in commands(page, "jaxspec")]
 SHOWN = list(dict.fromkeys(shlex.join(words) for words in ALL if len(words) > 2))  # more than a command's name
 COMMANDS = {line.split()[1]: line for line in reversed(SHOWN)}  # name -> the first line that shows it
-CHEAP = [COMMANDS[name] for name in ("generate", "info", "convert", "generate-data")]
+CHEAP = [COMMANDS[name] for name in ("info", "convert", "generate-data")]
 
 # What else blocks may begin a line with -> why it is not run here.
 ELSEWHERE = {

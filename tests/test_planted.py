@@ -25,6 +25,7 @@ def test_they_are_many():
     assert {fault.file.split("/")[0] for fault in FAULTS} >= {"jaxspec", "pallas_kernels", "checkpoints", "colab"}
 
 
+@pytest.mark.thorough
 def test_make_test_runs_what_sees_them():
     """What pytest collects for each, in one process, by the very arguments that planting uses."""
     assert f"$(PYTEST) {QUICK} $(ARGS)" in (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -42,6 +42,7 @@ def scrape(metrics: Metrics) -> dict:
     return parsed(generate_latest(metrics.registry).decode())
 
 
+@pytest.mark.thorough
 def test_counters_are_the_llms_own(llm):
     metrics = Metrics(llm)
     llm.generate(PROMPTS, GREEDY)

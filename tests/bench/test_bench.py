@@ -165,6 +165,7 @@ def raw():
     return Raw(setup, B, CONTEXT, CHOSEN.speculation(K, None, adaptive=False))
 
 
+@pytest.mark.thorough
 def test_every_launch_starts_at_the_same_place(raw):
     """ROUNDS rounds of all rows, the same tokens each time: nothing drifts, nothing ends early."""
     raw.prefill()()

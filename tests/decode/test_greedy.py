@@ -78,7 +78,7 @@ def test_plain_is_one_pass_over_the_text(family):
     assert text[len(prompt) :] == likeliest[len(prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("method", ["noisy", "ngram"])
+@cases("method", ["noisy", "ngram"], quick=["ngram"])
 def test_cases_are_partly_right(method):
     """Else the tests above would prove little: some drafts are accepted at each position, some are not."""
     requests = serve(engine(method, K, FAMILY[method]), PROMPTS, params())

@@ -63,6 +63,7 @@ def engine(draft: str, **spec):
     return new_engine(draft, K, "loops", spec={"method": "ngram+draft_model", "prompt_lookup_min": 3} | spec)
 
 
+@pytest.mark.thorough
 def test_without_a_match_it_is_the_draft_model():
     """Round by round: the same drafts are accepted."""
     sampling = tuple(params((24,) * 5))

@@ -69,7 +69,7 @@ def test_a_launch_is_shorter_where_the_host_may_have_to_act(monkeypatch, own, st
 
 
 @cases(("method", "rounds"), [("noisy", 1), ("noisy", 4), ("noisy", 32), ("ngram", 4)], quick=[("noisy", 4)])
-@pytest.mark.parametrize("short", ["rows", "pages"])
+@cases("short", ["rows", "pages"], quick=["pages"])
 def test_requests_wait_for_rows_and_pages(method, rounds, short):
     """All complete, in the order they came, with the tokens that they have without waiting."""
     small = narrow(method, short)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-import pytest
 
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.results import NO_NUMBERS
@@ -53,7 +52,7 @@ def plainly(how: str) -> SamplingParams:
     return SamplingParams(max_tokens=12, **HOW[how])
 
 
-@pytest.mark.parametrize("make", [sampling, plainly])
+@cases("make", [sampling, plainly], quick=[sampling])
 @cases("how", HOW, quick=["greedy"])
 @cases("method", ["plain", "ngram", "draft_model", "ngram+draft_model"], quick=["draft_model"])
 def test_a_row_without_a_law_ends_alone(method, how, make):

@@ -69,6 +69,7 @@ def test_greedy_with_a_draft(llm, folder):
     assert output.metrics.num_drafts > 0
 
 
+@pytest.mark.thorough
 def test_samples_by_lookup(llm, folder):
     options = {"do_sample": True, "temperature": 0.8, "num_return_sequences": 2, "seed": 3, "max_new_tokens": 9}
     (output,) = jaxspec.generate(str(folder), PROMPTS[2], prompt_lookup_num_tokens=2, **options)

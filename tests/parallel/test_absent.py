@@ -80,6 +80,7 @@ def test_nothing_changes_where_jax_was_told_or_there_may_be_one(environment):
     assert done.stdout == "True\n", done.stderr
 
 
+@pytest.mark.thorough
 @needs_libtpu
 @no_tpu_here
 def test_llm_says_nothing_either(tmp_path):

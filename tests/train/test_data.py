@@ -214,6 +214,7 @@ def test_from_the_bare_beginning_nothing_is_greedy(llm):
     assert {opening.temperature for opening in begun if opening.ids != [BOS]} == {0.0}
 
 
+@pytest.mark.thorough
 def test_same_seed_same_shards(llm, out, options, tmp_path, monkeypatch):
     generate.generate(llm, tmp_path / "again", DataOptions(**options), target="tiny", progress=False)
     assert contents(tmp_path / "again") == contents(out)

@@ -117,7 +117,7 @@ def test_fewer_ids_never_flatter():
 
 
 @cases("n", [1, 5, VOCAB], quick=[5])
-@pytest.mark.parametrize("draft", [FULL, REDUCED], ids=["full", "reduced"])
+@cases("draft", [FULL, REDUCED], quick=[REDUCED], ids=["full", "reduced"])
 def test_gradients_are_those_of_the_dense_formula(draft, n):
     """Written out over all V ids of the target, with what is listed as a mask."""
     size = draft.config.head_size

@@ -87,6 +87,7 @@ def test_the_draft_speculates_for_its_target(trained, root):
     assert np.mean([out.metrics.mean_acceptance_length for out in outputs[1]]) >= 3.5
 
 
+@pytest.mark.thorough
 def test_a_draft_without_a_tokenizer_knows_its_targets(trained, root, tmp_path):
     assert describe(str(root / "target"), str(trained))["draft_fits"]
     other = model_folders.write_model(tmp_path / "other", vocab_size=310, text="entirely other words here and there")
@@ -97,6 +98,7 @@ def test_a_draft_without_a_tokenizer_knows_its_targets(trained, root, tmp_path):
         LLM(str(trained))
 
 
+@pytest.mark.thorough
 def test_a_draft_reads_its_targets_own_table(trained, root, tmp_path):
     llm = LLM(str(root / "target"), speculative_config={"model": str(trained)}, max_model_len=64)
     target, draft = (llm.engine.runner.params[name]["embed"] for name in ("target", "draft"))
@@ -194,6 +196,7 @@ def test_a_draft_is_trained_further(trained, root):
     assert not (root / "further2").exists()
 
 
+@pytest.mark.thorough
 def test_a_draft_of_another_tokenizer_is_not_trained_further(trained, root, tmp_path):
     text = "entirely other words here and there"
     other = model_folders.write_model(tmp_path / "other", vocab_size=runs.VOCAB, text=text)
