@@ -79,12 +79,7 @@ def few_mappings():
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu wait for a GPU backend: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu.
-
-    Those of the TPU compiler come first, in a process that is young: late in one that had run 128 others it compiled
-    for an hour, without an end, what takes it ten seconds.
-    """
-    items.sort(key=lambda item: not item.path.stem.startswith("test_tpu"))
+    """Tests marked gpu wait for a GPU backend: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu."""
     on_gpu = GPU and jax.default_backend() == "gpu"
     for item in items:
         if on_gpu and item.path.as_posix().endswith(ALSO_ON_GPU):

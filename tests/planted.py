@@ -166,6 +166,12 @@ FAULTS = (
         '"donate_argnums": ()',
         "tests/decode/test_tpu.py -k draft_model",
     ),
+    Fault(  # a program holds the stack of calls that led to it
+        "jaxspec/decode/programs.py",
+        "jax.config.update(name, False)",
+        "jax.config.update(name, True)",
+        "tests/decode/test_program.py -k who_called",
+    ),
     Fault(  # the oldest gives way
         "jaxspec/engine/scheduler.py",
         "self.preempt(self.running[-1])",

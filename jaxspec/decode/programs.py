@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from jaxspec.parallel.mesh import sharding
 from jaxspec.platforms import facts
 
 WORTH_COMPILING = 16  # launches
+one_at_a_time = threading.RLock()
 
 # Name -> function(config, params, cache, *arrays) -> (cache, the rest).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -92,7 +95,25 @@ def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> ja
         "out_shardings": (pages, packed.words.sharding),
         "compiler_options": compiler_options(packed.words.sharding),
     }
-    return jax.jit(program, **options).lower(params, cache, packed)
+    with one_line_locations():
+        return jax.jit(program, **options).lower(params, cache, packed)
+
+
+@contextlib.contextmanager
+def one_line_locations() -> Iterator[None]:
+    """What is lowered says of each operation the line of source that it comes from, without the lines that called it.
+
+    libtpu 0.0.42 compares those stacks of calls while it inlines, and for some of them never comes to an end: whether
+    a program compiles would hang on who called `generate`.
+    """
+    name = "jax_include_full_tracebacks_in_locations"
+    with one_at_a_time:  # the option is the process's, not the thread's
+        before = getattr(jax.config, name)
+        jax.config.update(name, False)
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
 
 
 def compiler_options(place: Sharding) -> dict[str, Any] | None:

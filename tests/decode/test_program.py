@@ -244,6 +244,16 @@ def test_options_reach_the_compiler(monkeypatch):
         lowered.compile()
 
 
+def test_a_program_does_not_know_who_called():
+    """Of each operation it holds one line of source: libtpu may compare stacks of calls without an end."""
+    engine = make("plain")
+    option = jax.config.jax_include_full_tracebacks_in_locations
+    lowered = lower("launch", config(engine, "greedy"), engine.runner.params, engine.runner.cache, arguments(engine))
+    text = lowered.as_text(debug_info=True)
+    assert "layers.py" in text and "test_program.py" not in text
+    assert jax.config.jax_include_full_tracebacks_in_locations == option
+
+
 @pytest.mark.thorough
 def test_what_needs_no_other_program():
     """Seeds, temperatures, lengths within a bucket, rounds, limits, stop ids and K of a row are data."""
