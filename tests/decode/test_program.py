@@ -250,7 +250,8 @@ def test_a_program_does_not_know_who_called():
     option = jax.config.jax_include_full_tracebacks_in_locations
     lowered = lower("launch", config(engine, "greedy"), engine.runner.params, engine.runner.cache, arguments(engine))
     text = lowered.as_text(debug_info=True)
-    assert "layers.py" in text and "test_program.py" not in text
+    assert "layers.py" in text
+    assert "test_program.py" not in text
     assert jax.config.jax_include_full_tracebacks_in_locations == option
 
 
