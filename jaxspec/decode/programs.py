@@ -95,21 +95,21 @@ def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> ja
         "out_shardings": (pages, packed.words.sharding),
         "compiler_options": compiler_options(packed.words.sharding),
     }
-    with one_line_locations():
+    with without_source_lines():
         return jax.jit(program, **options).lower(params, cache, packed)
 
 
 @contextlib.contextmanager
-def one_line_locations() -> Iterator[None]:
-    """What is lowered says of each operation the line of source that it comes from, without the lines that called it.
+def without_source_lines() -> Iterator[None]:
+    """What is lowered names its operations ("while/body/..."), but not the lines of source that they come from.
 
-    libtpu 0.0.42 compares those stacks of calls while it inlines, and for some of them never comes to an end: whether
-    a program compiles would hang on who called `generate`.
+    libtpu 0.0.42 compares the stacks of those lines while it inlines, and for some of them never comes to an end:
+    whether a program compiles would hang on who called `generate`, and on where a function stands in its file.
     """
-    name = "jax_include_full_tracebacks_in_locations"
+    name = "jax_traceback_in_locations_limit"
     with one_at_a_time:  # the option is the process's, not the thread's
         before = getattr(jax.config, name)
-        jax.config.update(name, False)
+        jax.config.update(name, 0)
         try:
             yield
         finally:
