@@ -42,6 +42,10 @@ NAMES = {
 }
 
 
+def hf(folder: Path) -> checkpoints.Source:
+    return checkpoints.Source("hf", folder, folder.name)
+
+
 def load(path: Path, dtype: str = "float32", devices: int = 1):
     source = checkpoints.resolve(str(path))
     config = checkpoints.load_config(source)
