@@ -2,6 +2,7 @@
 
 from checkpoints.loading import (
     fingerprint,
+    has_tokenizer,
     load_config,
     load_fingerprint,
     load_generation_config,
@@ -11,17 +12,20 @@ from checkpoints.loading import (
     stored_dtype,
 )
 from checkpoints.orbax import save
+from checkpoints.safetensors import parse as parse_config
 from checkpoints.sources import Source, resolve
 
 __all__ = [
     "Source",
     "fingerprint",
+    "has_tokenizer",
     "load_config",
     "load_fingerprint",
     "load_generation_config",
     "load_params",
     "load_stop_ids",
     "load_tokenizer",
+    "parse_config",
     "resolve",
     "save",
     "stored_dtype",

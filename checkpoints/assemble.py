@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.names import Table
 from checkpoints.progress import progress_bar
-from jaxspec.errors import UserError
+from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
 
@@ -64,7 +64,8 @@ def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, 
         used |= set(table.sources("head").values())
     if extra := table.unknown(found, used):
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise UserError(f"{file.where}: tensor {extra[0]}{more} is not part of a {config.family} model")
+        kind = f"a {config.family} model" if config.method == "draft_model" else f"a head of method {config.method!r}"
+        raise UserError(f"{file.where}: tensor {extra[0]}{more} is not part of {kind}")
 
 
 def assemble(
@@ -79,7 +80,7 @@ def assemble(
     """Every parameter of `abstract`, read from `file`, with the dtype and sharding that `abstract` asks for.
 
     edit(parameter, part, rows): undoes what the format did to values or rows; it sees whole heads of q and k.
-    Raises: UserError as `check` does.
+    Raises: UserError as `check` does; UnsupportedError for integers where numbers are stored, or the other way.
     """
     check(config, abstract, table, file)
     params: dict[str, jax.Array] = {}
@@ -89,7 +90,11 @@ def assemble(
             names = table.sources(where)
 
             def read(part: str, index: Index, names=names, parameter=parameter) -> np.ndarray:
-                return edit(parameter, part, file.read(names[part], index))
+                x = file.read(names[part], index)
+                if (parameter.kind == "ids") != (x.dtype.kind in "iub"):
+                    needed = "integers are" if parameter.kind == "ids" else "floating point is"
+                    raise UnsupportedError(f"{file.where}: tensor {names[part]} is stored as {x.dtype}: {needed} read")
+                return edit(parameter, part, x)
 
             params[where] = place(where, parameter, read)
             advance(parameter.nbytes)

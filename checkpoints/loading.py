@@ -66,8 +66,7 @@ def load_tokenizer(source: Source) -> Any:
             return build_tokenizer(gguf.read_header(source.path).meta)
     if (source.path / orbax.FINGERPRINT).is_file():
         raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
-    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((source.path / name).is_file() for name in known):
+    if not has_tokenizer(source):
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
     from transformers import AutoTokenizer  # slow to import
 
@@ -81,6 +80,12 @@ def load_tokenizer(source: Source) -> Any:
                 f"the tokenizer of {source.name} ({source.path}) is code of its own, which jaxspec does not run: name "
                 "another checkpoint of this model, one with a tokenizer.json, as the model or with tokenizer="
             ) from None
+
+
+def has_tokenizer(source: Source) -> bool:
+    """Whether the source brings one of its own."""
+    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return source.kind == "gguf" or any((source.path / name).is_file() for name in known)
 
 
 def fingerprint(tokenizer: Any) -> str:

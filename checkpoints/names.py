@@ -12,9 +12,7 @@ import fnmatch
 import re
 from collections.abc import Iterable
 
-from jaxspec.models.families import FAMILIES
-
-Place = tuple[str, str]  # parameter pattern, part
+from jaxspec.models.families import FAMILIES, Place, layer_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,8 @@ class Table:
         layer = re.search(r"\d+", parameter)
         pattern = re.sub(r"\d+", "{}", parameter)
         fill = lambda name: name.format(layer.group()) if layer else name
-        return {part: fill(name) for name, (place, part) in self.places.items() if place == pattern}
+        of = lambda wanted: {part: fill(name) for name, (place, part) in self.places.items() if place == wanted}
+        return of(parameter) or of(pattern)  # one layer may be called otherwise than the others
 
     def unknown(self, names: Iterable[str], used: Iterable[str]) -> list[str]:
         """The names that are neither used nor known to be harmless, sorted."""
@@ -42,20 +41,7 @@ HF = Table(
         "model.embed_tokens.weight": ("embed", ""),
         "model.norm.weight": ("norm", ""),
         "lm_head.weight": ("head", ""),
-        "model.layers.{}.input_layernorm.weight": ("layers.{}.input_norm", ""),
-        "model.layers.{}.self_attn.q_proj.weight": ("layers.{}.qkv", "q"),
-        "model.layers.{}.self_attn.k_proj.weight": ("layers.{}.qkv", "k"),
-        "model.layers.{}.self_attn.v_proj.weight": ("layers.{}.qkv", "v"),
-        "model.layers.{}.self_attn.q_proj.bias": ("layers.{}.qkv_bias", "q"),
-        "model.layers.{}.self_attn.k_proj.bias": ("layers.{}.qkv_bias", "k"),
-        "model.layers.{}.self_attn.v_proj.bias": ("layers.{}.qkv_bias", "v"),
-        "model.layers.{}.self_attn.q_norm.weight": ("layers.{}.q_norm", ""),
-        "model.layers.{}.self_attn.k_norm.weight": ("layers.{}.k_norm", ""),
-        "model.layers.{}.self_attn.o_proj.weight": ("layers.{}.out", ""),
-        "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.mlp_norm", ""),
-        "model.layers.{}.mlp.gate_proj.weight": ("layers.{}.gate_up", "gate"),
-        "model.layers.{}.mlp.up_proj.weight": ("layers.{}.gate_up", "up"),
-        "model.layers.{}.mlp.down_proj.weight": ("layers.{}.down", ""),
+        **layer_names("model.layers.{}."),
     },
     ignored=("*.rotary_emb.inv_freq", "*.self_attn.bias", "*.self_attn.masked_bias"),
 )

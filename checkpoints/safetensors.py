@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from checkpoints.names import hf
 from checkpoints.reading import read_json, told
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
 
+INTEGERS = ("I64", "I32", "BOOL")
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -29,14 +32,20 @@ def load_config(folder: Path) -> ModelConfig:
 
     Raises: FileNotFoundError without a config.json; UnsupportedError and UserError as ModelConfig.from_hf does.
     """
+    with told(folder / "config.json"):
+        return parse(read_json(folder / "config.json"))
+
+
+def parse(raw: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a config.json. Raises as ModelConfig.from_hf does."""
     from transformers import AutoConfig  # slow to import
 
-    raw = read_json(folder / "config.json")
-    with told(folder / "config.json"):
-        # Before transformers, which answers unknown kinds with a paragraph, and makes 10**9 labels where that is asked.
-        known = ModelConfig.check_supported(raw)
-        # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way.
-        return ModelConfig.from_hf(AutoConfig.for_model(**known).to_dict())
+    # Before transformers, which answers unknown kinds with a paragraph, and makes 10**9 labels where that is asked.
+    known = ModelConfig.check_supported(raw)
+    # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way.
+    kind, reads_as = raw["model_type"], {family.model_type: family.reads_as for family in FAMILIES.values()}
+    filled = AutoConfig.for_model(**known | {"model_type": reads_as.get(kind) or kind}).to_dict()
+    return ModelConfig.from_hf(filled | {"model_type": kind})
 
 
 def load_params(
@@ -51,7 +60,16 @@ def load_params(
         # 1 + w is taken in float32: bfloat16 has too few bits near 1 for Gemma's small w.
         return x.astype(np.float32) + 1 if config.norm_plus_one and parameter.kind == "norm" else x
 
-    return assemble(config, abstract, hf(config.family), Shards(folder), edit=edit, progress=progress)
+    shards, table = Shards(folder), hf(config.family)
+    table = dataclasses.replace(table, ignored=table.ignored + heads_within(config, shards.shapes()))
+    return assemble(config, abstract, table, shards, edit=edit, progress=progress)
+
+
+def heads_within(config: ModelConfig, tensors: Iterable[str]) -> tuple[str, ...]:
+    """Patterns of the tensors of drafting heads that stand in the model's own checkpoint: they are read by name."""
+    after = f"model.layers.{config.num_layers}."  # where DeepSeek's kind puts its head
+    heads = ("model.mtp_layers.*", "mtp.*", "medusa_head.*")
+    return (*heads, after + "*") if after + "eh_proj.weight" in tensors else heads
 
 
 def stored_dtype(folder: Path) -> str:
@@ -122,6 +140,7 @@ class Shards:
         return found
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        self.dtype(name)
+        if self.slice(name).get_dtype() not in INTEGERS:
+            self.dtype(name)
         with told(self.where):
             return self.slice(name)[index]

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxspec.drafters import methods
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
 
-METHODS = ("draft_model", "ngram", "ngram+draft_model")
-# Method -> the (shortest, longest) n-gram that is looked up. A short match is a better guess than none, but not than a
-# draft model's: on the held-out prompts SmolLM2's draft alone has an acceptance length of 2.65, behind a look for 2 to
-# 4 tokens 2.57, for 4 to 6 tokens 2.65.
-LOOKUP = {"ngram": (2, 4), "ngram+draft_model": (4, 6)}
+# The (shortest, longest) n-gram that is looked up: alone, and before another method. A short match is a better guess
+# than none, but not than a draft model's: on the held-out prompts SmolLM2's draft alone has an acceptance length of
+# 2.65, after a look for 2 to 4 tokens 2.57, for 4 to 6 tokens 2.65.
+LOOKUP_ALONE, LOOKUP_FIRST = (2, 4), (4, 6)
 MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison with all of the row
 REJECTION_METHODS = ("standard", "coupled", "synthetic")
 LATER_REJECTION_METHODS = ("block", "typical")
@@ -33,6 +33,7 @@ class SpeculativeConfig:
       num_speculative_tokens: Drafts a round. K, at least 1.
       max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
       dtype: the draft's; default the target's.
+      parallel_drafting: the draft fills all K places in one pass (PARD, P-EAGLE). None: where it was trained to.
       draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
       rejection_sample_method: "standard" or "coupled" for every sampling request. None: coupled for requests with an
         explicit seed (their tokens then equal plain decoding's), standard for the others. "synthetic", for benchmarks:
@@ -56,6 +57,7 @@ class SpeculativeConfig:
     max_model_len: int | None = None
     dtype: str | None = None
     quantization: str | None = None
+    parallel_drafting: bool | None = None
     draft_sample_method: str = "probabilistic"
     rejection_sample_method: str | None = None
     posterior_threshold: float = 0.09
@@ -68,16 +70,22 @@ class SpeculativeConfig:
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method is None:
-            object.__setattr__(self, "method", "draft_model" if self.model else "ngram")
-        one_of("method", self.method, METHODS)
-        if "draft_model" in str(self.method) and not self.model:
-            raise UserError(f"method={self.method!r} needs model=: the draft's hub id, folder or .gguf file")
-        if self.method == "ngram" and self.model:
-            raise UserError(f"method='ngram' uses no draft model, but model={self.model!r} is given: drop one of them")
+        if self.method is None and not self.model:
+            object.__setattr__(self, "method", "ngram")
+        if self.method is not None:
+            one_of("method", self.method, methods.NAMES)
+            parameters = methods.METHODS[methods.split(self.method)[1]].parameters
+            if parameters in ("model", "head") and not self.model:
+                raise UserError(f"method={self.method!r} needs model=: the draft's hub id, folder or .gguf file")
+            if not parameters and self.model:
+                raise UserError(
+                    f"method={self.method!r} uses no draft model, but model={self.model!r} is given: drop one of them"
+                )
         counts = {"num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_min": LARGEST, "prompt_lookup_max": MAX_LOOKUP}
         check_counts(self, counts | dict.fromkeys(("max_model_len", "disable_by_batch_size"), LARGEST))
         flag("adaptive", self.adaptive)
+        if self.parallel_drafting is not None:
+            flag("parallel_drafting", self.parallel_drafting)
         shortest, longest = self.lookup
         if longest < shortest:
             raise UserError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}: give both")
@@ -103,9 +111,14 @@ class SpeculativeConfig:
         )
 
     @property
+    def has_parameters(self) -> bool:
+        """Whether the drafter has any, be they within the target's checkpoint."""
+        return self.method is None or methods.METHODS[methods.split(self.method)[1]].parameters is not None
+
+    @property
     def lookup(self) -> tuple[int, int]:
         """(shortest, longest) n-gram that is looked up."""
-        shortest, longest = LOOKUP.get(str(self.method), LOOKUP["ngram"])
+        shortest, longest = LOOKUP_FIRST if methods.split(str(self.method))[0] else LOOKUP_ALONE
         given = lambda value, default: default if value is None else value
         return given(self.prompt_lookup_min, shortest), given(self.prompt_lookup_max, longest)
 

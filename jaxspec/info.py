@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,11 +10,11 @@ import jax
 import checkpoints
 from jaxspec.accelerators import Accelerator, accelerator
 from jaxspec.cache import budget
-from jaxspec.cache.pages import cache_layout
+from jaxspec.cache.pages import FeatureLayout, cache_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.setup import Model, temporary_bytes
 from jaxspec.errors import UserError
-from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype
+from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype, read_draft
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
 from jaxspec.platforms import facts as platform_facts
@@ -35,20 +36,22 @@ def describe(model: str, draft: str | None = None, device: str | None = None) ->
     chip = absent.device if absent else here()
     source = checkpoints.resolve(model, weights=False)
     configs = {"target": checkpoints.load_config(source)}
-    target = facts(source, chip, source)
+    target = facts(source, configs["target"], chip, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
     document["device"] = described(chip, absent)
     if draft is not None:
-        draft_source = checkpoints.resolve(draft, weights=False)
-        configs["draft"] = checkpoints.load_config(draft_source)
-        shares = checkpoints.load_fingerprint(draft_source) is not None
-        document["draft"] = facts(draft_source, chip, source if shares else draft_source)
+        draft_source = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
         try:
+            reading = read_draft(draft_source, configs["target"], source.name)
+            configs["draft"] = reading.config if reading else checkpoints.load_config(draft_source)
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(configs["target"], draft_source.name, configs["draft"])
             document["draft_fits"] = True
         except UserError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
+        if "draft" in configs:
+            own = checkpoints.load_fingerprint(draft_source) is None and checkpoints.has_tokenizer(draft_source)
+            document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own else source)
     return document | pool(configs, document, chip, absent)
 
 
@@ -67,7 +70,9 @@ def pool(
         free = budget.free_memory(jax.devices()[0], options.memory_utilization, taken)
         memory = None if known.cache_bytes else free + taken
     layout = {"page_size": known.page_size, "num_pages": 1, "dtype": compute_dtype("auto", chip)}
-    layouts = [cache_layout(config, **layout, platform=chip.platform) for config in configs.values()]
+    layouts: list[Any] = [cache_layout(config, **layout, platform=chip.platform) for config in configs.values()]
+    width = configs["draft"].features_width if "draft" in configs else 0
+    layouts.append(FeatureLayout(width, known.page_size, 1, layout["dtype"]))
     pages = max(free, 0) // sum(layout.stored_bytes(1, chip.platform) for layout in layouts)
     fits = {"page_size": known.page_size, "pages": pages, "tokens_that_fit": pages * known.page_size}
     return {"memory_bytes": memory, "temporary_bytes": temporary, **fits}
@@ -89,16 +94,18 @@ def described(chip: Device, absent: Accelerator | None = None) -> str:
     return f"{name}: kernels in {dtype}" if absent else name
 
 
-def facts(source: checkpoints.Source, chip: Device, tokenizer_source: checkpoints.Source) -> dict[str, Any]:
+def facts(
+    source: checkpoints.Source, config: ModelConfig, chip: Device, tokenizer_source: checkpoints.Source
+) -> dict[str, Any]:
     """One model by itself. dtype and bytes are those of the default engine on this platform."""
-    config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(tokenizer_source)
+    tokenizer = checkpoints.load_tokenizer(tokenizer_source)
     dtype = compute_dtype("auto", chip)
     own = [p for p in parameters(config, dtype).values() if not p.borrowed]
     page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=chip.platform)
     return {
         "name": source.name,
         "format": source.kind,
-        "architecture": config.family,
+        "architecture": config.family if type(config) is ModelConfig else config.method,
         "shape": shape(config),
         "parameters": sum(p.size for p in own),
         "dtype": dtype.name,
@@ -107,15 +114,25 @@ def facts(source: checkpoints.Source, chip: Device, tokenizer_source: checkpoint
         "kv_bytes_per_token": page.page_bytes,
         "vocab_size": config.vocab_size,
         "tokenizer_size": len(tokenizer),
-        "stop_ids": list(checkpoints.load_stop_ids(source, tokenizer)),
-        "stop_tokens": tokenizer.convert_ids_to_tokens(list(checkpoints.load_stop_ids(source, tokenizer))),
+        "stop_ids": list(checkpoints.load_stop_ids(tokenizer_source, tokenizer)),
+        "stop_tokens": tokenizer.convert_ids_to_tokens(list(checkpoints.load_stop_ids(tokenizer_source, tokenizer))),
         "chat_template": bool(getattr(tokenizer, "chat_template", None)),
     }
 
 
 def shape(c: ModelConfig) -> str:
     heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
-    return f"{c.num_layers} layers, width {c.width}, {heads}"
+    layers = f"{c.cached_layers} layers, width {c.width}" + (f", {heads}" if c.cached_layers else "")
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    own = {field.name: getattr(c, field.name) for field in dataclasses.fields(c) if field.name not in known}
+    own |= {"proposes": f"{c.head_size} of {c.vocab_size} ids"} if c.reduced_vocab_size else {}
+    return ", ".join([layers, *(f"{name.replace('_', ' ')}: {said(value)}" for name, value in own.items())])
+
+
+def said(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def show(document: dict[str, Any]) -> None:

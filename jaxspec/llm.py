@@ -24,7 +24,7 @@ from jaxspec.engine.request import Request, said
 from jaxspec.errors import UserError
 from jaxspec.job import Job, failures
 from jaxspec.keywords import EngineOptions
-from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load
+from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load, load_draft
 from jaxspec.models.layers import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
@@ -78,10 +78,12 @@ class LLM:
     def _begin(self, speculative: SpeculativeConfig | None, started: float) -> None:
         """Makes the engine, and what belongs to one."""
         draft = None
-        if speculative and speculative.model:
-            source = checkpoints.resolve(speculative.model, revision=speculative.revision)
+        if speculative and speculative.has_parameters:
+            source = self._source
+            if speculative.model:
+                source = checkpoints.resolve(speculative.model, revision=speculative.revision)
             check_same_tokenizer(self._source, self.tokenizer, source)
-            draft = self._load(source, speculative.dtype or self.config.dtype, self.target)
+            draft = self._load_draft(source, speculative)
         self.engine = Engine(
             self.target, self.config, mesh=self._mesh, speculative=speculative, draft=draft, device=here()
         )
@@ -90,9 +92,15 @@ class LLM:
         self._request_ids = map(str, itertools.count())
         self.engine.timing.load_seconds = time.perf_counter() - started
 
-    def _load(self, source: checkpoints.Source, dtype: str, target: Model | None = None) -> Model:
+    def _load(self, source: checkpoints.Source, dtype: str) -> Model:
         backend = Backend(here(), self._mesh, self.config.kernels)  # refuses before anything is loaded
-        return load(source, compute_dtype(dtype, backend.device), self._mesh, target).stored_for(backend)
+        return load(source, compute_dtype(dtype, backend.device), self._mesh).stored_for(backend)
+
+    def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
+        backend = Backend(here(), self._mesh, self.config.kernels)
+        dtype = compute_dtype(speculative.dtype or self.config.dtype, backend.device)
+        draft = load_draft(source, dtype, self._mesh, self.target, self._source.name, speculative.method)
+        return draft.stored_for(backend)
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
         """Another LLM on the same target, whose weights the two share, that speculates in another way."""

@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 
 import checkpoints
+from checkpoints import heads
+from checkpoints.reading import told
 from checkpoints.sources import cache_folder
+from jaxspec.drafters import methods
+from jaxspec.drafters.heads import Found, Reading, flattened
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
@@ -41,6 +45,37 @@ def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Mod
     return Model(config, checkpoints.load_params(source, config, abstract) | theirs)
 
 
+def load_draft(
+    source: checkpoints.Source, dtype: Any, mesh: Any, target: Model, target_name: str, method: str | None = None
+) -> Model:
+    """A draft for this target, of whichever method it is; method: the one it should be, or None.
+
+    Raises: UserError where it is for another method or does not fit, else as loading does.
+    """
+    reading = read_draft(source, target.config, target_name, method)
+    if reading is None:
+        return load(source, dtype, mesh, target)
+    abstract = abstract_params(reading.config, dtype, mesh)
+    return Model(reading.config, heads.load(source.path, reading, abstract))
+
+
+def read_draft(
+    source: checkpoints.Source, target: ModelConfig, target_name: str, method: str | None = None
+) -> Reading | None:
+    """How a head beside this target is read; None for a draft that is a model of its own. Raises as `load_draft`."""
+    raw, shapes = heads.contents(source.path) if source.kind == "hf" else ({}, {})
+    found, wanted = methods.of_checkpoint(raw, shapes), methods.split(method)[1] if method else None
+    if wanted and methods.METHODS[wanted].parameters == "target":
+        found = wanted
+    if wanted not in (None, found):
+        raise UserError(f"method={wanted!r}, but {source.name!r} is a checkpoint of method {found!r}: leave method out")
+    if methods.METHODS[found].parameters == "model":
+        return None
+    checkpoint = Found(source.name, flattened(raw), shapes, target, target_name, checkpoints.parse_config)
+    with told(source.path):
+        return methods.implementation(found).read(checkpoint)
+
+
 def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
     """Raises UserError where the draft `name` reads ids in a table that is not the target's."""
     wanted, found = (draft.vocab_size, draft.embed_width), (target.vocab_size, target.width)
@@ -52,13 +87,16 @@ def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
 
 
 def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:
-    """A draft must mean the same by an id. Vocabularies padded to different sizes are fine."""
+    """A draft must mean the same by an id. Vocabularies padded to different sizes are fine. A head that brings no
+    tokenizer is for its target's, as far as can be known."""
     if (wanted := checkpoints.load_fingerprint(draft_source)) is not None:
         if wanted != (found := checkpoints.fingerprint(tokenizer)):
             raise UserError(
                 f"the draft {draft_source.name!r} was trained for another tokenizer than that of the target "
                 f"{source.name!r} (fingerprint {wanted[:12]}, found {found[:12]}): train one for this target"
             )
+        return
+    if not checkpoints.has_tokenizer(draft_source):
         return
     mine, theirs = tokenizer.get_vocab(), checkpoints.load_tokenizer(draft_source).get_vocab()
     if mine != theirs:

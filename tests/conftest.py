@@ -43,6 +43,7 @@ import pytest  # noqa: E402
 # The core's own tests, which a GPU has to pass too: its kernels, its rounding, its compiler.
 ALSO_ON_GPU = (
     "decode/test_greedy.py",
+    "decode/test_greedy_ends.py",
     "decode/test_processed_statistics.py",
     "decode/test_round.py",
     "decode/test_seeded.py",

@@ -40,6 +40,10 @@ class Instruction:
         moved = parts[0 if self.opcode == "copy-start" else -2 if self.opcode == "slice-start" else -1]
         return self.opcode in PREFETCHES and VMEM in moved
 
+    @property
+    def is_scatter(self) -> bool:
+        return self.opcode == "fusion" and self.name.startswith("scatter_fusion")
+
     def is_kernel(self, name: str) -> bool:
         return self.name.startswith(name) and 'custom_call_target="tpu_custom_call"' in self.line
 
@@ -102,11 +106,12 @@ def collectives(instructions: Iterable[Instruction]) -> Counter[str]:
 
 
 def made(instructions: Iterable[Instruction], sizes: set[int], *, prefetched: bool) -> list[str]:
-    """What makes or moves an array of one of these sizes: writing keys and values in place does not, nor, where it may
-    be prefetched, bringing it into VMEM."""
+    """What makes or moves an array of one of these sizes: writing keys and values in place does not, nor features (a
+    scatter, in place where the program's temporary memory has no room for another array), nor, where it may be
+    prefetched, bringing it into VMEM."""
     return [
         i.line.strip()[:200]
         for i in instructions
-        if i.opcode not in NAMES and sizes & set(i.sizes) and not i.is_kernel("kv_write")
+        if i.opcode not in NAMES and sizes & set(i.sizes) and not i.is_kernel("kv_write") and not i.is_scatter
         if not (prefetched and i.is_prefetch)
     ]

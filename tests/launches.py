@@ -138,7 +138,7 @@ class Launches:
         elif draft is not None:
             drafter = NGram(num_drafts, *draft)
         if lookup:
-            drafter = Combined(NGram(num_drafts, *lookup), drafter)
+            drafter = Combined(num_drafts, NGram(num_drafts, *lookup), drafter)
         self.requests = functools.cache(self.make_requests)  # there are many, and between launches they are the same
         variant = batch.variant(self.requests(self.settings))
         self.config = DecodeConfig(paged(target, num_pages), drafter, variant, greedy_draft)

@@ -99,10 +99,8 @@ def next_logits(model: PagedModel, params, prompt: Sequence[int], length: int) -
     table = np.arange(rows * row_pages, dtype=np.int32).reshape(rows, row_pages)
 
     def run(params, pages, tokens):
-        decoder, hidden, _ = model.forward(
-            params, pages, tokens, jnp.asarray(positions), tokens < 0, jnp.asarray(table)
-        )
-        return decoder.logits(hidden[:, start - 1 :], model.backend)
+        done = model.forward(params, pages, tokens, jnp.asarray(positions), tokens < 0, jnp.asarray(table))
+        return done.decoder.logits(done.hidden[:, start - 1 :], model.backend)
 
     logits = np.asarray(jax.jit(run)(params, allocate(model.layout, make_mesh()), tokens), np.float64)
     logits = logits.reshape(*(size,) * (length - 1), length, size)

@@ -35,13 +35,13 @@ class Fault:
 
 FAULTS = (
     Fault(  # a copy begins at a page that is itself still to be copied to
-        "jaxspec/engine/scheduler.py", "source.get(page, page)", "page", "tests/engine/test_scheduler.py -k copy_of"
+        "jaxspec/engine/scheduler.py", "source.get(page, page)", "page", "tests/engine/test_sharing.py -k copy_of"
     ),
     Fault(  # every waiting sample looks at all others
         "jaxspec/engine/scheduler.py",
         "[s for s in self.running if s.samples is request.samples]",
         "[s for s in request.samples if s is not request and s.pages]",
-        "tests/engine/test_scheduler.py -k cost",
+        "tests/engine/test_sharing.py -k cost",
     ),
     Fault(  # a seeded request's tokens hang on how many run
         "jaxspec/engine/engine.py", " and not pinned:", ":", "tests/engine/test_seeds.py -k how_many"
@@ -89,7 +89,7 @@ FAULTS = (
         "jaxspec/async_llm.py",
         "with contextlib.suppress(BaseException):\n                self.inbox.get_nowait()()",
         "with contextlib.suppress(queue.Empty):\n                self.inbox.get_nowait()()",
-        "tests/test_async.py -k second_failure",
+        "tests/async_llm/test_thread.py -k second_failure",
     ),
     Fault(  # a draft is accepted with p in place of p / q
         "jaxspec/verify/rejection.py",
@@ -149,16 +149,16 @@ FAULTS = (
         "tests/drafters/test_ngram.py -k test_cases",
     ),
     Fault(  # the draft's cache is taken to hold the last accepted token, which it never read
-        "jaxspec/decode/round.py",
-        "state.num_tokens + jnp.maximum(history.num_wanted, 1) - 1)",
-        "num_tokens)",
+        "jaxspec/drafters/draft_model.py",
+        "history.num_tokens + jnp.maximum(history.num_wanted, 1) - 1",
+        "history.num_tokens + history.num_wanted",
         "tests/decode/test_round.py -k keeps_up",
     ),
     Fault(  # what stands behind a stop id stays
         "jaxspec/decode/round.py",
         "jnp.minimum(first_stop + 1, room)",
         "room",
-        "tests/decode/test_greedy.py -k stop_id_cuts",
+        "tests/decode/test_greedy_ends.py -k stop_id_cuts",
     ),
     Fault(  # the caches are copied, not updated in place
         "jaxspec/decode/programs.py",
@@ -182,7 +182,7 @@ FAULTS = (
         "jaxspec/cache/allocator.py",
         "hashlib.blake2b(before + ",
         'hashlib.blake2b(b"" + ',
-        "tests/engine/test_scheduler.py -k other_beginnings",
+        "tests/engine/test_sharing.py -k other_beginnings",
     ),
     Fault(  # a shared page is free when its first holder lets go
         "jaxspec/cache/allocator.py",

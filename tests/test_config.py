@@ -209,7 +209,7 @@ def test_a_dict_is_a_speculative_config():
 
 
 def test_the_method_follows_from_the_model():
-    assert SpeculativeConfig(model="x").method == "draft_model"
+    assert SpeculativeConfig(model="x").method is None  # its checkpoint says
     assert SpeculativeConfig().method == "ngram"
 
 

@@ -38,20 +38,20 @@ ARROWS = {
     "detokenizer": "",
     "progress": "options",
     "parallel": "",
-    "config": "options",
+    "config": "options drafters.methods",
     "sampling_params": "options",
     "platforms": "pallas_kernels",
-    "cache": "parallel platforms models.config",  # the config is data, not the decoder
+    "cache": "shapes parallel platforms models.config",  # the config is data, not the decoder
     "sampling": "shapes",
     "models": "parallel cache pallas_kernels",
-    "drafters": "shapes models sampling pallas_kernels",
+    "drafters": "shapes parallel cache models sampling pallas_kernels",
     "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
     "decode": "shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
     "decode",
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
-    "loading": "checkpoints pallas_kernels platforms models engine.setup",
+    "loading": "checkpoints pallas_kernels platforms models drafters engine.setup",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
     "prompts job",
     "async_llm": "config keywords outputs sampling_params engine prompts job llm",
@@ -61,12 +61,12 @@ ARROWS = {
     "convert": "models checkpoints",
     "info": "accelerators config platforms cache models pallas_kernels engine.setup checkpoints loading",
     "demo": "config outputs sampling_params parallel models progress checkpoints engine.setup llm",
-    "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters.base decode "
+    "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm",
     "cli": "accelerators config outputs sampling_params parallel progress checkpoints job llm convert info demo bench "
-    "train",
+    "train drafters.methods",
 }
 
 EVERYWHERE = {"jaxspec.errors"}  # any room but pallas_kernels may import it: what refuses input says so

@@ -42,6 +42,7 @@ FAMILIES = {
 FAMILIES |= {
     name: dataclasses.replace(BASE, family=name, **family.switches(BASE.width) | BESIDE.get(name, {}))
     for name, family in families.FAMILIES.items()
+    if family.reads_as not in families.FAMILIES  # else it is that one under another name
 }
 
 

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import CacheLayout, PagedKVCache, pages_format
+from jaxspec.cache.pages import CacheLayout, FeatureLayout, PagedKVCache, pages_format
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.packing import pack
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import batch
 from jaxspec.engine.request import Request
-from jaxspec.engine.setup import Model, drafters, paged_models, temporary_bytes
+from jaxspec.engine.setup import Model, cache_layouts, drafters, paged_models, temporary_bytes
 from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -65,10 +65,11 @@ class Program:
         self.speculative = SpeculativeConfig(model="draft" if draft else None, num_speculative_tokens=num_drafts)
         self.params = {name: dict(model.params) for name, model in self.models.items()}
         paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
-        self.layouts = [model.layout for model in paged.values()]
-        drafter = drafters(self.speculative, paged.get("draft"))[num_drafts]
-        self.config = DecodeConfig(paged["target"], drafter, variant)
-        self.cache = PagedKVCache(*map(self.pages, self.layouts))
+        self.layouts = cache_layouts(paged)
+        drafter = drafters(self.speculative, paged)[num_drafts]
+        reader = drafter if drafter and drafter.features_width else None
+        self.config = DecodeConfig(paged["target"], drafter, variant, reader=reader)
+        self.cache = PagedKVCache(**{name: self.pages(layout) for name, layout in self.layouts.items()})
 
     def devices(self, chip: str):
         return tpu_mesh(chip).devices.flat
@@ -89,7 +90,7 @@ class Program:
         """Pages that the engine would find room for."""
         weights = sum(map(per_device, jax.tree.leaves(self.params)))
         free = int(self.options.memory_utilization * memory) - weights - self.reserved
-        layouts = [model.layout for model in self.paged(num_pages=1).values()]
+        layouts = cache_layouts(self.paged(num_pages=1)).values()
         return budget.num_pages(free, *(x.stored_bytes(self.mesh.size, self.device.platform) for x in layouts))
 
     @property
@@ -110,8 +111,9 @@ class Program:
         leaves = jax.tree.leaves(self.cache)
         return {math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))}
 
-    def pages(self, layout: CacheLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
-        page = jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=pages_format(self.mesh))
+    def pages(self, layout: CacheLayout | FeatureLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
+        lies = pages_format(self.mesh, len(layout.shape))
+        page = jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=lies)
         return (page,) * layout.num_layers
 
     def compile(self, name: str, *arrays: Any) -> Any:
@@ -127,7 +129,7 @@ class Program:
     @property
     def row_pages(self) -> int:
         """N, that of the engine's last table width."""
-        return -(-(self.config.target.max_model_len + self.num_drafts) // self.layouts[0].page_size)
+        return -(-(self.config.target.max_model_len + self.num_drafts) // self.config.target.layout.page_size)
 
     @property
     def num_drafts(self) -> int:
@@ -141,13 +143,14 @@ class Program:
 
     def launch(self) -> Any:
         requests, shape = self.requests(1), (self.options.max_num_seqs, self.row_pages)
-        how = self.num_drafts, self.config.variant, self.layouts[0], shape
+        how = self.num_drafts, self.config.variant, self.config.target.layout, shape
         return self.compile("launch", batch.launch_input(requests, *how, num_rounds=1))
 
     def prefill(self) -> Any:
         longest = self.options.prefill_chunk
         requests, sizes = self.requests(longest + 1), {"row_pages": self.row_pages, "longest": longest}
-        return self.compile("prefill", batch.chunk_input(requests, [0] * len(requests), self.layouts[0], **sizes)[0])
+        chunk, _ = batch.chunk_input(requests, [0] * len(requests), self.config.target.layout, **sizes)
+        return self.compile("prefill", chunk)
 
 
 def per_device(x: jax.ShapeDtypeStruct) -> int:
@@ -159,7 +162,7 @@ def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hl
     """In place, within `temporary` bytes a device, without the host, and no page or slice of a weight moved for
     nothing; -> the program."""
     memory, read = compiled.memory_analysis(), hlo.Program(compiled.as_text())
-    stored = [layout.num_pages * layout.stored_bytes(program.mesh.size, "tpu") for layout in program.layouts]
+    stored = [layout.num_pages * layout.stored_bytes(program.mesh.size, "tpu") for layout in program.layouts.values()]
     assert memory.alias_size_in_bytes == sum(stored)
     table = re.search(r"input_output_alias=\{(.*?)\}, entry", read.text).group(1)
     aliased = {int(out or 0): int(at) for out, at in re.findall(r"\{(\d*)\}: \((\d+), \{\}, ", table)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, parameters, weight_bytes
 from jaxspec.models.paged import PagedModel
@@ -21,6 +23,19 @@ def page_bytes(model: PagedModel, rows: int, context: int) -> float:
 
 def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> float:
     return weight_bytes(model.config, params) + page_bytes(model, rows, context)
+
+
+def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, context: int) -> float:
+    """Read by a drafter's passes of one round; the head of logits counts in each, be it the target's."""
+    model: PagedModel = drafter.model
+    config, own = model.config, weight_bytes(model.config, draft)
+    once = sum(draft[name].nbytes for name in config.features_from)
+    pages = page_bytes(model, rows, context) if config.cached_layers else 0
+    borrowed = 0
+    if config.borrows_head:
+        heads = drafter.target.config
+        borrowed = weight_bytes(heads, target) - weight_bytes(heads, target, logits=False)
+    return drafter.passes * (own - once + pages + borrowed) + once
 
 
 def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -> float:

@@ -141,7 +141,7 @@ class Point:
             yield from self.k_rows(raw, k)
 
     def k_rows(self, raw: Raw, k: int) -> Iterator[Row]:
-        drafting = k * self.pass_ms(raw, "draft")
+        drafting = self.drafting_ms(raw.drafter(k))
         logits = 4 * self.batch_size * (k + 1) * self.setup.target.config.vocab_size
         least = {
             "propose": max(drafting, self.limits.bytes_ms(4 * self.batch_size * self.context)),  # n-gram reads the ids
@@ -187,10 +187,11 @@ class Point:
     def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
         """The floor of a token: the passes that it was counted to take."""
         decoding, model_draft = runner.engine.runner.decoding, self.setup.draft and runner.engine.speculative
-        target_passes, draft_passes = runner.passes
+        target_passes, drafts = runner.passes
         floor = target_passes * self.floor_of_pass(decoding.target, "target")
         if model_draft:
-            floor += draft_passes * self.floor_of_pass(decoding.drafter.model, "draft")
+            drafter = decoding.drafter
+            floor += drafts / drafter.num_speculative_tokens * self.drafting_ms(drafter)
         facts = {
             "tokens_per_second": runner.tokens_per_second,
             "acceptance_length": runner.counts.mean_acceptance_length,
@@ -220,6 +221,13 @@ class Point:
     def floor_of_pass(self, paged: Any, name: str) -> float:
         model: Any = self.setup.target if name == "target" else self.setup.draft
         return self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
+
+    def drafting_ms(self, drafter: Any) -> float:
+        """The drafter's passes of a round; 0 for one that has no weights."""
+        if self.setup.draft is None:
+            return 0.0
+        params = self.setup.target.params, self.setup.draft.params
+        return self.limits.bytes_ms(floors.drafting_bytes(drafter, *params, self.batch_size, self.context))
 
     def pages_ms(self, raw: Raw) -> float:
         return self.limits.bytes_ms(floors.page_bytes(raw.engine.runner.decoding.target, self.batch_size, self.context))

@@ -73,7 +73,7 @@ class Options:
             if self.draft is not None:
                 raise UserError(f"--draft {self.draft} goes with --model: give a preset's draft as target+draft")
             target, draft = presets.split(self.preset)
-            for name in (target, draft) if draft else (target,):
+            for name in (target, draft) if draft and draft not in presets.HEADS else (target,):
                 self.check_context(name, presets.preset(name))
         one_of("--dtype", self.dtype, DTYPES)
         for stage in self.stages:
@@ -85,6 +85,8 @@ class Options:
             raise UserError(f"--launches {self.launches} is below 1")
         if "draft" in self.stages and self.draft_name is None:
             raise UserError("--stages draft needs a draft model: give --preset target+draft, or --model and --draft")
+        if "draft" in self.stages and self.head:
+            raise UserError(f"--stages draft: {self.head} is no model that decodes by itself; take the stage propose")
         for k in self.ks:
             for length in self.lengths:
                 if length > k + 1:
@@ -96,6 +98,13 @@ class Options:
     @property
     def draft_name(self) -> str | None:
         return self.draft if self.preset is None else self.pair[1]
+
+    @property
+    def head(self) -> str | None:
+        """The method of a preset's head beside its target."""
+        from jaxspec.bench import presets
+
+        return self.draft_name if self.preset and self.draft_name in presets.HEADS else None
 
     @property
     def name(self) -> str:
@@ -126,7 +135,8 @@ class Options:
         synthetic: dict[str, Any] = {}
         if length is not None:
             synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
-        return SpeculativeConfig(model=self.draft_name, num_speculative_tokens=k, adaptive=adaptive, **synthetic)
+        draft = {"model": self.draft_name} if self.head is None else {"method": self.head, "model": self.head}
+        return SpeculativeConfig(**draft, num_speculative_tokens=k, adaptive=adaptive, **synthetic)
 
 
 def listed(option: str, text: str, kind: Callable[[str], Any] = int, least: float = 1) -> tuple[Any, ...]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from typing import Any
 
+from jaxspec.drafters import dflash, eagle, eagle3, medusa, mtp
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import abstract_params
@@ -32,8 +35,10 @@ TABLE: dict[str, tuple] = {
 NORM_EPS = {"qwen3": 1e-6, "llama": 1e-5}
 
 
-def preset(name: str) -> ModelConfig:
-    """Raises: UserError for an unknown name, naming the nearest."""
+def preset(name: str, target: ModelConfig | None = None) -> ModelConfig:
+    """target: beside which a draft is to stand. Raises: UserError for an unknown name, naming the nearest."""
+    if target and name in HEADS:
+        return HEADS[name](target)
     if name not in TABLE:
         near = difflib.get_close_matches(name, TABLE, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -49,6 +54,52 @@ def preset(name: str) -> ModelConfig:
         norm_eps=NORM_EPS[fields["family"]],
         **FAMILIES[fields["family"]].switches(fields["width"]),
     )
+
+
+def eagle3_head(target: ModelConfig) -> ModelConfig:
+    layers = target.num_layers
+    taps = (min(2, layers), layers // 2, max(layers - 3, 0))
+    few = min(32000, target.vocab_size)  # ids, of the published heads
+    return eagle3.Config(**layers_like(target, 1), taps=taps, target_width=target.width, reduced_vocab_size=few)
+
+
+def dflash_head(target: ModelConfig) -> ModelConfig:
+    """z-lab's: five layers, of five of the target's, for blocks of 16."""
+    taps = tuple(min(2 + round(i * (target.num_layers - 5) / 4), target.num_layers) for i in range(5))
+    layers = layers_like(target, 5) | {"qk_norm": True, "mask_id": 0}
+    return dflash.Config(**layers, taps=taps, target_width=target.width, block_size=16)
+
+
+def layers_like(target: ModelConfig, count: int) -> dict[str, Any]:
+    """The fields of so many layers as the target has, without what is its family's."""
+    kept = (
+        "vocab_size",
+        "width",
+        "mlp_width",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "max_model_len",
+        "rope",
+        "norm_eps",
+    )
+    same = {name: getattr(target, name) for name in kept}
+    return same | {"family": "llama", "num_layers": count, "windows": (None,) * count, "tied": False}
+
+
+def like(target: ModelConfig, count: int = 1, **own: Any) -> dict[str, Any]:
+    """The fields of so many of the target's own layers, and others."""
+    return vars(target) | {"num_layers": count, "windows": (None,) * count, "tied": False} | own
+
+
+# Method -> the shapes of the heads that are published for it, beside a target.
+HEADS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+    "eagle": lambda target: eagle.Config(**layers_like(target, 1)),
+    "eagle3": eagle3_head,
+    "mtp": lambda target: mtp.Config(**like(target), target_layers=target.num_layers),
+    "medusa": lambda target: medusa.Config(**like(target), num_drafts=5),
+    "dflash": dflash_head,
+}
 
 
 def split(names: str) -> tuple[str, str | None]:

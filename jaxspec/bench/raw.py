@@ -87,8 +87,7 @@ class Raw:
         """Of any K; the engine has its largest and the half of that."""
         if not k:
             return None
-        model: Any = getattr(self.engine.runner.decoding.drafter, "model", None)  # prompt lookup has none
-        return drafter(self.speculative, model, k)
+        return drafter(self.speculative, self.engine.runner.paged, k)
 
     def launch(self, k: int) -> Call:
         """One launch of ROUNDS rounds; its result, packed."""
@@ -146,9 +145,9 @@ class Raw:
         proposal = self.place(some_proposal(config, self.engine, inputs))
         shape = (*inputs.num_tokens.shape, k + 1, config.target.config.vocab_size)
         logits = self.place(jax.random.normal(jax.random.key(0), shape if name == "verify" else (0,)))
-        part, once = STAGES[name]
+        parts, once = STAGES[name]
         program = functools.partial(repeat, config, once)
-        return self.compiled(program, part, self.engine.runner.params, inputs, proposal, logits)
+        return self.compiled(program, parts, self.engine.runner.params, inputs, proposal, logits)
 
     def attention(self, k: int) -> Call:
         """ROUNDS times the target's attention over the pages, layer by layer, K + 1 queries a row."""
@@ -156,13 +155,12 @@ class Raw:
         rows, layout = inputs.num_tokens.shape[0], model.layout
         shape = (rows, k + 1, model.config.num_heads, layout.head_dim)
         query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layout.dtype))
-        return self.compiled(functools.partial(repeat_attention, model), "target", inputs, query)
+        return self.compiled(functools.partial(repeat_attention, model), ("target",), inputs, query)
 
-    def compiled(self, program: Callable, part: str | None, *arrays: Any) -> Call:
+    def compiled(self, program: Callable, parts: tuple[str, ...], *arrays: Any) -> Call:
         """program(cache, number of rounds, *arrays) -> (cache, something small), the cache donated: the pages of the
-        one model that it writes, `part`."""
+        `parts` that it takes."""
         engine, rounds = self.engine, self.place(np.int32(ROUNDS))
-        parts = (part,) if part else ()
         own = lambda cache: {name: getattr(cache, name) for name in parts}
         cache = lambda: PagedKVCache(**{"target": ()} | own(engine.runner.cache))
         started = time.perf_counter()
@@ -191,13 +189,19 @@ def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> 
     return Proposal(jnp.zeros_like(s.tokens), probs, jnp.full_like(s.num_proposed, config.num_speculative_tokens))
 
 
-# Stage -> (the model whose pages it writes, or None; (context, cache, history, proposal, logits) -> (what it gives, the
-# cache)). verify is given logits, as where rows sample.
-STAGES: dict[str, tuple[str | None, Callable[..., tuple[Any, PagedKVCache]]]] = {
-    "propose": ("draft", lambda context, cache, history, proposal, logits: propose(context, cache, history)),
-    "score": ("target", lambda context, cache, history, proposal, logits: score(context, cache, history, proposal)),
+# Stage -> (the parts of the cache that it takes, and may write; (context, cache, history, proposal, logits) -> (what it
+# gives, the cache)). verify is given logits, as where rows sample.
+STAGES: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Any, PagedKVCache]]]] = {
+    "propose": (
+        ("draft", "features"),
+        lambda context, cache, history, proposal, logits: propose(context, cache, history),
+    ),
+    "score": (
+        ("target", "features"),
+        lambda context, cache, history, proposal, logits: score(context, cache, history, proposal),
+    ),
     "verify": (
-        None,
+        (),
         lambda context, cache, history, proposal, logits: (
             verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))),
             cache,

@@ -111,7 +111,7 @@ def load(options: Options) -> Setup:
     tokenizer: Any = None
     for i, name in enumerate(names):
         if name is not None and options.preset is not None:
-            config = presets.preset(name)
+            config = presets.preset(name, models[0].config if models[0] else None)
             check_weights_fit(name, config, dtype, mesh)
             models[i] = Model(config, random_params(config, dtype, mesh, seed=i))
     if options.model is not None:

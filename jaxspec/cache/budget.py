@@ -1,4 +1,4 @@
-"""Device memory -> number of pages. Target and draft share page ids, so both get the same number."""
+"""Device memory -> number of pages. Target, draft and features share page ids, so all get the same number."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from jaxspec.errors import UserError
 from jaxspec.platforms import PLATFORMS, facts
 
 
-def num_pages(memory_bytes: int, target_page_bytes: int, draft_page_bytes: int = 0) -> int:
-    """floor(M / (t + d)), bytes per device. Raises UserError where not one page fits."""
-    pages = int(memory_bytes // (target_page_bytes + draft_page_bytes))
+def num_pages(memory_bytes: int, *page_bytes: int) -> int:
+    """floor(M / (t + d + ...)), bytes per device. Raises UserError where not one page fits."""
+    pages = int(memory_bytes // sum(page_bytes))
     if pages < 1:
         raise UserError(
             f"{memory_bytes / 1e6:.0f} MB are left for the cache, one page takes "
-            f"{(target_page_bytes + draft_page_bytes) / 1e6:.1f} MB: raise memory_utilization or take a smaller model"
+            f"{sum(page_bytes) / 1e6:.1f} MB: raise memory_utilization or take a smaller model"
         )
     return pages
 

@@ -1,4 +1,4 @@
-"""The paged key-value cache: one pytree for both models.
+"""The paged cache: one pytree for both models.
 
 Target and draft share page ids and block tables; their buffers differ in shape. Rolling back rejected tokens is
 lowering a row's length: stale slots beyond it are never read and are overwritten later.
@@ -15,7 +15,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.parallel.mesh import PAGES_SPEC, sharding
+from jaxspec.parallel.mesh import FEATURES_SPEC, PAGES_SPEC, sharding
 from jaxspec.platforms import facts
 
 
@@ -52,18 +52,42 @@ class CacheLayout:
         return self.page_bytes // (2 * self.num_kv_heads) * stored
 
 
+@dataclasses.dataclass(frozen=True)
+class FeatureLayout:
+    """The shape of the pages that hold what a drafter keeps of the target's positions."""
+
+    width: int  # M
+    page_size: int
+    num_pages: int
+    dtype: Any
+    num_layers: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.num_pages, self.page_size, self.width)
+
+    def stored_bytes(self, num_devices: int, platform: str) -> int:
+        """Bytes of a page in the memory of each device."""
+        return self.page_size * self.width // num_devices * jnp.dtype(self.dtype).itemsize
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class PagedKVCache:
-    """Pages of both models: each a tuple over layers of [P, S, 2G, D]; draft is empty where the drafter has none."""
+    """Pages of both models, and of the target's features, under the same ids and block tables.
+
+    target, draft: each a tuple over layers of [P, S, 2G, D]; draft is empty where the drafter has none.
+    features: one array [P, S, M] where the drafter reads any, at the slots of the target's keys and values.
+    """
 
     target: tuple[jax.Array, ...]
     draft: tuple[jax.Array, ...] = ()
+    features: tuple[jax.Array, ...] = ()
 
 
 def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
     return CacheLayout(
-        num_layers=config.num_layers,
+        num_layers=config.cached_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=facts(platform).head_size(config.head_dim),
         page_size=page_size,
@@ -75,20 +99,20 @@ def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: 
 def copy_pages(
     config: Any, params: Any, cache: PagedKVCache, source: jax.Array, target: jax.Array
 ) -> tuple[PagedKVCache, None]:
-    """Pages source i32[n] of both models copied to pages target i32[n]; a target of num_pages is dropped."""
+    """Pages source i32[n] copied to pages target i32[n]; a target of num_pages is dropped."""
     return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
 
 
-def pages_format(mesh: Mesh) -> Format:
+def pages_format(mesh: Mesh, rank: int = 4) -> Format:
     """Row by row, as kernels read them. Left the choice, the TPU compiler takes an order that pads less, and then each
     launch copies all pages into the other and back."""
-    return Format(Layout((0, 1, 2, 3)), sharding(mesh, PAGES_SPEC))
+    return Format(Layout(tuple(range(rank))), sharding(mesh, PAGES_SPEC if rank == 4 else FEATURES_SPEC))
 
 
-def allocate(layout: CacheLayout, mesh: Mesh) -> tuple[jax.Array, ...]:
+def allocate(layout: CacheLayout | FeatureLayout, mesh: Mesh) -> tuple[jax.Array, ...]:
     """Zeroed pages, born where and how they lie."""
     zeros = jax.jit(
         lambda: tuple(jnp.zeros(layout.shape, layout.dtype) for _ in range(layout.num_layers)),
-        out_shardings=(pages_format(mesh),) * layout.num_layers,
+        out_shardings=(pages_format(mesh, len(layout.shape)),) * layout.num_layers,
     )
     return zeros()

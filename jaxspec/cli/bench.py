@@ -10,6 +10,7 @@ import typer
 from jaxspec.bench.options import Options, listed, stages
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import MODEL_HELP, AsJson
+from jaxspec.drafters.methods import METHODS
 
 WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "lengths", "dtype", "stages")
 HOW = ("temperature", "kernels", "launches")
@@ -37,7 +38,8 @@ def bench(
     for name, kind, least in (("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("lengths", float, 1)):
         if name in what:
             what[name] = listed(OWN[name].flags[0], what[name], kind, least)
-    drafts = bool(what.get("draft")) or "+" in what.get("preset", "")
+    beside = what.get("draft") or what.get("preset", "").partition("+")[2]
+    drafts = bool(beside) and beside not in METHODS  # a head does not decode by itself
     what["stages"] = stages(what.get("stages"), never_slower=never_slower, draft=drafts)
     chosen = Options(**what, **how)
     from jaxspec.bench.measure import bench

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import typer
 
 from jaxspec.errors import UserError
+from jaxspec.parallel.absent import other_platforms
 from jaxspec.progress import say
 
 PATIENCE = 1.0  # seconds
@@ -108,6 +109,8 @@ def failure(error: Exception) -> tuple[int, str]:
         return 2, f"out of memory{f' ({first})' if first else ''}: {LESS}"
     if isinstance(error, (UserError, OSError)) and text:  # OSError: missing files, no connection
         return 2, text
+    if line := other_platforms(error):
+        return 2, line
     return 1, f"{type(error).__name__}{f': {text}' if text else ''} ({OUR_FAULT})"
 
 

@@ -13,7 +13,8 @@ import typer
 
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import EMBEDDED, MODEL_HELP, AsJson
-from jaxspec.config import METHODS, SpeculativeConfig
+from jaxspec.config import SpeculativeConfig
+from jaxspec.drafters import methods
 from jaxspec.errors import UserError
 from jaxspec.progress import say
 from jaxspec.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from jaxspec.outputs import RequestOutput
 
 
-Method = enum.StrEnum("Method", {name: name for name in (*METHODS, "none")})  # type: ignore[misc]
+Method = enum.StrEnum("Method", {name: name for name in (*methods.NAMES, "none")})  # type: ignore[misc]
 
 
 SAMPLING = (

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.cache import features
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode.state import DecodeConfig, Params
 from jaxspec.drafters.base import Chunk
+from jaxspec.models.paged import Pass
 from jaxspec.sampling.logprobs import Logprobs, logprobs
 
 SLICE = 16  # tokens of a row whose logits are computed at a time
@@ -22,26 +25,37 @@ def prefill(
     """Writes the chunk's keys and values, the target's and the draft's -> (caches, log-probabilities [B,T] of
     chunk.next_tokens, where there are any)."""
     with jax.named_scope("prefill"):
-        decoder, hidden, target = config.target.prefill(params["target"], cache.target, *chunk.arrays)
+        taps = config.reader.taps if config.reader else ()
+        done = config.target.prefill(params["target"], cache.target, *chunk.arrays, taps=taps)
         scores = None
         if chunk.next_tokens is not None:
-            n = config.variant.logprobs or 0
+            n, backend = config.variant.logprobs or 0, config.target.backend
             scores = by_slices(
-                lambda h, t: logprobs(decoder.logits(h, config.target.backend), t, n), hidden, chunk.next_tokens
+                lambda h, t: logprobs(done.decoder.logits(h, backend), t, n), done.hidden, chunk.next_tokens
             )
-    return PagedKVCache(target, draft_pages(config, params, cache, chunk)), scores
+        cache = remember(config, params, cache, done)
+    return draft_pages(config, params, cache, chunk), scores
 
 
 def catch_up(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[PagedKVCache, None]:
     """Writes the draft's keys and values only, of rows that went on without it."""
     with jax.named_scope("catch_up"):
-        return PagedKVCache(cache.target, draft_pages(config, params, cache, chunk)), None
+        return draft_pages(config, params, cache, chunk), None
 
 
-def draft_pages(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> Any:
+def remember(config: DecodeConfig, params: Params, cache: PagedKVCache, done: Pass) -> PagedKVCache:
+    """The caches with the target's pages after this pass, and what the drafter keeps of its tokens."""
+    cache = dataclasses.replace(cache, target=done.pages)
+    if config.reader is None:
+        return cache
+    kept = config.reader.features(params, done.hidden, done.tapped)
+    return dataclasses.replace(cache, features=features.write(cache, done.slots, kept))
+
+
+def draft_pages(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> PagedKVCache:
     if config.drafter is None:
-        return cache.draft
-    return config.drafter.prefill(params.get("draft"), cache.draft, chunk)
+        return cache
+    return dataclasses.replace(cache, draft=config.drafter.prefill(params, cache, chunk))
 
 
 def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:

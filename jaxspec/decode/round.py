@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.decode.prefill import remember
 from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeState
 from jaxspec.drafters.base import History, Proposal
-from jaxspec.models.decoder import Decoder, Vocabulary
+from jaxspec.models.head import Vocabulary
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
@@ -93,7 +94,7 @@ def propose(
         num_rows = history.num_tokens.shape[0]
         return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), cache
     chooser = functools.partial(choose, context, history, adjust)
-    proposal, pages = drafter.propose(context.params.get("draft"), cache.draft, history, chooser)
+    proposal, pages = drafter.propose(context.params, cache, history, chooser)
     if proposal.probs is not None:
         possible = rejection.at_tokens(proposal.probs, proposal.tokens) > 0.0
         proposal = dataclasses.replace(proposal, num_proposed=leading(possible, proposal.num_proposed))
@@ -104,7 +105,7 @@ def choose(
     context: Context,
     history: History,
     adjust: Adjust | None,
-    decoder: Decoder,
+    head: Any,  # a Head, or what has its methods
     hidden: Float[Array, "B _"],
     drafts: Int[Array, "B K"],
     i: jax.Array | int,
@@ -114,8 +115,8 @@ def choose(
     variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.target.backend
     greedy = config.greedy_draft or not (variant.standard or variant.coupled)
     if greedy and adjust is None:
-        return decoder.likeliest(hidden, backend, vocab_size), None
-    logits = fit_vocabulary(decoder.logits(hidden, backend), vocab_size, decoder.vocabulary)
+        return head.likeliest(hidden, backend, vocab_size), None
+    logits = fit_vocabulary(head.logits(hidden, backend), vocab_size, head.vocabulary)
     if adjust is not None:
         logits = adjust(logits, drafts, i)
     if greedy:
@@ -161,14 +162,14 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     positions = history.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~history.live[:, None]
     tokens = jnp.where(masked, pending[:, None], tokens)  # what nobody reads: no less a number than what is
-    decoder, hidden, pages = target.forward(
-        context.params["target"], cache.target, tokens, positions, masked, history.block_table
-    )
-    cache = dataclasses.replace(cache, target=pages)
+    reader, params = context.config.reader, context.params
+    taps = reader.taps if reader else ()
+    done = target.forward(params["target"], cache.target, tokens, positions, masked, history.block_table, taps)
+    cache = remember(context.config, params, cache, done)
     if only_likeliest(context):  # no logits are left to look at, but what they are made of
-        lawful = jnp.all(jnp.isfinite(hidden), axis=-1)
-        return Scores(decoder.likeliest(hidden, target.backend), lawful), cache
-    logits = decoder.logits(hidden, target.backend)
+        lawful = jnp.all(jnp.isfinite(done.hidden), axis=-1)
+        return Scores(done.decoder.likeliest(done.hidden, target.backend), lawful), cache
+    logits = done.decoder.logits(done.hidden, target.backend)
     return Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1))), cache
 
 
@@ -249,9 +250,10 @@ def commit(
     tokens = state.tokens.at[jnp.arange(keep.shape[0])[:, None], target_at].set(emitted, mode="drop")
     num_tokens = state.num_tokens + num_kept
     finish = jnp.where(stopped, STOP, jnp.where(num_tokens >= limits.max_len, LENGTH, ending))
-    drafted = jnp.minimum(num_tokens - 1, state.num_tokens + jnp.maximum(history.num_wanted, 1) - 1)
-    # The first draft pass covers a lag of one token; a draft further behind keeps its length until it is caught up.
-    in_step = live & (num_drafts > 0) & (state.draft_len >= state.num_tokens - 2)
+    draft_len = state.draft_len
+    if proposal.draft_len is not None:
+        held = jnp.minimum(jnp.minimum(proposal.draft_len, num_tokens - 1), context.config.position_limit)
+        draft_len = jnp.where(live, held, draft_len)
     kept_drafts = jnp.minimum(verdict.num_accepted, num_kept)
     entry = jnp.where(live, jnp.stack([proposal.num_proposed, kept_drafts, num_kept]), 0)
     counts, logprobs = state.output_counts, state.logprobs
@@ -264,7 +266,7 @@ def commit(
     return DecodeState(
         tokens=tokens,
         num_tokens=num_tokens,
-        draft_len=jnp.where(in_step, jnp.minimum(drafted, context.config.position_limit), state.draft_len),
+        draft_len=draft_len,
         finish=jnp.where(live, finish, state.finish),
         spoilt=spoilt,
         round=state.round + 1,

@@ -46,12 +46,14 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Static description of the device program. drafter None: plain decoding (K = 0)."""
+    """Static description of the device program. drafter None: plain decoding (K = 0). reader: the drafter for which
+    target passes keep features, also those of plain rounds; or None."""
 
     target: PagedModel
     drafter: Drafter | None
     variant: Variant = Variant()
     greedy_draft: bool = False  # draft_sample_method="greedy": propose the draft's argmax, q is one-hot
+    reader: Drafter | None = None
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -1,14 +1,15 @@
-"""What every drafter takes and gives. A drafter is static (frozen, hashable); all arrays pass through propose."""
+"""What every drafter takes and gives. A drafter is static (frozen, hashable); all arrays pass through its methods."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
-from jaxspec.models.decoder import Decoder
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.shapes import Array, Float, Int
 
 
@@ -20,11 +21,13 @@ class Proposal:
     tokens i32[B,K]: their ids.
     probs f32[B,K,V]: the distribution each token was drawn from, or None where the proposal is deterministic (one-hot).
     num_proposed i32[B]: how many of the K are real in this round.
+    draft_len i32[B]: positions that the draft's cache holds now, were all of them kept; None: it has no cache.
     """
 
     tokens: jax.Array
     probs: jax.Array | None
     num_proposed: jax.Array
+    draft_len: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -71,27 +74,63 @@ class Chunk:
         return self.tokens, self.start, self.length, self.block_table
 
 
-# choose(decoder, hidden, drafts, i) -> (token, its distribution or None): samples a draft, after the first i of the
-# round's, as each row asks. The draft's vocabulary may be padded differently from the target's V, or be a reduced one;
-# tokens and distributions are over the target's ids.
-Choose = Callable[[Decoder, Float[Array, "B _"], Int[Array, "B K"], Any], tuple[Int[Array, " B"], Any]]
+# choose(head, hidden, drafts, i) -> (token, its distribution or None): samples a draft, after the first i of the
+# round's, as each row asks. head: a `Head`, or what has its methods. The draft's vocabulary may be padded differently
+# from the target's V, or be a reduced one; tokens and distributions are over the target's ids.
+Choose = Callable[[Any, Float[Array, "B _"], Int[Array, "B K"], Any], tuple[Int[Array, " B"], Any]]
+
+Params = Mapping[str, Any]  # {"target": ..., "draft": ...}
 
 
-class Drafter(Protocol):
-    """A proposal method for num_speculative_tokens = K tokens a round."""
+@dataclasses.dataclass(frozen=True)
+class Drafter(abc.ABC):
+    """A proposal method for num_speculative_tokens = K tokens a round. Each says what it needs by what it overrides."""
 
-    @property
-    def num_speculative_tokens(self) -> int: ...
+    num_speculative_tokens: int
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest context the drafter can read, None where it has no limit of its own."""
-        ...
+        """Longest context that it can read, None where it has no limit of its own."""
+        return None
 
-    def propose(self, params: Any, pages: Any, history: History, choose: Choose) -> tuple[Proposal, Any]:
+    @property
+    def max_lag(self) -> int | None:
+        """By how many positions its cache may lag behind the one before the pending token's when it proposes; None
+        where it has no cache, which could not lag."""
+        return None
+
+    @property
+    def lookahead(self) -> int:
+        """How many tokens after its own an entry of its cache depends on."""
+        return 0
+
+    @property
+    def passes(self) -> float:
+        """How often a round reads its weights, but for those that make its features."""
+        return self.num_speculative_tokens
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose input its features are made of. See `Decoder`."""
+        return ()
+
+    @property
+    def features_width(self) -> int:
+        """M, the numbers that it keeps of each of the target's positions; 0: it reads nothing of them."""
+        return 0
+
+    def features(
+        self, params: Params, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
+    ) -> Float[Array, "B T M"]:
+        """What it keeps of positions, of which hidden left the target's last norm."""
+        return hidden
+
+    @abc.abstractmethod
+    def propose(
+        self, params: Params, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[jax.Array, ...]]:
         """-> (proposal, the draft's pages after its passes)."""
-        ...
 
-    def prefill(self, params: Any, pages: Any, chunk: Chunk) -> Any:
-        """The chunk into the draft's pages; returns the pages."""
-        ...
+    def prefill(self, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[jax.Array, ...]:
+        """The chunk into the draft's pages, the target's features of it being there; returns the pages."""
+        return cache.draft

@@ -1,48 +1,49 @@
-"""Prompt lookup where it finds something, the draft model elsewhere.
+"""Prompt lookup where it finds something, another drafter elsewhere.
 
-The draft model reads what was looked up as if it had proposed it, so its cache stays in step, and it goes on where the
+The drafter reads what was looked up as if it had proposed it, so its cache stays in step, and it goes on where the
 looked-up tokens end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.drafters.base import Choose, Chunk, History, Proposal
-from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History
 from jaxspec.drafters.ngram import NGram
 
 
 @dataclasses.dataclass(frozen=True)
-class Combined:
+class Combined(Drafter):
     lookup: NGram
-    draft: DraftModel
+    draft: Drafter
 
-    @property
-    def num_speculative_tokens(self) -> int:
-        return self.draft.num_speculative_tokens
+    # What the drafter needs, this needs.
+    max_model_len = property(lambda self: self.draft.max_model_len)
+    max_lag = property(lambda self: self.draft.max_lag)
+    lookahead = property(lambda self: self.draft.lookahead)
+    passes = property(lambda self: self.draft.passes)
+    taps = property(lambda self: self.draft.taps)
+    features_width = property(lambda self: self.draft.features_width)
 
-    @property
-    def max_model_len(self) -> int:
-        return self.draft.max_model_len
+    def features(self, params, hidden, tapped):
+        return self.draft.features(params, hidden, tapped)
 
-    def propose(self, params, pages, history: History, choose: Choose) -> tuple[Proposal, Any]:
-        found, _ = self.lookup.propose(None, None, history, choose)
+    def prefill(self, params, cache, chunk: Chunk):
+        return self.draft.prefill(params, cache, chunk)
 
-        def choose_or_look_up(decoder, hidden, drafts, i):
-            token, probs = choose(decoder, hidden, drafts, i)
+    def propose(self, params, cache, history: History, choose: Choose):
+        found, _ = self.lookup.propose(params, cache, history, choose)
+
+        def choose_or_look_up(head, hidden, drafts, i):
+            token, probs = choose(head, hidden, drafts, i)
             use = i < found.num_proposed
             token = jnp.where(use, lax.dynamic_index_in_dim(found.tokens, i, axis=1, keepdims=False), token)
             if probs is not None:  # what was looked up is certain
                 probs = jnp.where(use[:, None], jax.nn.one_hot(token, probs.shape[-1], dtype=probs.dtype), probs)
             return token, probs
 
-        return self.draft.propose(params, pages, history, choose_or_look_up)
-
-    def prefill(self, params, pages, chunk: Chunk):
-        return self.draft.prefill(params, pages, chunk)
+        return self.draft.propose(params, cache, history, choose_or_look_up)

@@ -6,13 +6,14 @@ Source: Leviathan et al., https://arxiv.org/abs/2211.17192; Chen et al., https:/
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxspec.drafters.base import Choose, Chunk, History, Proposal
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
+from jaxspec.drafters.chain import Step, at_once, chain
+from jaxspec.errors import UserError
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
 from jaxspec.shapes import Array, Bool, Int
@@ -20,37 +21,33 @@ from pallas_kernels.merge_tokens import merge_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
-    num_speculative_tokens: int
+class DraftModel(Drafter):
     model: PagedModel
+    max_lag: int = 1  # the first pass of a round is two tokens wide
 
     @property
     def max_model_len(self) -> int:
         return self.model.max_model_len
 
-    def propose(self, params, pages, history: History, choose: Choose) -> tuple[Proposal, Any]:
-        count = self.num_speculative_tokens
+    def propose(self, params, cache, history: History, choose: Choose):
+        own, table = params["draft"], history.block_table
         (tokens, positions, masked), missing = self.first_pass_tokens(history)
         masked |= ~history.live[:, None]
-        decoder, hidden, pages = self.model.forward(params, pages, tokens, positions, masked, history.block_table)
-        drafts = jnp.zeros((tokens.shape[0], count), jnp.int32)
-        first = choose(decoder, take_row(hidden, missing), drafts, 0)
-        room = jax.tree.map(lambda x: jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype), first)
-        put = lambda i, drawn, chosen: jax.tree.map(
-            lambda x, one: lax.dynamic_update_index_in_dim(x, one, i, axis=1), drawn, chosen
-        )
+        done = self.model.forward(own, cache.draft, tokens, positions, masked, table)
 
-        def one_more(i, carry):
-            pages, drawn = carry
-            token = lax.dynamic_index_in_dim(drawn[0], i - 1, axis=1)
+        def step(pages, token, i) -> Step:
             positions = (history.num_tokens + i - 1)[:, None]
             masked = (~history.live | (history.num_wanted <= i))[:, None]
-            decoder, hidden, pages = self.model.forward(params, pages, token, positions, masked, history.block_table)
-            return pages, put(i, drawn, choose(decoder, hidden[:, 0], drawn[0], i))
+            done = self.model.forward(own, pages, token[:, None], positions, masked, table)
+            return Step(done.decoder, done.hidden[:, 0], done.pages)
 
-        # A loop, so that all but the first are compiled once.
-        pages, (drafts, probs) = lax.fori_loop(1, count, one_more, (pages, put(0, room, first)))
-        return Proposal(drafts, probs, jnp.where(history.live, history.num_wanted, 0)), pages
+        first = Step(done.decoder, take_row(done.hidden, missing), done.pages)
+        drafts, probs, pages = chain(self.num_speculative_tokens, first, step, choose)
+        # A draft further behind than the first pass reaches keeps its length until it is caught up.
+        in_step = history.draft_len >= history.num_tokens - 1 - self.max_lag
+        read = history.num_tokens + jnp.maximum(history.num_wanted, 1) - 1
+        draft_len = jnp.where(in_step, read, history.draft_len)
+        return Proposal(drafts, probs, jnp.where(history.live, history.num_wanted, 0), draft_len), pages
 
     def first_pass_tokens(
         self, history: History
@@ -71,5 +68,64 @@ class DraftModel:
         pairs = tokens.reshape(rows, 2), positions.reshape(rows, 2), rejected.reshape(rows, 2)
         return pairs, 1 - has_it
 
-    def prefill(self, params, pages, chunk: Chunk):
-        return self.model.prefill(params, pages, *chunk.arrays)[2]
+    def prefill(self, params, cache, chunk: Chunk):
+        return self.model.prefill(params["draft"], cache.draft, *chunk.arrays).pages
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelDraftModel(Drafter):
+    """All K in one pass, over the tokens that the cache lacks and K - 1 masks (PARD).
+
+    most: the largest K of the engine, by which its cache may lag. Source: An et al., https://arxiv.org/abs/2504.18583.
+    """
+
+    most: int
+    model: PagedModel
+
+    @property
+    def max_model_len(self) -> int:
+        return self.model.max_model_len
+
+    @property
+    def max_lag(self) -> int:
+        return self.most
+
+    @property
+    def passes(self) -> int:
+        return 1
+
+    def propose(self, params, cache, history: History, choose: Choose):
+        count, last = self.num_speculative_tokens, history.num_tokens - 1
+        mask: Any = self.model.config.mask_id
+        in_step = history.draft_len >= last - self.max_lag
+        wanted = jnp.where(history.live & in_step, history.num_wanted, 0)
+        start = jnp.clip(history.draft_len, jnp.maximum(last - self.most, 0), last)
+        positions = start[:, None] + jnp.arange(self.most + count, dtype=jnp.int32)
+        known = jnp.take_along_axis(history.tokens, positions, axis=1, mode="clip")
+        tokens = jnp.where(positions <= last[:, None], known, mask)
+        masked = (positions > (last + jnp.maximum(wanted, 1) - 1)[:, None]) | ~history.live[:, None]
+        done = self.model.forward(params["draft"], cache.draft, tokens, positions, masked, history.block_table)
+        at = jnp.minimum((last - start)[:, None] + jnp.arange(count), positions.shape[1] - 1)
+        hidden = jnp.take_along_axis(done.hidden, at[:, :, None], axis=1)
+        drafts, probs = at_once(done.decoder, hidden, choose)
+        # The masks' keys and values are of no use: the next round writes others there.
+        return Proposal(drafts, probs, wanted, jnp.where(in_step, last + 1, history.draft_len)), done.pages
+
+    def prefill(self, params, cache, chunk: Chunk):
+        return self.model.prefill(params["draft"], cache.draft, *chunk.arrays).pages
+
+
+def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Drafter:
+    model = models["draft"]
+    return ParallelDraftModel(k, most, model) if in_parallel(model, speculative) else DraftModel(k, model)
+
+
+def in_parallel(model: PagedModel, speculative: Any) -> bool:
+    """Whether the draft fills all places at once: as asked for, else where it was trained to."""
+    asked, able = speculative.parallel_drafting, model.config.mask_id is not None
+    if asked and not able:
+        raise UserError(
+            "parallel_drafting=True, but the draft's config.json names no token for places to be filled (pard_token, "
+            "ptd_token_id): take a draft that was trained for it, or leave parallel_drafting out"
+        )
+    return able if asked is None else asked

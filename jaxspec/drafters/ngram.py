@@ -6,23 +6,23 @@ Source: https://github.com/apoorvumang/prompt-lookup-decoding (also `prompt_look
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import Choose, Chunk, History, Proposal
+from jaxspec.drafters.base import Choose, Drafter, History, Proposal
+from jaxspec.models.paged import PagedModel
 
 
 @dataclasses.dataclass(frozen=True)
-class NGram:
+class NGram(Drafter):
     """The longest n in [lookup_min, lookup_max] whose n last tokens occurred before; the earliest such occurrence."""
 
-    num_speculative_tokens: int
     lookup_min: int = 2
     lookup_max: int = 4
-    max_model_len: None = None
 
-    def propose(self, params, pages, history: History, choose: Choose) -> tuple[Proposal, Any]:
+    def propose(self, params, cache, history: History, choose: Choose):
         tokens, length = history.tokens, history.num_tokens[:, None]
         num_positions = tokens.shape[1]
         position = jnp.arange(num_positions)[None, :]
@@ -41,7 +41,8 @@ class NGram:
         proposed = jnp.take_along_axis(tokens, jnp.minimum(follow, num_positions - 1), axis=1)
         available = jnp.where(found & history.live, history.num_tokens - 1 - end, 0)
         num_proposed = jnp.minimum(available, history.num_wanted).astype(jnp.int32)
-        return Proposal(proposed, None, num_proposed), pages
+        return Proposal(proposed, None, num_proposed), cache.draft
 
-    def prefill(self, params, pages, chunk: Chunk):
-        return pages
+
+def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> NGram:
+    return NGram(k, *speculative.lookup)

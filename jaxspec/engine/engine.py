@@ -46,8 +46,12 @@ class Engine:
         models = {"target": target} | ({"draft": draft} if draft else {})
         self.runner = Runner(models, config, speculative, mesh, device)
         self.layout = layout = self.runner.decoding.target.layout
-        # Longest that the draft's cache may be: its context may be shorter. None where there is no such cache.
-        self.draft_limit = self.runner.decoding.position_limit if draft else None
+        drafter = self.runner.decoding.drafter
+        self.lag = results.Lag(
+            limit=self.runner.decoding.position_limit,
+            most=drafter.max_lag if drafter else None,
+            lookahead=drafter.lookahead if drafter else 0,
+        )
         self.limits = arrivals.Limits(
             max_model_len=self.runner.decoding.target.max_model_len,
             vocab_size=target.config.vocab_size,
@@ -61,6 +65,7 @@ class Engine:
             config.max_num_seqs,
             self.num_drafts,
             reuse=config.enable_prefix_caching,
+            lookahead=self.lag.lookahead,
         )
         self.roster = Roster(self.scheduler, self.runner)
         most = self.scheduler.pages_for(self.limits.max_model_len + self.num_drafts)
@@ -184,7 +189,7 @@ class Engine:
             scores = self.runner.execute(Plan("prefill", (chunk,), variant=batch.prefill_variant(requests)))
         for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             with self.roster.blame([request], device=False):
-                results.absorb_chunk(request, row, length, scores, self.draft_limit)
+                results.absorb_chunk(request, row, length, scores, self.lag)
                 self.scheduler.register(request)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
@@ -213,13 +218,11 @@ class Engine:
         self.absorb(requests, result)
 
     def catch_up(self, requests: list[Request]) -> None:
-        """The draft reads what was decoded without it. A lag of one token is left to the loop's first draft pass."""
-        if (limit := self.draft_limit) is None:
-            return
-        behind = lambda r: r.num_speculative_tokens and r.draft_len < r.num_tokens - 2 and r.num_tokens < limit
+        """The draft reads what was decoded without it, but for what its first pass in the loop reads."""
         row_pages = self.grown_shape(requests)[1]
-        while rows := [r for r in requests if behind(r)]:
-            starts, sizes = [r.draft_len for r in rows], {"row_pages": row_pages, "longest": self.config.prefill_chunk}
+        while rows := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
+            starts = [r.draft_len + self.lag.lookahead for r in rows]
+            sizes = {"row_pages": row_pages, "longest": self.config.prefill_chunk}
             chunk, lengths = batch.chunk_input(rows, starts, self.layout, **sizes)
             self.runner.execute(Plan("catch_up", (chunk,)))
             for request, length in zip(rows, lengths, strict=True):
@@ -260,7 +263,7 @@ class Engine:
         for row, request in enumerate(requests):
             with self.roster.blame([request], device=False):
                 if request.finish_reason is None:  # else it was given up while the launch ran
-                    kept[row] = results.absorb_row(request, row, result, self.draft_limit)
+                    kept[row] = results.absorb_row(request, row, result, self.lag)
         self.timing.num_tokens += sum(kept)
         results.keep_count(requests, kept, result, self.metrics, self.controller.overall)
         for request in requests:

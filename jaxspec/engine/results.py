@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,24 +25,42 @@ NO_NUMBERS = (
 ERRORS = {NO_ID: NO_ID_ALLOWED, NO_LAW: NO_NUMBERS}
 
 
-def draft_len(length: int, target_len: int, limit: int | None) -> int:
-    """Positions that the draft's cache holds, where the device counted so many; limit: the most that it may hold. None:
-    there is no such cache, and nothing could lag behind."""
-    return target_len if limit is None else min(length, limit)
+@dataclasses.dataclass(frozen=True)
+class Lag:
+    """How far the draft's cache may be behind the target's.
+
+    limit: the most positions that it may hold.
+    most: as `Drafter.max_lag`; None: there is no such cache, and nothing could lag.
+    lookahead: as `Drafter.lookahead`.
+    """
+
+    limit: int
+    most: int | None
+    lookahead: int
+
+    def held(self, length: int, target_len: int) -> int:
+        """Positions that the draft's cache holds, where the device counted so many."""
+        return target_len if self.most is None else max(min(length, self.limit), 0)
+
+    def too_far(self, request: Request) -> bool:
+        """Whether the draft has to read more before it can propose."""
+        if self.most is None or request.num_tokens >= self.limit:
+            return False
+        return request.draft_len < request.num_tokens - 1 - self.most
 
 
-def absorb_chunk(request: Request, row: int, length: int, scores: Any, draft_limit: int | None) -> None:
+def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag) -> None:
     """length more tokens of the request are in the caches; scores: log-probabilities of the chunk, or None."""
     if request.wants_prompt_logprobs:
         n = request.params.prompt_logprobs or 0
         request.prompt_logprobs[request.target_len :] = token_logprobs(scores, row, length, n)
     request.target_len += length
-    request.draft_len = draft_len(request.target_len, request.target_len, draft_limit)
+    request.draft_len = lag.held(request.target_len - lag.lookahead, request.target_len)
     if request.prefilled:
         request.times.prefilled = request.times.prefilled or time.perf_counter()
 
 
-def absorb_row(request: Request, row: int, result: LaunchResult, draft_limit: int | None) -> int:
+def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> int:
     """The tokens that this launch added to the output; below 0 where a stop string took back earlier ones."""
     count, known, finish = int(result.num_new[row]), len(request.output), int(result.finish[row])
     output = request.output + result.new_tokens[row, :count].tolist()
@@ -61,7 +80,7 @@ def absorb_row(request: Request, row: int, result: LaunchResult, draft_limit: in
         finish_reason=reason,
         error=error,
         target_len=target_len,
-        draft_len=draft_len(min(int(result.draft_len[row]), target_len), target_len, draft_limit),
+        draft_len=lag.held(min(int(result.draft_len[row]), target_len), target_len),
     )
     return count
 

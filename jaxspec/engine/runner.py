@@ -64,18 +64,20 @@ class Runner:
         mesh: Mesh,
         device: Device,
     ) -> None:
-        paged = setup.paged_models(models, config, speculative, mesh, device)
+        self.paged = paged = setup.paged_models(models, config, speculative, mesh, device)
         self.mesh, self.backend = mesh, paged["target"].backend
         self.configs = {name: model.config for name, model in models.items()}
         self.params: dict[str, Params] = {}
         for name, model in models.items():
             self.use(name, model.params)
-        self.layouts = [model.layout for model in paged.values()]
+        self.layouts = setup.cache_layouts(paged)
         self.cache = self.empty_cache()
-        self.drafters = setup.drafters(speculative, paged.get("draft"))
+        self.drafters = setup.drafters(speculative, paged)
+        drafter = self.drafters[max(self.drafters)]
         self.decoding = DecodeConfig(
             target=paged["target"],
-            drafter=self.drafters[max(self.drafters)],
+            drafter=drafter,
+            reader=drafter if drafter and drafter.features_width else None,
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
         self.programs = Programs(mesh)
@@ -104,7 +106,7 @@ class Runner:
         return dataclasses.replace(self.decoding, variant=plan.variant, drafter=drafter)
 
     def empty_cache(self) -> PagedKVCache:
-        return PagedKVCache(*(allocate(layout, self.mesh) for layout in self.layouts))
+        return PagedKVCache(**{name: allocate(layout, self.mesh) for name, layout in self.layouts.items()})
 
     @property
     def lost(self) -> bool:

@@ -23,8 +23,9 @@ class Scheduler:
         num_drafts: int = 0,
         *,
         reuse: bool = True,
+        lookahead: int = 0,
     ) -> None:
-        self.allocator, self.page_size = allocator, page_size
+        self.allocator, self.page_size, self.lookahead = allocator, page_size, lookahead
         self.max_num_seqs, self.num_drafts, self.reuse = max_num_seqs, num_drafts, reuse
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -130,11 +131,12 @@ class Scheduler:
         return self.allocator.lookup(self.digests(request, full))
 
     def digests(self, request: Request, count: int) -> Iterator[bytes]:
-        """Of the request's first `count` full pages, each computed once."""
+        """Of the request's first `count` full pages, each computed once: of all tokens that their content depends on,
+        which may be some of the next page's, but at most up to the pending one."""
         tokens = request.tokens
         for i in range(count):
             if i == len(request.digests):
-                page = tokens[i * self.page_size : (i + 1) * self.page_size]
+                page = tokens[i * self.page_size : (i + 1) * self.page_size + self.lookahead]
                 request.digests.append(digest(request.digests[-1] if i else b"", page))
             yield request.digests[i]
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import CacheLayout, cache_layout
+from jaxspec.cache.pages import CacheLayout, FeatureLayout, cache_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
-from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.batch import power_of_two
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params, weight_bytes
+from jaxspec.models.decoder import Params, compute_dtype, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.storage import stored_for
@@ -36,6 +36,10 @@ class Model:
     config: ModelConfig
     params: Params
 
+    @property
+    def dtype(self) -> Any:
+        return compute_dtype(self.params)
+
     def stored_for(self, backend: Backend) -> Model:
         """The same, its matrices as that backend reads them best."""
         return dataclasses.replace(self, params=stored_for(backend, self.config, self.params))
@@ -53,6 +57,7 @@ def paged_models(
         heads = {"num_heads": model.config.num_heads, "num_key_value_heads": model.config.num_kv_heads}
         block = model.config.merged["gate_up"]["gate"]
         check_divides(heads | {f"intermediate_size / {block}": model.config.mlp_width // block}, mesh.size)
+    check_divides({"the features of a position": features_width(models)}, mesh.size)
     backend = Backend(device, mesh, config.kernels)
     layouts = page_layouts(models, config, speculative, mesh, device.platform, longest)
     return {
@@ -78,18 +83,34 @@ def page_layouts(
     page_size = config.page_size or facts(platform).page_size
 
     def layout(model: Model, pages: int) -> CacheLayout:
-        dtype = model.params["embed"].dtype
+        dtype = model.dtype
         return cache_layout(model.config, page_size=page_size, num_pages=pages, dtype=dtype, platform=platform)
 
     pages = config.num_pages
     if pages is None:
-        page_bytes = [layout(model, 1).stored_bytes(mesh.size, platform) for model in models.values()]
+        each: list[CacheLayout | FeatureLayout] = [layout(model, 1) for model in models.values()]
+        each.append(FeatureLayout(features_width(models), page_size, 1, models["target"].dtype))
+        page_bytes = [layout.stored_bytes(mesh.size, platform) for layout in each]
         temporary = temporary_bytes(models, config, speculative)
         memory = budget.free_memory(mesh.devices.flat[0], config.memory_utilization, temporary)
         # Beyond what all rows can use, prefix reuse takes as much again.
         most = config.max_num_seqs * -(-(longest + 64) // page_size) * (2 if config.enable_prefix_caching else 1)
         pages = min(budget.num_pages(memory, *page_bytes), most)
     return {name: layout(model, pages) for name, model in models.items()}
+
+
+def features_width(models: Mapping[str, Model]) -> int:
+    """M, of what the draft keeps of each of the target's positions; 0: it reads nothing of them."""
+    return models["draft"].config.features_width if "draft" in models else 0
+
+
+def cache_layouts(paged: Mapping[str, PagedModel]) -> dict[str, CacheLayout | FeatureLayout]:
+    """Of each part of a PagedKVCache that there is."""
+    layouts: dict[str, CacheLayout | FeatureLayout] = {name: model.layout for name, model in paged.items()}
+    if "draft" in paged and (width := paged["draft"].config.features_width):
+        target = paged["target"].layout
+        layouts["features"] = FeatureLayout(width, target.page_size, target.num_pages, target.dtype)
+    return layouts
 
 
 def table_widths(device: Device, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
@@ -112,23 +133,24 @@ def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative:
     return logits + config.max_num_seqs * config.prefill_chunk * widest * 4
 
 
-def drafters(speculative: Speculation, draft: PagedModel | None) -> dict[int, Drafter | None]:
+def drafters(speculative: Speculation, models: Mapping[str, PagedModel]) -> dict[int, Drafter | None]:
     """Drafts a round -> drafter. The compiled choices: none, half of num_speculative_tokens, all of them."""
     if speculative is None:
         return {0: None}
-    if "draft_model" in str(speculative.method) and draft is None:
-        raise UserError(f"method={speculative.method!r} needs the draft's parameters")
     full = speculative.num_speculative_tokens
     choices = sorted({full, full // 2} - {0})
-    return {0: None} | {k: drafter(speculative, draft, k) for k in choices}
+    return {0: None} | {k: drafter(speculative, models, k) for k in choices}
 
 
-def drafter(speculative: SpeculativeConfig, draft: Any, k: int) -> Drafter:
-    lookup = NGram(k, *speculative.lookup)
-    if speculative.method == "ngram":
-        return lookup
-    model = DraftModel(k, draft)
-    return Combined(lookup, model) if speculative.method == "ngram+draft_model" else model
+def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k: int) -> Drafter:
+    own = models["draft"].config.method if "draft" in models else None
+    looks_up, method = methods.split(speculative.method or own or "draft_model")
+    if methods.METHODS[method].parameters and method != own:
+        found = f"a checkpoint of method {own!r}" if own else "none"
+        raise UserError(f"method={method!r} needs the parameters of such a draft, {found} is given")
+    most = max(speculative.num_speculative_tokens, k)
+    make = lambda name: methods.implementation(name).drafter(k, most, models, speculative)
+    return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
 
 
 def draft_cost(models: dict[str, Model]) -> float:

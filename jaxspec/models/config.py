@@ -65,6 +65,7 @@ class ModelConfig:
     rare_vocab_size: int = 0
     rare_width: int = 0
     embed_width: int | None = None
+    mask_id: int | None = None  # of a draft that fills all places at once: what stands in them
 
     def __post_init__(self) -> None:
         if self.family not in tuple(FAMILIES):  # what a file says need not be hashable
@@ -92,6 +93,31 @@ class ModelConfig:
             )
         if self.query_scale == 0.0:
             object.__setattr__(self, "query_scale", self.head_dim**-0.5)
+
+    @property
+    def method(self) -> str:
+        """How it drafts, where it is a draft: a name of `jaxspec.drafters.methods`."""
+        return "draft_model"
+
+    @property
+    def features_from(self) -> tuple[str, ...]:
+        """The parameters that make these numbers, once a position; a pass reads the others."""
+        return ()
+
+    @property
+    def borrows_head(self) -> bool:
+        """Whether its logits are made by its target's head."""
+        return False
+
+    @property
+    def cached_layers(self) -> int:
+        """How many layers have keys and values."""
+        return self.num_layers
+
+    @property
+    def features_width(self) -> int:
+        """M, of a head beside a target: the numbers that it keeps of each of the target's positions."""
+        return 0
 
     @property
     def heads_per_group(self) -> int:
@@ -171,6 +197,7 @@ class ModelConfig:
             logit_soft_cap=raw.get("final_logit_softcapping"),
             bos_id=raw.get("bos_token_id"),
             eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+            mask_id=raw.get("pard_token"),
         )
 
     @classmethod

@@ -10,6 +10,31 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+Place = tuple[str, str]  # parameter pattern; which part of it, "" for all
+
+# Of a layer: what Hugging Face's files call a tensor -> where it goes.
+LAYER: dict[str, Place] = {
+    "input_layernorm.weight": ("input_norm", ""),
+    "self_attn.q_proj.weight": ("qkv", "q"),
+    "self_attn.k_proj.weight": ("qkv", "k"),
+    "self_attn.v_proj.weight": ("qkv", "v"),
+    "self_attn.q_proj.bias": ("qkv_bias", "q"),
+    "self_attn.k_proj.bias": ("qkv_bias", "k"),
+    "self_attn.v_proj.bias": ("qkv_bias", "v"),
+    "self_attn.q_norm.weight": ("q_norm", ""),
+    "self_attn.k_norm.weight": ("k_norm", ""),
+    "self_attn.o_proj.weight": ("out", ""),
+    "post_attention_layernorm.weight": ("mlp_norm", ""),
+    "mlp.gate_proj.weight": ("gate_up", "gate"),
+    "mlp.up_proj.weight": ("gate_up", "up"),
+    "mlp.down_proj.weight": ("down", ""),
+}
+
+
+def layer_names(prefix: str, place: str = "layers.{}.") -> dict[str, Place]:
+    """LAYER for files that put `prefix` before the names, and modules that put `place`."""
+    return {prefix + name: (place + parameter, part) for name, (parameter, part) in LAYER.items()}
+
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
@@ -40,6 +65,7 @@ class Family:
     activation_key: str = "hidden_act"
     reads: tuple[str, ...] = ()  # options of config.json that are refused in other families: see `hf.RARE`
     names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)  # where not `checkpoints.names.HF`
+    reads_as: str | None = None  # the model_type whose defaults its config.json has, where transformers lacks its own
     gguf: Gguf | None = Gguf()  # None: no such files, or they say another architecture
 
     def switches(self, width: int) -> dict[str, Any]:
@@ -53,6 +79,7 @@ FAMILIES = {
     "mistral": Family("mistral", windows="all", gguf=None),  # its GGUF files say llama, and do not tell a window in use
     "qwen2": Family("qwen2", qkv_bias=True),
     "qwen3": Family("qwen3", qk_norm=True),
+    "mimo": Family("mimo", qkv_bias=True, reads_as="qwen2", gguf=None),
     "gemma3": Family(
         "gemma3_text",
         qk_norm=True,

@@ -32,6 +32,7 @@ NUMBERS = {
     "final_logit_softcapping": "logit_soft_cap",
     "query_pre_attn_scalar": "width",
     "bos_token_id": "bos_id",
+    "pard_token": "token_id",
 }
 # Option that changes what a model computes -> the only value of it that is supported (null is that too).
 FIXED: dict[str, Any] = {

@@ -34,8 +34,17 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "rare_vocab_size": (int, 0, INT32),
     "rare_width": (int, 0, 2**20),
     "embed_width": (int, 1, 2**20),
+    "mask_id": (int, 0, INT32),
 }
-OPTIONAL = ("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_size", "embed_width")  # may be None
+OPTIONAL = (
+    "window",
+    "soft_cap",
+    "logit_soft_cap",
+    "bos_id",
+    "reduced_vocab_size",
+    "embed_width",
+    "mask_id",
+)  # may be None
 
 
 def number(what: str, value: Any, name: str | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,22 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Params, bind
 from jaxspec.models.layers import Backend, Rows
 from pallas_kernels.slot_mapping import slot_mapping
+
+
+class Pass(NamedTuple):
+    """What a pass gives.
+
+    decoder: bound, whose `logits` the caller may ask for.
+    hidden [B,T,E]: by the last norm.
+    tapped: [B,T,E] each, what went into the layers asked for.
+    slots i32[B*T]: where the tokens' keys and values were written.
+    """
+
+    decoder: Decoder
+    hidden: jax.Array
+    pages: tuple[jax.Array, ...]
+    tapped: tuple[jax.Array, ...]
+    slots: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +48,20 @@ class PagedModel:
         positions: jax.Array,
         masked: jax.Array,
         block_table: jax.Array,
-    ) -> tuple[Decoder, jax.Array, tuple[jax.Array, ...]]:
-        """tokens, positions i32[B,T], masked bool[B,T] (written nowhere), block_table i32[B,N].
+        taps: tuple[int, ...] = (),
+    ) -> Pass:
+        """tokens, positions i32[B,T], masked bool[B,T] (written nowhere), block_table i32[B,N]; taps: as `Decoder`.
 
-        -> (the bound decoder, whose `logits` the caller may ask for; hidden [B,T,E]; pages). Rows whose tokens are all
-        masked are not computed. A masked token may only stand behind the unmasked ones of its row.
+        Rows whose tokens are all masked are not computed. A masked token may only stand after the unmasked ones of its
+        row.
         """
-        b, t = tokens.shape
+        rows, decoder = self.rows(positions, masked, block_table), bind(self.config, params)
+        hidden, pages, tapped = decoder(tokens, pages, rows, self.backend, taps)
+        return Pass(decoder, hidden, pages, tapped, rows.slots)
+
+    def rows(self, positions: jax.Array, masked: jax.Array, block_table: jax.Array) -> Rows:
+        """Where the tokens of a pass stand. Arguments as those of `forward`."""
+        b, t = positions.shape
         slots = slot_mapping(
             positions.reshape(-1),
             masked.reshape(-1),
@@ -50,14 +74,10 @@ class PagedModel:
         )
         reach = lambda length: jnp.where(masked[:, 0], 0, positions[:, 0] + length)
         kv_len, num_keys = reach(t), reach(jnp.sum(~masked, axis=1, dtype=jnp.int32))
-        decoder = bind(self.config, params)
-        hidden, pages, _ = decoder(tokens, pages, Rows(positions, slots, block_table, kv_len, num_keys), self.backend)
-        return decoder, hidden, pages
+        return Rows(positions, slots, block_table, kv_len, num_keys)
 
-    def prefill(
-        self, params, pages, tokens, start, length, block_table
-    ) -> tuple[Decoder, jax.Array, tuple[jax.Array, ...]]:
+    def prefill(self, params, pages, tokens, start, length, block_table, *, taps: tuple[int, ...] = ()) -> Pass:
         """A prompt chunk: tokens i32[B,T] at positions start[b]..., of which length[b] are real. As `forward`."""
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = start[:, None] + offset
-        return self.forward(params, pages, tokens, positions, offset >= length[:, None], block_table)
+        return self.forward(params, pages, tokens, positions, offset >= length[:, None], block_table, taps)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
 
 Kind = Literal["matrix", "table", "bias", "norm", "ids"]
 
@@ -40,3 +44,16 @@ class Parameter:
     @property
     def trained(self) -> bool:
         return self.kind != "ids" and not self.borrowed
+
+
+def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable]:
+    """shape, and what else `Parameter` holds -> a variable of that kind, which knows it. All have dtype but norms and
+    ids: norms are small, and Gemma's 1 + w needs the bits."""
+    own = {"norm": jnp.float32, "ids": jnp.int32}.get(kind, dtype)
+
+    def variable(*shape: int, axes: tuple[str | None, ...] = (), parts: Mapping[str, int] | None = None, **known: bool):
+        axes, merged = axes or (None,) * len(shape), tuple((parts or {}).items())
+        declared = Parameter(shape, jnp.dtype(own), kind, axes, merged, **known)
+        return (nnx.Param if declared.trained else nnx.Variable)(jnp.zeros(shape, own), declared=declared)
+
+    return variable

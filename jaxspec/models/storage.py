@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params, parameters
+from jaxspec.models.decoder import Params, compute_dtype, parameters
 from jaxspec.models.layers import Backend
 
 
@@ -43,7 +43,7 @@ def stored_for(backend: Backend, config: ModelConfig, params: Params) -> Params:
 
     A dict is emptied on the way, so that memory never holds both forms: give a copy of one that is used elsewhere.
     """
-    if not isinstance(params, dict) or not backend.streams or params["embed"].dtype != jnp.float32:
+    if not isinstance(params, dict) or not backend.streams or compute_dtype(params) != jnp.float32:
         return params
     matrices = frozenset(name for name, p in parameters(config).items() if p.kind == "matrix")  # tables lie well
     turned = lambda name, x: x.T.block_until_ready() if name in matrices else x

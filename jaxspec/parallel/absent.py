@@ -1,10 +1,11 @@
-"""libtpu where no TPU is: it is left out. It would look for one, write error lines of its own, and print a stack where
-the process is ended by SIGTERM."""
+"""Platforms that are not here. libtpu is left out where no TPU is: it would look for one, write error lines of its own,
+and print a stack where the process is ended by SIGTERM. What JAX_PLATFORMS asks for in vain is told in a line."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,24 @@ def leave_out_absent_tpu() -> None:
 
 def refuse() -> Any:
     raise RuntimeError("this machine has no TPU")
+
+
+def other_platforms(error: Exception) -> str | None:
+    """What to say where JAX found no device because of JAX_PLATFORMS; None where the error is another. JAX chooses
+    anew for it: only for a process that is about to end."""
+    wanted = os.environ.get("JAX_PLATFORMS")
+    frames = traceback.extract_tb(error.__traceback__)
+    if not wanted or not frames or frames[-1].name != "backends":  # where JAX makes them: its errors have no type
+        return None
+    import jax
+    from jax.extend.backend import backends, clear_backends
+
+    del os.environ["JAX_PLATFORMS"]
+    jax.config.update("jax_platforms", "")
+    clear_backends()  # the first of several may have been there
+    leave_out_absent_tpu()
+    found, reason = ", ".join(backends()), str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+    return f"JAX_PLATFORMS={wanted!r} cannot be had{f' ({reason})' if reason else ''}: leave it out, or use {found}"
 
 
 def may_have_tpu(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> bool:

@@ -19,6 +19,7 @@ MODEL_AXES = ("tp_draft", "tp_rest")
 # Logical axis -> mesh axes.
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {"vocab": MODEL_AXES, "heads": MODEL_AXES, "mlp": MODEL_AXES}
 PAGES_SPEC = P(None, None, MODEL_AXES, None)  # [P, S, 2G, D]
+FEATURES_SPEC = P(None, None, MODEL_AXES)  # [P, S, M]
 
 
 def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None) -> Mesh:

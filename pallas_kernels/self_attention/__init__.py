@@ -15,7 +15,7 @@ def self_attention(
     cos: jax.Array,
     sin: jax.Array,
     *,
-    norm: jax.Array,
+    norm: jax.Array | None = None,
     normed: jax.Array | None = None,
     eps: float,
     bias: jax.Array | None = None,
@@ -39,7 +39,7 @@ def self_attention(
       block_table: i32[B, N], page ids, as in `paged_attention`.
       kv_len: i32[B], as in `paged_attention`: token t of row b stands at position `kv_len[b] - T + t`.
       cos, sin: f32[B, T, D / 2], the tokens' rotary angles.
-      norm: f32[E], scale of the RMSNorm of x.
+      norm: f32[E], scale of the RMSNorm of x; None where normed is given.
       normed: [B, T, E], x normed by it, where it is there already; or None.
       eps: of all norms.
       bias: of qkv, or None.

@@ -127,7 +127,7 @@ def test_a_missing_shard_is_named(tmp_path):
 
 def test_a_dtype_that_is_not_read_is_named(tmp_path):
     name = "model.norm.weight"
-    with fails(NotImplementedError, name, "I32"):
+    with fails(NotImplementedError, name, "int32"):
         load(rewrite(tmp_path, "llama2", lambda t: t | {name: np.ones(48, np.int32)}))
 
 

@@ -63,3 +63,14 @@ def test_prefill(chip):
     # Nobody reads what the last layer of each model attends to, nor its MLP.
     assert hlo.kernels(read.all, "paged_attention") == layers - 2
     assert hlo.collectives(read.all) == Counter({"all-reduce": sums(layers - 2, 2)} if several else {})
+
+
+@pytest.mark.parametrize("chip", ["v6e:1x1", "v5e:2x2"])
+@pytest.mark.parametrize(("method", "num_drafts"), [("eagle3", K), ("dflash", 15)])
+def test_a_head_beside_its_target(method, num_drafts, chip):
+    """The loop holds the target's features too, in place like the caches."""
+    target = preset("qwen3-8b")
+    whole = Program(chip, target, preset(method, target), num_drafts=num_drafts, max_model_len=4096)
+    assert len(whole.cache.features) == 1
+    # Where its devices put logits together, those of 16 positions a row take 156 MB, twice.
+    check_loop(whole, whole.launch(), TEMPORARY if num_drafts == K else 500_000_000)

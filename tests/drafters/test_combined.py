@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.drafters.base import Proposal
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.ngram import NGram
 from tests.drafters.histories import history
@@ -17,19 +20,17 @@ K, V = 3, 20
 NO_LOOKUP = {"prompt_lookup_min": 60, "prompt_lookup_max": 60}
 
 
-class Counting:
+class Counting(Drafter):
     """A draft whose i-th token is 10 + i."""
 
-    num_speculative_tokens, max_model_len = K, None
-
-    def propose(self, params, pages, history, choose):
+    def propose(self, params, cache, history, choose):
         drafts, probs = jnp.zeros((history.tokens.shape[0], K), jnp.int32), []
         for i in range(K):
             token, p = choose(None, jnp.zeros((drafts.shape[0], V)).at[:, 10 + i].set(9.0), drafts, i)
             drafts = drafts.at[:, i].set(token)
             probs.append(p)
         stacked = None if probs[0] is None else jnp.stack(probs, axis=1)
-        return Proposal(drafts, stacked, history.num_wanted), pages
+        return Proposal(drafts, stacked, history.num_wanted), cache.draft
 
 
 @pytest.mark.parametrize("certain", [False, True])
@@ -42,8 +43,9 @@ def test_looked_up_first_then_drafted(certain):
         seen.append(drafts[:, :i].T.tolist())
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None if certain else jax.nn.softmax(logits, axis=-1)
 
-    draft = Counting()
-    proposal, pages = Combined(NGram(K, 2, 3), draft).propose(None, "pages", history(rows, 12, K), choose)
+    cache: Any = PagedKVCache((), "pages")
+    drafter = Combined(K, NGram(K, 2, 3), Counting(K))
+    proposal, pages = drafter.propose({}, cache, history(rows, 12, K), choose)
     assert proposal.tokens.tolist() == [[7, 8, 9], [5, 11, 12], [10, 11, 12]]
     assert proposal.num_proposed.tolist() == [K] * 3
     assert pages == "pages"

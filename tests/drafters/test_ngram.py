@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.drafters.base import Chunk
 from jaxspec.drafters.ngram import NGram
 from tests.drafters.histories import history
@@ -37,7 +38,7 @@ def no_model(logits, i):
     raise AssertionError("prompt lookup has nothing to sample from")
 
 
-run = jax.jit(lambda drafter, rows: drafter.propose(None, (), rows, no_model)[0], static_argnums=0)
+run = jax.jit(lambda drafter, rows: drafter.propose({}, PagedKVCache(()), rows, no_model)[0], static_argnums=0)
 one_row = st.lists(st.integers(0, 2), min_size=1, max_size=M - 1)
 
 
@@ -86,7 +87,7 @@ def test_rows_limits():
 
 
 def test_a_prompt_needs_no_prefill():
-    pages = ()
+    cache = PagedKVCache(())
     chunk = Chunk(*[jnp.zeros((B, 4), jnp.int32)] * 4)
-    assert NGram(K).prefill(None, pages, chunk) is pages
+    assert NGram(K).prefill({}, cache, chunk) is cache.draft
     assert NGram(K).max_model_len is None

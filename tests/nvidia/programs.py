@@ -42,7 +42,7 @@ class GpuProgram(Program):
         return ACCELERATORS[GPUS[chip].facts].programs_memory
 
     def compiled(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-        pages = sum(layout.num_pages * layout.page_bytes for layout in self.layouts)
+        pages = sum(layout.num_pages * layout.stored_bytes(1, "gpu") for layout in self.layouts.values())
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
         return compile(lowered)[1] | {"pages": pages, "weights": weights, "reserved": self.reserved}
 

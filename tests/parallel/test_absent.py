@@ -1,9 +1,10 @@
-"""libtpu is left out where nothing tells of a TPU, and only there."""
+"""libtpu is left out where nothing tells of a TPU, and only there; commands tell of platforms that are not here."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,20 @@ def test_it_may_come_late():
     """Where JAX has been used already."""
     done = python("import jax; jax.devices(); " + LEAVE + "f(); print(jax.devices())", JAX_PLATFORMS="")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "platforms"), [("generate x", "wrong"), ("info smollm2-135m-instruct", "cpu,wrong"), ("bench", "cuda")]
+)
+def test_a_command_says_what_else_there_is(words, platforms):
+    """JAX has a RuntimeError for a name that it does not know, and an AssertionError for GPUs that are not there."""
+    if platforms == "cuda" and Path("/dev/nvidia0").exists():
+        pytest.skip("needs no GPU")
+    program = [sys.executable, "-m", "jaxspec.cli", *words.split()]
+    chosen = os.environ | {"JAX_PLATFORMS": platforms}
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=chosen, timeout=60)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"jaxspec: JAX_PLATFORMS={platforms!r} cannot be had")
+    assert re.search(r": leave it out, or use (cpu|\w+, cpu|cpu, \w+)$", line)
+    assert "Traceback" not in done.stderr

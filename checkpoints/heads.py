@@ -1,0 +1,69 @@
+"""Heads beside a target: a folder with a config.json and tensors, which the head's own method understands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.assemble import assemble
+from checkpoints.names import Table
+from checkpoints.reading import read_json
+from checkpoints.safetensors import Shards
+from jaxspec.errors import UserError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import Place
+from jaxspec.models.parameters import Parameter
+
+
+def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
+    """(config.json, tensor -> shape). Raises as `checkpoints.safetensors` does."""
+    return read_json(folder / "config.json"), Shards(folder).shapes()
+
+
+class Reading(Protocol):
+    """How a head's checkpoint is read; `jaxspec.drafters.heads` says what each means."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def names(self) -> Mapping[str, Place]: ...
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
+    @property
+    def absolute_ids(self) -> bool: ...
+    @property
+    def norm_plus_one(self) -> bool: ...
+
+
+def load(
+    folder: Path, how: Reading, abstract: Mapping[str, Parameter], *, progress: bool = True
+) -> dict[str, jax.Array]:
+    """The parameters, of a reduced vocabulary both ways of naming ids; how: a `Reading`. Raises as
+    `checkpoints.load_params` does."""
+
+    def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32) + 1 if how.norm_plus_one and parameter.kind == "norm" else x
+
+    stored = {name: p for name, p in abstract.items() if name != "t2d"}
+    table = Table(dict(how.names), how.ignored)
+    params = assemble(how.config, stored, table, Shards(folder), edit=edit, progress=progress)
+    if "t2d" in abstract:
+        own = 0 if how.absolute_ids else np.arange(abstract["d2t"].shape[0])
+        params |= both_ways(folder, np.asarray(params["d2t"], np.int64) + own, abstract)
+    return params
+
+
+def both_ways(folder: Path, theirs: np.ndarray, abstract: Mapping[str, Parameter]) -> dict[str, jax.Array]:
+    """d2t and t2d of a reduced vocabulary, from the target's id of each of its own."""
+    own, all_ids = abstract["d2t"].shape[0], abstract["t2d"].shape[0]
+    if theirs.min() < 0 or theirs.max() >= all_ids or len(np.unique(theirs)) < own:
+        raise UserError(f"{folder}: d2t names ids twice, or beyond the target's {all_ids}: it is for another target")
+    back = np.full(all_ids, own)
+    back[theirs] = np.arange(own)
+    place = lambda name, x: jax.device_put(jnp.asarray(x, jnp.int32), abstract[name].sharding)
+    return {"d2t": place("d2t", theirs), "t2d": place("t2d", back)}

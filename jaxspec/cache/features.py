@@ -1,0 +1,25 @@
+"""What a drafter keeps of the target's positions, in pages at the slots of the target's keys and values."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.shapes import Array, Float, Int
+
+
+def write(cache: PagedKVCache, slots: Int[Array, " _"], features: Float[Array, "B T M"]) -> tuple[Array, ...]:
+    """The feature pages with these at slots i32[B*T]; a slot outside the pool is dropped."""
+    (pages,) = cache.features
+    rows = pages.reshape(-1, pages.shape[-1])
+    values = features.reshape(-1, features.shape[-1]).astype(pages.dtype)
+    return (rows.at[slots].set(values, mode="drop").reshape(pages.shape),)
+
+
+def read(cache: PagedKVCache, positions: Int[Array, "B T"], block_table: Int[Array, "B N"]) -> Float[Array, "B T M"]:
+    """The features of these positions of each row; of those that have no page, what happens to be there."""
+    (pages,) = cache.features
+    page_size, width = pages.shape[1:]
+    page = jnp.take_along_axis(block_table, jnp.clip(positions, 0) // page_size, axis=1, mode="clip")
+    slots = page * page_size + positions % page_size
+    return jnp.take(pages.reshape(-1, width), slots, axis=0, mode="clip")

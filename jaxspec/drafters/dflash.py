@@ -1,0 +1,230 @@
+"""DFlash: a few layers that draft a whole block in one pass, its places seeing each other and the target's past.
+
+Keys and values of the past are made of the target's hidden states, in every layer, at their own positions. Source: Chen
+et al., https://arxiv.org/abs/2602.06036. Formats: z-lab's and the speculators library's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.cache import features
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
+from jaxspec.drafters.chain import at_once
+from jaxspec.drafters.heads import Found, Reading
+from jaxspec.errors import UserError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Layer, bind, module, ropes_of
+from jaxspec.models.families import layer_names
+from jaxspec.models.head import Head, product
+from jaxspec.models.layers import Backend, Rows
+from jaxspec.models.paged import PagedModel
+from jaxspec.models.parameters import declare
+from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, cut, per_shard
+from jaxspec.sampling.rng import take_row
+from pallas_kernels import plain, streamed
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.plain import project, rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ModelConfig):
+    """taps: the layers of the target whose input it reads; target_width: of these. block_size: the longest block that
+    it was trained for, the pending token included."""
+
+    taps: tuple[int, ...] = ()
+    target_width: int = 0
+    block_size: int = 1
+    has_head: bool = False  # of its own, over some of the target's ids; else the target's is used
+
+    method = "dflash"
+    features_from = ("fc",)
+
+    @property
+    def borrows_head(self) -> bool:
+        return not self.has_head
+
+    @property
+    def features_width(self) -> int:
+        return self.width
+
+
+class DFlashHead(Head):
+    config: Config
+
+    def __init__(self, config: Config, dtype: Any) -> None:
+        c, norm = config, declare("norm")
+        self.config = c
+        self.fc = declare("matrix", dtype)(len(c.taps) * c.target_width, c.width)
+        self.hidden_norm, self.norm = norm(c.width), norm(c.width)
+        self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
+        if c.has_head:
+            self.declare_head(c, dtype)
+
+    def features(self, hidden, tapped, backend):
+        x = product(jnp.concatenate(tapped, axis=-1), self.fc[...], backend).astype(tapped[0].dtype)
+        return rms_norm(self.hidden_norm[...], x, self.config.norm_eps)
+
+    def __call__(self, x, past, pages, rows: Rows, backend: Backend):
+        """x [B,T,E], the block; past [B,W,E], features of positions that the pages lack; rows: of both, past first,
+        kv_len being what every place of the block sees -> (hidden [B,T,E], pages). T may be 0."""
+        c, ropes, written = self.config, ropes_of(self.config, rows, backend), []
+        for layer, layer_pages in zip(self.layers, pages, strict=True):
+            both = jnp.concatenate([past, rms_norm(layer.input_norm[...], x, c.norm_eps)], axis=1)
+            mixed, layer_pages = attend_both_ways(layer, both, past.shape[1], layer_pages, rows, ropes[c.rope], backend)
+            written.append(layer_pages)
+            if x.shape[1]:
+                x, _ = layer.feed_forward(x, mixed, backend)
+        return rms_norm(self.norm[...], x, c.norm_eps), tuple(written)
+
+
+module.register(Config, DFlashHead)
+
+
+def attend_both_ways(layer: Layer, both, num_past: int, pages, rows: Rows, tables, backend: Backend):
+    """both [B,W+T,E], normed -> (what each of the last T sees of all keys below kv_len [B,T,H*D], pages with the keys
+    and values of all). One query token of T times as many heads, which sees what it would: its causal mask is none."""
+    c = layer.config
+    used = {"qkv": layer.qkv}
+    if c.qkv_bias:
+        used["bias"] = layer.qkv_bias
+    if c.qk_norm:
+        used |= {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
+    weights = {name: parameter[...] for name, parameter in used.items()}
+    specs = {name: cut(parameter.declared.axes) for name, parameter in used.items()}
+    linear = streamed.linear if backend.streams and both.dtype == jnp.float32 else plain.linear
+
+    def shard(both, weights, pages, where, tables):
+        (b, t, _), g, d, (cos, sin) = both.shape, pages.shape[2] // 2, c.head_dim, tables
+        bias, q_norm, k_norm = (weights.get(name) for name in ("bias", "q_norm", "k_norm"))
+        heads = project(both, weights["qkv"], bias, q_norm, k_norm, cos, sin, g, c.norm_eps, backend.device, linear)
+        query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, pages.shape[-1] - d),)) for x in heads)
+        kv = jnp.stack([key, value], axis=3).reshape(b * t, 2 * g, pages.shape[-1])
+        pages = kv_write(pages, kv, where["slots"], **backend.how())
+        t -= num_past
+        if not t:
+            return jnp.zeros((b, 0, query.shape[2] * d), both.dtype), pages
+        grouped = query[:, num_past:].reshape(b, t, g, -1, query.shape[-1])
+        grouped = jnp.swapaxes(grouped, 1, 2).reshape(b, 1, -1, query.shape[-1])
+        mixed = paged_attention(
+            grouped, pages, where["block_table"], where["kv_len"], scale=c.query_scale, **backend.how()
+        )
+        mixed = jnp.swapaxes(mixed.reshape(b, g, t, -1, query.shape[-1]), 1, 2)[..., :d]
+        return mixed.reshape(b, t, -1), pages
+
+    where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len")}
+    heads = P(None, None, MODEL_AXES)
+    run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P()), (heads, PAGES_SPEC))
+    return run(both, weights, pages, where, tables)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash(Drafter):
+    """most: the largest K of the engine, by which its cache may lag."""
+
+    most: int
+    model: PagedModel
+    target: PagedModel
+
+    @property
+    def max_lag(self) -> int:
+        return self.most + 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        config: Any = self.model.config
+        return config.taps
+
+    @property
+    def features_width(self) -> int:
+        return self.model.config.features_width
+
+    def features(self, params, hidden, tapped):
+        return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)
+
+    @property
+    def passes(self) -> int:
+        return 1
+
+    def propose(self, params, cache, history: History, choose: Choose):
+        count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
+        head: Any = bind(config, params["draft"])
+        target = bind(self.target.config, params["target"])
+        last = history.num_tokens - 1  # the pending token's position
+        start = jnp.clip(history.draft_len, jnp.maximum(last - self.most - 1, 0), last)
+        in_step = history.draft_len >= last - self.max_lag
+        wanted = jnp.where(history.live & in_step, history.num_wanted, 0)
+
+        past_at = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
+        block = jnp.arange(count + 1, dtype=jnp.int32)[None, :]
+        positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
+        unread = past_at >= last[:, None]
+        masked = jnp.concatenate([unread, block > wanted[:, None]], axis=1) | ~history.live[:, None]
+        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table))
+        pending = take_row(history.tokens, last)[:, None]
+        x = target.embedded(jnp.where(block == 0, pending, head.config.mask_id), backend)
+        rows = self.model.rows(positions, masked, history.block_table)
+        rows = dataclasses.replace(rows, kv_len=jnp.where(history.live, last + 1 + wanted, 0))
+        hidden, pages = head(x, past.astype(x.dtype), cache.draft, rows, backend)
+        drafts, probs = at_once(head if head.config.has_head else target, hidden[:, 1:], choose)
+        return Proposal(drafts, probs, wanted, jnp.where(in_step, last, history.draft_len)), pages
+
+    def prefill(self, params, cache, chunk: Chunk):
+        head: Any = bind(self.model.config, params["draft"])
+        offset = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)[None, :]
+        positions, masked = chunk.start[:, None] + offset, offset >= chunk.length[:, None]
+        past = jnp.where(masked[:, :, None], 0, features.read(cache, positions, chunk.block_table))
+        rows = self.model.rows(positions, masked, chunk.block_table)
+        return head(past[:, :0], past, cache.draft, rows, self.model.backend)[1]
+
+
+def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DFlash:
+    config: Any = models["draft"].config
+    if most >= config.block_size:
+        raise UserError(
+            f"num_speculative_tokens={most}, but the draft fills blocks of {config.block_size}, the pending token "
+            f"included: at most {config.block_size - 1}"
+        )
+    return DFlash(k, most, models["draft"], models["target"])
+
+
+def read(found: Found) -> Reading:
+    raw, target = found.raw, found.target
+    found.refuse(sample_from_anchor=False)
+    count = found.whole("num_target_layers", target.num_layers, "num_layers")
+    found.fits("layers", count, target.num_layers)
+    # z-lab's ids name the layers whose output is read: the input of the one after.
+    key, shift = ("target_layer_ids", 1) if "target_layer_ids" in raw else ("aux_hidden_state_layer_ids", 0)
+    if raw.get(key) is None:
+        raise UserError(f"{found.name}: config.json lacks {key}, the target's layers that the draft reads")
+    taps = found.taps([i + shift for i in raw[key]], (), f"{key} (their output)" if shift else key)
+    fields = found.layers()
+    rows = found.shapes.get("fc.weight", (0, 0))[-1]
+    found.fits(f"width (of {len(taps)} layers that it reads)", rows // len(taps), target.width)
+    found.fits("width", fields["width"], target.width)  # it reads the target's table and uses its head
+    config = Config(**fields | {
+        "taps": taps,
+        "target_width": target.width,
+        "mask_id": found.whole("mask_token_id", kind="token_id"),
+        "block_size": found.whole("block_size", kind="num_heads"),
+        "has_head": found.has("d2t"),
+        "reduced_vocab_size": found.shapes["d2t"][0] if found.has("d2t") else None,
+    })  # fmt: skip
+    if config.mask_id is None or config.block_size is None or any(config.windows):
+        raise UserError(f"{found.name}: config.json needs mask_token_id and block_size, and layers without a window")
+    names = {
+        **layer_names("layers.{}."),
+        "fc.weight": ("fc", ""),
+        "hidden_norm.weight": ("hidden_norm", ""),
+        "norm.weight": ("norm", ""),
+        "lm_head.weight": ("head", ""),
+        "d2t": ("d2t", ""),
+    }
+    return Reading(config, names, ("embed_tokens.weight", "lm_head.weight", "verifier_*", "t2d"))

@@ -1,0 +1,94 @@
+"""EAGLE-1: one layer over the next token and the target's last hidden state; logits by the target's own head.
+
+Source: Li et al., https://arxiv.org/abs/2401.15077. Formats: SafeAILab's, and vLLM's with `model.` before the names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.drafters.feature_chain import FeatureChain
+from jaxspec.drafters.heads import Found, Reading
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Layer, module, through
+from jaxspec.models.families import layer_names
+from jaxspec.models.head import Head, product
+from jaxspec.models.paged import PagedModel
+from jaxspec.models.parameters import declare
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ModelConfig):
+    """bias: whether fc has one; has_head: whether there is a head of its own, else the target's is used."""
+
+    bias: bool = True
+    has_head: bool = False
+
+    method = "eagle"
+    taps = ()
+
+    @property
+    def borrows_head(self) -> bool:
+        return not self.has_head
+
+    @property
+    def features_width(self) -> int:
+        return self.width
+
+
+class EagleHead(Head):
+    config: Config
+    has_table = False
+
+    def __init__(self, config: Config, dtype: Any) -> None:
+        c = config
+        self.config, self.has_head = c, c.has_head
+        self.fc = declare("matrix", dtype)(2 * c.width, c.width)
+        if c.bias:
+            self.fc_bias = declare("bias", dtype)(c.width)
+        # The first layer has no norm before its attention.
+        self.layers = nnx.List([Layer(c, i, dtype, entry=0 if i else c.width) for i in range(c.num_layers)])
+        if c.has_head:
+            self.declare_head(c, dtype)
+
+    def features(self, hidden, tapped, backend):
+        return hidden
+
+    def __call__(self, x, feature, pages, rows, backend):
+        mixed = product(jnp.concatenate([x, feature], axis=-1), self.fc[...], backend)
+        x = (mixed + self.fc_bias[...] if self.config.bias else mixed).astype(x.dtype)
+        x, _, pages, _ = through(list(self.layers), x, pages, rows, backend, entry=x)
+        return x, x, pages  # no norm before the head of logits
+
+
+module.register(Config, EagleHead)
+
+
+def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
+    return FeatureChain(k, most, models["draft"], models["target"])
+
+
+def read(found: Found) -> Reading:
+    found.refuse(skip_prenorm=True, skip_output_norm=True, add_para_norm=False)
+    fields, has_head = found.layers(), found.has("lm_head.")
+    found.fits("width", fields["width"], found.target.width)
+    config = Config(**fields | {
+        "bias": found.has("fc.bias"),
+        "has_head": has_head,
+        "reduced_vocab_size": found.shapes["token_map"][0] if found.has("token_map") else None,
+    })  # fmt: skip
+    names = {
+        **layer_names("layers.{}."),
+        "fc.weight": ("fc", ""),
+        "fc.bias": ("fc_bias", ""),
+        "lm_head.weight": ("head", ""),
+        "token_map": ("d2t", ""),
+    }
+    return Reading(
+        config, found.named(names), ("*embed_tokens.weight", "*layers.0.input_layernorm.weight"), absolute_ids=True
+    )

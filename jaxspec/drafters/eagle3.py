@@ -1,0 +1,167 @@
+"""EAGLE-3: one layer over the next token and three of the target's hidden states.
+
+Source: Li et al., https://arxiv.org/abs/2503.01840. Formats: SafeAILab's, SpecForge's, the speculators library's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.drafters.draft_model import in_parallel
+from jaxspec.drafters.feature_chain import FeatureBlock, FeatureChain
+from jaxspec.drafters.heads import Found, Reading
+from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Layer, module, through
+from jaxspec.models.families import layer_names
+from jaxspec.models.head import Head, product
+from jaxspec.models.paged import PagedModel
+from jaxspec.models.parameters import declare
+from pallas_kernels.plain import rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ModelConfig):
+    """taps: the layers of the target whose input it reads; target_width: of these.
+    norm_before_fc, norm_taps: a norm of all taps together, or of each.
+    norm_before_residual: the residual stream starts from the normed features.
+    norm_output: what is carried on to the next step is normed too.
+    has_table, has_head: whether it has these of its own; else the target's are used.
+    mask_id: of one that fills all places at once (P-EAGLE), which also has features for these."""
+
+    taps: tuple[int, ...] = ()
+    target_width: int = 0
+    norm_before_fc: bool = False
+    norm_taps: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    has_table: bool = False
+    has_head: bool = True
+
+    method = "eagle3"
+    features_from = ("fc",)
+
+    @property
+    def borrows_head(self) -> bool:
+        return not self.has_head
+
+    @property
+    def features_width(self) -> int:
+        return self.width
+
+
+class Eagle3Head(Head):
+    config: Config
+
+    def __init__(self, config: Config, dtype: Any) -> None:
+        c, matrix, norm = config, declare("matrix", dtype), declare("norm")
+        self.config, self.has_table, self.has_head = c, c.has_table, c.has_head
+        if c.has_table:
+            self.embed = declare("table", dtype)(c.vocab_size, c.width, axes=("vocab", None))
+        self.fc = matrix(len(c.taps) * c.target_width, c.width)
+        if c.norm_before_fc:
+            self.input_norm = norm(len(c.taps) * c.target_width)
+        if c.norm_taps:
+            self.tap_norms = nnx.List([norm(c.target_width) for _ in c.taps])
+        if c.mask_id is not None:
+            self.mask_hidden = declare("bias", dtype)(1, 1, len(c.taps) * c.target_width)
+        self.token_norm, self.hidden_norm = norm(c.width), norm(c.width)
+        self.layers = nnx.List([Layer(c, i, dtype, entry=0 if i else 2 * c.width) for i in range(c.num_layers)])
+        self.norm = norm(c.width)
+        if c.has_head:
+            self.declare_head(c, dtype)
+
+    def features(self, hidden, tapped, backend):
+        """What is kept of a position: its taps, down to the head's width."""
+        return self.reduced(jnp.concatenate(tapped, axis=-1), backend)
+
+    def reduced(self, x, backend):
+        c = self.config
+        x = rms_norm(self.input_norm[...], x, c.norm_eps) if c.norm_before_fc else x
+        if c.norm_taps:
+            parts = zip(self.tap_norms, jnp.split(x, len(c.taps), axis=-1), strict=True)
+            x = jnp.concatenate([rms_norm(w[...], part, c.norm_eps) for w, part in parts], axis=-1)
+        return product(x, self.fc[...], backend).astype(x.dtype)
+
+    def masks(self, backend):
+        """The features [M] of places that are to be filled."""
+        return self.reduced(self.mask_hidden[...], backend)[0, 0]
+
+    def embedded(self, tokens, backend):
+        return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+
+    def __call__(self, x, feature, pages, rows, backend):
+        c = self.config
+        normed = rms_norm(self.hidden_norm[...], feature, c.norm_eps)
+        both = jnp.concatenate([rms_norm(self.token_norm[...], x, c.norm_eps), normed], axis=-1)
+        x, norm = normed if c.norm_before_residual else feature, self.norm[...]
+        x, hidden, pages, _ = through(list(self.layers), x, pages, rows, backend, norm=norm, entry=both)
+        return hidden, hidden if c.norm_output else x, pages
+
+
+module.register(Config, Eagle3Head)
+
+
+def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
+    kind = FeatureBlock if in_parallel(models["draft"], speculative) else FeatureChain
+    return kind(k, most, models["draft"], models["target"])
+
+
+def read(found: Found) -> Reading:
+    """From config.json, and from which tensors there are: those are seldom wrong."""
+    raw, target = found.raw, found.target
+    target_width = found.whole("target_hidden_size", raw.get("hidden_size"), "width")
+    found.fits("width", target_width, target.width)
+    if raw.get("use_aux_hidden_state") is False:
+        raise UnsupportedError(f"{found.name}: use_aux_hidden_state=false, a head that reads one layer, is not read")
+    key, layers = "eagle_aux_hidden_state_layer_ids", target.num_layers
+    taps = found.taps(raw.get(key), (2, layers // 2, layers - 3), key)
+    rows = found.shapes.get(found.prefix + "fc.weight", (0, 0))[-1]
+    if rows != len(taps) * target_width:
+        raise UserError(
+            f"{found.name}: tensor fc.weight reads {rows} numbers, {key}={list(taps)} of width {target_width} are "
+            f"{len(taps) * target_width}: mend config.json"
+        )
+    fields, fills = found.layers(), found.has("mask_hidden")
+    config = Config(**fields | {
+        "reduced_vocab_size": found.shapes["d2t"][0] if found.has("d2t") else None,
+        "taps": taps,
+        "target_width": target_width,
+        "norm_before_fc": found.has("input_norm."),
+        "norm_taps": found.has("fc_norm.", "aux_norm_"),
+        "norm_before_residual": found.flag("norm_before_residual", default=False),
+        "norm_output": found.flag("norm_output", default=False),
+        "has_table": fields["width"] != target.width,
+        "has_head": found.has("lm_head."),
+        "mask_id": found.whole("ptd_token_id", raw.get("mask_token_id"), "token_id") if fills else None,
+    })  # fmt: skip
+    if not config.has_head and config.width != target.width:
+        raise UserError(f"{found.name}: tensor lm_head.weight is missing, and the target's is of another width")
+    return Reading(config, names(found), ("t2d", "*embed_tokens.weight", "verifier_norm.*", "verifier_lm_head.*"))
+
+
+def names(found: Found) -> dict[str, tuple[str, str]]:
+    """Where tensors go, as this writer calls them."""
+    first = "midlayer." if found.has("midlayer.") else "layers.0."
+    taps = {f"aux_norm_{name}.weight": (f"tap_norms.{i}", "") for i, name in enumerate(("low", "mid", "high"))}
+    if not found.has("aux_norm_"):
+        taps = {"fc_norm.{}.weight": ("tap_norms.{}", "")}
+    return found.named({
+        **layer_names("layers.{}."),
+        **layer_names(first, "layers.0."),
+        first + "input_layernorm.weight": ("token_norm", ""),
+        first + "hidden_norm.weight": ("hidden_norm", ""),
+        **taps,
+        "embed_tokens.weight": ("embed", ""),
+        "fc.weight": ("fc", ""),
+        "input_norm.weight": ("input_norm", ""),
+        "norm.weight": ("norm", ""),
+        "lm_head.weight": ("head", ""),
+        "d2t": ("d2t", ""),
+        "mask_hidden": ("mask_hidden", ""),
+    })  # fmt: skip

@@ -1,0 +1,143 @@
+"""Medusa: a head a draft, each from the target's last hidden state, none knowing what the others say.
+
+Source: Cai et al., https://arxiv.org/abs/2401.10774. Formats: the original's (1: heads alone; 2: within the model's own
+checkpoint) and vLLM's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.last_feature import LastFeature
+from jaxspec.errors import UserError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import module
+from jaxspec.models.head import Head, product
+from jaxspec.models.paged import PagedModel
+from jaxspec.models.parameters import declare
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ModelConfig):
+    """num_drafts: heads; depth: blocks of each; bias: whether these have one; has_head: whether each has a matrix of
+    logits of its own, else the target's is used; one_head: whether all have the same."""
+
+    num_drafts: int = 1
+    depth: int = 1
+    bias: bool = True
+    has_head: bool = True
+
+    method = "medusa"
+    cached_layers = 0
+
+    @property
+    def borrows_head(self) -> bool:
+        return not self.has_head
+
+    @property
+    def features_width(self) -> int:
+        return self.width
+
+
+class MedusaHead(Head):
+    """One of them."""
+
+    def __init__(self, config: Config, dtype: Any) -> None:
+        c = config
+        self.config = c
+        self.blocks = nnx.List([declare("matrix", dtype)(c.width, c.width) for _ in range(c.depth)])
+        if c.bias:
+            self.biases = nnx.List([declare("bias", dtype)(c.width) for _ in range(c.depth)])
+        if c.has_head:
+            self.head = declare("matrix", dtype)(c.width, c.head_size, axes=(None, "vocab"), head=True)
+
+    def __call__(self, x, backend):
+        for j, block in enumerate(self.blocks):
+            y = product(x, block[...], backend)
+            x = x + jax.nn.silu(y + self.biases[j][...] if self.config.bias else y).astype(x.dtype)
+        return x
+
+
+class MedusaHeads(Head):
+    """All of them, which propose the same ids."""
+
+    def __init__(self, config: Config, dtype: Any) -> None:
+        self.config = config
+        self.declare_ids(config)
+        self.heads = nnx.List([MedusaHead(config, dtype) for _ in range(config.num_drafts)])
+
+    def one(self, i: int) -> MedusaHead:
+        chosen = self.heads[i]
+        if self.config.reduced_vocab_size:
+            chosen.d2t, chosen.t2d = self.d2t, self.t2d
+        return chosen
+
+
+module.register(Config, MedusaHeads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Medusa(LastFeature):
+    def begin(self, head, hidden):
+        return hidden
+
+    def draft(self, head, state, token, i):
+        one = head.one(i)
+        return one if one.config.has_head else None, one(state, self.model.backend), state
+
+
+def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Medusa:
+    config: Any = models["draft"].config
+    if most > config.num_drafts:
+        raise UserError(f"num_speculative_tokens={most}, but the draft has {config.num_drafts} heads: lower it")
+    return Medusa(k, models["draft"], models["target"])
+
+
+# File's name of a block's weight, of its bias, and of a head's matrix of logits, in each of the formats.
+FORMATS = (
+    ("{i}.{j}.linear.weight", "{i}.{j}.linear.bias", "{i}.{depth}.weight"),
+    ("medusa_head.{i}.{j}.linear.weight", "medusa_head.{i}.{j}.linear.bias", "medusa_head.{i}.{depth}.weight"),
+    ("blocks.{i}.layers.{j}.weight", "blocks.{i}.layers.{j}.bias", "lm_heads.{i}.weight"),
+    (
+        "medusa_heads.blocks.{i}.layers.{j}.weight",
+        "medusa_heads.blocks.{i}.layers.{j}.bias",
+        "medusa_heads.lm_heads.{i}.weight",
+    ),
+)
+
+
+def read(found: Found) -> Reading:
+    """Counts the tensors: config.json often names too few heads."""
+    target = found.target
+    found.refuse(logit_scale=1.0)
+    how = next((f for f in FORMATS if f[0].format(i=0, j=0) in found.shapes), None)
+    if how is None:
+        raise UserError(f"{found.name} holds no Medusa heads ({FORMATS[0][0].format(i=0, j=0)}): take one that does")
+    block, bias, logits = how
+    there = lambda i, j: block.format(i=i, j=j) in found.shapes
+    heads = next(i for i in range(len(found.shapes) + 1) if not there(i, 0))
+    depth = next(j for j in range(len(found.shapes) + 1) if not there(0, j))
+    found.fits("width", found.shapes[block.format(i=0, j=0)][0], target.width)
+    places = {block.format(i=i, j=j): (f"heads.{i}.blocks.{j}", "") for i in range(heads) for j in range(depth)}
+    places |= {bias.format(i=i, j=j): (f"heads.{i}.biases.{j}", "") for i in range(heads) for j in range(depth)}
+    places |= {logits.format(i=i, depth=depth): (f"heads.{i}.head", "") for i in range(heads)}
+    reduced = found.shapes["token_map"][0] if "token_map" in found.shapes else None
+    places["token_map"] = "d2t", ""
+    config = Config(**vars(target) | {
+        "tied": False,
+        "reduced_vocab_size": reduced,
+        "num_drafts": heads,
+        "depth": depth,
+        "bias": bias.format(i=0, j=0) in found.shapes,
+        "has_head": logits.format(i=0, depth=depth) in found.shapes,
+    })  # fmt: skip
+    own = re.compile(r"^(medusa_heads?\.)?(\d+|blocks|lm_heads)\.")
+    rest = tuple(name for name in found.shapes if not own.match(name))  # of Medusa-2, the model itself
+    return Reading(config, places, rest, absolute_ids=True)

@@ -1,0 +1,61 @@
+"""The drafting methods by name: the one place that lists them. Plain data, so that options can be checked against it.
+
+A method is a line here and a file of this folder by its name. `drafter(k, most, models, speculative)` there makes the
+drafter of k tokens a round, in an engine whose rounds have at most `most`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """parameters: whose it has: a whole model's, a head's beside its target, a head's within the target's own
+    checkpoint, or none.
+
+    signs: shell patterns of tensors that only its checkpoints have. The file of a head's method also has
+    `read(found)`, from a checkpoint to its configuration and where its tensors go (`jaxspec.drafters.heads`).
+    """
+
+    parameters: Literal["model", "head", "target"] | None
+    signs: tuple[str, ...] = ()
+
+
+METHODS = {
+    "draft_model": Method("model"),
+    "ngram": Method(None),
+    # The first whose sign is found counts.
+    "dflash": Method("head", ("hidden_norm.weight",)),
+    "eagle3": Method("head", ("d2t", "*midlayer.*", "*layers.0.hidden_norm.weight")),
+    "eagle": Method("head", ("fc.weight", "model.fc.weight")),
+    "medusa": Method("head", ("0.0.linear.weight", "medusa_head.*", "medusa_heads.*", "blocks.0.layers.*")),
+    "mlp_speculator": Method("head", ("speculator.*",)),
+    "mtp": Method("target"),
+}
+LOOKUP = "ngram+"  # before a method's name: prompt lookup where it finds something, that method elsewhere
+NAMES = (*METHODS, *(LOOKUP + name for name, method in METHODS.items() if method.parameters))
+
+
+def split(name: str) -> tuple[bool, str]:
+    """(whether prompt lookup goes first, the method): of "ngram+draft_model" (True, "draft_model")."""
+    return name.startswith(LOOKUP), name.removeprefix(LOOKUP)
+
+
+def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
+    """The method that a checkpoint is for: as it says, or by what its tensors are called."""
+    said = raw.get("speculators_model_type", raw.get("model_type"))
+    if said in METHODS:
+        return str(said)
+    names = list(tensors)
+    signed = lambda method: any(fnmatch.filter(names, sign) for sign in method.signs)
+    return next((name for name, method in METHODS.items() if signed(method)), "draft_model")
+
+
+def implementation(method: str) -> Any:
+    """The method's file."""
+    return importlib.import_module(f"jaxspec.drafters.{method}")

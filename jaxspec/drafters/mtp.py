@@ -1,0 +1,136 @@
+"""Multi-token prediction: a layer of the target's own kind over the next token and the last hidden state.
+
+The head stands in the target's checkpoint; the first one there is used for every draft. Sources: DeepSeek-V3,
+https://arxiv.org/abs/2412.19437; MiMo, https://arxiv.org/abs/2505.07608.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.drafters.feature_chain import FeatureChain
+from jaxspec.drafters.heads import Found, Reading
+from jaxspec.errors import UserError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Layer, module, through
+from jaxspec.models.families import FAMILIES, layer_names
+from jaxspec.models.head import product
+from jaxspec.models.paged import PagedModel
+from jaxspec.models.parameters import declare
+from pallas_kernels.plain import rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ModelConfig):
+    """hidden_first: the target's hidden state goes before the token's embedding, not after it; last_norm: it is read
+    after the target's last norm."""
+
+    hidden_first: bool = False
+    last_norm: bool = True
+    target_layers: int = 0
+
+    method = "mtp"
+    borrows_head = True
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return () if self.last_norm else (self.target_layers,)
+
+    @property
+    def features_width(self) -> int:
+        return self.width
+
+
+class MtpHead(nnx.Module):
+    has_table = has_head = False
+
+    def __init__(self, config: Config, dtype: Any) -> None:
+        c, norm = config, declare("norm")
+        self.config = c
+        self.token_norm, self.hidden_norm, self.norm = norm(c.width), norm(c.width), norm(c.width)
+        self.fc = declare("matrix", dtype)(2 * c.width, c.width)
+        self.layers = nnx.List([Layer(c, 0, dtype)])
+
+    def features(self, hidden, tapped, backend):
+        return hidden if self.config.last_norm else tapped[0]
+
+    def __call__(self, x, feature, pages, rows, backend):
+        c = self.config
+        parts = [rms_norm(self.token_norm[...], x, c.norm_eps), rms_norm(self.hidden_norm[...], feature, c.norm_eps)]
+        both = jnp.concatenate(parts[::-1] if c.hidden_first else parts, axis=-1)
+        x = product(both, self.fc[...], backend).astype(x.dtype)
+        _, hidden, pages, _ = through(list(self.layers), x, pages, rows, backend, norm=self.norm[...])
+        return hidden, hidden, pages
+
+
+module.register(Config, MtpHead)
+
+
+def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
+    return FeatureChain(k, most, models["draft"], models["target"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a writer calls the head's own tensors, after a prefix; hidden_first, last_norm as in Config; norm_plus_one:
+    norms are stored as what is added to 1."""
+
+    prefix: str
+    token_norm: str
+    hidden_norm: str
+    fc: str
+    norm: str
+    layer: str = ""
+    hidden_first: bool = False
+    last_norm: bool = True
+    norm_plus_one: bool = False
+
+
+MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+
+
+QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.")
+
+
+def formats(num_layers: int) -> dict[str, Format]:
+    """Of whom -> how. num_layers: the target's, after which DeepSeek counts on.
+
+    MiMo's own code and vLLM's feed the state before the last norm.
+    """
+    return {
+        "deepseek": Format(f"model.layers.{num_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        "mimo": Format("model.mtp_layers.0.", *MIMO, hidden_first=True, last_norm=False),
+        "qwen3_next": Format("mtp.", *QWEN, norm_plus_one=True),
+    }
+
+
+def read(found: Found) -> Reading:
+    target = found.target
+    known = formats(target.num_layers).values()
+    how = next((f for f in known if f"{f.prefix}{f.fc}.weight" in found.shapes), None)
+    if how is None:
+        raise UserError(f"{found.name} holds no head for multi-token prediction: take a checkpoint that has one")
+    kept = {key: value for key, value in vars(target).items() if key not in ("reduced_vocab_size", "windows")}
+    config = Config(**kept | {
+        "num_layers": 1,
+        "windows": (None,),
+        "tied": False,
+        "qkv_bias": f"{how.prefix}{how.layer}self_attn.q_proj.bias" in found.shapes,
+        "qk_norm": f"{how.prefix}{how.layer}self_attn.q_norm.weight" in found.shapes,
+        "hidden_first": how.hidden_first,
+        "last_norm": how.last_norm,
+        "target_layers": target.num_layers,
+    })  # fmt: skip
+    ends = {"token_norm": how.token_norm, "hidden_norm": how.hidden_norm, "fc": how.fc, "norm": how.norm}
+    renamed = {name.removeprefix("model.layers.{}."): place for name, place in FAMILIES[target.family].names.items()}
+    names = {
+        **layer_names(how.prefix + how.layer, "layers.0."),
+        **{how.prefix + how.layer + name: (place.format(0), part) for name, (place, part) in renamed.items()},
+        **{f"{how.prefix}{end}.weight": (place, "") for place, end in ends.items()},
+    }
+    return Reading(config, names, ("*",), norm_plus_one=how.norm_plus_one)

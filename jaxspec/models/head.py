@@ -1,0 +1,106 @@
+"""From hidden states to logits, over all of the target's ids or over a reduced vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layers import Backend, matmul_precision
+from jaxspec.models.parameters import declare
+from jaxspec.parallel.mesh import param_sharding, sharding
+from pallas_kernels.likeliest_token import likeliest_token
+from pallas_kernels.plain import likeliest
+from pallas_kernels.streamed import linear
+
+
+class Vocabulary(NamedTuple):
+    """The ids that a draft can propose, where these are only some of the target's V, the frequent ones. It reads all.
+
+    d2t i32[_]: the target's id of each of its own.
+    t2d i32[V]: its own id of each of the target's; of those that it lacks, as many as it has.
+    """
+
+    d2t: jax.Array
+    t2d: jax.Array
+
+
+class Head(nnx.Module):
+    """Hidden states -> logits, of whatever declares its parameters with `declare_head`. A tied one has `embed`."""
+
+    config: Any  # ModelConfig or one of its kind
+    embed: Any
+
+    def declare_head(self, config: ModelConfig, dtype: Any) -> None:
+        """A reduced vocabulary's ids, and the head where it is not the embedding table."""
+        c, matrix = config, declare("matrix", dtype)
+        self.declare_ids(c)
+        if not c.tied:
+            self.head = matrix(c.width, c.head_size - c.rare_vocab_size, axes=(None, "vocab"), head=True)
+        if c.rare_vocab_size:
+            self.rare_in = matrix(c.width, c.rare_width, head=True)
+            self.rare_head = matrix(c.rare_width, c.rare_vocab_size, axes=(None, "vocab"), head=True)
+
+    def declare_ids(self, config: ModelConfig) -> None:
+        if config.reduced_vocab_size:
+            ids = declare("ids")
+            self.d2t, self.t2d = ids(config.head_size), ids(config.vocab_size)
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return Vocabulary(self.d2t[...], self.t2d[...]) if self.config.reduced_vocab_size else None
+
+    def logits(self, x, backend: Backend):
+        """Hidden states x [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own ids."""
+        c = self.config
+        parts = [product(x, self.embed[...], backend, 1) if c.tied else product(x, self.head[...], backend)]
+        if c.rare_vocab_size:
+            few = product(x, self.rare_in[...], backend).astype(x.dtype)
+            parts.append(product(few, self.rare_head[...], backend))
+        if backend.mesh is not None and backend.mesh.size > 1:
+            parts = [gathered(logits, backend.mesh) for logits in parts]
+        logits = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        if cap := c.logit_soft_cap:
+            logits = cap * jnp.tanh(logits / cap)
+        return logits
+
+    def likeliest(self, x, backend: Backend, vocab_size: int | None = None):
+        """x [..., E] -> the id i32[...] of the largest logit, of the first vocab_size; of a reduced vocabulary, what
+        that id is in the target's."""
+        c = self.config
+        # On CPU the table is streamed, over several devices it is cut.
+        if c.tied and not c.logit_soft_cap and backend.alone and not backend.streams:
+            return likeliest_token(x, self.embed[...], num_ids=vocab_size, **backend.how())
+        found = likeliest(self.logits(x, backend)[..., :vocab_size])
+        return jnp.take(self.d2t[...], found, mode="clip") if c.reduced_vocab_size else found
+
+
+def product(x: jax.Array, weights: jax.Array, backend: Backend, axis: int = 0) -> jax.Array:
+    """x [..., E] with weights that have E as their axis `axis`, in float32."""
+    if backend.streams and x.dtype == jnp.float32:
+        return linear(weights.T if axis else weights, x)
+    return lax.dot_general(
+        x,
+        weights,
+        (((x.ndim - 1,), (axis,)), ((), ())),
+        precision=matmul_precision(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def gathered(logits: jax.Array, mesh: Mesh) -> jax.Array:
+    """Logits [..., V], whole on every device.
+
+    They are first asked for in the parts that the devices compute, or else the compiler gathers the weights instead;
+    and as a table, since the TPU compiler pads a third axis to many times its size.
+    """
+    table = logits.reshape(-1, logits.shape[-1])
+    parts = param_sharding(mesh, (None, "vocab"), table.shape)
+    for placed in (parts, sharding(mesh)):
+        table = lax.with_sharding_constraint(table, placed)
+    return table.reshape(logits.shape)

@@ -1,0 +1,47 @@
+"""EAGLE-1: equations of eagle-llm's cnets.Model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.drafters.references import common
+from tests.drafters.references.common import Features, Random, Shape
+
+
+def write(
+    folder: Path,
+    *,
+    seed: int,
+    target: Shape,
+    embed: np.ndarray | None = None,  # the target's table: most files hold a copy
+    bias: bool | None = None,  # None: unsaid, which means true
+    rope_theta: bool = True,  # False: unsaid, so 10000
+) -> None:
+    random = Random(seed)
+    block = random.layer(target)
+    del block["input_layernorm.weight"]  # it has none: W_fc's output enters attention as it is
+    tensors = common.prefixed(block, "layers.0.") | {"fc.weight": random.matrix(target.width, 2 * target.width)}
+    if bias is not False:
+        tensors["fc.bias"] = random.bias(target.width)
+    if embed is not None:
+        tensors["embed_tokens.weight"] = embed
+    config = target.config() | ({} if bias is None else {"bias": bias})
+    if not rope_theta:
+        del config["rope_theta"]
+    common.write_folder(folder, config | {"architectures": ["LlamaForCausalLM"]}, tensors)
+
+
+def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
+    config, w = common.read_folder(folder)
+    block = common.under(w, "layers.0.")
+
+    def step(hidden, tokens):
+        both = np.concatenate([w.get("embed_tokens.weight", target.embed)[tokens], hidden], -1)
+        x = both @ w["fc.weight"].T + w.get("fc.bias", 0.0)
+        carried = common.layer(block, x, config, reads=x)[-1]
+        return carried @ target.head.T, carried
+
+    return common.chain(step, target.hidden, tokens, k)

@@ -1,0 +1,187 @@
+"""Heads that read the target's hidden states: what they propose in every round is what a plain reference proposes,
+whatever the engine did in between, and the text is plain decoding's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxspec.errors import UserError
+from jaxspec.sampling_params import SamplingParams
+from tests.drafters.references import dflash, eagle, eagle3, medusa, mlp, mtp, pard
+from tests.drafters.references.common import Shape
+from tests.drafters.rounds import Pair, check, recording
+from tests.model_folders import write_model
+from tests.sizes import cases
+from tests.tiny_models import engine, outputs, run
+
+K, VOCAB = 4, 320
+TARGET = Shape(vocab_size=VOCAB, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=4, eps=1e-5)
+PROMPT = tuple(int(i) for i in np.random.default_rng(3).integers(5, VOCAB, 45))
+SIZES = {"page_size": 8, "prefill_chunk": 16, "max_num_seqs": 4, "num_pages": 60, "max_model_len": 128}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A reference with options of its `write`, and its proposals, where these are not its only ones."""
+
+    reference: Any
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    proposals: Any = None
+
+
+TAPS = {"layer_ids": (0, 2, 3)}
+HEADS = {
+    "eagle3": Head(eagle3, TAPS),
+    "eagle3, residual from the norm": Head(eagle3, TAPS | {"norm_before_residual": True, "draft_vocab_size": None}),
+    "eagle3, all norms": Head(eagle3, TAPS | {"norm_before_fc": True, "fc_norm": True, "norm_output": True}),
+    "eagle3 by speculators": Head(eagle3, {"layer_ids": (1, 2, 4, 4), "speculators": True}),
+    "eagle3, another width": Head(eagle3, {"layer_ids": (2, 1, 1), "width": 48, "rope_theta": False}),
+    "eagle3, layers by default": Head(eagle3, {"first_layer": "layers.0."}),
+    "eagle3, nested": Head(eagle3, TAPS | {"nested": True}),
+    "eagle": Head(eagle),
+    "eagle without a bias": Head(eagle, {"bias": False, "rope_theta": False}),
+    "mtp": Head(mtp, {"kind": "deepseek"}),
+    "mtp by MiMo": Head(mtp, {"kind": "mimo"}, functools.partial(mtp.proposals, before_norm=True)),
+    "mtp by Qwen3-Next": Head(mtp, {"kind": "qwen3_next"}),
+    "medusa": Head(medusa, {"heads": 5}),
+    "medusa, two blocks, the target's head": Head(medusa, {"heads": 4, "layers": 2, "own_head": False}),
+    "medusa by vLLM": Head(medusa, {"heads": 4, "vllm": True, "bias": False}),
+    "mlp_speculator": Head(mlp, {"n_predict": 4}),
+    "mlp_speculator, tied and scaled": Head(mlp, {"n_predict": 5, "tied": True, "scaled": True}),
+    "mlp_speculator of old": Head(mlp, {"n_predict": 4, "tied": None, "scaled": None, "inner_said": False}),
+    "p-eagle": Head(eagle3, TAPS | {"mask_token_id": 5, "norm_before_fc": True}, eagle3.parallel_proposals),
+    "pard": Head(pard),
+    "dflash": Head(dflash, {"layer_ids": (0, 1, 3)}),
+    "dflash by speculators": Head(dflash, {"layer_ids": (2,), "speculators": True}),
+}
+QUICK = ["eagle3", "eagle", "mtp", "medusa", "mlp_speculator", "dflash", "p-eagle", "pard"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Any:
+    """Name -> (target's folder, head's)."""
+    base = tmp_path_factory.mktemp("heads")
+
+    @functools.cache
+    def made(name: str) -> tuple[Path, Path]:
+        head, place = HEADS[name], base / str(list(HEADS).index(name))
+        target = write_model(place / "target", layers=TARGET.layers, vocab_size=VOCAB)
+        head.reference.write(place / "head", seed=0, target=TARGET, **head.options)
+        if head.reference is mtp:  # it stands in the target's own checkpoint
+            within = load_file(place / "head" / "model.safetensors")
+            save_file(load_file(target / "model.safetensors") | within, target / "model.safetensors")
+            return target, target
+        return target, place / "head"
+
+    return made
+
+
+def reference(folders: tuple[Path, Path], name: str):
+    """The plain one, over that target's table and head."""
+    head, folder = HEADS[name], folders[1]
+    if head.reference is mtp:
+        folder = folder.parent / "head"
+    return functools.partial(head.proposals or head.reference.proposals, folder)
+
+
+def read(folders, name: str) -> Pair:
+    return Pair.read(*folders(name), method="mtp" if HEADS[name].reference is mtp else None)
+
+
+@cases("name", list(HEADS), quick=QUICK)
+def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch):
+    """Prompts of one token, of one page, of several chunks; then the same pages again, with another token after them;
+    samples of one prompt; a row that drafts less, and one that drafts nothing for a while."""
+    pair, rounds = read(folders, name), recording(monkeypatch)
+    served = pair.engine(K, **SIZES)
+    prompts = [PROMPT[:1], PROMPT[:8], PROMPT, (*PROMPT[:24], 7, 9), (*PROMPT[:25], 7, 9)]
+    plain = outputs(engine(pair.target, **SIZES), prompts, GREEDY)
+    assert outputs(served, prompts[:3], GREEDY) == plain[:3]
+    assert outputs(served, prompts[3:], GREEDY) == plain[3:]
+    few = SamplingParams(temperature=0.0, max_tokens=14, num_speculative_tokens=2)
+    assert outputs(served, [PROMPT], few) == plain[2:3]
+    samples = served.add(PROMPT[:20], SamplingParams(temperature=0.0, max_tokens=9, n=3)).samples
+    while served.busy:
+        served.step()
+    assert len({tuple(s.output) for s in samples}) == 1
+    jax.effects_barrier()
+    seen = len(rounds)
+    assert check(folders(name)[0], rounds, reference(folders(name), name)) > 2 * K * len(prompts)
+    assert {len(one.drafts) for one in rounds} >= {2, K}
+    # Speculation pauses, as when many requests run, and comes back.
+    paused = served.add(PROMPT[:13], GREEDY)
+    while not paused.prefilled:
+        served.step(1)
+    served.launch([paused], 0, 5)
+    served.absorb([paused], served.launch([paused], 0, 5))
+    while served.busy:
+        served.step()
+    jax.effects_barrier()
+    assert len(rounds) > seen
+    check(folders(name)[0], rounds[seen:], reference(folders(name), name))
+
+
+@cases("name", QUICK, quick=["eagle3", "dflash"])
+def test_sampled_rows_and_few_pages(folders, name, monkeypatch):
+    """Rows with a seed say what plain decoding says, whatever the penalties, and what it would log; those without one
+    take q along. The pool is too small for all: rows give way, and come back."""
+    pair, rounds = read(folders, name), recording(monkeypatch)
+    sizes, length = SIZES | {"num_pages": 16}, {"max_tokens": 40}
+    sampling = [
+        SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.3, logprobs=2, **length),
+        SamplingParams(temperature=0.7, seed=4, top_k=20, **length),
+        SamplingParams(temperature=1.0, **length),
+        SamplingParams(temperature=0.0, **length),
+    ]
+    prompts, served = [PROMPT[i : i + 16 + i] for i in range(4)], pair.engine(K, **sizes)
+    requests = run(served, prompts, sampling)
+    assert served.scheduler.num_preemptions
+    plain = run(engine(pair.target, **SIZES), prompts, sampling)
+    assert [r.error for r in requests] == [None] * 4
+    for i in (0, 1, 3):
+        assert requests[i].output == plain[i].output
+    found, wanted = ([t.logprob for t in r.logprobs] for r in (requests[0], plain[0]))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    jax.effects_barrier()
+    mine = [one for one in rounds if tuple(one.tokens[: len(prompts[3])]) == prompts[3]]
+    assert check(folders(name)[0], mine, reference(folders(name), name)) >= 2 * K
+
+
+MISFITS = {
+    "another width": ({"width": 24}, "was made for a target of width 24, 'target' has 32: give it the target"),
+    "more layers": ({"layers": 8}, "reads layers eagle_aux_hidden_state_layer_ids=.* 'target' has 0..4"),
+    "other ids": ({"vocab_size": 400}, "d2t names ids twice, or beyond the target's 320: it is for another target"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_head_for_another_target_is_refused(case, tmp_path):
+    changes, message = MISFITS[case]
+    target = write_model(tmp_path / "target", layers=TARGET.layers, vocab_size=VOCAB)
+    taps = (6, 7, 8) if case == "more layers" else (0, 1, 2)
+    eagle3.write(tmp_path / "head", seed=0, target=dataclasses.replace(TARGET, **changes), layer_ids=taps)
+    if case == "other ids":
+        tensors = load_file(tmp_path / "head" / "model.safetensors")
+        tensors["d2t"] = tensors["d2t"] + 350
+        save_file(tensors, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        Pair.read(target, tmp_path / "head")
+
+
+def test_a_head_of_another_method_is_refused(folders):
+    with pytest.raises(UserError, match="method='eagle', but 'head' is a checkpoint of method 'medusa': leave"):
+        Pair.read(*folders("medusa"), method="eagle")
+    pair = read(folders, "medusa")
+    with pytest.raises(UserError, match="num_speculative_tokens=6, but the draft has 5 heads: lower it"):
+        pair.engine(6, **SIZES)
+    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft fills blocks of 5"):
+        read(folders, "dflash").engine(9, **SIZES)
