@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import DTYPES, MAX_ROUNDS, EngineConfig, SpeculativeConfig, one_of
+from jaxspec.config import DTYPES, KERNELS, MAX_ROUNDS, EngineConfig, SpeculativeConfig, one_of
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 
@@ -79,7 +79,7 @@ class Options:
         for stage in self.stages:
             one_of("--stages", stage, STAGES)
         if self.kernels is not None:
-            one_of("--kernels", self.kernels, ("reference", "pallas"))
+            one_of("--kernels", self.kernels, KERNELS)
         SamplingParams(temperature=self.temperature)  # refuses what it cannot be
         if self.launches < 1:
             raise UserError(f"--launches {self.launches} is below 1")

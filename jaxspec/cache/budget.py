@@ -9,7 +9,8 @@ from jaxspec.platforms import PLATFORMS, facts
 
 
 def num_pages(memory_bytes: int, *page_bytes: int) -> int:
-    """floor(M / (t + d + ...)), bytes per device. Raises UserError where not one page fits."""
+    """Pages that memory_bytes of a device hold, page_bytes being one's of each kind. Raises UserError where not one
+    fits."""
     pages = int(memory_bytes // sum(page_bytes))
     if pages < 1:
         raise UserError(

@@ -16,7 +16,7 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """words i32[W]: all leaves of a pytree, one after the other; numpy on the host, traced within a program."""
+    """words i32[_]: all leaves of a pytree, one after the other; numpy on the host, traced within a program."""
 
     words: Any
     structure: Any = dataclasses.field(metadata={"static": True})

@@ -35,7 +35,7 @@ class Acceptance:
         self.tries, self.hits = np.zeros(size), np.zeros(size)  # by position
 
     def observe(self, accepted: np.ndarray, k: int) -> None:
-        """accepted i32[R]: drafts kept in each of R rounds of up to k."""
+        """accepted i32[rounds]: drafts kept in each of them, of up to k."""
         fade, position = self.memory ** len(accepted), np.arange(k)
         self.tries[:k] = fade * self.tries[:k] + np.sum(accepted[:, None] >= position, axis=0)
         self.hits[:k] = fade * self.hits[:k] + np.sum(accepted[:, None] > position, axis=0)
