@@ -23,7 +23,7 @@ FIRST_ROUNDS = 4  # of the untimed step before each timed one of the engine
 
 
 def launch_tokens(k: int) -> int:
-    """Positions behind the context that a launch may write, were every draft accepted."""
+    """Positions after the context that a launch may write, were every draft accepted."""
     return ROUNDS * (k + 1) + k + 1
 
 

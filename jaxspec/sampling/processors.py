@@ -24,11 +24,13 @@ class Processors:
 
     prompt_len i32[B]: tokens.
     min_len i32[B]: total length below which no stop id is chosen.
-    restricted bool[B]: only allowed_ids i32[B,_] may be chosen.
-    bias_ids i32[B,_], bias f32[B,_]: what is added to the logit of each.
+    restricted bool[B]: only allowed_ids may be chosen.
+    allowed_ids i32[B,_].
+    bias_ids i32[B,_]: to whose logits something is added.
+    bias f32[B,_]: what.
     bad_words i32[B,words,_]: id sequences, aligned to the right.
-    repetition f32[B] (1: off).
-    presence, frequency f32[B] (0: off).
+    repetition f32[B]: 1 is off.
+    presence, frequency f32[B]: 0 is off.
     """
 
     prompt_len: jax.Array
