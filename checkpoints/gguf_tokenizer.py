@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from checkpoints.library import transformers
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
@@ -57,8 +58,6 @@ def build_tokenizer(meta: Mapping[str, Any]):
     Raises: UnsupportedError for a kind of tokenizer or pre-tokenizer that is not supported; UserError where the
     file holds none, or one that cannot be.
     """
-    from transformers import PreTrainedTokenizerFast  # slow to import
-
     check(meta)
     kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
     if kind is None or "tokenizer.ggml.tokens" not in meta:
@@ -88,7 +87,7 @@ def build_tokenizer(meta: Mapping[str, Any]):
         single=" ".join(piece for piece, wanted in around if wanted and piece is not None),
         special_tokens=[(t, tokens.index(t)) for t in {bos, eos} if t is not None],
     )
-    return PreTrainedTokenizerFast(
+    return transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=bos,
         eos_token=eos,

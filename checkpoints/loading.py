@@ -13,6 +13,7 @@ import jax
 
 from checkpoints import gguf, orbax, safetensors
 from checkpoints.gguf_tokenizer import build_tokenizer
+from checkpoints.library import transformers
 from checkpoints.reading import read_json, told
 from checkpoints.sources import Source
 from jaxspec.errors import UnsupportedError, UserError
@@ -68,11 +69,9 @@ def load_tokenizer(source: Source) -> Any:
         raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
     if not has_tokenizer(source):
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
-    from transformers import AutoTokenizer  # slow to import
-
     with told(source.path):
         try:
-            return AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
+            return transformers().AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise

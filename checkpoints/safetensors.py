@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.assemble import Index, assemble
+from checkpoints.library import transformers
 from checkpoints.names import hf
 from checkpoints.reading import read_json, told
 from jaxspec.errors import UnsupportedError, UserError
@@ -38,13 +39,11 @@ def load_config(folder: Path) -> ModelConfig:
 
 def parse(raw: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a config.json. Raises as ModelConfig.from_hf does."""
-    from transformers import AutoConfig  # slow to import
-
     # Before transformers, which answers unknown kinds with a paragraph, and makes 10**9 labels where that is asked.
     known = ModelConfig.check_supported(raw)
     # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way.
     kind, reads_as = raw["model_type"], {family.model_type: family.reads_as for family in FAMILIES.values()}
-    filled = AutoConfig.for_model(**known | {"model_type": reads_as.get(kind) or kind}).to_dict()
+    filled = transformers().AutoConfig.for_model(**known | {"model_type": reads_as.get(kind) or kind}).to_dict()
     return ModelConfig.from_hf(filled | {"model_type": kind})
 
 

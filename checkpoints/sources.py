@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import os
 import re
@@ -96,8 +97,10 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     if looks_like_path(model):
         raise FileNotFoundError(f"{model} does not exist: no such file or folder")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        known = ", ".join((*EMBEDDED, *DRAFTS.values()))
-        raise FileNotFoundError(f"no model {model!r}: give a folder, a .gguf file, a hub id (org/name) or {known}")
+        known = (*EMBEDDED, *DRAFTS.values())
+        give = f"give a folder, a .gguf file, a hub id (org/name) or {', '.join(known)}"
+        near = [f"did you mean {name!r}?" for name in difflib.get_close_matches(model, known, n=1)]
+        raise FileNotFoundError(f"no model {model!r}: {(near or [give])[0]}")
     return Source("hf", from_hub(model, revision, weights=weights), model)
 
 

@@ -199,6 +199,8 @@ class LLM:
 
     def _render_chats(self, messages: Sequence[Any]) -> list[Mapping[str, Any]]:
         """One conversation, or several, as prompts."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise UserError(f'{messages!r:.80} is no conversation: give a list of {{"role": ..., "content": ...}}')
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return [self.render_chat(conversation) for conversation in conversations]
 

@@ -108,6 +108,7 @@ def test_convert(capsys, folder, tmp_path):
         (["--model", "org/x", "--method", "draft_model"], "method='draft_model' needs model="),
         (["--method", "ngram", "--draft", "x"], "method='ngram' uses no draft model"),
         (["--model", "./[bold]no such[/bold].gguf"], "./[bold]no such[/bold].gguf does not exist"),
+        (["--model", "smolm2-135m-instruct"], "no model 'smolm2-135m-instruct': did you mean 'smollm2-135m-instruct'?"),
         (["--model", "unheard-of"], "no model 'unheard-of': give a folder, a .gguf file, a hub id"),
         (["--model", "no-such/model-anywhere"], "cannot fetch no-such/model-anywhere from the hub"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +36,6 @@ for command in COMMANDS:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; see exits.py for how a command ends."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # only its tokenizers are used: torch is not missed
     words = list(sys.argv[1:] if arguments is None else arguments)
 
     def run() -> None:

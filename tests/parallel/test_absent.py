@@ -89,7 +89,7 @@ def test_llm_says_nothing_either(tmp_path):
     folder = write_model(tmp_path / "model")
     code = "from jaxspec import LLM; from jax._src import xla_bridge as b; was = b._backend_factories['tpu']; "
     code += f"LLM({str(folder)!r}, max_model_len=64); print(b._backend_factories['tpu'] is was)"
-    done = python(code, TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
+    done = python(code)
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
