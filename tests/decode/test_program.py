@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.loop import launch
 from jaxspec.decode.packing import pack
-from jaxspec.decode.programs import lower
+from jaxspec.decode.programs import FUNCTIONS, lower
 from jaxspec.decode.state import DecodeConfig, Variant
+from jaxspec.drafters.base import Chunk
 from jaxspec.engine import batch, runner
 from jaxspec.engine.engine import Engine
 from jaxspec.parallel.mesh import sharding
@@ -121,7 +121,7 @@ def equations(jaxpr):
 
 def loop_body(engine: Engine, variant: str):
     """The body of the loop over rounds: the launch's one outermost while."""
-    program = functools.partial(launch, config(engine, variant))
+    program = functools.partial(FUNCTIONS["launch"], config(engine, variant))
     jaxpr = jax.make_jaxpr(program)(engine.runner.params, engine.runner.cache, *arguments(engine).unpack())
     (loop,) = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "while"]
     return list(equations(loop.params["body_jaxpr"].jaxpr))
@@ -228,10 +228,16 @@ def test_caches_are_donated():
 @pytest.mark.parametrize("device", [Device("gpu", (9, 0)), Device("tpu")], ids=["gpu", "tpu"])
 @pytest.mark.parametrize(("kernels", "some"), [(None, True), ("pallas", True), ("reference", False)])
 def test_kernels_are_where_they_are_asked_for(device, kernels, some):
+    """In every program that computes."""
     engine = make(device=device, kernels=kernels)
-    launched = functools.partial(launch, config(engine, "greedy"))
-    traced = jax.make_jaxpr(launched)(engine.runner.params, engine.runner.cache, *arguments(engine).unpack())
-    assert ("pallas_call" in str(traced)) == some
+    (launched,) = arguments(engine).unpack()
+    chunk = Chunk(jnp.zeros((2, 16), jnp.int32), *[jnp.zeros(2, jnp.int32)] * 2, launched.block_table)
+    arrays = {"launch": (launched,), "prefill": (chunk,), "catch_up": (chunk,)}
+    assert {*arrays, "copy_pages"} == FUNCTIONS.keys()
+    for name, given in arrays.items():
+        program = functools.partial(FUNCTIONS[name], config(engine, "greedy"))
+        traced = jax.make_jaxpr(program)(engine.runner.params, engine.runner.cache, *given)
+        assert ("pallas_call" in str(traced)) == some, name
 
 
 def test_options_reach_the_compiler(monkeypatch):
