@@ -25,8 +25,8 @@ class Step(NamedTuple):
 
 def chain(
     count: int, first: Step, step: Callable[[Any, Int[Array, " B"], Any], Step], choose: Choose
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Any]:
-    """K = count drafts, their distributions where a rule needs these, and the last state. step(state, token, i): the
+) -> tuple[Int[Array, "B K"], Any, Any]:
+    """K = count drafts, what `choose` gives beside each (its distribution, where a rule needs that), and the last state. step(state, token, i): the
     pass that reads draft i, counted from 1."""
     drafts = jnp.zeros((first.hidden.shape[0], count), jnp.int32)
     chosen = choose(first.head, first.hidden, drafts, 0)
@@ -69,7 +69,7 @@ class Place:
 
 def at_once(
     head: Head, hidden: Float[Array, "B K _"], choose: Choose
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
+) -> tuple[Int[Array, "B K"], Any]:
     """As `chain`, of a pass that has said something of all K places."""
     known: dict[Any, Any] = {}
     at = lambda i: lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)

@@ -150,6 +150,10 @@ class DFlash(Drafter):
         return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)
 
     @property
+    def independent(self) -> bool:
+        return True
+
+    @property
     def passes(self) -> int:
         return 1
 

@@ -226,7 +226,9 @@ def _kernel(
     position = kv_len[b] - num_tokens  # of the row's first query
     query_at, first_at, tree = position + token, position + first_row // group, None  # no query stands before first_at
     if "tree" in out:
-        of_token = lambda i: plgpu.load(out["tree"].at[b, token, jnp.full(token.shape, i, jnp.int32)], mask=here, other=0)
+        of_token = lambda i: plgpu.load(
+            out["tree"].at[b, token, jnp.full(token.shape, i, jnp.int32)], mask=here, other=0
+        )
         query_at, first_at = of_token(POSITION), plgpu.load(out["tree"].at[b, jnp.int32(0), jnp.int32(FIRST_NODE)])
         tree = of_token(FIRST_NODE), [of_token(i) for i in range(WORDS, out["tree"].shape[2])]
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)

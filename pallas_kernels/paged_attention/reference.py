@@ -18,7 +18,9 @@ def score(query, key):
     return product("bgrd,bcgd->bgrc", query, key)
 
 
-def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, score=score):
+def paged_attention(
+    query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, score=score
+):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
     num_rows = t * h // g  # rows of a key-value head's products: r = t * (H / G) + head within the group

@@ -11,7 +11,8 @@ from pallas_kernels.plain import linear, project, rms_norm
 
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
-    next_out=None, num_keys=None, tree=None, *, eps, scale, window, soft_cap, device=None, implementation=None, linear=linear,
+    next_out=None, num_keys=None, tree=None, *,
+    eps, scale, window, soft_cap, device=None, implementation=None, linear=linear,
 ):  # fmt: skip
     how: dict[str, Any] = {"platform": device, "implementation": implementation}
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
