@@ -19,6 +19,7 @@ MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison w
 REJECTION_METHODS = ("standard", "coupled", "synthetic")
 LATER_REJECTION_METHODS = ("block", "typical")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
 MAX_DRAFTS = 1024  # of a round; the best is below 20
 MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of rounds itself is dynamic
 
@@ -233,7 +234,7 @@ class EngineConfig:
         if self.prefill_chunk < 16 or self.prefill_chunk & (self.prefill_chunk - 1):
             raise UserError(f"prefill_chunk={self.prefill_chunk} must be a power of two, at least 16")
         if self.kernels is not None:
-            one_of("kernels", self.kernels, ("reference", "pallas"))
+            one_of("kernels", self.kernels, KERNELS)
         refuse_unsupported(
             self,
             {

@@ -21,10 +21,10 @@ from pallas_kernels.streamed import linear
 
 
 class Vocabulary(NamedTuple):
-    """The ids that a draft can propose, where these are only some of the target's V, the frequent ones. It reads all.
+    """The ids that a draft can propose, where these are only the frequent ones of the target's V. It reads all.
 
-    d2t i32[_]: the target's id of each of its own.
-    t2d i32[V]: its own id of each of the target's; of those that it lacks, as many as it has.
+    d2t i32[_]: draft to target: the target's id of each of the draft's.
+    t2d i32[V]: target to draft: the draft's id of each of the target's; where it lacks one, the number of its ids.
     """
 
     d2t: jax.Array

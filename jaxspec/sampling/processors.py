@@ -23,11 +23,13 @@ class Processors:
 
     prompt_len i32[B]: tokens.
     min_len i32[B]: total length below which no stop id is chosen.
-    restricted bool[B]: only allowed_ids i32[B,_] may be chosen.
-    bias_ids i32[B,_], bias f32[B,_]: what is added to the logit of each.
+    restricted bool[B]: only allowed_ids may be chosen.
+    allowed_ids i32[B,_].
+    bias_ids i32[B,_]: to whose logits something is added.
+    bias f32[B,_]: what.
     bad_words i32[B,words,_]: id sequences, aligned to the right.
-    repetition f32[B] (1: off).
-    presence, frequency f32[B] (0: off).
+    repetition f32[B]: 1 is off.
+    presence, frequency f32[B]: 0 is off.
     """
 
     prompt_len: jax.Array
@@ -60,7 +62,7 @@ class Tables:
 Adjust = Callable[[Float[Array, "B V"], Int[Array, "B K"], Any], Float[Array, "B V"]]
 
 
-def tables(processors: Processors, tokens: Int[Array, "B M"], vocab_size: int) -> Tables:
+def tables(processors: Processors, tokens: Int[Array, "B _"], vocab_size: int) -> Tables:
     forbidden = jnp.where(processors.restricted, -jnp.inf, 0.0)[:, None]
     bias = jnp.broadcast_to(forbidden, (tokens.shape[0], vocab_size))
     bias = put(bias, processors.allowed_ids).set(0.0, mode="drop")
@@ -72,7 +74,7 @@ def tables(processors: Processors, tokens: Int[Array, "B M"], vocab_size: int) -
 
 
 def output_counts(
-    processors: Processors, tokens: Int[Array, "B M"], num_tokens: Int[Array, " B"], vocab_size: int
+    processors: Processors, tokens: Int[Array, "B _"], num_tokens: Int[Array, " B"], vocab_size: int
 ) -> Int[Array, "B {vocab_size}"]:
     """How often each id stands in the output."""
     position = jnp.arange(tokens.shape[1])[None, :]
@@ -94,7 +96,7 @@ def adjuster(
     rows: Processors,
     tables: Tables,
     counts: Int[Array, "B V"],
-    tokens: Int[Array, "B M"],
+    tokens: Int[Array, "B _"],
     num_tokens: Int[Array, " B"],
     stop_ids: Int[Array, "B _"],
 ) -> Adjust:
@@ -117,7 +119,7 @@ def adjuster(
 def completes_bad_word(
     bad_words: Int[Array, "B words _"],
     prompt_len: Int[Array, " B"],
-    tokens: Int[Array, "B M"],
+    tokens: Int[Array, "B _"],
     num_tokens: Int[Array, " B"],
     drafts: Int[Array, "B K"],
     i: Int[Array, " B"],
