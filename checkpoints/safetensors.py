@@ -67,15 +67,15 @@ def load_params(
         return x.astype(np.float32) + 1 if config.norm_plus_one and parameter.kind == "norm" else x
 
     shards, table = Shards(folder), hf(config.family)
-    table = dataclasses.replace(table, ignored=table.ignored + heads_within(config, shards.shapes()))
+    table = dataclasses.replace(table, ignored=table.ignored + heads_within(shards.shapes()))
     return assemble(config, abstract, table, shards, edit=edit, progress=progress)
 
 
-def heads_within(config: ModelConfig, tensors: Iterable[str]) -> tuple[str, ...]:
+def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
     """Patterns of the tensors of drafting heads that stand in the model's own checkpoint: they are read by name."""
-    after = f"model.layers.{config.num_layers}."  # where DeepSeek's kind puts its head
-    heads = ("model.mtp_layers.*", "mtp.*", "medusa_head.*")
-    return (*heads, after + "*") if after + "eh_proj.weight" in tensors else heads
+    last = ".eh_proj.weight"  # DeepSeek's kind counts its heads on after the model's layers
+    after = [name.removesuffix(last) for name in tensors if re.fullmatch(rf"model\.layers\.\d+{re.escape(last)}", name)]
+    return ("model.mtp_layers.*", "mtp.*", "medusa_head.*", *(f"{layer}.*" for layer in after))
 
 
 def stored_dtype(folder: Path) -> str:

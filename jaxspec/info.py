@@ -50,7 +50,9 @@ def describe(model: str, draft: str | None = None, device: str | None = None) ->
         except UserError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
         if "draft" in configs:
-            own = checkpoints.load_fingerprint(draft_source) is None and checkpoints.has_tokenizer(draft_source)
+            # A head stops where its target does, whatever it brings.
+            own = reading is None and checkpoints.load_fingerprint(draft_source) is None
+            own = own and checkpoints.has_tokenizer(draft_source)
             document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own else source)
     return document | pool(configs, document, chip, absent)
 

@@ -103,12 +103,12 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
 
 
 def read(found: Found) -> Reading:
-    count, width = found.whole("n_predict"), found.whole("inner_dim", 0, "rare_width") or found.whole("emb_dim")
+    count, entry = found.whole("n_predict"), found.whole("emb_dim", kind="width")
     tied = found.flag("tie_weights", default=False)
-    found.fits("width", found.whole("emb_dim", found.target.width, "width"), found.target.width)
+    found.fits("width", entry, found.target.width)
     found.fits("vocabulary", found.whole("vocab_size", found.target.vocab_size), found.target.vocab_size)
     config = Config(**vars(found.target) | {
-        "width": width,
+        "width": found.whole("inner_dim", 0, "rare_width") or entry,
         "target_width": found.target.width,
         "num_drafts": count,
         "tied": False,
