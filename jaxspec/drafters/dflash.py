@@ -18,7 +18,7 @@ from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import Found, Reading
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.errors import UnsupportedError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, bind, module, ropes_of
 from jaxspec.models.families import layer_names
@@ -46,6 +46,7 @@ class Config(ModelConfig):
 
     method = "dflash"
     features_from = ("fc",)
+    max_drafts = property(lambda self: self.block_size - 1)
 
     @property
     def borrows_head(self) -> bool:
@@ -139,8 +140,7 @@ class DFlash(Drafter):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        config: Any = self.model.config
-        return config.taps
+        return self.model.config.taps
 
     @property
     def features_width(self) -> int:
@@ -186,12 +186,6 @@ class DFlash(Drafter):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DFlash:
-    config: Any = models["draft"].config
-    if most >= config.block_size:
-        raise UserError(
-            f"num_speculative_tokens={most}, but the draft fills blocks of {config.block_size}, the pending token "
-            f"included: at most {config.block_size - 1}"
-        )
     return DFlash(k, most, models["draft"], models["target"])
 
 

@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxspec.drafters.heads import Found, Reading
 from jaxspec.drafters.last_feature import LastFeature
-from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import module
 from jaxspec.models.head import Head, product
@@ -38,6 +37,7 @@ class Config(ModelConfig):
 
     method = "mlp_speculator"
     cached_layers = 0
+    max_drafts = property(lambda self: self.num_drafts)
 
     @property
     def features_width(self) -> int:
@@ -96,9 +96,6 @@ class MlpSpeculator(LastFeature):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> MlpSpeculator:
-    config: Any = models["draft"].config
-    if most > config.num_drafts:
-        raise UserError(f"num_speculative_tokens={most}, but the draft predicts {config.num_drafts}: lower it")
     return MlpSpeculator(k, models["draft"], models["target"])
 
 

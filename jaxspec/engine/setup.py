@@ -149,6 +149,9 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
         found = f"a checkpoint of method {own!r}" if own else "none"
         raise UserError(f"method={method!r} needs the parameters of such a draft, {found} is given")
     most = max(speculative.num_speculative_tokens, k)
+    limit = models["draft"].config.max_drafts if "draft" in models else None
+    if limit is not None and most > limit:
+        raise UserError(f"num_speculative_tokens={most}, but the draft proposes at most {limit} a round: lower it")
     make = lambda name: methods.implementation(name).drafter(k, most, models, speculative)
     return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
 

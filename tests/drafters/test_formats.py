@@ -292,3 +292,37 @@ def test_a_head_with_another_tokenizer(name, target, tmp_path):
     write_tokenizer(tmp_path / "head", text="entirely different words " * 5)
     problem = info.describe(str(target), str(tmp_path / "head"))["draft_problem"]
     assert "the draft 'head' has another tokenizer than the target 'target'" in problem
+
+
+# jaxspec info
+
+TOLD: dict[str, dict[str, Any]] = {
+    "eagle": {"layers_read": [], "own_table": False, "own_head": False, "bias": True, "max_drafts": None},
+    "eagle by vLLM": {"proposes": 20, "own_head": True},
+    "eagle3": {"layers_read": [0, 1, 3], "proposes": 24, "own_head": True, "norm_output": False, "mask_id": None},
+    "p-eagle": {"mask_id": 5, "max_drafts": None},
+    "mtp": {"layers_read": [], "own_head": False, "layers_there": 1, "remark": None},
+    "medusa": {"layers_read": [], "num_drafts": 3, "max_drafts": 3, "own_table": False, "own_head": True},
+    "mlp_speculator": {"max_drafts": 3, "own_table": True, "own_head": True, "scale_input": False},
+    "dflash": {"layers_read": [1, 2, 4], "block_size": 5, "max_drafts": 4, "mask_id": 3, "own_head": False},
+    "dflash by speculators": {"layers_read": [0, 1, 3], "proposes": 24, "own_head": True},
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_info_says_what_was_understood(name, target, tmp_path, capsys):
+    reference, options = METHODS[name]
+    if reference is mtp:  # a target that is named as its own draft
+        target = folder = within(target, tmp_path / "head", kind="mimo")
+        wanted = TOLD[name] | {"layers_read": [4], "hidden_first": True}
+    else:
+        folder, wanted = tmp_path / "head", TOLD[name]
+        reference.write(folder, seed=0, target=TARGET, **options)
+    document = info.describe(str(target), str(folder))
+    head = document["draft"]["head"]
+    assert head["method"] == read(folder, target, "mtp" if reference is mtp else None).config.method
+    assert {key: head[key] for key in wanted} == wanted
+    info.show(document)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "understood" in shown
+    assert info.describe(str(target))["model"].get("head") is None

@@ -164,7 +164,7 @@ def test_a_head_of_another_method_is_refused(folders):
     with pytest.raises(UserError, match="method='eagle', but 'head' is a checkpoint of method 'medusa': leave"):
         Pair.read(*folders("medusa"), method="eagle")
     pair = read(folders, "medusa")
-    with pytest.raises(UserError, match="num_speculative_tokens=6, but the draft has 5 heads: lower it"):
+    with pytest.raises(UserError, match="num_speculative_tokens=6, but the draft proposes at most 5 a round: lower it"):
         pair.engine(6, **SIZES)
-    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft fills blocks of 5"):
+    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft proposes at most 4 a round"):
         read(folders, "dflash").engine(9, **SIZES)
