@@ -59,8 +59,9 @@ ARROWS = {
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
-    "convert": "models checkpoints",
-    "info": "accelerators config platforms cache models pallas_kernels engine.setup checkpoints loading",
+    "convert": "models drafters.methods checkpoints",
+    "info": "accelerators config platforms cache models pallas_kernels drafters.methods drafters.heads engine.setup "
+    "checkpoints loading",
     "demo": "config embedded outputs sampling_params parallel models progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "engine progress checkpoints loading",

@@ -46,8 +46,7 @@ class FeatureChain(Drafter):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        config: Any = self.model.config
-        return config.taps
+        return self.model.config.taps
 
     @property
     def features_width(self) -> int:

@@ -149,7 +149,11 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
         raise UserError(f"method={method!r} needs the parameters of such a draft, {found} is given")
-    most = max(speculative.num_speculative_tokens, k)
+    most = speculative.tree_depth or max(speculative.num_speculative_tokens, k)
+    limit = models["draft"].config.max_drafts if "draft" in models else None
+    if limit is not None and most > limit:
+        asked = "tree_depth" if speculative.tree else "num_speculative_tokens"
+        raise UserError(f"{asked}={most}, but the draft proposes at most {limit} a round: lower it")
     if speculative.tree:
         return tree(speculative, models, methods.implementation(method), k)
     make = lambda name: methods.implementation(name).drafter(k, most, models, speculative)
