@@ -1,13 +1,33 @@
-"""What an acceptance rule gives back."""
+"""What an acceptance rule is given, and what it gives back."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.shapes import Array, Bool, Int
+from jaxspec.drafters.base import Proposal
+from jaxspec.shapes import Array, Bool, Float, Int, UInt
+
+
+class Case(NamedTuple):
+    """A round's proposals, and what the target says of the T = K + 1 places.
+
+    logits: the target's, as processed; where no rule of the launch looks at them, in their place `own`.
+    own: the target's own tokens: the largest of its logits, after the noise that the row's rule shares with it.
+    proposal: of tokens [B,K].
+    seed, num_tokens: what the round's random numbers belong to; num_tokens is that at its start.
+    options: the numbers of the rule's own options, or None.
+    """
+
+    logits: Float[Array, "B T V"] | Int[Array, "B T"]
+    own: Int[Array, "B T"]
+    proposal: Proposal
+    seed: UInt[Array, "B 2"]
+    num_tokens: Int[Array, " B"]
+    options: Float[Array, " _"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,7 @@ from jaxspec.decode import round as decode_round
 from jaxspec.engine.engine import Model
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
-from jaxspec.verify import rejection
+from jaxspec.verify import standard as standard_rule
 from tests import laws
 from tests.launches import PROMPT, Launches, Setting, blend, model, paged
 from tests.sizes import cases
@@ -27,7 +27,8 @@ from tests.sizes import cases
 LEAST_P = 1e-4  # below it the program is wrong
 REJECTED = 1e-9  # a planted fault has to fall below this
 ROWS = 1024  # of a launch
-ANY_RULE = {"coupled": False, "num_drafts": None}  # what a law does not depend on
+BOTH = ("standard", "coupled")
+ANY_RULE = {"rule": "standard", "num_drafts": None}  # what a law does not depend on
 
 
 def settings(size: int, **how) -> list[Setting]:
@@ -118,7 +119,7 @@ def test_the_standard_rule_draws_from_the_targets_law(num_drafts, size, samples)
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_the_coupled_rule_draws_from_the_targets_law(greedy_draft):
     """Half of the rows are coupled, half standard, in one batch."""
-    rows = settings(4, coupled=True) + settings(4)
+    rows = settings(4, rule="coupled") + settings(4)
     p_values, accepted = compare(2, 4, 25_000, rows, greedy_draft=greedy_draft)
     assert (p_values > LEAST_P).all()
     coupled, standard = accepted[:4, 0], accepted[4:, 0]
@@ -140,7 +141,7 @@ def reduced() -> Model:
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_a_reduced_vocabulary_draws_from_the_targets_law(greedy_draft):
     """The draft lacks two of four ids, which the target emits often; half of the rows are coupled."""
-    rows = [Setting(t, coupled=c) for t in (0.7, 1.0) for c in (False, True)]
+    rows = [Setting(t, rule=rule) for t in (0.7, 1.0) for rule in BOTH]
     p_values, accepted = compare(2, 4, 25_000, rows, reduced(), greedy_draft=greedy_draft)
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.2).all()
@@ -156,7 +157,7 @@ NOTHING_TO_PROPOSE = (
 @pytest.mark.thorough
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_a_draft_without_any_allowed_id_draws_from_the_targets_law(greedy_draft):
-    rows = [Setting(1.0, coupled=c, **how) for how in NOTHING_TO_PROPOSE for c in (False, True)]
+    rows = [Setting(1.0, rule=rule, **how) for how in NOTHING_TO_PROPOSE for rule in BOTH]
     p_values, accepted = compare(2, 4, 25_000, rows, reduced(), greedy_draft=greedy_draft)
     assert (p_values > LEAST_P).all()
     assert accepted[0, 0] == 0 or greedy_draft
@@ -173,9 +174,9 @@ def test_and_one_that_proposes_nevertheless_does_not(monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("coupled", [False, True])
-def test_prompt_lookup_draws_from_the_targets_law(coupled):
-    rows = settings(3, coupled=coupled)
+@pytest.mark.parametrize("rule", BOTH)
+def test_prompt_lookup_draws_from_the_targets_law(rule):
+    rows = settings(3, rule=rule)
     p_values, accepted = compare(3, 3, 25_000, rows, (1, 3), prompt=(0, 2, 1, 0, 2, 1, 0))
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.1).all()
@@ -185,7 +186,7 @@ def test_prompt_lookup_draws_from_the_targets_law(coupled):
 def test_prompt_lookup_with_a_draft_model_draws_from_the_targets_law():
     """Looked-up tokens are certain, the draft's are drawn: both kinds stand in a round, coupled rows beside others."""
     prompt = (0, 2, 1, 0, 2, 1, 0)
-    rows = [Setting(t, coupled=c) for t in (0.7, 1.0) for c in (False, True)]
+    rows = [Setting(t, rule=rule) for t in (0.7, 1.0) for rule in BOTH]
     p_values, accepted = compare(3, 3, 25_000, rows, ((2, 3), draft(3)), prompt=prompt)
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.1).all()
@@ -193,7 +194,7 @@ def test_prompt_lookup_with_a_draft_model_draws_from_the_targets_law():
 
 @pytest.mark.thorough
 def test_rows_with_fewer_drafts_draw_from_the_targets_law():
-    rows = [Setting(0.8, min_p=0.1, num_drafts=k, coupled=c) for c in (False, True) for k in range(4)]
+    rows = [Setting(0.8, min_p=0.1, num_drafts=k, rule=rule) for rule in BOTH for k in range(4)]
     p_values, _ = compare(3, 3, 25_000, rows)
     assert (p_values > LEAST_P).all()
 
@@ -202,21 +203,21 @@ def test_rows_with_fewer_drafts_draw_from_the_targets_law():
 
 
 def always_accept(patch) -> None:
-    patch.setattr(rejection, "leading", lambda accepted, num_proposed: num_proposed)
+    patch.setattr(standard_rule, "leading", lambda accepted, num_proposed: num_proposed)
 
 
 def recover_from_p(patch) -> None:
-    patch.setattr(rejection, "extra_distribution", lambda p, proposal, num_accepted: rng.take_row(p, num_accepted))
+    patch.setattr(standard_rule, "extra_distribution", lambda p, proposal, num_accepted: rng.take_row(p, num_accepted))
 
 
 def bonus_from_q(patch) -> None:
-    right = rejection.extra_distribution
+    right = standard_rule.extra_distribution
 
     def wrong(p, proposal, num_accepted):
         bonus = (num_accepted >= proposal.num_proposed)[:, None]
         return jnp.where(bonus, proposal.probs[:, -1], right(p, proposal, num_accepted))
 
-    patch.setattr(rejection, "extra_distribution", wrong)
+    patch.setattr(standard_rule, "extra_distribution", wrong)
 
 
 def top_p_before_temperature(patch) -> None:
@@ -258,5 +259,5 @@ FAULTS: list[tuple[Callable, str, bool]] = [
 @cases(("fault", "rule", "greedy_draft"), FAULTS, quick=[(bonus_from_q, "standard", False)])
 def test_planted_faults_are_rejected(fault, rule, greedy_draft, monkeypatch):
     fault(monkeypatch)
-    p_values, _ = compare(2, 4, 12_000, settings(4, coupled=rule == "coupled"), greedy_draft=greedy_draft)
+    p_values, _ = compare(2, 4, 12_000, settings(4, rule=rule), greedy_draft=greedy_draft)
     assert p_values.min() < REJECTED

@@ -11,16 +11,14 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
-from jaxspec.shapes import Array, Float, Int, UInt
-from jaxspec.verify.base import Verdict, leading
+from jaxspec.shapes import Array, Float, Int
+from jaxspec.verify.base import Case, Verdict, leading
 from pallas_kernels.plain import likeliest
 
 
-def verify(
-    logits: Float[Array, "B T V"], proposal: Proposal, seed: UInt[Array, "B 2"], num_tokens: Int[Array, " B"]
-) -> Verdict:
-    """logits: the target's as processed, T = K + 1; num_tokens: at the round's start."""
-    p = jax.nn.softmax(logits, axis=-1)
+def verify(case: Case) -> Verdict:
+    proposal, seed, num_tokens = case.proposal, case.seed, case.num_tokens
+    p = jax.nn.softmax(case.logits, axis=-1)
     num_drafts = proposal.tokens.shape[1]
     if num_drafts:
         p_x = at_tokens(p[:, :-1], proposal.tokens)
@@ -62,18 +60,17 @@ def extra_distribution(
 
 
 def law(
-    p: Float[Array, "T V"], q: Float[Array, "K V"], tokens: Int[Array, " K"]
-) -> tuple[Float[Array, " T"], Float[Array, "T V"]]:
-    """Acceptance probabilities of drafts `tokens` from q under p, T = K + 1.
+    p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
+) -> tuple[Float[Array, "N T"], Float[Array, "N T V"]]:
+    """What becomes of drafts `tokens` from q under p, T = K + 1, exactly.
 
-    -> (P(exactly i drafts are accepted) [K+1], law of the extra token given i [K+1,V]).
+    -> (P(exactly i drafts are accepted) [N,K+1], law of the extra token given i [N,K+1,V]).
     """
-    num_drafts = tokens.shape[0]
-    p_x, q_x = at_tokens(p[None, :-1], tokens[None])[0], at_tokens(q[None], tokens[None])[0]
-    accept = jnp.minimum(1.0, p_x / q_x)
-    reach = jnp.concatenate([jnp.ones(1), jnp.cumprod(accept)])
-    lengths = reach * jnp.concatenate([1.0 - accept, jnp.ones(1)])
-    rows = num_drafts + 1
-    spread = lambda x: jnp.broadcast_to(x, (rows, *x.shape))
-    proposal = Proposal(spread(tokens), spread(q), jnp.full(rows, num_drafts))
-    return lengths, extra_distribution(spread(p), proposal, jnp.arange(rows))
+    count, num_drafts = tokens.shape
+    accept = jnp.minimum(1.0, at_tokens(p[:, :-1], tokens) / at_tokens(q, tokens))
+    ones = jnp.ones((count, 1))
+    reach = jnp.concatenate([ones, jnp.cumprod(accept, axis=1)], axis=1)
+    lengths = reach * jnp.concatenate([1.0 - accept, ones], axis=1)
+    proposal = Proposal(tokens, q, jnp.full(count, num_drafts))
+    extras = [extra_distribution(p, proposal, jnp.full(count, i)) for i in range(num_drafts + 1)]
+    return lengths, jnp.stack(extras, axis=1)
