@@ -16,7 +16,7 @@ from jaxspec.verify import rules
 # 2.65, after a look for 2 to 4 tokens 2.57, for 4 to 6 tokens 2.65.
 LOOKUP_ALONE, LOOKUP_FIRST = (2, 4), (4, 6)
 MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison with all of the row
-LATER_REJECTION_METHODS = ("block", "typical")
+LATER_REJECTION_METHODS = ("typical",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_DRAFTS = 1024  # of a round; the best is below 20
 MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of rounds itself is dynamic
@@ -123,11 +123,11 @@ class SpeculativeConfig:
         return given(self.prompt_lookup_min, shortest), given(self.prompt_lookup_max, longest)
 
     @property
-    def rule_options(self) -> tuple[float, ...] | None:
-        """The numbers of the options that belong to the rule asked for, if it has any."""
+    def rule_options(self) -> tuple[float, ...]:
+        """The numbers of the options that belong to the rule asked for."""
         names = rules.RULES[self.rejection_sample_method].options if self.rejection_sample_method else ()
         values = [getattr(self, name) for name in names]
-        return tuple(number for value in values for number in (value if isinstance(value, tuple) else (value,))) or None
+        return tuple(number for value in values for number in (value if isinstance(value, tuple) else (value,)))
 
     def synthetic_rates(self) -> tuple[float, ...] | None:
         """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""

@@ -144,7 +144,7 @@ class LaunchInput:
     live bool[B]: the row holds a request.
     block_table i32[B,N]: page ids; unassigned entries hold num_pages.
     processors: None where no row asks for any.
-    rule_options f32[_]: the numbers of the rule's own options, or None.
+    rule_options f32[_]: the numbers of the rule's own options.
     """
 
     tokens: jax.Array
@@ -155,7 +155,7 @@ class LaunchInput:
     sampling: SamplingRows
     limits: RowLimits
     processors: Processors | None
-    rule_options: jax.Array | None
+    rule_options: jax.Array
     control: Control
 
 

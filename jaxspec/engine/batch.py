@@ -57,7 +57,7 @@ def launch_input(
     num_rounds: int,
     stop_on_finish: bool = False,
     worth: float = 0.0,
-    rule_options: Sequence[float] | None = None,
+    rule_options: Sequence[float] = (),
 ) -> LaunchInput:
     """k: drafts a round of the program, used: its variant, shape: its (B, N); rows beyond the requests are not live.
     num_rounds, stop_on_finish, worth: of Control; rule_options: of the rule asked for."""
@@ -87,7 +87,7 @@ def launch_input(
             ),
         ),
         processors=processors(requests, rows) if used.processors else None,
-        rule_options=filled(len(rule_options), rule_options, np.float32) if rule_options else None,
+        rule_options=filled(len(rule_options), rule_options, np.float32),
         control=Control(scalar(num_rounds, np.int32), scalar(stop_on_finish, np.bool_), scalar(worth, np.float32)),
     )
 

@@ -242,7 +242,7 @@ class Engine:
             num_rounds=num_rounds,
             stop_on_finish=bool(self.scheduler.waiting),
             worth=worth,
-            rule_options=spec.rule_options if spec else None,
+            rule_options=spec.rule_options if spec else (),
         )
         return self.runner.execute(Plan("launch", (inputs,), k=k, variant=variant))
 

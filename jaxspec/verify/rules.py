@@ -36,6 +36,7 @@ GREEDY, UNSEEDED, SEEDED = "greedy", "standard", "coupled"  # where no rule is a
 RULES = {
     GREEDY: Rule(None),
     "standard": Rule("round", needs_q=True),
+    "block": Rule("round", needs_q=True),
     "coupled": Rule("shared"),
     "synthetic": Rule(None, lossless=False, all_rows=True, options=("synthetic_acceptance_rates",)),
 }

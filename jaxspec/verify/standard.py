@@ -17,20 +17,11 @@ from pallas_kernels.plain import likeliest
 
 
 def verify(case: Case) -> Verdict:
-    proposal, seed, num_tokens = case.proposal, case.seed, case.num_tokens
-    p = jax.nn.softmax(case.logits, axis=-1)
-    num_drafts = proposal.tokens.shape[1]
-    if num_drafts:
-        p_x = at_tokens(p[:, :-1], proposal.tokens)
-        q_x = 1.0 if proposal.probs is None else at_tokens(proposal.probs, proposal.tokens)
-        uniforms = [rng.uniform(rng.keys(seed, num_tokens, "accept", i)) for i in range(num_drafts)]
-        # Strictly: u = 0 must not accept a token with p = 0.
-        num_accepted = leading(jnp.stack(uniforms, axis=1) * q_x < p_x, proposal.num_proposed)
-    else:
-        num_accepted = jnp.zeros_like(num_tokens)
-    extra = extra_distribution(p, proposal, num_accepted)
-    noise = rng.gumbel(rng.keys(seed, num_tokens, "residual", num_accepted), p.shape[-1])
-    return Verdict(num_accepted, likeliest(jnp.log(extra) + noise))
+    p, proposal = jax.nn.softmax(case.logits, axis=-1), case.proposal
+    # Strictly: u = 0 must not accept a token with p = 0.
+    accepted = case.uniforms() * q_of_drafts(proposal) < at_tokens(p[:, :-1], proposal.tokens)
+    num_accepted = leading(accepted, proposal.num_proposed)
+    return Verdict(num_accepted, extra_token(case, extra_law(p, proposal, num_accepted), num_accepted))
 
 
 def at_tokens(distribution: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:
@@ -38,25 +29,39 @@ def at_tokens(distribution: Float[Array, "B K V"], tokens: Int[Array, "B K"]) ->
     return jnp.take_along_axis(distribution, tokens[..., None], axis=-1)[..., 0]
 
 
-def extra_distribution(
-    p: Float[Array, "B T V"], proposal: Proposal, num_accepted: Int[Array, " B"]
+def q_of_drafts(proposal: Proposal) -> Float[Array, "B K"]:
+    """The probability with which each was drawn: 1 where they are certain."""
+    if proposal.probs is None:
+        return jnp.ones(proposal.tokens.shape)
+    return at_tokens(proposal.probs, proposal.tokens)
+
+
+def extra_law(
+    p: Float[Array, "B T V"],
+    proposal: Proposal,
+    num_accepted: Int[Array, " B"],
+    weight: Float[Array, " B"] | float = 1.0,
 ) -> Float[Array, "B V"]:
-    """The law of the extra token: p where all was accepted, else normalize(max(p - q, 0)) at the failure."""
-    p_at = rng.take_row(p, num_accepted)
-    num_drafts = proposal.tokens.shape[1]
+    """Of the extra token: p where all was accepted, else normalize(max(weight * p - q, 0)) at the failure."""
+    p_at, num_drafts = rng.take_row(p, num_accepted), proposal.tokens.shape[1]
     if not num_drafts:
         return p_at
     failure = jnp.minimum(num_accepted, num_drafts - 1)
     if proposal.probs is None:
-        x = rng.take_row(proposal.tokens, failure)
-        q_at = jax.nn.one_hot(x, p.shape[-1], dtype=p.dtype)
+        q_at = jax.nn.one_hot(rng.take_row(proposal.tokens, failure), p.shape[-1], dtype=p.dtype)
     else:
         q_at = rng.take_row(proposal.probs, failure)
-    residual = jnp.maximum(p_at - q_at, 0.0)
+    residual = jnp.maximum(jnp.reshape(weight, (-1, 1)) * p_at - q_at, 0.0)
     mass = jnp.sum(residual, axis=-1, keepdims=True)
     # Nothing failed: the bonus token, from p. A residual that rounds to nothing: from p too, never NaN.
     bonus = (num_accepted >= proposal.num_proposed)[:, None] | (mass <= 0.0)
     return jnp.where(bonus, p_at, residual / jnp.where(mass > 0.0, mass, 1.0))
+
+
+def extra_token(case: Case, law: Float[Array, "B V"], num_accepted: Int[Array, " B"]) -> Int[Array, " B"]:
+    """A token of this law, drawn with the number that belongs behind so many drafts."""
+    noise = rng.gumbel(rng.keys(case.seed, case.num_tokens, "residual", num_accepted), law.shape[-1])
+    return likeliest(jnp.log(law) + noise)
 
 
 def law(
@@ -72,5 +77,5 @@ def law(
     reach = jnp.concatenate([ones, jnp.cumprod(accept, axis=1)], axis=1)
     lengths = reach * jnp.concatenate([1.0 - accept, ones], axis=1)
     proposal = Proposal(tokens, q, jnp.full(count, num_drafts))
-    extras = [extra_distribution(p, proposal, jnp.full(count, i)) for i in range(num_drafts + 1)]
+    extras = [extra_law(p, proposal, jnp.full(count, i)) for i in range(num_drafts + 1)]
     return lengths, jnp.stack(extras, axis=1)

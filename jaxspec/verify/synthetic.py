@@ -11,13 +11,6 @@ from jaxspec.verify.base import Case, Verdict, leading
 def verify(case: Case) -> Verdict:
     """options: rates, for i = 1..K, or more, P(at least i drafts are accepted); the draw of each is conditional on
     those before it."""
-    num_drafts = case.proposal.tokens.shape[1]
-    if not num_drafts or case.options is None:
-        num_accepted = jnp.zeros_like(case.num_tokens)
-    else:
-        rates = case.options[:num_drafts]
-        uniforms = [rng.uniform(rng.keys(case.seed, case.num_tokens, "accept", i)) for i in range(num_drafts)]
-        before = jnp.concatenate([jnp.ones(1), rates[:-1]])
-        accepted = jnp.stack(uniforms, axis=1) * before < rates
-        num_accepted = leading(accepted, case.proposal.num_proposed)
+    rates = jnp.concatenate([jnp.ones(1), case.options[: case.num_drafts]])
+    num_accepted = leading(case.uniforms() * rates[:-1] < rates[1:], case.proposal.num_proposed)
     return Verdict(num_accepted, rng.take_row(case.own, num_accepted))
