@@ -10,14 +10,14 @@ from jaxspec import tree_options
 from jaxspec.drafters import methods
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
+from jaxspec.verify import rules
 
 # The (shortest, longest) n-gram that is looked up: alone, and before another method. A short match is a better guess
 # than none, but not than a draft model's: on the held-out prompts SmolLM2's draft alone has an acceptance length of
 # 2.65, after a look for 2 to 4 tokens 2.57, for 4 to 6 tokens 2.65.
 LOOKUP_ALONE, LOOKUP_FIRST = (2, 4), (4, 6)
 MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison with all of the row
-REJECTION_METHODS = ("standard", "coupled", "synthetic")
-LATER_REJECTION_METHODS = ("block", "typical")
+LATER_REJECTION_METHODS = ("typical",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
 MAX_DRAFTS = 1024  # of a round; the best is below 20
@@ -108,10 +108,10 @@ class SpeculativeConfig:
         if self.rejection_sample_method in LATER_REJECTION_METHODS:
             raise UnsupportedError(
                 f"rejection_sample_method={self.rejection_sample_method!r} is not supported yet: "
-                f"use one of {', '.join(REJECTION_METHODS)}"
+                f"use one of {', '.join(rules.NAMES)}"
             )
         if self.rejection_sample_method is not None:
-            one_of("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
+            one_of("rejection_sample_method", self.rejection_sample_method, rules.NAMES)
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
         object.__setattr__(self, "synthetic_acceptance_rates", self.synthetic_rates())
@@ -141,6 +141,13 @@ class SpeculativeConfig:
         shortest, longest = LOOKUP_FIRST if methods.split(str(self.method))[0] else LOOKUP_ALONE
         given = lambda value, default: default if value is None else value
         return given(self.prompt_lookup_min, shortest), given(self.prompt_lookup_max, longest)
+
+    @property
+    def rule_options(self) -> tuple[float, ...]:
+        """The numbers of the options that belong to the rule asked for."""
+        names = rules.RULES[self.rejection_sample_method].options if self.rejection_sample_method else ()
+        values = [getattr(self, name) for name in names]
+        return tuple(number for value in values for number in (value if isinstance(value, tuple) else (value,)))
 
     def synthetic_rates(self) -> tuple[float, ...] | None:
         """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""

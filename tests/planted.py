@@ -96,13 +96,13 @@ FAULTS = (
         "tests/async_llm/test_thread.py -k second_failure",
     ),
     Fault(  # a draft is accepted with p in place of p / q
-        "jaxspec/verify/rejection.py",
+        "jaxspec/verify/standard.py",
         "jnp.stack(uniforms, axis=1) * q_x < p_x",
         "jnp.stack(uniforms, axis=1) < p_x",
         "tests/verify/test_law.py -k 'draws_from_its_law and standard'",
     ),
     Fault(  # a rejected draft is made up for from p, not from what q lacks
-        "jaxspec/verify/rejection.py",
+        "jaxspec/verify/standard.py",
         "residual = jnp.maximum(p_at - q_at, 0.0)",
         "residual = p_at",
         "tests/verify/test_law.py -k 'emitted_tokens and standard'",

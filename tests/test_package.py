@@ -39,7 +39,7 @@ ARROWS = {
     "detokenizer": "",
     "progress": "options",
     "parallel": "",
-    "config": "options drafters.methods",
+    "config": "options drafters.methods verify.rules",
     "sampling_params": "options",
     "platforms": "pallas_kernels",
     "cache": "shapes parallel platforms",
@@ -49,7 +49,7 @@ ARROWS = {
     "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
     "decode": "shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
-    "decode",
+    "decode verify.rules",
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
     "loading": "checkpoints pallas_kernels platforms models drafters engine.setup",
@@ -64,7 +64,7 @@ ARROWS = {
     "checkpoints loading",
     "demo": "config embedded outputs sampling_params parallel models progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
-    "engine progress checkpoints loading",
+    "verify.rules engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm",
     "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm convert info "

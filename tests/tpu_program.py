@@ -137,7 +137,7 @@ class Program:
 
     def requests(self, length: int) -> list[Request]:
         """As many as rows, prompts of so many tokens."""
-        how = {"params": SamplingParams(), "seed": 0, "coupled": False, "stop_ids": (), "num_speculative_tokens": 0}
+        how = {"params": SamplingParams(), "seed": 0, "rule": "standard", "stop_ids": (), "num_speculative_tokens": 0}
         rows = range(self.options.max_num_seqs)
         return [Request(id=row, prompt=[0] * length, max_len=length + 1, **how) for row in rows]
 

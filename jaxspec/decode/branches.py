@@ -21,8 +21,8 @@ from jaxspec.sampling.distribution import process
 from jaxspec.sampling.processors import Adjust
 from jaxspec.sampling.rng import take_row
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.verify import coupled
 from jaxspec.verify.base import Verdict
+from jaxspec.verify.coupled import shared_noise
 
 
 def rank(
@@ -43,10 +43,10 @@ def rank(
     logits = fit_vocabulary(logits.reshape(*hidden.shape[:2], -1), vocab_size, head.vocabulary)
     if adjust is not None:
         logits = jax.vmap(lambda logits, path: adjust(logits, path, i), in_axes=1, out_axes=1)(logits, paths)
-    if variant.coupled:
+    if variant.noises:
         logits = process(logits, rows, filters=variant.filters)
         if not config.greedy_draft:
-            noise = coupled.shared_noise(rows.seed, history.num_tokens + i, vocab_size)
+            noise = shared_noise(rows.seed, history.num_tokens + i, vocab_size)
             logits += jnp.where(rows.greedy[:, None], 0.0, noise)[:, None]
     logs = jax.nn.log_softmax(logits, axis=-1)
     scores, ids = lax.top_k(jnp.where(jnp.isnan(logs), -jnp.inf, logs), width)
@@ -68,18 +68,6 @@ def adjusted(
     places = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))
     leading = jax.vmap(functools.partial(take, places), in_axes=1, out_axes=1)(tree.paths[:, :, 1:])
     return jax.vmap(adjust, in_axes=1, out_axes=1)(logits, leading, tree.depth)
-
-
-def perturbed(context: Context, history: History, tree: Topology, values: Any) -> Any:
-    """values [B,T,V] with the noise of rows that draw, which belongs to the position where a token would come to stand:
-    places of the same depth share it."""
-    rows = context.batch.sampling
-    if not context.config.variant.coupled:
-        return values
-    at = lambda i: coupled.shared_noise(rows.seed, history.num_tokens + i, values.shape[-1])
-    noise = jnp.stack([at(i) for i in range(tree.paths.shape[2])], axis=1)
-    noise = take(noise, tree.depth)
-    return values + jnp.where((rows.coupled & ~rows.greedy)[:, None, None], noise, 0.0)
 
 
 def straightened(

@@ -30,7 +30,7 @@ def chain(
     choose: Choose,
     small: Callable[[], bool] = lambda: False,
 ) -> tuple[Int[Array, "B K"], Any, Any]:
-    """K = count drafts, what `choose` gives beside each (its distribution, where a rule needs that), and the last state.
+    """K = count drafts, what `choose` gives beside each (its distribution, where a rule needs that), the last state.
     step(state, token, i): the pass that reads draft i, counted from 1. small: whether a step is next to nothing, as the
     first has shown."""
     drafts = jnp.zeros((first.hidden.shape[0], count), jnp.int32)
@@ -73,9 +73,7 @@ class Place:
         return lax.dynamic_index_in_dim(self.known[name], self.i, axis=1, keepdims=False)
 
 
-def at_once(
-    head: Head, hidden: Float[Array, "B K _"], choose: Choose
-) -> tuple[Int[Array, "B K"], Any]:
+def at_once(head: Head, hidden: Float[Array, "B K _"], choose: Choose) -> tuple[Int[Array, "B K"], Any]:
     """As `chain`, of a pass that has said something of all K places."""
     known: dict[Any, Any] = {}
     at = lambda i: lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
