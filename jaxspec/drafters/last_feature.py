@@ -42,7 +42,8 @@ class LastFeature(Drafter):
     def propose(self, params, cache, history: History, choose: Choose):
         head: Any = bind(self.model.config, params["draft"])
         last = history.num_tokens - 2
-        state = self.begin(head, features.read(cache, jnp.maximum(last, 0)[:, None], history.block_table)[:, 0])
+        at, mesh = jnp.maximum(last, 0)[:, None], self.model.backend.mesh
+        state = self.begin(head, features.read(cache, at, history.block_table, mesh)[:, 0])
         token = take_row(history.tokens, history.num_tokens - 1)
         drafts, probs = jnp.zeros((token.shape[0], self.num_speculative_tokens), jnp.int32), []
         for i in range(self.num_speculative_tokens):  # each has weights of its own
