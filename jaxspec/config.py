@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxspec import tree_options
 from jaxspec.drafters import methods
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
@@ -18,6 +19,7 @@ MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison w
 REJECTION_METHODS = ("standard", "coupled", "synthetic")
 LATER_REJECTION_METHODS = ("block", "typical")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
 MAX_DRAFTS = 1024  # of a round; the best is below 20
 MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of rounds itself is dynamic
 
@@ -34,6 +36,12 @@ class SpeculativeConfig:
       max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
       dtype: the draft's; default the target's.
       parallel_drafting: the draft fills all K places in one pass (PARD, P-EAGLE). None: where it was trained to.
+      tree_width, tree_depth, tree_nodes: verify a tree of drafts: after each node the tree_width likeliest, tree_depth
+        levels, and of all these candidates the likeliest, so that with the pending token there are tree_nodes (then
+        num_speculative_tokens is tree_nodes - 1). Any of them given, the others default to 4, 4 and
+        tree_width * tree_depth + 1. Sampling requests follow the coupled rule.
+      tree_choices: a fixed tree instead, of a drafter that says all places at once (Medusa, DFlash, P-EAGLE, PARD): for
+        each draft the ranks that lead to it, as [[0], [0, 0], [1]].
       draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
       rejection_sample_method: "standard" or "coupled" for every sampling request. None: coupled for requests with an
         explicit seed (their tokens then equal plain decoding's), standard for the others. "synthetic", for benchmarks:
@@ -58,6 +66,10 @@ class SpeculativeConfig:
     dtype: str | None = None
     quantization: str | None = None
     parallel_drafting: bool | None = None
+    tree_width: int | None = None
+    tree_depth: int | None = None
+    tree_nodes: int | None = None
+    tree_choices: tuple[tuple[int, ...], ...] | None = None
     draft_sample_method: str = "probabilistic"
     rejection_sample_method: str | None = None
     posterior_threshold: float = 0.09
@@ -81,6 +93,9 @@ class SpeculativeConfig:
                 raise UserError(
                     f"method={self.method!r} uses no draft model, but model={self.model!r} is given: drop one of them"
                 )
+        if self.tree:
+            for name, value in tree_options.checked(self).items():
+                object.__setattr__(self, name, value)
         counts = {"num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_min": LARGEST, "prompt_lookup_max": MAX_LOOKUP}
         check_counts(self, counts | dict.fromkeys(("max_model_len", "disable_by_batch_size"), LARGEST))
         flag("adaptive", self.adaptive)
@@ -109,6 +124,11 @@ class SpeculativeConfig:
                 "posterior_alpha": "it belongs to typical acceptance",
             },
         )
+
+    @property
+    def tree(self) -> bool:
+        """Whether drafts are a tree."""
+        return any(x is not None for x in (self.tree_width, self.tree_depth, self.tree_nodes, self.tree_choices))
 
     @property
     def has_parameters(self) -> bool:
@@ -214,7 +234,7 @@ class EngineConfig:
         if self.prefill_chunk < 16 or self.prefill_chunk & (self.prefill_chunk - 1):
             raise UserError(f"prefill_chunk={self.prefill_chunk} must be a power of two, at least 16")
         if self.kernels is not None:
-            one_of("kernels", self.kernels, ("reference", "pallas"))
+            one_of("kernels", self.kernels, KERNELS)
         refuse_unsupported(
             self,
             {

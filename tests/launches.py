@@ -40,7 +40,10 @@ PROMPT = (0, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a group of rows samples. num_drafts None: the program's K."""
+    """How a group of rows samples.
+
+    num_drafts: None for the program's K.
+    """
 
     temperature: float = 1.0
     top_k: int = 0

@@ -26,7 +26,10 @@ HEADS = "tests/drafters/test_heads.py"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """In file, `right` becomes `wrong`; tests: pytest's arguments."""
+    """In file, `right` becomes `wrong`.
+
+    tests: pytest's arguments.
+    """
 
     file: str
     right: str
@@ -56,7 +59,7 @@ FAULTS = (
     Fault(  # a top_p that float32 has no number for forbids every id
         "jaxspec/sampling/distribution.py", " | (z >= largest)", "", "tests/sampling/test_distribution.py -k largest"
     ),
-    Fault(  # a stop string in front of half a character
+    Fault(  # a stop string before half a character
         "jaxspec/detokenizer.py",
         "readable, known = self.text + self.unfinished, self.searched",
         "readable, known = self.text, self.searched",
@@ -155,7 +158,7 @@ FAULTS = (
         "history.num_tokens + history.num_wanted",
         "tests/decode/test_round.py -k keeps_up",
     ),
-    Fault(  # what stands behind a stop id stays
+    Fault(  # what comes after a stop id stays
         "jaxspec/decode/round.py",
         "jnp.minimum(first_stop + 1, room)",
         "room",

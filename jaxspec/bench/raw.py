@@ -39,8 +39,8 @@ NEVER = 2**30  # no token id, count or logit is as large
 
 
 class Raw:
-    """Rows that stand at one context, and programs over them. Every launch starts from there again: what it wrote
-    behind is overwritten by the next. The donated caches are threaded through self.engine.runner.cache."""
+    """Rows that stand at one context, and programs over them. Every launch starts from there again, and
+    overwrites what the one before it wrote. The donated caches are threaded through self.engine.runner.cache."""
 
     def __init__(self, setup: Setup, batch_size: int, context: int, speculative: SpeculativeConfig) -> None:
         most = speculative.num_speculative_tokens

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.decode import branches
 from jaxspec.decode.prefill import remember
 from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeState
 from jaxspec.drafters.base import History, Proposal
-from jaxspec.models.head import Vocabulary
+from jaxspec.models.head import fit_vocabulary
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
@@ -26,6 +27,7 @@ from jaxspec.sampling.logprobs import record
 from jaxspec.sampling.processors import Adjust, adjuster, count
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.verify import coupled, rejection, synthetic
+from jaxspec.verify import tree as tree_rule
 from jaxspec.verify.base import Verdict, leading
 from pallas_kernels.plain import likeliest
 
@@ -52,6 +54,9 @@ def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[Pa
         scores, cache = score(context, cache, history, proposal)
     with jax.named_scope("verify"):
         verdict, ending = verify(context, history, proposal, scores, adjust)
+    if proposal.tree is not None:
+        with jax.named_scope("straighten"):
+            cache, proposal, scores = branches.straightened(context, cache, history, proposal, scores, verdict)
     with jax.named_scope("commit"):
         state = commit(context, state, history, proposal, scores, verdict, ending)
     return cache, state
@@ -93,7 +98,7 @@ def propose(
     if drafter is None:
         num_rows = history.num_tokens.shape[0]
         return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), cache
-    chooser = functools.partial(choose, context, history, adjust)
+    chooser: Any = functools.partial(choose if drafter.tree_width is None else branches.rank, context, history, adjust)
     proposal, pages = drafter.propose(context.params, cache, history, chooser)
     if proposal.probs is not None:
         possible = rejection.at_tokens(proposal.probs, proposal.tokens) > 0.0
@@ -134,17 +139,6 @@ def choose(
     return token, jax.nn.softmax(z, axis=-1, where=z > -jnp.inf)
 
 
-def fit_vocabulary(
-    logits: Float[Array, "B _"], vocab_size: int, vocabulary: Vocabulary | None = None
-) -> Float[Array, "B {vocab_size}"]:
-    """Over the target's ids, -inf for those that a reduced vocabulary lacks. A draft padded differently never proposes
-    ids that the target lacks."""
-    if vocabulary is not None:
-        logits = jnp.take(logits, vocabulary.t2d, axis=-1, mode="fill", fill_value=-jnp.inf)
-    missing = vocab_size - logits.shape[-1]
-    return jnp.pad(logits, ((0, 0), (0, max(missing, 0))), constant_values=-jnp.inf)[:, :vocab_size]
-
-
 def only_likeliest(context: Context) -> bool:
     """Whether nobody asks for more of the target's logits than which is the largest."""
     variant, batch = context.config.variant, context.batch
@@ -164,7 +158,9 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     tokens = jnp.where(masked, pending[:, None], tokens)  # what nobody reads: no less a number than what is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
-    done = target.forward(params["target"], cache.target, tokens, positions, masked, history.block_table, taps)
+    where = positions, masked, history.block_table
+    of_tree = branches.of_tree(history, proposal.tree)
+    done = target.forward(params["target"], cache.target, tokens, *where, taps, of_tree)
     cache = remember(context.config, params, cache, done)
     if only_likeliest(context):  # no logits are left to look at, but what they are made of
         lawful = jnp.all(jnp.isfinite(done.hidden), axis=-1)
@@ -179,7 +175,9 @@ def verify(
     """The verdict on a proposal, and RUNNING, or why there is no extra token: NO_ID, NO_LAW. Drafts are judged as far
     as there is a law to judge them by."""
     variant, values = context.config.variant, scores.values
-    if adjust is not None:
+    if adjust is not None and proposal.tree is not None:
+        values = branches.adjusted(adjust, values, proposal, proposal.tree)
+    elif adjust is not None:
         values = jnp.stack([adjust(values[:, i], proposal.tokens, i) for i in range(values.shape[1])], axis=1)
     if values.ndim == 3 and (variant.standard or variant.coupled):
         values = process(values, context.batch.sampling, filters=variant.filters)
@@ -188,6 +186,11 @@ def verify(
         largest = jnp.max(values, axis=-1)
         no_id = scores.lawful & (largest == -jnp.inf)
         ending = jnp.where(no_id, NO_ID, jnp.where(jnp.isfinite(largest), ending, NO_LAW))
+    if proposal.tree is not None:
+        own = own_tokens(branches.perturbed(context, history, proposal.tree, values))
+        verdict = tree_rule.verify(own, proposal, ending == RUNNING)
+        assert verdict.last is not None
+        return verdict, rng.take_row(ending, verdict.last)
     judged = leading(ending[:, :-1] == RUNNING, proposal.num_proposed)
     verdict = judge(context, history, dataclasses.replace(proposal, num_proposed=judged), values)
     return verdict, rng.take_row(ending, verdict.num_accepted)

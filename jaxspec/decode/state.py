@@ -46,13 +46,17 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Static description of the device program. drafter None: plain decoding (K = 0). reader: the drafter for which
-    target passes keep features, also those of plain rounds; or None."""
+    """Static description of the device program.
+
+    drafter: None for plain decoding, K = 0.
+    greedy_draft: the draft proposes its own likeliest token, as if certain of it.
+    reader: the drafter for which target passes keep features, those of plain rounds too; or None.
+    """
 
     target: PagedModel
     drafter: Drafter | None
     variant: Variant = Variant()
-    greedy_draft: bool = False  # draft_sample_method="greedy": propose the draft's argmax, q is one-hot
+    greedy_draft: bool = False
     reader: Drafter | None = None
 
     @property

@@ -29,9 +29,10 @@ def chain(
     step: Callable[[Any, Int[Array, " B"], Any], Step],
     choose: Choose,
     small: Callable[[], bool] = lambda: False,
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Any]:
-    """K = count drafts, their distributions where a rule needs these, and the last state. step(state, token, i): the
-    pass that reads draft i, counted from 1. small: whether a step is next to nothing, as the first has shown."""
+) -> tuple[Int[Array, "B K"], Any, Any]:
+    """K = count drafts, what `choose` gives beside each (its distribution, where a rule needs that), and the last state.
+    step(state, token, i): the pass that reads draft i, counted from 1. small: whether a step is next to nothing, as the
+    first has shown."""
     drafts = jnp.zeros((first.hidden.shape[0], count), jnp.int32)
     chosen = choose(first.head, first.hidden, drafts, 0)
     room = jax.tree.map(lambda x: jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype), chosen)
@@ -72,9 +73,7 @@ class Place:
         return lax.dynamic_index_in_dim(self.known[name], self.i, axis=1, keepdims=False)
 
 
-def at_once(
-    head: Head, hidden: Float[Array, "B K _"], choose: Choose
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
+def at_once(head: Head, hidden: Float[Array, "B K _"], choose: Choose) -> tuple[Int[Array, "B K"], Any]:
     """As `chain`, of a pass that has said something of all K places."""
     known: dict[Any, Any] = {}
     at = lambda i: lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)

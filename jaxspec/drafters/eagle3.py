@@ -119,13 +119,12 @@ def read(found: Found) -> Reading:
     found.fits("width", target_width, target.width)
     if raw.get("use_aux_hidden_state") is False:
         raise UnsupportedError(f"{found.name}: use_aux_hidden_state=false, a head that reads one layer, is not read")
-    key, layers = "eagle_aux_hidden_state_layer_ids", target.num_layers
-    taps = found.taps(raw.get(key), (2, layers // 2, layers - 3), key)
+    taps = found.taps((2, target.num_layers // 2, target.num_layers - 3))
     rows = found.shapes.get(found.prefix + "fc.weight", (0, 0))[-1]
     if rows != len(taps) * target_width:
         raise UserError(
-            f"{found.name}: tensor fc.weight reads {rows} numbers, {key}={list(taps)} of width {target_width} are "
-            f"{len(taps) * target_width}: mend config.json"
+            f"{found.name}: tensor fc.weight reads {rows} numbers, of layers {list(taps)} and width {target_width} "
+            f"there are {len(taps) * target_width}: mend config.json"
         )
     fields, fills = found.layers(), found.has("mask_hidden")
     config = Config(**fields | {

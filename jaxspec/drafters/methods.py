@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """parameters: whose it has: a whole model's, a head's beside its target, a head's within the target's own
-    checkpoint, or none.
+    """A method of drafting. The file of a head's method also has `read(found)`, which says of a checkpoint what its
+    configuration is and where its tensors go (`jaxspec.drafters.heads`).
 
-    signs: shell patterns of tensors that only its checkpoints have. The file of a head's method also has
-    `read(found)`, from a checkpoint to its configuration and where its tensors go (`jaxspec.drafters.heads`).
+    parameters: what has them: a whole "model", a "head" beside its target, the "target"'s own checkpoint, or nothing.
+    signs: shell patterns of tensors that only its checkpoints have.
     """
 
     parameters: Literal["model", "head", "target"] | None
@@ -35,7 +35,7 @@ METHODS = {
     "eagle": Method("head", ("fc.weight", "model.fc.weight")),
     "medusa": Method("head", ("0.0.linear.weight", "medusa_head.*", "medusa_heads.*", "blocks.0.layers.*")),
     "mlp_speculator": Method("head", ("speculator.*",)),
-    "mtp": Method("target"),
+    "mtp": Method("target", ("*.eh_proj.weight", "model.mtp_layers.*", "mtp.fc.weight")),
 }
 LOOKUP = "ngram+"  # before a method's name: prompt lookup where it finds something, that method elsewhere
 NAMES = (*METHODS, *(LOOKUP + name for name, method in METHODS.items() if method.parameters))
@@ -51,9 +51,19 @@ def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
     said = raw.get("speculators_model_type", raw.get("model_type"))
     if said in METHODS:
         return str(said)
+    return next(signed(tensors, "head"), "draft_model")
+
+
+def within(tensors: Iterable[str]) -> str | None:
+    """The method whose head stands in a target's own checkpoint, None where there is none."""
+    return next(signed(tensors, "target"), None)
+
+
+def signed(tensors: Iterable[str], parameters: str) -> Iterator[str]:
     names = list(tensors)
-    signed = lambda method: any(fnmatch.filter(names, sign) for sign in method.signs)
-    return next((name for name, method in METHODS.items() if signed(method)), "draft_model")
+    for name, method in METHODS.items():
+        if method.parameters == parameters and any(fnmatch.filter(names, sign) for sign in method.signs):
+            yield name
 
 
 def implementation(method: str) -> Any:

@@ -124,7 +124,7 @@ def processors(requests: Sequence[Request], rows: int) -> Processors:
 
 
 def aligned_right(words: Sequence[Sequence[Sequence[int]]], rows: int) -> Any:
-    """Id sequences of each row as [rows, W, length], W and length powers of two, -1 in front of the shorter ones."""
+    """Id sequences of each row as [rows, words, length], both powers of two, -1 before the shorter ones."""
     length = power_of_two(max((len(word) for row in words for word in row), default=1), 4)
     array = np.full((rows, power_of_two(max(map(len, words)), 8), length), -1, np.int32)
     for row, listed in enumerate(words):

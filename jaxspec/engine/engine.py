@@ -46,12 +46,7 @@ class Engine:
         models = {"target": target} | ({"draft": draft} if draft else {})
         self.runner = Runner(models, config, speculative, mesh, device)
         self.layout = layout = self.runner.decoding.target.layout
-        drafter = self.runner.decoding.drafter
-        self.lag = results.Lag(
-            limit=self.runner.decoding.position_limit,
-            most=drafter.max_lag if drafter else None,
-            lookahead=drafter.lookahead if drafter else 0,
-        )
+        self.lag = results.Lag.of(self.runner.decoding)
         self.limits = arrivals.Limits(
             max_model_len=self.runner.decoding.target.max_model_len,
             vocab_size=target.config.vocab_size,

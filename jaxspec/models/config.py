@@ -59,7 +59,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    # Of a draft. It proposes only so many ids, see Vocabulary in decoder.py; the last rare_vocab_size of these, which
+    # Of a draft. It proposes only so many ids, see Vocabulary in head.py; the last rare_vocab_size of these, which
     # are rare, by way of rare_width channels. It reads ids in its target's table, which is embed_width wide.
     reduced_vocab_size: int | None = None
     rare_vocab_size: int = 0
@@ -98,6 +98,16 @@ class ModelConfig:
     def method(self) -> str:
         """How it drafts, where it is a draft: a name of `jaxspec.drafters.methods`."""
         return "draft_model"
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose input a head beside it reads: L is what goes into the last norm."""
+        return ()
+
+    @property
+    def max_drafts(self) -> int | None:
+        """The most that it can propose a round, None where nothing limits it."""
+        return None
 
     @property
     def features_from(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.config import EngineConfig
 from jaxspec.errors import UserError
 from jaxspec.llm import LLM
 from jaxspec.outputs import SpecDecodeMetrics
@@ -41,9 +42,9 @@ def evaluate(
     draft: str,
     prompts: Prompts,
     *,
-    num_speculative_tokens: int = 4,
-    max_tokens: int = 128,
-    dtype: str = "auto",
+    num_speculative_tokens: int,
+    max_tokens: int,
+    dtype: str = EngineConfig.dtype,
     temperatures: Sequence[float] = TEMPERATURES,
     progress: bool = True,
 ) -> dict[str, Any]:

@@ -17,10 +17,12 @@ class Verdict:
 
     num_accepted i32[B]: drafts kept, 0..K_b.
     next_token i32[B]: the one extra token that follows them.
+    last i32[B]: of a tree, the place of the last one that is kept; None: a chain's stand in a row.
     """
 
     num_accepted: jax.Array
     next_token: jax.Array
+    last: jax.Array | None = None
 
 
 def leading(accepted: Bool[Array, "B K"], num_proposed: Int[Array, " B"]) -> Int[Array, " B"]:

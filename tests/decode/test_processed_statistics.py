@@ -92,7 +92,7 @@ def do_not_count_drafts(patch) -> None:
 
 def bad_words_without_drafts(patch) -> None:
     right = processors.completes_bad_word
-    patch.setattr(processors, "completes_bad_word", lambda *arguments: right(*arguments[:-1], 0))
+    patch.setattr(processors, "completes_bad_word", lambda *arguments: right(*arguments[:-1], 0 * arguments[-1]))
 
 
 def adjust_otherwise(wrong: Callable) -> Callable:

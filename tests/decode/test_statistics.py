@@ -56,7 +56,7 @@ def law(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> np
 
 
 def adjusted_logits(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> list[np.ndarray]:
-    """As `logits`, after masks, bias and penalties; behind a stop id only that id follows."""
+    """As `logits`, after masks, bias and penalties; after a stop id only that id follows."""
     s, found = setting, logits(size, length, prompt)
     if not (s.params(length).processed or s.bad_words or s.stop_ids):
         return found

@@ -72,8 +72,12 @@ PROMPTS = ([], [2**40], [400], [-1], [1.5], b"abc", None, [5] * 64, {"prompt_tok
 
 @dataclasses.dataclass
 class Case:
-    """prompt, params: as given, the latter a dict; past: options that get past SamplingParams' check; fails: what of it
-    raises while it is decoded, "stop" (its stop callback) or None."""
+    """A request.
+
+    params: options of SamplingParams.
+    past: options that get past its check.
+    fails: what of it raises while it is decoded: "stop" (its stop callback) or None.
+    """
 
     prompt: Any
     params: dict[str, Any]

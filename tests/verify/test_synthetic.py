@@ -23,7 +23,7 @@ def accepted(rates: tuple[float, ...], num_proposed: int = K) -> np.ndarray:
     proposal = Proposal(tokens, None, jnp.full(ROWS, num_proposed))
     seeds = jnp.stack([jnp.zeros(ROWS, jnp.uint32), jnp.arange(ROWS, dtype=jnp.uint32)], axis=1)
     verdict = verify(own, proposal, jnp.array(rates), seeds, jnp.full(ROWS, 7))
-    assert (verdict.next_token == verdict.num_accepted).all(), "the target's own token behind what was kept"
+    assert (verdict.next_token == verdict.num_accepted).all(), "the target's own token after what was kept"
     return np.asarray(verdict.num_accepted)
 
 
