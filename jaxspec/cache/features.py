@@ -20,10 +20,10 @@ def write(cache: PagedKVCache, slots: Int[Array, " _"], features: Float[Array, "
 
 
 def read(
-    cache: PagedKVCache, positions: Int[Array, "B T"], block_table: Int[Array, "B N"], mesh: Mesh | None
+    cache: PagedKVCache, positions: Int[Array, "B T"], block_table: Int[Array, "B N"], mesh: Mesh | None = None
 ) -> Float[Array, "B T M"]:
-    """The features of these positions of each row, whole on every device of the mesh; of those that have no page, what
-    happens to be there."""
+    """The features of these positions of each row; of those that have no page, what happens to be there. mesh: whole on
+    each of its devices, else cut as the pages are."""
     (pages,) = cache.features
     page_size, width = pages.shape[1:]
     page = jnp.take_along_axis(block_table, jnp.clip(positions, 0) // page_size, axis=1, mode="clip")
