@@ -180,7 +180,7 @@ FAULTS = (
         "jaxspec/cache/features.py",
         "page_size, width = pages.shape[1:]\n",
         "positions, (page_size, width) = positions - 1, pages.shape[1:]\n",
-        f"{HEADS} -k 'every_round and eagle3'",
+        f"{HEADS} -k 'accepted and eagle3'",
     ),
     Fault(  # it reads one layer below those that it was trained for
         "jaxspec/models/decoder.py",
@@ -198,7 +198,7 @@ FAULTS = (
         "jaxspec/drafters/feature_chain.py",
         "jnp.where(in_step, history.num_tokens - 1, history.draft_len)",
         "jnp.where(in_step, history.num_tokens - 1 + wanted, history.draft_len)",
-        f"{HEADS} -k 'every_round and eagle3'",
+        f"{HEADS} -k 'accepted and eagle3'",
     ),
     Fault(  # the last entry of a prompt's chunk takes the chunk's first token for the next
         "jaxspec/drafters/feature_chain.py",
@@ -206,11 +206,17 @@ FAULTS = (
         "first, chunk = jnp.ones_like(chunk.start), dataclasses.replace(chunk, length=chunk.length + 1)\n",
         f"{HEADS} -k 'every_round and eagle3'",
     ),
+    Fault(  # a draft that catches up leaves a position out
+        "jaxspec/engine/engine.py",
+        "starts = [r.draft_len + self.lag.lookahead for r in rows]",
+        "starts = [r.draft_len + self.lag.lookahead + 1 for r in rows]",
+        f"{HEADS} -k 'every_round and eagle3'",
+    ),
     Fault(  # a page whose last entry another token follows is taken for the same
         "jaxspec/engine/scheduler.py",
         "(i + 1) * self.page_size + self.lookahead]",
         "(i + 1) * self.page_size]",
-        f"{HEADS} -k 'every_round and eagle3'",
+        "tests/engine/test_sharing.py -k entries_see",
     ),
     Fault(  # rounds without drafts keep nothing of the target's features
         "jaxspec/engine/runner.py",

@@ -175,8 +175,8 @@ def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hl
     return read
 
 
-def check_loop(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hlo.Program:
-    """`check`, and in the loop each weight is read where it lies."""
+def check_loop(program: Program, compiled: jax.stages.Compiled, temporary: int, but: int = 0) -> hlo.Program:
+    """`check`, and in the loop each weight is read where it lies, but those of so many elements."""
     read = check(program, compiled, temporary)
-    assert not hlo.made(read.loop, program.weights, prefetched=True), "weights are copied"
+    assert not hlo.made(read.loop, program.weights - {but}, prefetched=True), "weights are copied"
     return read

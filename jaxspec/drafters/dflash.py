@@ -63,7 +63,7 @@ class DFlashHead(Head):
     def __init__(self, config: Config, dtype: Any) -> None:
         c, norm = config, declare("norm")
         self.config = c
-        self.fc = declare("matrix", dtype)(len(c.taps) * c.target_width, c.width)
+        self.fc = declare("matrix", dtype)(len(c.taps) * c.target_width, c.width, axes=(None, "features"))
         self.hidden_norm, self.norm = norm(c.width), norm(c.width)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
         if c.has_head:
@@ -171,7 +171,7 @@ class DFlash(Drafter):
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
         unread = past_at >= last[:, None]
         masked = jnp.concatenate([unread, block > wanted[:, None]], axis=1) | ~history.live[:, None]
-        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table))
+        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table, backend.mesh))
         pending = take_row(history.tokens, last)[:, None]
         x = target.embedded(jnp.where(block == 0, pending, head.config.mask_id), backend)
         rows = self.model.rows(positions, masked, history.block_table)
@@ -184,7 +184,8 @@ class DFlash(Drafter):
         head: Any = bind(self.model.config, params["draft"])
         offset = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)[None, :]
         positions, masked = chunk.start[:, None] + offset, offset >= chunk.length[:, None]
-        past = jnp.where(masked[:, :, None], 0, features.read(cache, positions, chunk.block_table))
+        past = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
+        past = jnp.where(masked[:, :, None], 0, past)
         rows = self.model.rows(positions, masked, chunk.block_table)
         return head(past[:, :0], past, cache.draft, rows, self.model.backend)[1]
 

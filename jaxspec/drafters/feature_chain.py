@@ -90,7 +90,7 @@ class FeatureChain(Drafter):
         positions = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
         masked = (positions > last[:, None]) | ~history.live[:, None]
         tokens = jnp.take_along_axis(history.tokens, positions + 1, axis=1, mode="clip")
-        known = features.read(cache, positions, table)
+        known = features.read(cache, positions, table, self.model.backend.mesh)
         hidden, carried, pages = self.entries(params, cache.draft, tokens, known, positions, masked, table)
         at = jnp.maximum(last, 0) - start
         logits = head if head.has_head else bind(self.target.config, params["target"])
@@ -115,7 +115,7 @@ class FeatureChain(Drafter):
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = (chunk.start - 1 + first)[:, None] + offset
         masked = offset >= (chunk.length - first)[:, None]
-        known = features.read(cache, positions, chunk.block_table)
+        known = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
         return self.entries(params, cache.draft, tokens, known, positions, masked, chunk.block_table)[2]
 
     def entries(self, params, pages, tokens, feature, positions, masked, table, branches=None):
@@ -152,7 +152,7 @@ class FeatureBlock(FeatureChain):
         real = positions <= last[:, None]
         known = jnp.take_along_axis(history.tokens, positions + 1, axis=1, mode="clip")
         tokens = jnp.where(real, known, mask)
-        kept = features.read(cache, positions, table)
+        kept = features.read(cache, positions, table, backend.mesh)
         feature = jnp.where(real[:, :, None], kept, head.masks(backend).astype(kept.dtype))
         end = last + jnp.maximum(history.num_wanted, 1) - 1
         masked = (positions > end[:, None]) | (~history.live | (last < 0))[:, None]

@@ -69,7 +69,8 @@ class LastFeature(Drafter):
         """(a step from a state and a token, the first state, the pending token)."""
         own: Any = bind(self.model.config, params["draft"])
         last = jnp.maximum(history.num_tokens - 2, 0)
-        state = self.begin(own, features.read(cache, last[:, None], history.block_table)[:, 0])
+        known = features.read(cache, last[:, None], history.block_table, self.model.backend.mesh)
+        state = self.begin(own, known[:, 0])
 
         def step(state, token, i) -> Step:
             head, hidden, state = self.draft(own, state, token, i)
