@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec import tree_options
 from jaxspec.drafters import methods
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.errors import UserError
 from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
 from jaxspec.verify import rules
 
@@ -17,7 +17,7 @@ from jaxspec.verify import rules
 # 2.65, after a look for 2 to 4 tokens 2.57, for 4 to 6 tokens 2.65.
 LOOKUP_ALONE, LOOKUP_FIRST = (2, 4), (4, 6)
 MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison with all of the row
-LATER_REJECTION_METHODS = ("typical",)
+POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's, where typical acceptance is asked for
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
 MAX_DRAFTS = 1024  # of a round; the best is below 20
@@ -43,9 +43,13 @@ class SpeculativeConfig:
       tree_choices: a fixed tree instead, of a drafter that says all places at once (Medusa, DFlash, P-EAGLE, PARD): for
         each draft the ranks that lead to it, as [[0], [0, 0], [1]].
       draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
-      rejection_sample_method: "standard" or "coupled" for every sampling request. None: coupled for requests with an
-        explicit seed (their tokens then equal plain decoding's), standard for the others. "synthetic", for benchmarks:
-        drafts are accepted at given rates whatever they are, and the text means nothing.
+      rejection_sample_method: "standard", "block", "coupled" or "typical" for every sampling request. None: coupled for
+        requests with an explicit seed (their tokens then equal plain decoding's), standard for the others. Typical
+        acceptance is lossy: what comes out no longer has the target's law. "synthetic", for benchmarks: drafts are
+        accepted at given rates whatever they are, and the text means nothing. Requests of temperature 0 are greedy, and
+        exact, under all of them but "synthetic".
+      posterior_threshold, posterior_alpha: under "typical" a draft is accepted where its probability is more than
+        min(posterior_threshold, posterior_alpha * exp(-entropy of the target)); both in (0, 1]. Default: 0.09, 0.3.
       synthetic_acceptance_length: mean tokens a round under "synthetic", 1 to K + 1; or synthetic_acceptance_rates: for
         each of the K positions the probability that it and all before it are accepted.
       adaptive: choose the drafts of each launch among 0, K/2 and K by what they cost and how many of them are accepted,
@@ -72,8 +76,8 @@ class SpeculativeConfig:
     tree_choices: tuple[tuple[int, ...], ...] | None = None
     draft_sample_method: str = "probabilistic"
     rejection_sample_method: str | None = None
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
+    posterior_threshold: float | None = None
+    posterior_alpha: float | None = None
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     adaptive: bool = True
@@ -105,23 +109,17 @@ class SpeculativeConfig:
         if longest < shortest:
             raise UserError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}: give both")
         one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
-        if self.rejection_sample_method in LATER_REJECTION_METHODS:
-            raise UnsupportedError(
-                f"rejection_sample_method={self.rejection_sample_method!r} is not supported yet: "
-                f"use one of {', '.join(rules.NAMES)}"
-            )
         if self.rejection_sample_method is not None:
             one_of("rejection_sample_method", self.rejection_sample_method, rules.NAMES)
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
         object.__setattr__(self, "synthetic_acceptance_rates", self.synthetic_rates())
+        self.set_posterior()
         refuse_unsupported(
             self,
             {
                 "draft_tensor_parallel_size": "the draft is sharded like the target",
                 "quantization": "leave it out",
-                "posterior_threshold": "it belongs to typical acceptance",
-                "posterior_alpha": "it belongs to typical acceptance",
             },
         )
 
@@ -148,6 +146,19 @@ class SpeculativeConfig:
         names = rules.RULES[self.rejection_sample_method].options if self.rejection_sample_method else ()
         values = [getattr(self, name) for name in names]
         return tuple(number for value in values for number in (value if isinstance(value, tuple) else (value,)))
+
+    def set_posterior(self) -> None:
+        """Checks the options of typical acceptance, and sets them where they are left out."""
+        for name, default in POSTERIOR.items():
+            value = getattr(self, name)
+            if self.rejection_sample_method != "typical":
+                if value is not None:
+                    raise UserError(f"{name}={value!r:.80} needs rejection_sample_method='typical'")
+                continue
+            value = default if value is None else number(name, value)
+            if not 0.0 < value <= 1.0:
+                raise UserError(f"{name}={value} must lie in (0, 1]")
+            object.__setattr__(self, name, value)
 
     def synthetic_rates(self) -> tuple[float, ...] | None:
         """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""

@@ -66,9 +66,9 @@ ARROWS = {
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "verify.rules engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
-    "progress checkpoints loading llm",
+    "progress checkpoints loading llm verify.rules",
     "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm convert info "
-    "demo bench train drafters.methods",
+    "demo bench train drafters.methods verify.rules",
 }
 
 EVERYWHERE = {"jaxspec.errors"}  # any room but pallas_kernels may import it: what refuses input says so

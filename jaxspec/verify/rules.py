@@ -38,6 +38,7 @@ RULES = {
     "standard": Rule("round", needs_q=True),
     "block": Rule("round", needs_q=True),
     "coupled": Rule("shared"),
+    "typical": Rule("round", lossless=False, options=("posterior_threshold", "posterior_alpha")),
     "synthetic": Rule(None, lossless=False, all_rows=True, options=("synthetic_acceptance_rates",)),
 }
 NAMES = tuple(name for name in RULES if name != GREEDY)  # that may be asked for
