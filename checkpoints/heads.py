@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,11 +10,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
 from checkpoints.assemble import assemble
 from checkpoints.names import Table
+from checkpoints.orbax import appearing
 from checkpoints.reading import read_json
 from checkpoints.safetensors import Shards
+from checkpoints.sources import TOKENIZER_FILES
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import Place
@@ -21,8 +25,25 @@ from jaxspec.models.parameters import Parameter
 
 
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
-    """(config.json, tensor -> shape). Raises as `checkpoints.safetensors` does."""
-    return read_json(folder / "config.json"), Shards(folder).shapes()
+    """(config.json, {} where there is none; tensor -> shape). Raises as `checkpoints.safetensors` does."""
+    path = folder / "config.json"
+    return read_json(path) if path.is_file() else {}, Shards(folder).shapes()
+
+
+def convert(folder: Path, dst: Path, dtype: str | None = None) -> None:
+    """Writes a head's folder anew, its tensors in safetensors; dtype: of its floats, None as they are stored. Raises as
+    `checkpoints.safetensors` does."""
+    shards = Shards(folder)
+    tensors = {name: shards.read(name, (slice(None),) * len(shape)) for name, shape in shards.shapes().items()}
+    if dtype is not None:
+        floating = lambda x: x.dtype.kind not in "iub"
+        tensors = {name: x.astype(jnp.dtype(dtype)) if floating(x) else x for name, x in tensors.items()}
+    beside = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)]
+    with appearing(dst) as partial:
+        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial / "model.safetensors")
+        for path in beside:
+            if not path.name.endswith(".index.json"):  # of the shards, which are one now
+                shutil.copyfile(path, partial / path.name)
 
 
 class Reading(Protocol):

@@ -8,10 +8,11 @@ folder/tokenizer.sha256  only that tokenizer's fingerprint
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,28 @@ def save(
     folder = Path(folder).expanduser().absolute()
     if not replace:
         check_free(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.parent / f".{folder.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with appearing(folder, replaced=(PARAMS,) if replace else ()) as partial:
         save_arrays(partial / PARAMS, params)
         (partial / CONFIG_FILE).write_text(json.dumps(config.to_json(), indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         if fingerprint is not None:
             (partial / FINGERPRINT).write_text(fingerprint + "\n", encoding="utf-8")
-        if replace and folder.is_dir():
-            shutil.rmtree(folder / PARAMS, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def appearing(folder: Path, replaced: Collection[str] = ()) -> Iterator[Path]:
+    """A folder to fill, which has the name `folder` afterwards, unless there was an error. replaced: where that one is
+    there already, what is deleted of it; what else it holds stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if replaced and folder.is_dir():
+            for name in replaced:
+                shutil.rmtree(folder / name, ignore_errors=True)
             for part in partial.iterdir():
                 part.replace(folder / part.name)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.errors import MisfitError, UnsupportedError, UserError
 
 LONGEST = 400  # characters of what a library says; some answer with a paragraph
 MOST_JSON = 2**28  # bytes
@@ -21,11 +21,11 @@ def told(where: Path | str) -> Iterator[None]:
     """Makes of any error in the block a UserError, UnsupportedError or OSError of one line that names `where`.
 
     Libraries raise what they like over damaged files, MemoryError and RecursionError included. The cause stays
-    attached. Devices' own errors, such as too little memory, pass: the file is no reason for them.
+    attached. Devices' own errors, such as too little memory, pass, as do those of files made for something else.
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError:
+    except (jax.errors.JaxRuntimeError, MisfitError):  # the file is not to be mended
         raise
     except NotImplementedError as error:
         raise UnsupportedError(line(where, error)) from error

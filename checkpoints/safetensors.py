@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and safetensors, in one file or in shards with an index."""
+"""Hugging Face folders: config.json and safetensors, in one file or in shards with an index; else torch's files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from checkpoints.assemble import Index, assemble
 from checkpoints.library import transformers
 from checkpoints.names import hf
 from checkpoints.reading import read_json, told
+from checkpoints.torch_files import TorchFile
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
@@ -25,6 +26,11 @@ from jaxspec.models.parameters import Parameter
 
 INTEGERS = ("I64", "I32", "BOOL")
 INDEX = "model.safetensors.index.json"
+# Where a folder's tensors may be, the preferred first: in the shards of an index, in one file, in files like these.
+LAYOUTS = (
+    (INDEX, "model.safetensors", "*.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin", "medusa_lm_head.pt"),
+)
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -60,15 +66,15 @@ def load_params(
         return x.astype(np.float32) + 1 if config.norm_plus_one and parameter.kind == "norm" else x
 
     shards, table = Shards(folder), hf(config.family)
-    table = dataclasses.replace(table, ignored=table.ignored + heads_within(config, shards.shapes()))
+    table = dataclasses.replace(table, ignored=table.ignored + heads_within(shards.shapes()))
     return assemble(config, abstract, table, shards, edit=edit, progress=progress)
 
 
-def heads_within(config: ModelConfig, tensors: Iterable[str]) -> tuple[str, ...]:
+def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
     """Patterns of the tensors of drafting heads that stand in the model's own checkpoint: they are read by name."""
-    after = f"model.layers.{config.num_layers}."  # where DeepSeek's kind puts its head
-    heads = ("model.mtp_layers.*", "mtp.*", "medusa_head.*")
-    return (*heads, after + "*") if after + "eh_proj.weight" in tensors else heads
+    last = ".eh_proj.weight"  # DeepSeek's kind counts its heads on after the model's layers
+    after = [name.removesuffix(last) for name in tensors if re.fullmatch(rf"model\.layers\.\d+{re.escape(last)}", name)]
+    return ("model.mtp_layers.*", "mtp.*", "medusa_head.*", *(f"{layer}.*" for layer in after))
 
 
 def stored_dtype(folder: Path) -> str:
@@ -82,33 +88,49 @@ def stored_dtype(folder: Path) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those that its index names, else the single one, else all.
+    """The files of a folder's tensors: those that its index names, else the single one, else all.
 
     Raises: FileNotFoundError naming the missing shard, or the folder that holds none; UserError for an index that
     names none, or one outside the folder.
     """
-    if (folder / INDEX).is_file():
-        found = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(found, dict) or not found:
-            raise UserError(f"{folder / INDEX} has no weight_map (an object: tensor -> shard): fetch it again")
-        # The name, not where it leads: the hub's cache links a snapshot's files to others outside its folder.
-        for name in found.values():
-            if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
-                raise UserError(
-                    f"{folder / INDEX} names {short(name)} as a shard: it must be a .safetensors file in the same "
-                    "folder, named without a path; fetch it again"
-                )
-        names = sorted(set(found.values()))
-        for name in names:
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder / name} is missing: {INDEX} names it as a shard")
-        return [folder / name for name in names]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no .safetensors file: only that format is read from folders")
+    for index, single, others in LAYOUTS:
+        if (folder / index).is_file():
+            return shards_of(folder / index, Path(single).suffix)
+        if (folder / single).is_file():
+            return [folder / single]
+        if files := sorted(folder.glob(others)):
+            return files
+    one = ", ".join(single for _, single, _ in LAYOUTS)
+    raise FileNotFoundError(f"{folder} holds no .safetensors file, nor one of torch's: {one} or shards are looked for")
+
+
+def shards_of(index: Path, suffix: str) -> list[Path]:
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{index} has no weight_map (an object: tensor -> shard): fetch it again")
+    # The name, not where it leads: the hub's cache links a snapshot's files to others outside its folder.
+    for name in found.values():
+        if not isinstance(name, str) or not re.fullmatch(rf"[^/\\\0]+\{suffix}", name):
+            raise UserError(
+                f"{index} names {short(name)} as a shard: it must be a {suffix} file in the same folder, named without "
+                "a path; fetch it again"
+            )
+    files = [index.parent / name for name in sorted(set(found.values()))]
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: {index.name} names it as a shard")
     return files
+
+
+def opened(path: Path) -> Any:
+    """The file, mapped: names, shapes, slices."""
+    if path.suffix != ".safetensors":
+        return TorchFile(path)
+    with told(path):
+        try:
+            return safe_open(path, framework="np")
+        except SafetensorError as error:
+            raise UserError(f"{path} is truncated or damaged ({error}): fetch it again") from None
 
 
 class Shards:
@@ -118,12 +140,8 @@ class Shards:
         self.where = str(folder)
         self._home: dict[str, Any] = {}  # tensor name -> open file
         for path in files_of(folder):
-            with told(path):
-                try:
-                    file = safe_open(path, framework="np")
-                except SafetensorError as error:
-                    raise UserError(f"{path} is truncated or damaged ({error}): fetch it again") from None
-                self._home |= dict.fromkeys(file.keys(), file)
+            file = opened(path)
+            self._home |= dict.fromkeys(file.keys(), file)
         self._shapes = {name: tuple(self.slice(name).get_shape()) for name in self._home}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

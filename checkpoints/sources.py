@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import hashlib
 import os
 import re
@@ -21,9 +22,9 @@ from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.errors import UserError
 from jaxspec.models.limits import short
 
-# The tokenizer's vocabulary comes in several spellings; weights only as safetensors.
+# The tokenizer's vocabulary comes in several spellings; so do weights, of which only the first that are there count.
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-WEIGHT_FILES = ["*.safetensors"]
+WEIGHT_FILES = (["*.safetensors"], ["pytorch_model*.bin", "medusa_lm_head.pt"])
 UNWANTED_FILES = ["*/*", "consolidated*", "*.safetensors.index.*.json"]  # second copies of the weights
 
 LONGEST_NAME = 4096  # characters; no system has longer paths
@@ -135,6 +136,8 @@ def local_folder(path: Path, model: str) -> Source:
         return Source("gguf", files[0], files[0].stem)
     if files:
         raise UserError(f"{model} holds {len(files)} .gguf files: name one, such as {files[0]}")
+    if any(file for patterns in WEIGHT_FILES for pattern in patterns for file in path.glob(pattern)):
+        return Source("hf", path, path.name)  # some heads come without a configuration
     raise UserError(f"{model} holds no checkpoint: neither config.json nor {CONFIG_FILE} nor a .gguf file is in it")
 
 
@@ -152,10 +155,12 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
     at = f" at revision {revision!r}" if revision else ""
     missing = f"the hub has no model {model!r}{at} that you may read: check the name, or log in with `hf auth login`"
+    there: list[str] = []
     try:
         try:  # asked first because snapshot_download waits for this very answer without a limit
-            HfApi().model_info(model, revision=revision, timeout=patience)
+            found = HfApi().model_info(model, revision=revision, timeout=patience)
             online, reason = True, ""
+            there = [file.rfilename for file in found.siblings or ()]
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             raise
         except Exception as error:  # whatever the HTTP library of this version raises; a cached snapshot will do
@@ -164,7 +169,7 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
             snapshot_download(
                 model,
                 revision=revision,
-                allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else []),
+                allow_patterns=TOKENIZER_FILES + (weight_files(there) if weights else []),
                 ignore_patterns=UNWANTED_FILES,
                 etag_timeout=patience,
                 local_files_only=not online,
@@ -181,6 +186,13 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
             f"cannot fetch {model}{at} from the hub ({reason or type(error).__name__}): "
             "go online, or download it elsewhere and give the folder's path"
         ) from None
+
+
+def weight_files(there: list[str]) -> list[str]:
+    """The patterns of a repository's weights: of what it has in two formats, only the preferred one is fetched."""
+    own = [name for name in there if not any(fnmatch.fnmatch(name, pattern) for pattern in UNWANTED_FILES)]
+    found = (patterns for patterns in WEIGHT_FILES if any(fnmatch.filter(own, pattern) for pattern in patterns))
+    return next(found, WEIGHT_FILES[0])
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Any model -> an orbax folder of its own: weights, configuration and tokenizer."""
+"""Any model -> an orbax folder of its own: weights, configuration and tokenizer. A head -> a folder of safetensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 import checkpoints
-from checkpoints import orbax
+from checkpoints import heads, orbax
+from jaxspec.drafters import methods
 from jaxspec.models.decoder import parameters
 
 
 def convert(src: str, dst: str | Path, *, dtype: str | None = None, progress: bool = True) -> Path:
-    """Writes any model as a self-contained orbax folder.
+    """Writes any model as a self-contained orbax folder, and a head that drafts for one in safetensors, which need no
+    torch.
 
     dtype: of the weights (norms stay float32); None keeps the one that they are stored in, and takes bfloat16 where
     they are quantised. Returns the folder.
@@ -23,6 +25,12 @@ def convert(src: str, dst: str | Path, *, dtype: str | None = None, progress: bo
     dst = Path(dst).expanduser().absolute()
     orbax.check_free(dst)  # before anything is fetched
     source = checkpoints.resolve(src)
+    if (
+        source.kind == "hf"
+        and methods.METHODS[methods.of_checkpoint(*heads.contents(source.path))].parameters == "head"
+    ):
+        heads.convert(source.path, dst, dtype)
+        return dst
     config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(source)
     known, here = parameters(config, dtype or checkpoints.stored_dtype(source)), SingleDeviceSharding(host_device())
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.borrowed}

@@ -8,5 +8,9 @@ class UserError(ValueError):
     leaves jaxspec is a fault of the program."""
 
 
+class MisfitError(UserError):
+    """What was given is right in itself, and made for something else."""
+
+
 class UnsupportedError(UserError, NotImplementedError):
     """It could be served by a program that did more than this one does."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 import checkpoints
+from checkpoints import heads
 from jaxspec.accelerators import Accelerator, accelerator
 from jaxspec.cache import budget
 from jaxspec.cache.pages import FeatureLayout, cache_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.drafters import methods
+from jaxspec.drafters.heads import Reading
 from jaxspec.engine.setup import Model, temporary_bytes
 from jaxspec.errors import UserError
 from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype, read_draft
@@ -28,6 +32,7 @@ def describe(model: str, draft: str | None = None, device: str | None = None) ->
     device: the name of an accelerator, which need not be here; None for this machine's first.
     memory_bytes: what the engine uses of it, None where that is not known; of it weights and, for programs,
     temporary_bytes are taken. pages: how many the default engine could hold of both models together in what remains.
+    The draft's "head" is what its checkpoint was taken for (`understood`), None where it is a model of its own.
     draft_fits: None without a draft, else whether it can draft for the model; draft_problem says why not.
 
     Raises: UserError for an unknown device.
@@ -42,7 +47,10 @@ def describe(model: str, draft: str | None = None, device: str | None = None) ->
     if draft is not None:
         draft_source = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
         try:
-            reading = read_draft(draft_source, configs["target"], source.name)
+            # A target that is its own draft has a head for that in its checkpoint.
+            own_draft = draft_source.kind == "hf" and draft_source.path == source.path
+            method = methods.within(heads.contents(source.path)[1]) if own_draft else None
+            reading = read_draft(draft_source, configs["target"], source.name, method)
             configs["draft"] = reading.config if reading else checkpoints.load_config(draft_source)
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(configs["target"], draft_source.name, configs["draft"])
@@ -50,8 +58,11 @@ def describe(model: str, draft: str | None = None, device: str | None = None) ->
         except UserError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
         if "draft" in configs:
-            own = checkpoints.load_fingerprint(draft_source) is None and checkpoints.has_tokenizer(draft_source)
+            # A head stops where its target does, whatever it brings.
+            own = reading is None and checkpoints.load_fingerprint(draft_source) is None
+            own = own and checkpoints.has_tokenizer(draft_source)
             document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own else source)
+            document["draft"]["head"] = understood(reading) if reading else None
     return document | pool(configs, document, chip, absent)
 
 
@@ -123,16 +134,30 @@ def facts(
 def shape(c: ModelConfig) -> str:
     heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
     layers = f"{c.cached_layers} layers, width {c.width}" + (f", {heads}" if c.cached_layers else "")
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    return layers + (f", proposes {c.head_size} of {c.vocab_size} ids" if c.reduced_vocab_size else "")
+
+
+def understood(reading: Reading) -> dict[str, Any]:
+    """What a head's checkpoint was taken for. layers_read: by what goes into them, L the last norm; [] is what leaves
+    that. max_drafts: a round, None where nothing limits them. Then what its own method knows of it."""
+    c = reading.config
+    declared = {name.rpartition(".")[2] for name in parameters(c, "float32")}
+    known = {field.name for field in dataclasses.fields(ModelConfig)} | {"taps", "has_table", "has_head"}
     own = {field.name: getattr(c, field.name) for field in dataclasses.fields(c) if field.name not in known}
-    own |= {"proposes": f"{c.head_size} of {c.vocab_size} ids"} if c.reduced_vocab_size else {}
-    return ", ".join([layers, *(f"{name.replace('_', ' ')}: {said(value)}" for name, value in own.items())])
+    facts = {"layers_read": list(c.taps), "proposes": c.head_size, "max_drafts": c.max_drafts, "mask_id": c.mask_id}
+    facts |= {"own_table": "embed" in declared, "own_head": "head" in declared}
+    return {"method": c.method, **facts, **own, "remark": reading.remark or None}
 
 
-def said(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def said(head: Mapping[str, Any]) -> str:
+    """The same as text."""
+
+    def word(value: Any) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return "none" if value is None else str(value)
+
+    return ", ".join(f"{name.replace('_', ' ')}: {word(value)}" for name, value in head.items())
 
 
 def show(document: dict[str, Any]) -> None:
@@ -152,6 +177,8 @@ def show(document: dict[str, Any]) -> None:
     row("device", document["device"], *([""] if len(models) > 1 else []))
     row("model", *(f"{m['name']} ({m['format']})" for m in models))
     row("architecture", *(f"{m['architecture']}: {m['shape']}" for m in models))
+    if head := models[-1].get("head"):
+        row("understood", "", said(head))
     row("parameters", *(f"{m['parameters'] / 1e6:,.1f} million" for m in models))
     row("dtype", *(f"{m['dtype']}, {m['weight_bytes'] / 1e9:.2f} GB of weights" for m in models))
     row("context length", *(f"{m['context_length']} tokens" for m in models))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device
+
+logger = logging.getLogger(__name__)
 
 
 def compute_dtype(name: str, device: Device) -> Any:
@@ -55,6 +58,8 @@ def load_draft(
     reading = read_draft(source, target.config, target_name, method)
     if reading is None:
         return load(source, dtype, mesh, target)
+    if reading.remark:
+        logger.warning("%s", reading.remark)
     abstract = abstract_params(reading.config, dtype, mesh)
     return Model(reading.config, heads.load(source.path, reading, abstract))
 

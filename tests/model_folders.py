@@ -46,6 +46,7 @@ def write_model(
     layers: int = 2,
     width: int = 32,
     vocab_size: int = 320,
+    rope_theta: float = 10000.0,
     chat: bool = True,
     text: str = TEXT,
 ) -> Path:
@@ -64,7 +65,7 @@ def write_model(
         "head_dim": head_dim,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        "rope_theta": rope_theta,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "bos_token_id": BOS,

@@ -39,7 +39,7 @@ ARROWS = {
     "detokenizer": "",
     "progress": "options",
     "parallel": "",
-    "config": "options drafters.methods",
+    "config": "options drafters.methods verify.rules",
     "sampling_params": "options",
     "platforms": "pallas_kernels",
     "cache": "shapes parallel platforms",
@@ -49,7 +49,7 @@ ARROWS = {
     "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
     "decode": "shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
-    "decode",
+    "decode verify.rules",
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
     "loading": "checkpoints pallas_kernels platforms models drafters engine.setup",
@@ -59,15 +59,16 @@ ARROWS = {
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
-    "convert": "models checkpoints",
-    "info": "accelerators config platforms cache models pallas_kernels engine.setup checkpoints loading",
+    "convert": "models drafters.methods checkpoints",
+    "info": "accelerators config platforms cache models pallas_kernels drafters.methods drafters.heads engine.setup "
+    "checkpoints loading",
     "demo": "config embedded outputs sampling_params parallel models progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
-    "engine progress checkpoints loading",
+    "verify.rules engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
-    "progress checkpoints loading llm",
+    "progress checkpoints loading llm verify.rules",
     "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm convert info "
-    "demo bench train drafters.methods",
+    "demo bench train drafters.methods verify.rules",
 }
 
 EVERYWHERE = {"jaxspec.errors"}  # any room but pallas_kernels may import it: what refuses input says so

@@ -32,6 +32,7 @@ from jaxspec.engine.runner import fetch
 from jaxspec.engine.setup import drafter
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.verify import rules
 from pallas_kernels.paged_attention import paged_attention
 
 Call = Callable[[], Any]
@@ -59,7 +60,7 @@ class Raw:
                 prompt=prompt,
                 params=self.params,
                 seed=row,
-                coupled=False,
+                rule=rules.of_request(None, greedy=self.params.greedy, seeded=False),
                 stop_ids=(),
                 max_len=self.length,
                 num_speculative_tokens=k,

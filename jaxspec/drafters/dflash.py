@@ -18,7 +18,7 @@ from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import Found, Reading
-from jaxspec.errors import UserError
+from jaxspec.errors import UnsupportedError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, bind, module, ropes_of
 from jaxspec.models.families import layer_names
@@ -46,6 +46,7 @@ class Config(ModelConfig):
 
     method = "dflash"
     features_from = ("fc",)
+    max_drafts = property(lambda self: self.block_size - 1)
 
     @property
     def borrows_head(self) -> bool:
@@ -62,7 +63,7 @@ class DFlashHead(Head):
     def __init__(self, config: Config, dtype: Any) -> None:
         c, norm = config, declare("norm")
         self.config = c
-        self.fc = declare("matrix", dtype)(len(c.taps) * c.target_width, c.width)
+        self.fc = declare("matrix", dtype)(len(c.taps) * c.target_width, c.width, axes=(None, "features"))
         self.hidden_norm, self.norm = norm(c.width), norm(c.width)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
         if c.has_head:
@@ -139,8 +140,7 @@ class DFlash(Drafter):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        config: Any = self.model.config
-        return config.taps
+        return self.model.config.taps
 
     @property
     def features_width(self) -> int:
@@ -148,6 +148,10 @@ class DFlash(Drafter):
 
     def features(self, params, hidden, tapped):
         return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)
+
+    @property
+    def independent(self) -> bool:
+        return True
 
     @property
     def passes(self) -> int:
@@ -167,7 +171,7 @@ class DFlash(Drafter):
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
         unread = past_at >= last[:, None]
         masked = jnp.concatenate([unread, block > wanted[:, None]], axis=1) | ~history.live[:, None]
-        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table))
+        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table, backend.mesh))
         pending = take_row(history.tokens, last)[:, None]
         x = target.embedded(jnp.where(block == 0, pending, head.config.mask_id), backend)
         rows = self.model.rows(positions, masked, history.block_table)
@@ -180,32 +184,22 @@ class DFlash(Drafter):
         head: Any = bind(self.model.config, params["draft"])
         offset = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)[None, :]
         positions, masked = chunk.start[:, None] + offset, offset >= chunk.length[:, None]
-        past = jnp.where(masked[:, :, None], 0, features.read(cache, positions, chunk.block_table))
+        past = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
+        past = jnp.where(masked[:, :, None], 0, past)
         rows = self.model.rows(positions, masked, chunk.block_table)
         return head(past[:, :0], past, cache.draft, rows, self.model.backend)[1]
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DFlash:
-    config: Any = models["draft"].config
-    if most >= config.block_size:
-        raise UserError(
-            f"num_speculative_tokens={most}, but the draft fills blocks of {config.block_size}, the pending token "
-            f"included: at most {config.block_size - 1}"
-        )
     return DFlash(k, most, models["draft"], models["target"])
 
 
 def read(found: Found) -> Reading:
-    raw, target = found.raw, found.target
+    target = found.target
     found.refuse(sample_from_anchor=False)
     count = found.whole("num_target_layers", target.num_layers, "num_layers")
     found.fits("layers", count, target.num_layers)
-    # z-lab's ids name the layers whose output is read: the input of the one after.
-    key, shift = ("target_layer_ids", 1) if "target_layer_ids" in raw else ("aux_hidden_state_layer_ids", 0)
-    if raw.get(key) is None:
-        raise UserError(f"{found.name}: config.json lacks {key}, the target's layers that the draft reads")
-    taps = found.taps([i + shift for i in raw[key]], (), f"{key} (their output)" if shift else key)
-    fields = found.layers()
+    fields, taps = found.layers(), found.taps()
     rows = found.shapes.get("fc.weight", (0, 0))[-1]
     found.fits(f"width (of {len(taps)} layers that it reads)", rows // len(taps), target.width)
     found.fits("width", fields["width"], target.width)  # it reads the target's table and uses its head
@@ -217,8 +211,8 @@ def read(found: Found) -> Reading:
         "has_head": found.has("d2t"),
         "reduced_vocab_size": found.shapes["d2t"][0] if found.has("d2t") else None,
     })  # fmt: skip
-    if config.mask_id is None or config.block_size is None or any(config.windows):
-        raise UserError(f"{found.name}: config.json needs mask_token_id and block_size, and layers without a window")
+    if any(config.windows):
+        raise UnsupportedError(f"{found.name}: layers with a sliding window are not supported in a draft of blocks")
     names = {
         **layer_names("layers.{}."),
         "fc.weight": ("fc", ""),

@@ -30,7 +30,6 @@ class Config(ModelConfig):
     has_head: bool = False
 
     method = "eagle"
-    taps = ()
 
     @property
     def borrows_head(self) -> bool:

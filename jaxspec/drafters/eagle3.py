@@ -63,7 +63,7 @@ class Eagle3Head(Head):
         self.config, self.has_table, self.has_head = c, c.has_table, c.has_head
         if c.has_table:
             self.embed = declare("table", dtype)(c.vocab_size, c.width, axes=("vocab", None))
-        self.fc = matrix(len(c.taps) * c.target_width, c.width)
+        self.fc = matrix(len(c.taps) * c.target_width, c.width, axes=(None, "features"))
         if c.norm_before_fc:
             self.input_norm = norm(len(c.taps) * c.target_width)
         if c.norm_taps:
@@ -119,13 +119,12 @@ def read(found: Found) -> Reading:
     found.fits("width", target_width, target.width)
     if raw.get("use_aux_hidden_state") is False:
         raise UnsupportedError(f"{found.name}: use_aux_hidden_state=false, a head that reads one layer, is not read")
-    key, layers = "eagle_aux_hidden_state_layer_ids", target.num_layers
-    taps = found.taps(raw.get(key), (2, layers // 2, layers - 3), key)
+    taps = found.taps((2, target.num_layers // 2, target.num_layers - 3))
     rows = found.shapes.get(found.prefix + "fc.weight", (0, 0))[-1]
     if rows != len(taps) * target_width:
         raise UserError(
-            f"{found.name}: tensor fc.weight reads {rows} numbers, {key}={list(taps)} of width {target_width} are "
-            f"{len(taps) * target_width}: mend config.json"
+            f"{found.name}: tensor fc.weight reads {rows} numbers, of layers {list(taps)} and width {target_width} "
+            f"there are {len(taps) * target_width}: mend config.json"
         )
     fields, fills = found.layers(), found.has("mask_hidden")
     config = Config(**fields | {

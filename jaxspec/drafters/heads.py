@@ -6,10 +6,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.errors import MisfitError, UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import Place
 from jaxspec.models.limits import number, short
+
+# Where config.json names layers of the target -> 1 where these are the ones whose output is read, which is the input of
+# the one after (z-lab's and DeepSeek's), 0 where they are named by their input (SafeAILab's and the speculators
+# library's).
+TAPS = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,20 +46,29 @@ class Found:
         """The same, with that prefix where the checkpoint has it."""
         return {name if name in self.shapes else self.prefix + name: place for name, place in names.items()}
 
-    def layers(self, **changes: Any) -> dict[str, Any]:
+    def layers(self) -> dict[str, Any]:
         """The fields of its layers' ModelConfig, read from config.json as of a Llama. It reads and proposes the
         target's ids, and its context is the target's: what a head's own config says of it is seldom meant."""
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            self.needed(key)
+        self.fits("vocabulary", self.vocab_size, self.target.vocab_size)
         ids = {"vocab_size": self.target.vocab_size, "max_position_embeddings": self.target.max_model_len}
         # Where config.json says nothing, Llama's own defaults are meant, whatever the target has.
-        raw = {"rope_theta": 1e4, **self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False, **changes}
+        raw = {"rope_theta": 1e4, **self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False}
         fields = vars(self.parse({key: value for key, value in raw.items() if value is not None}))
         there = lambda end: any(name.endswith(end) for name in self.shapes)
         return fields | {"qkv_bias": there("self_attn.q_proj.bias"), "qk_norm": there("self_attn.q_norm.weight")}
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the target that it was made for: rows of its copy of the table, else what config.json says."""
+        rows = [shape[0] for name, shape in self.shapes.items() if name.endswith(("t2d", "embed_tokens.weight"))]
+        return rows[0] if rows else self.whole("vocab_size", self.target.vocab_size)
+
     def fits(self, what: str, own: int, targets: int) -> None:
         """Raises UserError where the head was made for another target."""
         if own != targets:
-            raise UserError(
+            raise MisfitError(
                 f"the draft {self.name!r} was made for a target of {what} {own}, {self.target_name!r} has {targets}: "
                 "give it the target that it was trained for"
             )
@@ -65,21 +79,32 @@ class Found:
             raise UserError(f"{self.name}: {key}={short(value)} must be true or false")
         return value
 
-    def whole(self, key: str, default: Any = None, kind: str = "vocab_size") -> Any:
-        """A number of config.json; kind: of LIMITS."""
-        value = self.raw.get(key, default)
-        return value if value is None else number(kind, value, key)
+    def needed(self, key: str) -> Any:
+        if self.raw.get(key) is None:
+            raise UserError(f"{self.name}: config.json is missing or lacks {key}")
+        return self.raw[key]
 
-    def taps(self, ids: Any, default: tuple[int, ...], key: str) -> tuple[int, ...]:
-        """Layers of the target whose input the head reads; L is what goes into the last norm."""
-        chosen, most = default if ids is None else ids, self.target.num_layers
-        whole = isinstance(chosen, list | tuple) and all(isinstance(i, int) and 0 <= i <= most for i in chosen)
-        if not whole or not chosen:
-            raise UserError(
-                f"the draft {self.name!r} reads layers {key}={short(chosen)}, {self.target_name!r} has 0..{most}: give "
-                "it the target that it was trained for"
+    def whole(self, key: str, default: Any = None, kind: str = "vocab_size") -> Any:
+        """A number of config.json, which must be there unless a default is given; kind: of LIMITS."""
+        value = self.needed(key) if default is None else self.raw.get(key, default)
+        return number(kind, value, key)
+
+    def taps(self, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Layers of the target whose input the head reads; L is what goes into the last norm. They must be named,
+        unless a default is given."""
+        key = next((key for key in TAPS if self.raw.get(key) is not None), None)
+        if key is None and default is None:
+            raise UserError(f"{self.name}: config.json names no layers of the target, in none of {', '.join(TAPS)}")
+        said: Any = self.raw[key] if key else default
+        most, shift = self.target.num_layers, TAPS[key] if key else 0
+        ints = isinstance(said, list | tuple) and all(isinstance(i, int) for i in said)
+        chosen = tuple(i + shift for i in said) if ints else ()
+        if not chosen or not all(0 <= i <= most for i in chosen):
+            raise MisfitError(
+                f"the draft {self.name!r} reads layers {key or 'by default'}={short(said)}, {self.target_name!r} has "
+                f"{most}: give it the target that it was trained for"
             )
-        return tuple(chosen)
+        return chosen
 
     def refuse(self, **only: Any) -> None:
         """Raises UnsupportedError for an option of config.json with another value than the one that is read."""
@@ -95,6 +120,7 @@ class Reading:
     ignored: shell patterns of those that carry nothing, or what the target has.
     absolute_ids: a reduced vocabulary's ids are written as they are, not as differences from its own.
     norm_plus_one: norms are written as what is added to 1.
+    remark: what is left out of it, if anything is that somebody may miss.
     """
 
     config: ModelConfig
@@ -102,6 +128,7 @@ class Reading:
     ignored: tuple[str, ...] = ()
     absolute_ids: bool = False
     norm_plus_one: bool = False
+    remark: str = ""
 
 
 def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:

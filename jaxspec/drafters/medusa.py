@@ -36,6 +36,7 @@ class Config(ModelConfig):
 
     method = "medusa"
     cached_layers = 0
+    max_drafts = property(lambda self: self.num_drafts)
 
     @property
     def borrows_head(self) -> bool:
@@ -85,6 +86,10 @@ module.register(Config, MedusaHeads)
 
 @dataclasses.dataclass(frozen=True)
 class Medusa(LastFeature):
+    @property
+    def independent(self) -> bool:
+        return True
+
     def begin(self, head, hidden):
         return hidden
 
@@ -94,9 +99,6 @@ class Medusa(LastFeature):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Medusa:
-    config: Any = models["draft"].config
-    if most > config.num_drafts:
-        raise UserError(f"num_speculative_tokens={most}, but the draft has {config.num_drafts} heads: lower it")
     return Medusa(k, models["draft"], models["target"])
 
 
@@ -129,6 +131,9 @@ def read(found: Found) -> Reading:
     places |= {bias.format(i=i, j=j): (f"heads.{i}.biases.{j}", "") for i in range(heads) for j in range(depth)}
     places |= {logits.format(i=i, depth=depth): (f"heads.{i}.head", "") for i in range(heads)}
     reduced = found.shapes["token_map"][0] if "token_map" in found.shapes else None
+    own_head = logits.format(i=0, depth=depth) in found.shapes
+    if own_head and not reduced:
+        found.fits("vocabulary", found.shapes[logits.format(i=0, depth=depth)][0], target.vocab_size)
     places["token_map"] = "d2t", ""
     config = Config(**vars(target) | {
         "tied": False,
@@ -136,7 +141,7 @@ def read(found: Found) -> Reading:
         "num_drafts": heads,
         "depth": depth,
         "bias": bias.format(i=0, j=0) in found.shapes,
-        "has_head": logits.format(i=0, depth=depth) in found.shapes,
+        "has_head": own_head,
     })  # fmt: skip
     own = re.compile(r"^(medusa_heads?\.)?(\d+|blocks|lm_heads)\.")
     rest = tuple(name for name in found.shapes if not own.match(name))  # of Medusa-2, the model itself

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 
@@ -35,7 +35,7 @@ METHODS = {
     "eagle": Method("head", ("fc.weight", "model.fc.weight")),
     "medusa": Method("head", ("0.0.linear.weight", "medusa_head.*", "medusa_heads.*", "blocks.0.layers.*")),
     "mlp_speculator": Method("head", ("speculator.*",)),
-    "mtp": Method("target"),
+    "mtp": Method("target", ("*.eh_proj.weight", "model.mtp_layers.*", "mtp.fc.weight")),
 }
 LOOKUP = "ngram+"  # before a method's name: prompt lookup where it finds something, that method elsewhere
 NAMES = (*METHODS, *(LOOKUP + name for name, method in METHODS.items() if method.parameters))
@@ -51,9 +51,19 @@ def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
     said = raw.get("speculators_model_type", raw.get("model_type"))
     if said in METHODS:
         return str(said)
+    return next(signed(tensors, "head"), "draft_model")
+
+
+def within(tensors: Iterable[str]) -> str | None:
+    """The method whose head stands in a target's own checkpoint, None where there is none."""
+    return next(signed(tensors, "target"), None)
+
+
+def signed(tensors: Iterable[str], parameters: str) -> Iterator[str]:
     names = list(tensors)
-    signed = lambda method: any(fnmatch.filter(names, sign) for sign in method.signs)
-    return next((name for name, method in METHODS.items() if signed(method)), "draft_model")
+    for name, method in METHODS.items():
+        if method.parameters == parameters and any(fnmatch.filter(names, sign) for sign in method.signs):
+            yield name
 
 
 def implementation(method: str) -> Any:

@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxspec.drafters.heads import Found, Reading
 from jaxspec.drafters.last_feature import LastFeature
-from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import module
 from jaxspec.models.head import Head, product
@@ -38,6 +37,7 @@ class Config(ModelConfig):
 
     method = "mlp_speculator"
     cached_layers = 0
+    max_drafts = property(lambda self: self.num_drafts)
 
     @property
     def features_width(self) -> int:
@@ -96,19 +96,16 @@ class MlpSpeculator(LastFeature):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> MlpSpeculator:
-    config: Any = models["draft"].config
-    if most > config.num_drafts:
-        raise UserError(f"num_speculative_tokens={most}, but the draft predicts {config.num_drafts}: lower it")
     return MlpSpeculator(k, models["draft"], models["target"])
 
 
 def read(found: Found) -> Reading:
-    count, width = found.whole("n_predict"), found.whole("inner_dim", 0, "rare_width") or found.whole("emb_dim")
+    count, entry = found.whole("n_predict"), found.whole("emb_dim", kind="width")
     tied = found.flag("tie_weights", default=False)
-    found.fits("width", found.whole("emb_dim", found.target.width, "width"), found.target.width)
+    found.fits("width", entry, found.target.width)
     found.fits("vocabulary", found.whole("vocab_size", found.target.vocab_size), found.target.vocab_size)
     config = Config(**vars(found.target) | {
-        "width": width,
+        "width": found.whole("inner_dim", 0, "rare_width") or entry,
         "target_width": found.target.width,
         "num_drafts": count,
         "tied": False,

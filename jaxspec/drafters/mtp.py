@@ -7,7 +7,8 @@ https://arxiv.org/abs/2412.19437; MiMo, https://arxiv.org/abs/2505.07608.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,11 +29,13 @@ from pallas_kernels.plain import rms_norm
 @dataclasses.dataclass(frozen=True)
 class Config(ModelConfig):
     """hidden_first: the target's hidden state goes before the token's embedding, not after it; last_norm: it is read
-    after the target's last norm."""
+    after the target's last norm; target_layers: how many layers the target has; layers_there: how many for this are in
+    the checkpoint, of which the first is used."""
 
     hidden_first: bool = False
     last_norm: bool = True
     target_layers: int = 0
+    layers_there: int = 1
 
     method = "mtp"
     borrows_head = True
@@ -114,7 +117,12 @@ def read(found: Found) -> Reading:
     known = formats(target.num_layers).values()
     how = next((f for f in known if f"{f.prefix}{f.fc}.weight" in found.shapes), None)
     if how is None:
+        for name in found.shapes:
+            if elsewhere := re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name):
+                found.fits("layers", int(elsewhere[1]), target.num_layers)
         raise UserError(f"{found.name} holds no head for multi-token prediction: take a checkpoint that has one")
+    found.fits("vocabulary", found.vocab_size, target.vocab_size)
+    found.fits("width", found.shapes[f"{how.prefix}{how.fc}.weight"][0], target.width)
     kept = {key: value for key, value in vars(target).items() if key not in ("reduced_vocab_size", "windows")}
     config = Config(**kept | {
         "num_layers": 1,
@@ -125,6 +133,7 @@ def read(found: Found) -> Reading:
         "hidden_first": how.hidden_first,
         "last_norm": how.last_norm,
         "target_layers": target.num_layers,
+        "layers_there": (there := layers_there(how, found.shapes)),
     })  # fmt: skip
     ends = {"token_norm": how.token_norm, "hidden_norm": how.hidden_norm, "fc": how.fc, "norm": how.norm}
     renamed = {name.removeprefix("model.layers.{}."): place for name, place in FAMILIES[target.family].names.items()}
@@ -133,4 +142,12 @@ def read(found: Found) -> Reading:
         **{how.prefix + how.layer + name: (place.format(0), part) for name, (place, part) in renamed.items()},
         **{f"{how.prefix}{end}.weight": (place, "") for place, end in ends.items()},
     }
-    return Reading(config, names, ("*",), norm_plus_one=how.norm_plus_one)
+    remark = f"{found.name} has {there} layers for multi-token prediction: the first makes every draft, the others none"
+    return Reading(config, names, ("*",), norm_plus_one=how.norm_plus_one, remark=remark if there > 1 else "")
+
+
+def layers_there(how: Format, tensors: Iterable[str]) -> int:
+    """How many such layers a checkpoint has, which are numbered from that of `how` on."""
+    stem, first = re.fullmatch(r"(.*\.)(\d+)\.", how.prefix + how.layer).groups()  # type: ignore[union-attr]
+    numbers = {int(found[1]) for name in tensors if (found := re.match(rf"{re.escape(stem)}(\d+)\.", name))}
+    return len([number for number in numbers if number >= int(first)])

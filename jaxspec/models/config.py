@@ -100,6 +100,16 @@ class ModelConfig:
         return "draft_model"
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose input a head beside it reads: L is what goes into the last norm."""
+        return ()
+
+    @property
+    def max_drafts(self) -> int | None:
+        """The most that it can propose a round, None where nothing limits it."""
+        return None
+
+    @property
     def features_from(self) -> tuple[str, ...]:
         """The parameters that make these numbers, once a position; a pass reads the others."""
         return ()

@@ -29,7 +29,7 @@ class SamplingRows:
     top_p f32[B] (1: off).
     min_p f32[B] (0: off).
     seed uint32[B,2]: 64 bits.
-    coupled bool[B]: which acceptance rule.
+    rule i32[B]: the number of the acceptance rule.
     """
 
     temperature: jax.Array
@@ -37,7 +37,7 @@ class SamplingRows:
     top_p: jax.Array
     min_p: jax.Array
     seed: jax.Array
-    coupled: jax.Array
+    rule: jax.Array
 
     @property
     def greedy(self) -> jax.Array:

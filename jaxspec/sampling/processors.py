@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxspec.shapes import Array, Bool, Float, Int
 
@@ -58,7 +57,8 @@ class Tables:
     in_prompt: jax.Array
 
 
-# adjust(logits [B,V], drafts i32[B,K], i) -> logits [B,V] after the first i of the drafts, -inf where forbidden.
+# adjust(logits [B,V], drafts i32[B,K], i) -> logits [B,V] after the first i of the drafts, of each row where it is
+# i32[B]; -inf where forbidden.
 Adjust = Callable[[Float[Array, "B V"], Int[Array, "B K"], Any], Float[Array, "B V"]]
 
 
@@ -103,11 +103,12 @@ def adjuster(
     """The changes to a round's logits; counts (`output_counts`), tokens and num_tokens at the round's start."""
 
     def adjust(logits, drafts, i):
+        i = jnp.broadcast_to(jnp.asarray(i, jnp.int32), num_tokens.shape)
         too_short = (num_tokens + i < rows.min_len)[:, None]
         completes = completes_bad_word(rows.bad_words, rows.prompt_len, tokens, num_tokens, drafts, i)
         forbidden = [jnp.where(too_short, stop_ids, -1), jnp.where(completes, rows.bad_words[:, :, -1], -1)]
         logits = put(logits, jnp.concatenate(forbidden, axis=1)).set(-jnp.inf, mode="drop") + tables.bias
-        now = count(counts, jnp.where(jnp.arange(drafts.shape[1]) < i, drafts, -1))
+        now = count(counts, jnp.where(jnp.arange(drafts.shape[1]) < i[:, None], drafts, -1))
         repetition = jnp.where(tables.in_prompt | (now > 0), rows.repetition[:, None], 1.0)
         logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
         return logits - now * rows.frequency[:, None] - (now > 0) * rows.presence[:, None]
@@ -121,14 +122,15 @@ def completes_bad_word(
     tokens: Int[Array, "B _"],
     num_tokens: Int[Array, " B"],
     drafts: Int[Array, "B K"],
-    i: jax.Array | int,
+    i: Int[Array, " B"],
 ) -> Bool[Array, "B words"]:
     """Whether the output so far, the first i drafts included, ends with all but the last id of a bad word. The prompt
     takes no part."""
     length = bad_words.shape[2] - 1
     at = num_tokens[:, None] + jnp.arange(-length, 0)
     recent = jnp.concatenate([jnp.take_along_axis(tokens, jnp.maximum(at, 0), axis=1), drafts], axis=1)
-    recent, at = lax.dynamic_slice_in_dim(recent, i, length, axis=1), at + i
+    recent = jnp.take_along_axis(recent, i[:, None] + jnp.arange(length), axis=1)
+    at += i[:, None]
     before = bad_words[:, :, :-1]
     same = (before == recent[:, None]) & (at >= prompt_len[:, None])[:, None]
     return (bad_words[:, :, -1] >= 0) & jnp.all((before < 0) | same, axis=2)

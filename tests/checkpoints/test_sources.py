@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import hashlib
 import importlib.util
 import subprocess
 import sys
 import threading
+import types
 import zipfile
 from pathlib import Path
 
@@ -99,10 +101,14 @@ def test_an_unreachable_hub_means_the_cached_snapshot(monkeypatch, tmp_path):
     assert asked["local_files_only"]
     assert asked["revision"] == "main"
     assert "*.safetensors" not in asked["allow_patterns"]
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
-    assert checkpoints.resolve("org/model").kind == "hf"
-    assert not asked["local_files_only"]
-    assert "*.safetensors" in asked["allow_patterns"]
+    for name, other in (("model.safetensors", "pytorch_model*.bin"), ("pytorch_model.bin", "*.safetensors")):
+        files = [types.SimpleNamespace(rfilename=file) for file in ("config.json", name)]
+        found = types.SimpleNamespace(siblings=files)
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, found=found, **__: found)
+        assert checkpoints.resolve("org/model").kind == "hf"
+        assert not asked["local_files_only"]
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in asked["allow_patterns"])
+        assert other not in asked["allow_patterns"]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.decode.round import fit_vocabulary
 from jaxspec.models.decoder import bind
-from jaxspec.models.head import Vocabulary
+from jaxspec.models.head import Vocabulary, fit_vocabulary
 from jaxspec.models.layers import Backend, Rows
 from pallas_kernels.device import here
 from tests import tiny_models

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from tests.sizes import cases
 from tests.tiny_models import engine, outputs, run
 
 K, VOCAB = 4, 320
-TARGET = Shape(vocab_size=VOCAB, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=4, eps=1e-5)
+TARGET = Shape(vocab_size=VOCAB, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=4, rope_theta=5e5, eps=1e-5)
 PROMPT = tuple(int(i) for i in np.random.default_rng(3).integers(5, VOCAB, 45))
-SIZES = {"page_size": 8, "prefill_chunk": 16, "max_num_seqs": 4, "num_pages": 60, "max_model_len": 128}
+CHUNK = 16
+SIZES = {"page_size": 8, "prefill_chunk": CHUNK, "max_num_seqs": 4, "num_pages": 60, "max_model_len": 128}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
 
 
@@ -49,6 +51,7 @@ HEADS = {
     "eagle3, nested": Head(eagle3, TAPS | {"nested": True}),
     "eagle": Head(eagle),
     "eagle without a bias": Head(eagle, {"bias": False, "rope_theta": False}),
+    "eagle by vLLM": Head(eagle, {"vllm": 40}),
     "mtp": Head(mtp, {"kind": "deepseek"}),
     "mtp by MiMo": Head(mtp, {"kind": "mimo"}, functools.partial(mtp.proposals, before_norm=True)),
     "mtp by Qwen3-Next": Head(mtp, {"kind": "qwen3_next"}),
@@ -74,8 +77,11 @@ def folders(tmp_path_factory) -> Any:
     @functools.cache
     def made(name: str) -> tuple[Path, Path]:
         head, place = HEADS[name], base / str(list(HEADS).index(name))
-        target = write_model(place / "target", layers=TARGET.layers, vocab_size=VOCAB)
+        target = write_model(place / "target", layers=TARGET.layers, vocab_size=VOCAB, rope_theta=TARGET.rope_theta)
         head.reference.write(place / "head", seed=0, target=TARGET, **head.options)
+        if head.reference is not pard:  # a head's own context is seldom meant: drafting goes on beyond it
+            config = place / "head" / "config.json"
+            config.write_text(config.read_text().replace('_embeddings": 2048', '_embeddings": 8'))
         if head.reference is mtp:  # it stands in the target's own checkpoint
             within = load_file(place / "head" / "model.safetensors")
             save_file(load_file(target / "model.safetensors") | within, target / "model.safetensors")
@@ -103,31 +109,51 @@ def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch
     samples of one prompt; a row that drafts less, and one that drafts nothing for a while."""
     pair, rounds = read(folders, name), recording(monkeypatch)
     served = pair.engine(K, **SIZES)
+    monkeypatch.setattr(served, "grown_shape", lambda requests: (4, 16))  # compiling takes longest by far
     prompts = [PROMPT[:1], PROMPT[:8], PROMPT, (*PROMPT[:24], 7, 9), (*PROMPT[:25], 7, 9)]
     plain = outputs(engine(pair.target, **SIZES), prompts, GREEDY)
     assert outputs(served, prompts[:3], GREEDY) == plain[:3]
     assert outputs(served, prompts[3:], GREEDY) == plain[3:]
     few = SamplingParams(temperature=0.0, max_tokens=14, num_speculative_tokens=2)
     assert outputs(served, [PROMPT], few) == plain[2:3]
-    samples = served.add(PROMPT[:20], SamplingParams(temperature=0.0, max_tokens=9, n=3)).samples
+    samples, together = served.add(PROMPT[:20], SamplingParams(temperature=0.0, max_tokens=9, n=3)).samples, 0
     while served.busy:
-        served.step()
+        served.step(1)  # so that the first still runs when the others come, and copy its last page
+        together += len(served.scheduler.running) == 3
     assert len({tuple(s.output) for s in samples}) == 1
+    assert together
     jax.effects_barrier()
     seen = len(rounds)
     assert check(folders(name)[0], rounds, reference(folders(name), name)) > 2 * K * len(prompts)
     assert {len(one.drafts) for one in rounds} >= {2, K}
-    # Speculation pauses, as when many requests run, and comes back.
-    paused = served.add(PROMPT[:13], GREEDY)
-    while not paused.prefilled:
+    # Speculation pauses, as when many requests run, and comes back: within what the first pass reads, and after more
+    # than a chunk of a prompt.
+    paused = served.add(PROMPT[:13], SamplingParams(temperature=0.0, max_tokens=60))
+    for rounds_without in (3, CHUNK + 5):
         served.step(1)
-    served.launch([paused], 0, 5)
-    served.absorb([paused], served.launch([paused], 0, 5))
+        served.absorb([paused], served.launch([paused], 0, rounds_without))
     while served.busy:
         served.step()
     jax.effects_barrier()
     assert len(rounds) > seen
     check(folders(name)[0], rounds[seen:], reference(folders(name), name))
+
+
+@cases("name", QUICK, quick=["eagle3", "p-eagle"])
+def test_accepted_drafts(folders, name, monkeypatch):
+    """Random heads are hardly ever right, so here drafts are accepted by lot. What the next rounds propose is the
+    reference's, whether all were accepted or none; prompts share beginnings that end at a page's end and beside it."""
+    pair, rounds = read(folders, name), recording(monkeypatch)
+    lots = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.8, 0.6, 0.45, 0.3)}
+    served = pair.engine(K, **SIZES, spec=lots)
+    monkeypatch.setattr(served, "grown_shape", lambda requests: (4, 16))
+    pages = {n * SIZES["page_size"] + beside for n in (1, 2, 3) for beside in (-1, 0, 1)}
+    for shared in sorted(pages):
+        run(served, [(*PROMPT[:shared], 7, 9, 11), (*PROMPT[:shared], 8)], GREEDY)
+    gained = served.metrics.num_accepted_tokens_per_pos
+    assert min(a - b for a, b in itertools.pairwise([served.metrics.num_drafts, *gained, 0])) > 0, "each number of them"
+    jax.effects_barrier()
+    check(folders(name)[0], rounds, reference(folders(name), name))
 
 
 @cases("name", QUICK, quick=["eagle3", "dflash"])
@@ -156,32 +182,11 @@ def test_sampled_rows_and_few_pages(folders, name, monkeypatch):
     assert check(folders(name)[0], mine, reference(folders(name), name)) >= 2 * K
 
 
-MISFITS = {
-    "another width": ({"width": 24}, "was made for a target of width 24, 'target' has 32: give it the target"),
-    "more layers": ({"layers": 8}, "reads layers eagle_aux_hidden_state_layer_ids=.* 'target' has 0..4"),
-    "other ids": ({"vocab_size": 400}, "d2t names ids twice, or beyond the target's 320: it is for another target"),
-}
-
-
-@pytest.mark.parametrize("case", MISFITS)
-def test_a_head_for_another_target_is_refused(case, tmp_path):
-    changes, message = MISFITS[case]
-    target = write_model(tmp_path / "target", layers=TARGET.layers, vocab_size=VOCAB)
-    taps = (6, 7, 8) if case == "more layers" else (0, 1, 2)
-    eagle3.write(tmp_path / "head", seed=0, target=dataclasses.replace(TARGET, **changes), layer_ids=taps)
-    if case == "other ids":
-        tensors = load_file(tmp_path / "head" / "model.safetensors")
-        tensors["d2t"] = tensors["d2t"] + 350
-        save_file(tensors, tmp_path / "head" / "model.safetensors")
-    with pytest.raises(UserError, match=message):
-        Pair.read(target, tmp_path / "head")
-
-
 def test_a_head_of_another_method_is_refused(folders):
     with pytest.raises(UserError, match="method='eagle', but 'head' is a checkpoint of method 'medusa': leave"):
         Pair.read(*folders("medusa"), method="eagle")
     pair = read(folders, "medusa")
-    with pytest.raises(UserError, match="num_speculative_tokens=6, but the draft has 5 heads: lower it"):
+    with pytest.raises(UserError, match="num_speculative_tokens=6, but the draft proposes at most 5 a round: lower it"):
         pair.engine(6, **SIZES)
-    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft fills blocks of 5"):
+    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft proposes at most 4 a round"):
         read(folders, "dflash").engine(9, **SIZES)

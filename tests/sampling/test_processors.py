@@ -58,7 +58,7 @@ def request(wish: Wish) -> Request:
             allowed_token_ids=wish.allowed_ids,
         ),
         seed=0,
-        coupled=False,
+        rule=0,
         stop_ids=tuple(wish.stop_ids),
         max_len=2 * M,
         num_speculative_tokens=K,

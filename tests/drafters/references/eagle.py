@@ -19,6 +19,7 @@ def write(
     embed: np.ndarray | None = None,  # the target's table: most files hold a copy
     bias: bool | None = None,  # None: unsaid, which means true
     rope_theta: bool = True,  # False: unsaid, so 10000
+    vllm: int = 0,  # vLLM's own form, with a head over so many of the target's ids
 ) -> None:
     random = Random(seed)
     block = random.layer(target)
@@ -31,17 +32,24 @@ def write(
     config = target.config() | ({} if bias is None else {"bias": bias})
     if not rope_theta:
         del config["rope_theta"]
+    if vllm:
+        tensors["lm_head.weight"] = random.matrix(vllm, target.width)
+        tensors = common.prefixed(tensors, "model.")
+        tensors["token_map"] = np.sort(random.rng.choice(target.vocab_size, vllm, replace=False))
+        inner = config | {"skip_prenorm": True, "skip_output_norm": True, "architectures": ["LlamaForCausalLM"]}
+        config = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": inner, "truncated_vocab_size": vllm}
     common.write_folder(folder, config | {"architectures": ["LlamaForCausalLM"]}, tensors)
 
 
 def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
-    config, w = common.read_folder(folder)
+    said, w = common.read_folder(folder)
+    config, w = said.get("model", said), {name.removeprefix("model."): x for name, x in w.items()}
     block = common.under(w, "layers.0.")
 
     def step(hidden, tokens):
         both = np.concatenate([w.get("embed_tokens.weight", target.embed)[tokens], hidden], -1)
         x = both @ w["fc.weight"].T + w.get("fc.bias", 0.0)
         carried = common.layer(block, x, config, reads=x)[-1]
-        return carried @ target.head.T, carried
+        return carried @ w.get("lm_head.weight", target.head).T, carried
 
-    return common.chain(step, target.hidden, tokens, k)
+    return common.chain(step, target.hidden, tokens, k, w.get("token_map"))

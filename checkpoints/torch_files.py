@@ -1,0 +1,95 @@
+"""Files that torch.save wrote, such as pytorch_model.bin: read by torch's loader of tensors alone.
+
+They are pickles, which can run code. Where torch is not installed they are refused; nothing here unpickles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints.reading import told
+from jaxspec.errors import UnsupportedError, UserError
+
+# torch's name of a dtype -> that of a safetensors file.
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
+SAFE = (2, 6)  # what older versions call weights_only can be made to run code (CVE-2025-32434)
+WITHIN = ("state_dict", "model", "module")  # where a training's file has the weights
+
+
+def loader(what: str) -> Any:
+    """torch. Raises UnsupportedError, saying that `what` needs it, where it is missing or too old."""
+    install = "install torch, or convert it once with `jaxspec convert` where torch is"
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError(f"{what} is read with torch only, which is not installed: {install}") from None
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < SAFE:
+        least = ".".join(map(str, SAFE))
+        raise UnsupportedError(f"{what} is read with torch {least} or later only, found {torch.__version__}: {install}")
+    return torch
+
+
+class TorchFile:
+    """As an open safetensors file: names, shapes, slices. A zip, which is what torch writes today, is mapped."""
+
+    def __init__(self, path: Path) -> None:
+        torch = loader(str(path))
+        with told(path):
+            with path.open("rb") as file:
+                zipped = file.read(4) == b"PK\x03\x04"
+            try:
+                found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped)
+            except (pickle.UnpicklingError, OSError) as error:  # of a half file torch says: invalid argument
+                raise UserError(
+                    f"{path} is damaged, or holds more than tensors, and nothing else is unpickled: fetch it again, or "
+                    "take a checkpoint in safetensors"
+                ) from error
+        self.tensors = state_dict(path, found, torch.Tensor)
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors
+
+    def get_slice(self, name: str) -> Slice:
+        return Slice(self.tensors[name])
+
+
+def state_dict(path: Path, found: Any, kind: Any) -> Mapping[str, Any]:
+    """The tensors by name, which may stand one level down. Raises UserError where there are none, or not only such."""
+    if isinstance(found, Mapping):
+        found = next((found[key] for key in WITHIN if isinstance(found.get(key), Mapping)), found)
+    if not isinstance(found, Mapping) or not found:
+        raise UserError(f"{path} holds no tensors by name: give the file of a model's weights")
+    for name, x in found.items():
+        if not isinstance(name, str) or not isinstance(x, kind):
+            raise UserError(f"{path}: {name!r:.80} is no tensor, but {type(x).__name__}: give the weights alone")
+        if "strided" not in str(x.layout) or x.is_quantized or x.is_meta:
+            raise UnsupportedError(f"{path}: tensor {name} is sparse, quantised or empty: plain tensors are read")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    tensor: Any
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        name = str(self.tensor.dtype).removeprefix("torch.")
+        return DTYPES.get(name, name)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        part = self.tensor.detach()[index]
+        if self.get_dtype() == "BF16":  # numpy has none of its own
+            import torch
+
+            return part.view(torch.int16).numpy().view(jnp.bfloat16)
+        return part.numpy()
