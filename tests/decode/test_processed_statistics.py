@@ -42,8 +42,9 @@ SETTINGS = (PENALISED, BIASED, NO_WORDS, LONG, EVERYTHING)
 
 @cases("drafter", ["draft model", "lookup"], quick=["draft model"])
 def test_the_targets_law(drafter):
-    """Coupled and standard rows, and rows that ask for nothing, in one batch."""
+    """Rows under every rule, and rows that ask for nothing, in one batch."""
     rows = [dataclasses.replace(s, rule=rule) for rule in ("standard", "coupled") for s in (*SETTINGS, Setting())]
+    rows += [dataclasses.replace(EVERYTHING, rule="block"), Setting(rule="block")]
     p_values, accepted = compare(K, V, 25_000, rows, draft(V) if drafter == "draft model" else (1, 3))
     assert (p_values > LEAST_P).all()
     if drafter == "draft model":

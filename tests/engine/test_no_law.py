@@ -80,9 +80,10 @@ def test_a_draft_without_a_law_proposes_nothing_of_worth(method, how):
         assert requests[0].metrics.num_draft_tokens > 0
 
 
-def test_a_draft_without_a_law_under_the_standard_rule():
+@cases("rule", ["standard", "block"], quick=["standard"])
+def test_a_draft_without_a_law_under_a_rule_that_looks_at_it(rule):
     """Nothing is proposed where q is no number, and every token has the target's law: here that of a single id."""
-    speculative = {"model": "x", "num_speculative_tokens": 3, "rejection_sample_method": "standard"}
+    speculative = {"model": "x", "num_speculative_tokens": 3, "rejection_sample_method": rule}
     engine = tiny_models.engine(tiny_models.model(CONFIG), speculative, poisoned(), max_num_seqs=4, num_pages=64)
     asked = [SamplingParams(max_tokens=6, logit_bias={20 + i: 100.0}) for i in range(4)]
     requests = tiny_models.run(engine, PROMPTS, asked)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from jaxspec.sampling_params import SamplingParams
@@ -12,6 +10,7 @@ from tests.sizes import cases
 
 K = 3
 STANDARD = {"rejection_sample_method": "standard"}
+RULES = {"standard": STANDARD, "block": {"rejection_sample_method": "block"}}  # with numbers of the round's own
 FILTERS = ({"temperature": 0.0}, {"top_k": 8}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.4}, {"temperature": 0.7})
 FILTERED = tuple(SamplingParams(max_tokens=20, seed=-i, **f) for i, f in enumerate(FILTERS))
 
@@ -66,37 +65,33 @@ def test_coupled_alone_equals_coupled_in_company():
         assert serve(engine("noisy", 4), [PROMPTS[i]], [sampling[i]])[0].output == expected[i]
 
 
-@functools.cache
-def standard(method: str):
-    return new_engine(method, K, spec=STANDARD)
-
-
-@cases("method", ["noisy", "ngram"], quick=["ngram"])
-def test_standard_rule_does_not_depend_on_company_or_rounds(method):
+@cases(("rule", "method"), [(r, m) for r in RULES for m in ("noisy", "ngram")], quick=[("standard", "ngram")])
+def test_a_rounds_own_numbers_do_not_depend_on_company_or_rounds(rule, method):
     """Keys are counters, not a stream: the same seed gives the same tokens in any batch, row and launch length."""
-    sampling = seeded(temperature=0.9)
-    alone = texts(serve(standard(method), PROMPTS, sampling, rounds=32))
+    own, sampling = new_engine(method, K, spec=RULES[rule]), seeded(temperature=0.9)
+    alone = texts(serve(own, PROMPTS, sampling, rounds=32))
     for rounds in (1, 5):
-        assert texts(serve(standard(method), PROMPTS, sampling, rounds=rounds)) == alone
-    assert texts(serve(standard(method), PROMPTS[::-1], sampling[::-1], rounds=2)) == alone[::-1]
+        assert texts(serve(own, PROMPTS, sampling, rounds=rounds)) == alone
+    assert texts(serve(own, PROMPTS[::-1], sampling[::-1], rounds=2)) == alone[::-1]
     for i in (1, 4):
         strangers = [*params(9, seed=77, temperature=1.0), *params(30)]
-        mixed = serve(standard(method), [PROMPTS[2], PROMPTS[i], PROMPTS[0]], [strangers[0], sampling[i], strangers[1]])
+        mixed = serve(own, [PROMPTS[2], PROMPTS[i], PROMPTS[0]], [strangers[0], sampling[i], strangers[1]])
         assert mixed[1].output == alone[i]
-    assert alone != plain(PROMPTS, sampling), "the standard rule draws other tokens than the coupled one"
+    assert alone != plain(PROMPTS, sampling), "such a rule draws other tokens than the coupled one"
 
 
 @pytest.mark.thorough
-def test_standard_rule_with_ids_that_the_draft_lacks():
+@pytest.mark.parametrize("rule", RULES)
+def test_ids_that_the_draft_lacks(rule):
     """A draft without some of the target's ids keeps a finite q, and is accepted for the others."""
-    lacking = new_engine("fewer_ids", K, spec=STANDARD)
+    lacking = new_engine("fewer_ids", K, spec=RULES[rule])
     requests = serve(lacking, PROMPTS, seeded(temperature=0.9))
     assert max(token for tokens in texts(requests) for token in tokens) >= 56
     assert sum(total(requests)) > 0
 
 
 def test_every_kind_of_row_in_one_batch():
-    """Greedy, coupled and standard rows, with filters and with K of their own, do not disturb each other."""
+    """Greedy and coupled rows, and rows without a seed, with filters and K of their own, do not disturb each other."""
     greedy, coupled = params(20)[0], SamplingParams(max_tokens=20, seed=3, top_k=12)
     off = SamplingParams(max_tokens=20, seed=3, top_k=12, num_speculative_tokens=0)
     free = SamplingParams(max_tokens=20)

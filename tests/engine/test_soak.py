@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxspec.decode.state import Variant
+from jaxspec.verify import rules
 from tests.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_engine
 
-EVERYTHING = Variant(frozenset({"standard", "coupled"}), filters=True, logprobs=5, processors=True)
+EVERYTHING = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True)
 
 
 @pytest.mark.thorough

@@ -15,9 +15,10 @@ from safetensors.numpy import load_file, save_file
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.decode.state import Variant
 from jaxspec.outputs import RequestOutput
+from jaxspec.verify import rules
 from tests.model_folders import write_model
 
-EVERYTHING = Variant(frozenset({"standard", "coupled"}), filters=True, logprobs=5, processors=True)
+EVERYTHING = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True)
 OPTIONS = {"max_num_seqs": 6, "num_pages": 40, "page_size": 4, "max_model_len": 64, "prefill_chunk": 16}
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 NO_NUMBER = 77  # an id whose row of the table is no number

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxspec import cli
+from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.train import evaluate
 from tests.model_folders import write_model
 
@@ -55,6 +57,31 @@ def test_a_draft_that_knows_nothing(folder, other):
     parts = [rows(document)[0.7, category] for category in PROMPTS]
     assert found["num_drafts"] == sum(part["num_drafts"] for part in parts)
     assert evaluate.evaluate(folder, other, PROMPTS, **options) == document  # seeded
+
+
+def test_a_rule_and_several_samples(folder, other):
+    how = {"num_speculative_tokens": 2, "max_tokens": 12, "temperatures": (1.0,), "progress": False, "rule": "block"}
+    document = evaluate.evaluate(folder, other, PROMPTS, samples=8, **how)
+    assert (document["rule"], document["samples"]) == ("block", 8)
+    found = rows(document)
+    assert 12 * 8 < found[1.0, "chat"]["tokens"] <= 2 * 12 * 8  # some end by themselves
+    assert all(0.0 < r["standard_error"] < 0.2 for r in found.values())
+
+
+def counted(rounds: int, accepted: int) -> SpecDecodeMetrics:
+    return SpecDecodeMetrics(rounds, 2 * rounds, [accepted, 0], rounds + accepted)
+
+
+def test_a_standard_error_does_not_hold_the_prompts_own_difference():
+    """Of fixed prompts: what differs between them does not count, what differs between the samples of one does."""
+    still = [[counted(10, 2)] * 4, [counted(10, 8)] * 4]
+    assert evaluate.row(0.7, "all", still)["standard_error"] == 0.0
+    draw = np.random.default_rng(0)
+    answers = lambda: [[counted(20, draw.binomial(20, rate)) for _ in range(4)] for rate in (0.2, 0.8, 0.5)]
+    found = [evaluate.row(0.7, "all", answers()) for _ in range(400)]
+    spread = np.std([r["mean_acceptance_length"] for r in found])
+    assert np.mean([r["standard_error"] for r in found]) == pytest.approx(spread, rel=0.1)
+    assert evaluate.row(0.7, "all", [[counted(10, 2)], [counted(10, 3)]])["standard_error"] is None
 
 
 def test_table(itself, capsys):
