@@ -18,8 +18,8 @@ class Method:
     """parameters: whose it has: a whole model's, a head's beside its target, a head's within the target's own
     checkpoint, or none.
 
-    signs: shell patterns of tensors that only its checkpoints have. The file of a head's method also has
-    `read(found)`, from a checkpoint to its configuration and where its tensors go (`jaxspec.drafters.heads`).
+    signs: shell patterns of tensors, or architectures, that only its checkpoints have. The file of a head's method also
+    has `read(found)`, from a checkpoint to its configuration and where its tensors go (`jaxspec.drafters.heads`).
     """
 
     parameters: Literal["model", "head", "target"] | None
@@ -30,6 +30,7 @@ METHODS = {
     "draft_model": Method("model"),
     "ngram": Method(None),
     # The first whose sign is found counts.
+    "dspark": Method("head", ("markov_head.*", "confidence_head.*", "*DSpark*")),
     "dflash": Method("head", ("hidden_norm.weight",)),
     "eagle3": Method("head", ("d2t", "*midlayer.*", "*layers.0.hidden_norm.weight")),
     "eagle": Method("head", ("fc.weight", "model.fc.weight")),
@@ -51,7 +52,9 @@ def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
     said = raw.get("speculators_model_type", raw.get("model_type"))
     if said in METHODS:
         return str(said)
-    return next(signed(tensors, "head"), "draft_model")
+    own = raw.get("architectures")
+    names = [*tensors, *(name for name in (own if isinstance(own, list) else []) if isinstance(name, str))]
+    return next(signed(names, "head"), "draft_model")
 
 
 def within(tensors: Iterable[str]) -> str | None:
