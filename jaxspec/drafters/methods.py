@@ -29,6 +29,7 @@ class Method:
 METHODS = {
     "draft_model": Method("model"),
     "ngram": Method(None),
+    "suffix": Method(None),
     # The first whose sign is found counts.
     "dspark": Method("head", ("markov_head.*", "confidence_head.*", "*DSpark*")),
     "dflash": Method("head", ("hidden_norm.weight",)),
