@@ -12,6 +12,8 @@ import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from jaxspec.errors import UnsupportedError
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
@@ -49,10 +51,15 @@ def split(name: str) -> tuple[bool, str]:
 
 
 def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
-    """The method that a checkpoint is for: as it says, or by what its tensors are called."""
-    said = raw.get("speculators_model_type", raw.get("model_type"))
-    if said in METHODS:
-        return str(said)
+    """The method that a checkpoint is for: as it says, or by what its tensors are called. Raises UnsupportedError where
+    it says another."""
+    algorithm = raw.get("speculators_model_type")
+    if algorithm not in (None, "peagle", *METHODS):  # P-EAGLE's tensors are EAGLE-3's
+        heads = ", ".join(name for name, method in METHODS.items() if method.signs)
+        raise UnsupportedError(f"speculators_model_type={algorithm!r:.40} is not read: take a checkpoint of {heads}")
+    said = algorithm or raw.get("model_type")
+    if isinstance(said, str) and said in METHODS:
+        return said
     own = raw.get("architectures")
     names = [*tensors, *(name for name in (own if isinstance(own, list) else []) if isinstance(name, str))]
     return next(signed(names, "head"), "draft_model")

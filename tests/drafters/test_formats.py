@@ -194,6 +194,15 @@ def test_what_is_understood(name, target, tmp_path):
     parameters(tmp_path, target)  # and its tensors are these
 
 
+def test_a_method_that_is_not_read(target, tmp_path):
+    dflash.write(tmp_path, seed=0, target=TARGET, **IDS, speculators=True)
+    rewrite(tmp_path, speculators_model_type="dflash2")
+    with fails(UserError, "speculators_model_type='dflash2' is not read: take a checkpoint of dspark, dflash, eagle3"):
+        read(tmp_path, target)
+    rewrite(tmp_path, speculators_model_type="dflash")
+    assert read(tmp_path, target).config.method == "dflash"
+
+
 @pytest.mark.parametrize("case", ["differences", "ids", "Medusa's ids"])
 def test_ids_of_a_reduced_vocabulary(case, target, tmp_path):
     """d2t is what is added to an own id; token_map the target's id itself."""
