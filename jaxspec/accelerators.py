@@ -31,7 +31,9 @@ class Accelerator:
     @property
     def programs_memory(self) -> int:
         """Bytes that JAX gives to programs where nobody tells it otherwise."""
-        return int(self.memory * (0.75 if self.platform == "gpu" else 1))
+        from jaxspec.platforms import facts
+
+        return int(self.memory * facts(self.platform).memory_share)
 
     @property
     def device(self) -> Device:

@@ -6,18 +6,20 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxspec import tree_options
 from jaxspec.drafters import methods
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.errors import UserError
 from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
+from jaxspec.verify import rules
 
 # The (shortest, longest) n-gram that is looked up: alone, and before another method. A short match is a better guess
 # than none, but not than a draft model's: on the held-out prompts SmolLM2's draft alone has an acceptance length of
 # 2.65, after a look for 2 to 4 tokens 2.57, for 4 to 6 tokens 2.65.
 LOOKUP_ALONE, LOOKUP_FIRST = (2, 4), (4, 6)
 MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison with all of the row
-REJECTION_METHODS = ("standard", "coupled", "synthetic")
-LATER_REJECTION_METHODS = ("block", "typical")
+POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's, where typical acceptance is asked for
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
 MAX_DRAFTS = 1024  # of a round; the best is below 20
 MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of rounds itself is dynamic
 
@@ -35,10 +37,20 @@ class SpeculativeConfig:
       max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
       dtype: the draft's; default the target's.
       parallel_drafting: the draft fills all K places in one pass (PARD, P-EAGLE). None: where it was trained to.
+      tree_width, tree_depth, tree_nodes: verify a tree of drafts: after each node the tree_width likeliest, tree_depth
+        levels, and of all these candidates the likeliest, so that with the pending token there are tree_nodes (then
+        num_speculative_tokens is tree_nodes - 1). Any of them given, the others default to 4, 4 and
+        tree_width * tree_depth + 1. Sampling requests follow the coupled rule.
+      tree_choices: a fixed tree instead, of a drafter that says all places at once (Medusa, DFlash, P-EAGLE, PARD): for
+        each draft the ranks that lead to it, as [[0], [0, 0], [1]].
       draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
-      rejection_sample_method: "standard" or "coupled" for every sampling request. None: coupled for requests with an
-        explicit seed (their tokens then equal plain decoding's), standard for the others. "synthetic", for benchmarks:
-        drafts are accepted at given rates whatever they are, and the text means nothing.
+      rejection_sample_method: "standard", "block", "coupled" or "typical" for every sampling request. None: coupled for
+        requests with an explicit seed (their tokens then equal plain decoding's), standard for the others. Typical
+        acceptance is lossy: what comes out no longer has the target's law. "synthetic", for benchmarks: drafts are
+        accepted at given rates whatever they are, and the text means nothing. Requests of temperature 0 are greedy, and
+        exact, under all of them but "synthetic".
+      posterior_threshold, posterior_alpha: under "typical" a draft is accepted where its probability is more than
+        min(posterior_threshold, posterior_alpha * exp(-entropy of the target)); both in (0, 1]. Default: 0.09, 0.3.
       synthetic_acceptance_length: mean tokens a round under "synthetic", 1 to K + 1; or synthetic_acceptance_rates: for
         each of the K positions the probability that it and all before it are accepted.
       adaptive: choose the drafts of each launch among 0, K/2 and K by what they cost and how many of them are accepted,
@@ -63,10 +75,14 @@ class SpeculativeConfig:
     dtype: str | None = None
     quantization: str | None = None
     parallel_drafting: bool | None = None
+    tree_width: int | None = None
+    tree_depth: int | None = None
+    tree_nodes: int | None = None
+    tree_choices: tuple[tuple[int, ...], ...] | None = None
     draft_sample_method: str = "probabilistic"
     rejection_sample_method: str | None = None
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
+    posterior_threshold: float | None = None
+    posterior_alpha: float | None = None
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     adaptive: bool = True
@@ -90,6 +106,9 @@ class SpeculativeConfig:
                 raise UserError(
                     f"method={self.method!r} uses no draft model, but model={self.model!r} is given: drop one of them"
                 )
+        if self.tree:
+            for name, value in tree_options.checked(self).items():
+                object.__setattr__(self, name, value)
         counts = {"num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_min": LARGEST, "prompt_lookup_max": MAX_LOOKUP}
         check_counts(self, counts | dict.fromkeys(("max_model_len", "disable_by_batch_size"), LARGEST))
         flag("adaptive", self.adaptive)
@@ -107,26 +126,25 @@ class SpeculativeConfig:
             if not 0.0 <= number(name, getattr(self, name)) <= most:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, {most}]")
         one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
-        if self.rejection_sample_method in LATER_REJECTION_METHODS:
-            raise UnsupportedError(
-                f"rejection_sample_method={self.rejection_sample_method!r} is not supported yet: "
-                f"use one of {', '.join(REJECTION_METHODS)}"
-            )
         if self.rejection_sample_method is not None:
-            one_of("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
+            one_of("rejection_sample_method", self.rejection_sample_method, rules.NAMES)
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
         object.__setattr__(self, "synthetic_acceptance_rates", self.synthetic_rates())
+        self.set_posterior()
         refuse_unsupported(
             self,
             {
                 "draft_tensor_parallel_size": "the draft is sharded like the target",
                 "quantization": "leave it out",
                 "suffix_decoding_max_cached_requests": "what other requests said is not kept",
-                "posterior_threshold": "it belongs to typical acceptance",
-                "posterior_alpha": "it belongs to typical acceptance",
             },
         )
+
+    @property
+    def tree(self) -> bool:
+        """Whether drafts are a tree."""
+        return any(x is not None for x in (self.tree_width, self.tree_depth, self.tree_nodes, self.tree_choices))
 
     @property
     def has_parameters(self) -> bool:
@@ -139,6 +157,26 @@ class SpeculativeConfig:
         shortest, longest = LOOKUP_FIRST if methods.split(str(self.method))[0] else LOOKUP_ALONE
         given = lambda value, default: default if value is None else value
         return given(self.prompt_lookup_min, shortest), given(self.prompt_lookup_max, longest)
+
+    @property
+    def rule_options(self) -> tuple[float, ...]:
+        """The numbers of the options that belong to the rule asked for."""
+        names = rules.RULES[self.rejection_sample_method].options if self.rejection_sample_method else ()
+        values = [getattr(self, name) for name in names]
+        return tuple(number for value in values for number in (value if isinstance(value, tuple) else (value,)))
+
+    def set_posterior(self) -> None:
+        """Checks the options of typical acceptance, and sets them where they are left out."""
+        for name, default in POSTERIOR.items():
+            value = getattr(self, name)
+            if self.rejection_sample_method != "typical":
+                if value is not None:
+                    raise UserError(f"{name}={value!r:.80} needs rejection_sample_method='typical'")
+                continue
+            value = default if value is None else number(name, value)
+            if not 0.0 < value <= 1.0:
+                raise UserError(f"{name}={value} must lie in (0, 1]")
+            object.__setattr__(self, name, value)
 
     def synthetic_rates(self) -> tuple[float, ...] | None:
         """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""
@@ -232,7 +270,7 @@ class EngineConfig:
         if self.prefill_chunk < 16 or self.prefill_chunk & (self.prefill_chunk - 1):
             raise UserError(f"prefill_chunk={self.prefill_chunk} must be a power of two, at least 16")
         if self.kernels is not None:
-            one_of("kernels", self.kernels, ("reference", "pallas"))
+            one_of("kernels", self.kernels, KERNELS)
         refuse_unsupported(
             self,
             {

@@ -23,7 +23,7 @@ class Detokenizer:
 
     def begin(self) -> None:
         """No ids yet."""
-        self.text, self.unfinished = "", ""  # unfinished: what can be read already in front of half a character
+        self.text, self.unfinished = "", ""  # unfinished: what can be read already before half a character
         self.window, self.read = 0, 0  # ids before `read` are in text; the window gives them context
         self.searched = self.num_fed = 0  # by find_stop: characters, ids
 

@@ -131,8 +131,8 @@ class Job:
 def described(
     tokenizer: Any, ids: Sequence[int], entries: Iterable[TokenLogprobs], most: int
 ) -> list[dict[int, Logprob]]:
-    """For each id, by id: its own Logprob first, then those of the `most` likeliest. An ended request may have fewer
-    entries than ids, where it failed before they were computed."""
+    """For each id of the text a dict by id: its own Logprob first, then those of the `most` likeliest. A request that
+    failed may have fewer entries than ids."""
     found = []
     for chosen, entry in zip(ids, entries, strict=False):
         likeliest = itertools.islice(zip(entry.top_ids, entry.top_logprobs, itertools.count(1)), most)

@@ -16,9 +16,17 @@ from jaxspec.options import LARGEST, flag
 from jaxspec.outputs import RequestOutput
 from jaxspec.prompts import Ask, Prompt, asks
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.transformers_options import DRAFTS, KNOWN, NAMES, OF_THE_MODEL, OF_THE_TEXT, SAMPLED, refuse
-
-MAX_NEW_TOKENS, TOP_K = 20, 50  # transformers' defaults
+from jaxspec.transformers_options import (
+    DRAFTS,
+    KNOWN,
+    MAX_NEW_TOKENS,
+    NAMES,
+    OF_THE_MODEL,
+    OF_THE_TEXT,
+    SAMPLED,
+    TOP_K,
+    refuse,
+)
 
 
 def generate(

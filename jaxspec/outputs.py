@@ -57,8 +57,12 @@ class SpecDecodeMetrics:
 
 @dataclasses.dataclass
 class Logprob:
-    """Of one token: natural logarithm of its probability under the target's raw logits (before temperature, penalties
-    and filters), its rank among all ids (1 is the likeliest), its text."""
+    """Of one token, under the target's raw logits: before temperature, penalties and filters.
+
+    logprob: natural logarithm of its probability.
+    rank: among all ids; 1 is the likeliest.
+    decoded_token: its text.
+    """
 
     logprob: float
     rank: int

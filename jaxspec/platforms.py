@@ -21,6 +21,7 @@ class Platform:
     dtype: what "auto" means; float32 on devices that lack it.
     head_size: a model's head size D -> the one of its pages.
     stored_heads: keys and values that a token has on a device -> how many its memory holds for them.
+    memory_share: of a device's memory, that JAX gives to programs where nobody tells it otherwise.
     cache_bytes: of the pages; None for what is left of the device's memory.
     gathers: whether attention that is no kernel, which costs what the block tables are wide, is the rule.
     short_row: tokens; rows that end within have a narrower block table, whose attention is faster. 0 for none.
@@ -33,6 +34,7 @@ class Platform:
     dtype: str = "bfloat16"
     head_size: Callable[[int], int] = lambda size: size
     stored_heads: Callable[[int], int] = lambda heads: heads
+    memory_share: float = 1.0
     cache_bytes: int | None = None
     gathers: bool = False
     short_row: int = 0
@@ -87,6 +89,7 @@ PLATFORMS = {
     ),
     "gpu": Platform(
         head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton's blocks are powers of two
+        memory_share=0.75,
         short_row=WHOLE_KEYS,
         dense_attention="cudnn",
     ),

@@ -104,7 +104,7 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Each word as it reads at the beginning of a text and, where that is another token and as many of them, as it
-    reads behind a space. As vLLM does it."""
+    reads after a space. As vLLM does it."""
     found: list[tuple[int, ...]] = []
     for word in words:
         first, spaced = (

@@ -28,8 +28,8 @@ COUNTS: dict[str, tuple[int, ...]] = {
     "num_speculative_tokens": (0,),
 }
 HINTS = {"top_k": "; 0 turns it off", "num_speculative_tokens": "; 0 turns speculation off"}
-# Numbers: name -> (least, most, the same in words). Beyond these, float32, in which devices compute, makes no law of
-# logits any more, or the same law as nearer by.
+# Numbers: name -> (least, most, the same in words). Devices compute in float32: beyond these bounds it makes no law of
+# logits any more, or the same law as at the bound.
 RANGES = {
     "temperature": (0.0, 1e6, "[0, 1e6]; 0 is greedy"),
     "top_p": (math.ulp(0.0), 1.0, "(0, 1]; 1 turns it off"),

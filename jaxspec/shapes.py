@@ -6,7 +6,7 @@ The axis letters, everywhere the same:
   K draft tokens a round          G key-value heads         S page size, in tokens
   T tokens of a row in one pass   D head size               N pages a row may hold
   V vocabulary                    E model width             R rounds a launch
-  L layers                        F MLP width               M tokens a row's history has room for
+  L layers                        F MLP width               M numbers of a token's features
 
 The target's pass over K drafts has T = K + 1. `_` is an axis of no interest, `*rest` any number of axes. A single
 letter is written with a space before it, " B": linters take it for a name otherwise.

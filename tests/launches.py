@@ -27,6 +27,7 @@ from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.parallel.mesh import make_mesh, sharding
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.verify import rules
 from pallas_kernels.device import here
 from tests import tiny_models
 
@@ -40,13 +41,16 @@ PROMPT = (0, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a group of rows samples. num_drafts None: the program's K."""
+    """How a group of rows samples.
+
+    num_drafts: None for the program's K.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    coupled: bool = False
+    rule: str = "standard"
     num_drafts: int | None = None
     allowed_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -169,7 +173,7 @@ class Launches:
                 prompt=list(self.prompt),
                 params=params,
                 seed=0,
-                coupled=setting.coupled,
+                rule=rules.of_request(setting.rule, greedy=params.greedy, seeded=False),
                 stop_ids=setting.stop_ids,
                 max_len=known + self.length,
                 num_speculative_tokens=self.num_drafts if setting.num_drafts is None else setting.num_drafts,

@@ -21,11 +21,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PATIENCE = 600  # seconds; a fault by which nothing ends is seen, too
 QUICK = '-m "not thorough"'  # as the Makefile has it
+HEADS = "tests/drafters/test_heads.py"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """In file, `right` becomes `wrong`; tests: pytest's arguments."""
+    """In file, `right` becomes `wrong`.
+
+    tests: pytest's arguments.
+    """
 
     file: str
     right: str
@@ -55,7 +59,7 @@ FAULTS = (
     Fault(  # a top_p that float32 has no number for forbids every id
         "jaxspec/sampling/distribution.py", " | (z >= largest)", "", "tests/sampling/test_distribution.py -k largest"
     ),
-    Fault(  # a stop string in front of half a character
+    Fault(  # a stop string before half a character
         "jaxspec/detokenizer.py",
         "readable, known = self.text + self.unfinished, self.searched",
         "readable, known = self.text, self.searched",
@@ -92,13 +96,13 @@ FAULTS = (
         "tests/async_llm/test_thread.py -k second_failure",
     ),
     Fault(  # a draft is accepted with p in place of p / q
-        "jaxspec/verify/rejection.py",
+        "jaxspec/verify/standard.py",
         "jnp.stack(uniforms, axis=1) * q_x < p_x",
         "jnp.stack(uniforms, axis=1) < p_x",
         "tests/verify/test_law.py -k 'draws_from_its_law and standard'",
     ),
     Fault(  # a rejected draft is made up for from p, not from what q lacks
-        "jaxspec/verify/rejection.py",
+        "jaxspec/verify/standard.py",
         "residual = jnp.maximum(p_at - q_at, 0.0)",
         "residual = p_at",
         "tests/verify/test_law.py -k 'emitted_tokens and standard'",
@@ -154,7 +158,7 @@ FAULTS = (
         "history.num_tokens + history.num_wanted",
         "tests/decode/test_round.py -k keeps_up",
     ),
-    Fault(  # what stands behind a stop id stays
+    Fault(  # what comes after a stop id stays
         "jaxspec/decode/round.py",
         "jnp.minimum(first_stop + 1, room)",
         "room",
@@ -171,6 +175,61 @@ FAULTS = (
         "jax.config.update(name, 0)",
         "jax.config.update(name, 1)",
         "tests/decode/test_program.py -k lines_of_source",
+    ),
+    Fault(  # a drafter reads the target's features of the position before
+        "jaxspec/cache/features.py",
+        "page_size, width = pages.shape[1:]\n",
+        "positions, (page_size, width) = positions - 1, pages.shape[1:]\n",
+        f"{HEADS} -k 'accepted and eagle3'",
+    ),
+    Fault(  # it reads one layer below those that it was trained for
+        "jaxspec/models/decoder.py",
+        "tuple(passed[i] for i in taps)",
+        "tuple(passed[max(i - 1, 0)] for i in taps)",
+        f"{HEADS} -k 'every_round and eagle3'",
+    ),
+    Fault(  # a layer whose output is meant is read before it
+        "jaxspec/drafters/dflash.py",
+        '("target_layer_ids", 1)',
+        '("target_layer_ids", 0)',
+        f"{HEADS} -k 'every_round and dflash'",
+    ),
+    Fault(  # entries made of the head's own output stay when the target has said more
+        "jaxspec/drafters/feature_chain.py",
+        "jnp.where(in_step, history.num_tokens - 1, history.draft_len)",
+        "jnp.where(in_step, history.num_tokens - 1 + wanted, history.draft_len)",
+        f"{HEADS} -k 'accepted and eagle3'",
+    ),
+    Fault(  # the last entry of a prompt's chunk takes the chunk's first token for the next
+        "jaxspec/drafters/feature_chain.py",
+        "first = (chunk.start == 0).astype(jnp.int32)\n",
+        "first, chunk = jnp.ones_like(chunk.start), dataclasses.replace(chunk, length=chunk.length + 1)\n",
+        f"{HEADS} -k 'every_round and eagle3'",
+    ),
+    Fault(  # a draft that catches up leaves a position out
+        "jaxspec/engine/engine.py",
+        "starts = [r.draft_len + self.lag.lookahead for r in rows]",
+        "starts = [r.draft_len + self.lag.lookahead + 1 for r in rows]",
+        f"{HEADS} -k 'every_round and eagle3'",
+    ),
+    Fault(  # a page whose last entry another token follows is taken for the same
+        "jaxspec/engine/scheduler.py",
+        "(i + 1) * self.page_size + self.lookahead]",
+        "(i + 1) * self.page_size]",
+        "tests/engine/test_sharing.py -k entries_see",
+    ),
+    Fault(  # rounds without drafts keep nothing of the target's features
+        "jaxspec/engine/runner.py",
+        "variant=plan.variant, drafter=drafter)",
+        "variant=plan.variant, drafter=drafter, reader=drafter)",
+        f"{HEADS} -k 'every_round and dflash'",
+    ),
+    Fault(  # a copied page has no features
+        "jaxspec/cache/pages.py",
+        """return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None""",
+        """copied = jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache)
+    return dataclasses.replace(copied, features=cache.features), None""",
+        f"{HEADS} -k 'every_round and medusa'",
     ),
     Fault(  # the oldest gives way
         "jaxspec/engine/scheduler.py",

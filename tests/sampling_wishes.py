@@ -20,7 +20,10 @@ PROMPTS = (repeating(7, 3, 1), repeating(16, 5, 2), repeating(33, 7, 3))
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A request of the batch, by name; words: its bad words."""
+    """A request of the batch.
+
+    words: its bad words.
+    """
 
     name: str
     prompt: tuple[int, ...]

@@ -39,8 +39,13 @@ PHASES = ("queue", "prefill", "decoding")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A request. stop_at: an id at which the caller's stop callback ends it; arrives: before this step; aborted: the
-    phase in which its samples are aborted, None for those that live; seed: of those who ask for none."""
+    """A request.
+
+    stop_at: an id at which the caller's stop callback ends it.
+    arrives: the step before which it comes.
+    aborted: the phase in which its samples are aborted, None for those that live.
+    seed: of those who ask for none.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec import cli
 from jaxspec.cli.generate import Method, speculation
-from jaxspec.cli.shared import DRAFT, EMBEDDED
+from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
 from tests.commands import SHORT, run
@@ -53,10 +53,10 @@ def test_methods_and_streaming_agree(capsys, folder):
 @pytest.mark.parametrize(
     ("options", "method", "draft"),
     [
-        ((EMBEDDED, None, None), "ngram+draft_model", DRAFT),
-        ((EMBEDDED, Method("draft_model"), None), "draft_model", DRAFT),
-        ((EMBEDDED, Method("ngram"), None), "ngram", None),
-        ((EMBEDDED, None, "org/mine"), None, "org/mine"),
+        ((MODEL, None, None), "ngram+draft_model", DRAFT),
+        ((MODEL, Method("draft_model"), None), "draft_model", DRAFT),
+        ((MODEL, Method("ngram"), None), "ngram", None),
+        ((MODEL, None, "org/mine"), None, "org/mine"),
         (("org/other", None, None), "ngram", None),
         (("org/other", Method("ngram+draft_model"), "org/mine"), "ngram+draft_model", "org/mine"),
     ],

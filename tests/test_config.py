@@ -12,6 +12,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.sampling_params import SamplingParams
 
 NAN = float("nan")
+TYPICAL = {"rejection_sample_method": "typical"}
 SYNTHETIC = {"rejection_sample_method": "synthetic"}
 WRONG = [
     (SamplingParams, {"temperature": -0.1}, "temperature=-0.1 must lie in [0, 1e6]; 0 is greedy"),
@@ -66,6 +67,12 @@ WRONG = [
     (SpeculativeConfig, {"method": "suffix", "model": "x"}, "method='suffix' uses no draft model, but model='x'"),
     (SpeculativeConfig, {"draft_sample_method": "best"}, "draft_sample_method='best' is unknown"),
     (SpeculativeConfig, {"rejection_sample_method": "no"}, "rejection_sample_method='no' is unknown"),
+    *(
+        (SpeculativeConfig, TYPICAL | {name: x}, f"{name}={x!r} must ")
+        for name in ("posterior_threshold", "posterior_alpha")
+        for x in (0.0, -0.1, 1.5, NAN, "0.1")
+    ),
+    (SpeculativeConfig, {"posterior_alpha": 0.3}, "posterior_alpha=0.3 needs rejection_sample_method='typical'"),
     (SpeculativeConfig, {"max_model_len": 0}, "max_model_len=0 is below 1"),
     (SpeculativeConfig, {"dtype": "int8"}, "dtype='int8' is unknown: use one of auto, float32"),
     (SpeculativeConfig, {"method": "ngram+draft_model"}, "method='ngram+draft_model' needs model="),
@@ -169,10 +176,6 @@ WRONG = [
 LATER = [
     (SpeculativeConfig, {"draft_tensor_parallel_size": 1}),
     (SpeculativeConfig, {"quantization": "int8"}),
-    (SpeculativeConfig, {"rejection_sample_method": "block"}),
-    (SpeculativeConfig, {"rejection_sample_method": "typical"}),
-    (SpeculativeConfig, {"posterior_threshold": 0.5}),
-    (SpeculativeConfig, {"posterior_alpha": 0.5}),
     (EngineConfig, {"enable_lora": True}),
     (EngineConfig, {"pipeline_parallel_size": 2}),
 ]
@@ -234,6 +237,13 @@ def test_a_synthetic_length_is_rates_that_add_up_to_it(length, rates):
     config = SpeculativeConfig(rejection_sample_method="synthetic", synthetic_acceptance_length=length)
     assert config.synthetic_acceptance_rates == rates
     assert 1 + sum(rates) == length
+
+
+def test_a_rule_has_the_numbers_of_its_own_options():
+    assert SpeculativeConfig(**TYPICAL).rule_options == (0.09, 0.3)
+    assert SpeculativeConfig(**TYPICAL, posterior_alpha=1).rule_options == (0.09, 1.0)
+    assert SpeculativeConfig(**SYNTHETIC, synthetic_acceptance_length=2.5).rule_options == (1.0, 0.5, 0.0, 0.0)
+    assert SpeculativeConfig().rule_options == SpeculativeConfig(rejection_sample_method="block").rule_options == ()
 
 
 def test_synthetic_rates_are_kept():

@@ -13,6 +13,8 @@ from checkpoints import sources
 from jaxspec import cli
 from jaxspec.demo import peer, report
 from jaxspec.demo import run as demo
+from jaxspec.demo.options import Options
+from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.models.decoder import random_params
 from jaxspec.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics
 from jaxspec.parallel.mesh import make_mesh
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.real
 
 def write_draft(folder):
     """One random layer, 64 wide, for the demo's target."""
-    source = checkpoints.resolve(demo.MODEL)
+    source = checkpoints.resolve(MODEL)
     config = checkpoints.load_config(source)
     small = {"num_layers": 1, "windows": (None,), "width": 64, "num_heads": 1, "num_kv_heads": 1, "mlp_width": 64}
     config = dataclasses.replace(config, **small)
@@ -40,7 +42,7 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "DRAFT_CHOICES", (2, 4))  # one engine: each has to be compiled
         patch.setattr(report, "show", lambda document: printed.update(document=document))
-        demo.demo(demo.Options(max_tokens=6, draft=write_draft(folder / "draft")), plot=picture)
+        demo.demo(Options(max_tokens=6, draft=write_draft(folder / "draft")), plot=picture)
     return printed["document"], picture
 
 
@@ -135,7 +137,7 @@ def test_the_trained_draft_is_the_default(monkeypatch):
         with pytest.raises(SystemExit):
             cli.main(["demo", *arguments])
     assert asked == ["x", *sources.DRAFTS.values()]
-    assert sources.DRAFTS == {demo.MODEL: demo.DRAFT}
+    assert sources.DRAFTS == {MODEL: DRAFT}
 
 
 @pytest.mark.thorough
@@ -154,6 +156,7 @@ def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--max-tokens", "0"], "max_tokens=0 is below 1"),
+        (["--max-tokens", "100000"], "max_tokens=100000 is above 1792: the demo holds 2048 tokens, 256 of them for"),
         (["--plot", "/no/such/folder/x.png"], "the folder /no/such/folder does not exist: make it first"),
         (["--plot", "x.jpg"], "give a name that ends in .png"),
         (["--dtype", "int4"], "dtype='int4' is unknown"),

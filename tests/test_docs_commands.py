@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 import checkpoints
-from jaxspec import cli
+from jaxspec import cli, embedded
 from jaxspec.bench import measure, options, presets
 from jaxspec.bench.hardware import Hardware
-from jaxspec.cli import shared
 from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
 from tests.documents import CURRENT, PAGES, blocks, commands
@@ -44,8 +43,8 @@ BRIEF: dict[str, dict[str, str]] = {
 }
 # Names of models there that are large, or are fetched -> the tiny one here.
 STANDS_FOR = {
-    shared.EMBEDDED: "target",
-    shared.DRAFT: "draft",
+    embedded.MODEL: "target",
+    embedded.DRAFT: "draft",
     "Qwen/Qwen3-8B": "target",
     "Qwen/Qwen3-0.6B": "draft",
     "my-draft": "draft",

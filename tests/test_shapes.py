@@ -15,7 +15,7 @@ from jaxtyping import TypeCheckError
 
 from jaxspec import shapes
 from jaxspec.sampling import rng
-from jaxspec.verify import rejection
+from jaxspec.verify import standard
 from jaxspec.verify.base import leading
 
 ROOT = Path(shapes.__file__).parent
@@ -24,7 +24,7 @@ ANNOTATED = [p for p in ROOT.rglob("*.py") if "jaxspec.shapes import" in p.read_
 WRONG = {
     "rows differ": lambda: leading(jnp.zeros((2, 3), bool), jnp.zeros(3, jnp.int32)),
     "a dtype": lambda: leading(jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32)),
-    "a rank": lambda: rejection.at_tokens(jnp.zeros((2, 5)), jnp.zeros((2, 3), jnp.int32)),
+    "a rank": lambda: standard.at_tokens(jnp.zeros((2, 5)), jnp.zeros((2, 3), jnp.int32)),
     "a fixed size": lambda: rng.keys(jnp.zeros((2, 3), jnp.uint32), jnp.zeros(2, jnp.int32), "draft"),
     "inside a traced function": lambda: jax.jit(rng.take_row)(jnp.zeros((2, 3)), jnp.zeros(3, jnp.int32)),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import DTYPES, MAX_ROUNDS, EngineConfig, SpeculativeConfig, one_of
+from jaxspec.config import DTYPES, KERNELS, MAX_ROUNDS, EngineConfig, SpeculativeConfig, one_of
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ FIRST_ROUNDS = 4  # of the untimed step before each timed one of the engine
 
 
 def launch_tokens(k: int) -> int:
-    """Positions behind the context that a launch may write, were every draft accepted."""
+    """Positions after the context that a launch may write, were every draft accepted."""
     return ROUNDS * (k + 1) + k + 1
 
 
@@ -79,7 +79,7 @@ class Options:
         for stage in self.stages:
             one_of("--stages", stage, STAGES)
         if self.kernels is not None:
-            one_of("--kernels", self.kernels, ("reference", "pallas"))
+            one_of("--kernels", self.kernels, KERNELS)
         SamplingParams(temperature=self.temperature)  # refuses what it cannot be
         if self.launches < 1:
             raise UserError(f"--launches {self.launches} is below 1")

@@ -32,6 +32,7 @@ from jaxspec.engine.runner import fetch
 from jaxspec.engine.setup import drafter
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.verify import rules
 from pallas_kernels.paged_attention import paged_attention
 
 Call = Callable[[], Any]
@@ -39,8 +40,8 @@ NEVER = 2**30  # no token id, count or logit is as large
 
 
 class Raw:
-    """Rows that stand at one context, and programs over them. Every launch starts from there again: what it wrote
-    behind is overwritten by the next. The donated caches are threaded through self.engine.runner.cache."""
+    """Rows that stand at one context, and programs over them. Every launch starts from there again, and
+    overwrites what the one before it wrote. The donated caches are threaded through self.engine.runner.cache."""
 
     def __init__(self, setup: Setup, batch_size: int, context: int, speculative: SpeculativeConfig) -> None:
         most = speculative.num_speculative_tokens
@@ -59,7 +60,7 @@ class Raw:
                 prompt=prompt,
                 params=self.params,
                 seed=row,
-                coupled=False,
+                rule=rules.of_request(None, greedy=self.params.greedy, seeded=False),
                 stop_ids=(),
                 max_len=self.length,
                 num_speculative_tokens=k,

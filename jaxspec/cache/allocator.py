@@ -77,7 +77,7 @@ class PageAllocator:
             self.page_of[digest], self.digest_of[page] = page, digest
 
     def lookup(self, digests: Iterable[Digest]) -> list[int]:
-        """The pages of the longest known beginning of digests. Nobody's reference is taken."""
+        """The pages of these digests, up to the first that is not known. No reference is taken."""
         pages = []
         for digest in digests:
             if digest not in self.page_of:

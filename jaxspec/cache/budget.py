@@ -9,7 +9,8 @@ from jaxspec.platforms import PLATFORMS, facts
 
 
 def num_pages(memory_bytes: int, *page_bytes: int) -> int:
-    """floor(M / (t + d + ...)), bytes per device. Raises UserError where not one page fits."""
+    """Pages that memory_bytes of a device hold, page_bytes being one's of each kind. Raises UserError where not one
+    fits."""
     pages = int(memory_bytes // sum(page_bytes))
     if pages < 1:
         raise UserError(
@@ -20,7 +21,7 @@ def num_pages(memory_bytes: int, *page_bytes: int) -> int:
 
 
 def memory(device: Any) -> dict[str, int] | None:
-    """bytes_limit and bytes_in_use of a device that has memory of its own, and tells."""
+    """bytes_limit and bytes_in_use, where the device has memory of its own and says how much."""
     stats = None if facts(device.platform).cache_bytes else device.memory_stats()
     return stats if stats and "bytes_limit" in stats else None
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
 
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.parallel.mesh import sharding
 from jaxspec.shapes import Array, Float, Int
 
 
@@ -16,10 +19,15 @@ def write(cache: PagedKVCache, slots: Int[Array, " _"], features: Float[Array, "
     return (rows.at[slots].set(values, mode="drop").reshape(pages.shape),)
 
 
-def read(cache: PagedKVCache, positions: Int[Array, "B T"], block_table: Int[Array, "B N"]) -> Float[Array, "B T M"]:
-    """The features of these positions of each row; of those that have no page, what happens to be there."""
+def read(
+    cache: PagedKVCache, positions: Int[Array, "B T"], block_table: Int[Array, "B N"], mesh: Mesh | None = None
+) -> Float[Array, "B T M"]:
+    """The features of these positions of each row; of those that have no page, what happens to be there. mesh: whole on
+    each of its devices, else cut as the pages are."""
     (pages,) = cache.features
     page_size, width = pages.shape[1:]
     page = jnp.take_along_axis(block_table, jnp.clip(positions, 0) // page_size, axis=1, mode="clip")
     slots = page * page_size + positions % page_size
-    return jnp.take(pages.reshape(-1, width), slots, axis=0, mode="clip")
+    found = jnp.take(pages.reshape(-1, width), slots, axis=0, mode="clip")
+    # Gathered here, once, or the compiler would cut whatever is made of them.
+    return found if mesh is None or mesh.size == 1 else lax.with_sharding_constraint(found, sharding(mesh))

@@ -7,14 +7,13 @@ lowering a row's length: stale slots beyond it are never read and are overwritte
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 
-from jaxspec.models.config import ModelConfig
 from jaxspec.parallel.mesh import FEATURES_SPEC, PAGES_SPEC, sharding
 from jaxspec.platforms import facts
 
@@ -85,7 +84,22 @@ class PagedKVCache:
     features: tuple[jax.Array, ...] = ()
 
 
-def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
+class Cached(Protocol):
+    """What a cache has to know of a model, as `ModelConfig` says it.
+
+    cached_layers: that have keys and values.
+    head_dim: D, as the model has it.
+    """
+
+    @property
+    def cached_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def cache_layout(config: Cached, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
     return CacheLayout(
         num_layers=config.cached_layers,
         num_kv_heads=config.num_kv_heads,

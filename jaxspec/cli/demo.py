@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from jaxspec.cli.shared import DRAFT, AsJson, Dtype
-from jaxspec.config import EngineConfig
+from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.shared import DTYPE_HELP, AsJson
+from jaxspec.demo.options import Options
+
+NAMES = [field.name for field in dataclasses.fields(Options)]
+OWN = {"dtype": Own(help=DTYPE_HELP)}
 
 
 def demo(
-    max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 64,
-    draft: Annotated[str, typer.Option(help="The draft; the trained one comes with jaxspec.")] = DRAFT,
-    dtype: Dtype = EngineConfig.dtype,
-    compare_transformers: Annotated[
-        bool, typer.Option("--compare-transformers", help="Answer with transformers too (needs torch).")
-    ] = False,
+    options: Annotated[dict[str, Any], Fields(Options, NAMES, OWN)],
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance and speed.")] = None,
 ) -> None:
     """Real weights: plain decoding, n-grams and a draft model side by side."""
-    from jaxspec.demo.run import Options, demo
+    chosen = Options(**options)
+    from jaxspec.demo.run import demo
 
-    options = Options(max_tokens=max_tokens, draft=draft, dtype=dtype, compare_transformers=compare_transformers)
-    demo(options, as_json=as_json, plot=plot)
+    demo(chosen, as_json=as_json, plot=plot)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from jaxspec.bench.options import listed
 from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.progress import say
+from jaxspec.verify import rules
+
+TEMPERATURES = "0,0.7"
+Rule = enum.StrEnum("Rule", {name: name for name in rules.NAMES if name != "synthetic"})  # type: ignore[misc]
 
 
 def evaluate_draft(
@@ -24,15 +30,30 @@ def evaluate_draft(
         int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")
     ] = SpeculativeConfig.num_speculative_tokens,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
+    temperature: Annotated[str, typer.Option(help="Several with commas between them; 0 is greedy.")] = TEMPERATURES,
+    rule: Annotated[
+        Rule, typer.Option("--rejection-sample-method", help="The acceptance rule of temperatures above 0.")
+    ] = Rule(rules.UNSEEDED),
+    samples: Annotated[
+        int,
+        typer.Option("-n", "--samples", min=1, help="Answers to each prompt; with 2 or more a standard error is told."),
+    ] = 1,
     dtype: Dtype = EngineConfig.dtype,
     as_json: AsJson = False,
 ) -> None:
-    """How many of a draft's tokens a model accepts, greedy and at temperature 0.7."""
+    """How many of a draft's tokens a model accepts."""
     from jaxspec.train import evaluate
 
     texts = evaluate.read_prompts(prompts or evaluate.HELDOUT)  # before the loading
+    temperatures = listed("--temperature", temperature, float, least=0.0)
     say(f"loading {target} and {draft} ...")
-    document = evaluate.evaluate(target, draft, texts, num_speculative_tokens=k, max_tokens=max_tokens, dtype=dtype)
+    how: dict[str, Any] = {
+        "num_speculative_tokens": k,
+        "max_tokens": max_tokens,
+        "dtype": dtype,
+        "temperatures": temperatures,
+    }
+    document = evaluate.evaluate(target, draft, texts, rule=rule, samples=samples, **how)
     if as_json:
         print(json.dumps(document))
     else:

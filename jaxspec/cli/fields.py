@@ -20,7 +20,9 @@ class Own:
     """What a command has other than the field.
 
     flags: option names, such as "-k"; those of the field's name where there are none.
-    kind: the option's type. default: the option's; None leaves the field at its own. help, metavar: in --help.
+    kind: the option's type.
+    default: the option's; None leaves the field at its own.
+    help, metavar: what --help shows.
     """
 
     flags: tuple[str, ...] = ()

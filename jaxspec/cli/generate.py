@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec import embedded
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.shared import EMBEDDED, MODEL_HELP, AsJson
+from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.config import SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.errors import UserError
@@ -43,7 +44,7 @@ OWN = {
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", show_default=False)],
     *,
-    model: Annotated[str, typer.Option(help=MODEL_HELP)] = EMBEDDED,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = embedded.MODEL,
     draft: Annotated[
         str | None, typer.Option(help="A smaller model of the same family that drafts; the embedded model has its own.")
     ] = None,

@@ -1,4 +1,4 @@
-"""What several commands share: the embedded pair, and options."""
+"""The options that several commands share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import typer
 from jaxspec.cli.fields import sentences
 from jaxspec.config import EngineConfig
 
-EMBEDDED, DRAFT = "smollm2-135m-instruct", "smollm2-135m-draft"
 MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
+DTYPE_HELP = sentences(EngineConfig)["dtype"]
 
-# Of EngineConfig.
-Dtype = Annotated[str, typer.Option(help=sentences(EngineConfig)["dtype"])]
+Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
+from jaxspec import embedded
 from jaxspec.cli.exits import keeping
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.shared import EMBEDDED, MODEL_HELP
+from jaxspec.cli.shared import MODEL_HELP
 from jaxspec.train.options import TrainOptions
 
 NAMES = [field.name for field in dataclasses.fields(TrainOptions)]
 OWN = {
-    "target": Own(default=EMBEDDED, help=MODEL_HELP),
+    "target": Own(default=embedded.MODEL, help=MODEL_HELP),
     "loss": Own(default=None),
     "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens")),
 }

@@ -16,11 +16,16 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """words i32[W]: all leaves of a pytree, one after the other; numpy on the host, traced within a program."""
+    """A packed pytree.
+
+    words i32[_]: all leaves, one after the other; numpy on the host, traced within a program.
+    structure: jax's, of the tree.
+    leaves: shape and dtype of each.
+    """
 
     words: Any
     structure: Any = dataclasses.field(metadata={"static": True})
-    leaves: tuple[tuple[tuple[int, ...], str], ...] = dataclasses.field(metadata={"static": True})  # shapes and dtypes
+    leaves: tuple[tuple[tuple[int, ...], str], ...] = dataclasses.field(metadata={"static": True})
 
     def unpack(self) -> Any:
         """The pytree again; on the host its leaves are views of the words."""

@@ -15,18 +15,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.decode import branches
 from jaxspec.decode.prefill import remember
 from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeState
 from jaxspec.drafters.base import History, Proposal
-from jaxspec.models.head import Vocabulary
+from jaxspec.drafters.topology import Topology, take
+from jaxspec.models.head import fit_vocabulary
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
 from jaxspec.sampling.processors import Adjust, adjuster, count
 from jaxspec.shapes import Array, Bool, Float, Int
-from jaxspec.verify import coupled, rejection, synthetic
-from jaxspec.verify.base import Verdict, leading
+from jaxspec.verify import greedy, rules
+from jaxspec.verify import tree as tree_rule
+from jaxspec.verify.base import Case, Verdict, leading
+from jaxspec.verify.coupled import shared_noise
+from jaxspec.verify.standard import at_tokens
 from pallas_kernels.plain import likeliest
 
 # Of the target at each of T places: its logits, or the ids of the largest where that is all that is asked for.
@@ -52,6 +57,9 @@ def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[Pa
         scores, cache = score(context, cache, history, proposal)
     with jax.named_scope("verify"):
         verdict, ending = verify(context, history, proposal, scores, adjust)
+    if proposal.tree is not None:
+        with jax.named_scope("straighten"):
+            cache, proposal, scores = branches.straightened(context, cache, history, proposal, scores, verdict)
     with jax.named_scope("commit"):
         state = commit(context, state, history, proposal, scores, verdict, ending)
     return cache, state
@@ -93,10 +101,10 @@ def propose(
     if drafter is None:
         num_rows = history.num_tokens.shape[0]
         return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), cache
-    chooser = functools.partial(choose, context, history, adjust)
+    chooser: Any = functools.partial(choose if drafter.tree_width is None else branches.rank, context, history, adjust)
     proposal, pages = drafter.propose(context.params, cache, history, chooser)
     if proposal.probs is not None:
-        possible = rejection.at_tokens(proposal.probs, proposal.tokens) > 0.0
+        possible = at_tokens(proposal.probs, proposal.tokens) > 0.0
         proposal = dataclasses.replace(proposal, num_proposed=leading(possible, proposal.num_proposed))
     return proposal, dataclasses.replace(cache, draft=pages)
 
@@ -113,43 +121,36 @@ def choose(
     """A drafter's `Choose`: the draft behind the first i of `drafts`, and its distribution where a rule needs that."""
     config, rows = context.config, context.batch.sampling
     variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.target.backend
-    greedy = config.greedy_draft or not (variant.standard or variant.coupled)
-    if greedy and adjust is None:
+    certain = config.greedy_draft or not variant.noises
+    if certain and adjust is None:
         return head.likeliest(hidden, backend, vocab_size), None
     logits = fit_vocabulary(head.logits(hidden, backend), vocab_size, head.vocabulary)
     if adjust is not None:
         logits = adjust(logits, drafts, i)
-    if greedy:
+    if certain:
         return likeliest(logits), None
     z = process(logits[:, None], rows, filters=variant.filters)[:, 0]
     keys = rng.keys(rows.seed, history.num_tokens, "draft", i)
-    if variant.coupled:
-        # The coupled rule's noise belongs to the absolute position, the standard rule's to the round's start.
-        keys = jnp.where(rows.coupled, rng.keys(rows.seed, history.num_tokens + i, "shared"), keys)
+    if "shared" in variant.noises:
+        keys = jnp.where(shares_noise(context), rng.keys(rows.seed, history.num_tokens + i, "shared"), keys)
     noise = jnp.where(rows.greedy[:, None], 0.0, rng.gumbel(keys, vocab_size))
     token = likeliest(z + noise)
-    if not variant.standard:
+    if not variant.needs_q:
         return token, None
     # Zeros, not NaN, where the draft has none of the allowed ids.
     return token, jax.nn.softmax(z, axis=-1, where=z > -jnp.inf)
 
 
-def fit_vocabulary(
-    logits: Float[Array, "B _"], vocab_size: int, vocabulary: Vocabulary | None = None
-) -> Float[Array, "B {vocab_size}"]:
-    """Over the target's ids, -inf for those that a reduced vocabulary lacks. A draft padded differently never proposes
-    ids that the target lacks."""
-    if vocabulary is not None:
-        logits = jnp.take(logits, vocabulary.t2d, axis=-1, mode="fill", fill_value=-jnp.inf)
-    missing = vocab_size - logits.shape[-1]
-    return jnp.pad(logits, ((0, 0), (0, max(missing, 0))), constant_values=-jnp.inf)[:, :vocab_size]
+def shares_noise(context: Context) -> Bool[Array, " B"]:
+    """Rows whose noise belongs to the absolute position, and is the draft's and the target's."""
+    shared = [rules.number(name) for name, rule in rules.RULES.items() if rule.noise == "shared"]
+    return jnp.isin(context.batch.sampling.rule, jnp.array(shared, jnp.int32))
 
 
 def only_likeliest(context: Context) -> bool:
     """Whether nobody asks for more of the target's logits than which is the largest."""
     variant, batch = context.config.variant, context.batch
-    own_token = batch.synthetic_rates is not None or not (variant.standard or variant.coupled)
-    return own_token and batch.processors is None and variant.logprobs is None
+    return not variant.noises and batch.processors is None and variant.logprobs is None
 
 
 def score(context: Context, cache: PagedKVCache, history: History, proposal: Proposal) -> tuple[Scores, PagedKVCache]:
@@ -164,7 +165,9 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     tokens = jnp.where(masked, pending[:, None], tokens)  # what nobody reads: no less a number than what is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
-    done = target.forward(params["target"], cache.target, tokens, positions, masked, history.block_table, taps)
+    where = positions, masked, history.block_table
+    of_tree = branches.of_tree(history, proposal.tree)
+    done = target.forward(params["target"], cache.target, tokens, *where, taps, of_tree)
     cache = remember(context.config, params, cache, done)
     if only_likeliest(context):  # no logits are left to look at, but what they are made of
         lawful = jnp.all(jnp.isfinite(done.hidden), axis=-1)
@@ -179,42 +182,52 @@ def verify(
     """The verdict on a proposal, and RUNNING, or why there is no extra token: NO_ID, NO_LAW. Drafts are judged as far
     as there is a law to judge them by."""
     variant, values = context.config.variant, scores.values
-    if adjust is not None:
+    if adjust is not None and proposal.tree is not None:
+        values = branches.adjusted(adjust, values, proposal, proposal.tree)
+    elif adjust is not None:
         values = jnp.stack([adjust(values[:, i], proposal.tokens, i) for i in range(values.shape[1])], axis=1)
-    if values.ndim == 3 and (variant.standard or variant.coupled):
+    if values.ndim == 3 and variant.noises:
         values = process(values, context.batch.sampling, filters=variant.filters)
     ending = jnp.where(scores.lawful, RUNNING, NO_LAW)
     if values.ndim == 3:
         largest = jnp.max(values, axis=-1)
         no_id = scores.lawful & (largest == -jnp.inf)
         ending = jnp.where(no_id, NO_ID, jnp.where(jnp.isfinite(largest), ending, NO_LAW))
+    if proposal.tree is not None:
+        own = own_tokens(context, history, values, proposal.tree)
+        verdict = tree_rule.verify(own, proposal, ending == RUNNING)
+        assert verdict.last is not None
+        return verdict, rng.take_row(ending, verdict.last)
     judged = leading(ending[:, :-1] == RUNNING, proposal.num_proposed)
     verdict = judge(context, history, dataclasses.replace(proposal, num_proposed=judged), values)
     return verdict, rng.take_row(ending, verdict.num_accepted)
 
 
-def own_tokens(values: Values) -> Int[Array, "B T"]:
-    return values if values.ndim == 2 else likeliest(values)
+def own_tokens(context: Context, history: History, values: Values, tree: Topology | None = None) -> Int[Array, "B T"]:
+    """The target's: the largest of its logits as processed, after the noise of rows that share it with their drafts,
+    which belongs to the position where a token would come to stand. tree: of places that are no chain."""
+    rows = context.batch.sampling
+    if values.ndim == 2:
+        return values
+    if "shared" in context.config.variant.noises:
+        at = lambda i: shared_noise(rows.seed, history.num_tokens + i, values.shape[-1])
+        depth = values.shape[1] if tree is None else tree.paths.shape[2]
+        noise = jnp.stack([at(i) for i in range(depth)], axis=1)
+        noise = noise if tree is None else take(noise, tree.depth)
+        values = values + jnp.where((shares_noise(context) & ~rows.greedy)[:, None, None], noise, 0.0)
+    return likeliest(values)  # of a greedy row: filters never touch the largest logit
 
 
 def judge(context: Context, history: History, proposal: Proposal, values: Values) -> Verdict:
-    """Each row's rule: greedy and coupled rows accept what equals the target's own choice, the others by rejection.
-    values: as processed."""
-    rows, rates, variant = context.batch.sampling, context.batch.synthetic_rates, context.config.variant
-    if rates is not None:
-        return synthetic.verify(own_tokens(values), proposal, rates, rows.seed, history.num_tokens)
-    if not (variant.standard or variant.coupled):
-        return coupled.verify(own_tokens(values), proposal)
-    perturbed = values  # of a greedy row: filters never touch the largest logit
-    if variant.coupled:
-        at = lambda i: coupled.shared_noise(rows.seed, history.num_tokens + i, values.shape[-1])
-        noise = jnp.stack([at(i) for i in range(values.shape[1])], axis=1)
-        perturbed = values + jnp.where((rows.coupled & ~rows.greedy)[:, None, None], noise, 0.0)
-    verdict = coupled.verify(likeliest(perturbed), proposal)
-    if not variant.standard:
-        return verdict
-    standard = rejection.verify(values, proposal, rows.seed, history.num_tokens)
-    return jax.tree.map(lambda a, b: jnp.where(rows.coupled | rows.greedy, a, b), verdict, standard)
+    """Each row by its rule. values: as processed."""
+    rows, own = context.batch.sampling, own_tokens(context, history, values)
+    case = Case(values, own, proposal, rows.seed, history.num_tokens, context.batch.rule_options)
+    verdict = greedy.verify(case)
+    for name in rules.ordered(context.config.variant.rules):
+        under = rows.rule == rules.number(name)
+        by_rule = rules.implementation(name).verify(case)
+        verdict = jax.tree.map(lambda a, b, under=under: jnp.where(under, a, b), by_rule, verdict)
+    return verdict
 
 
 def commit(

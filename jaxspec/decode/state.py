@@ -13,6 +13,7 @@ from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sampling.processors import Processors, Tables
+from jaxspec.verify.rules import RULES
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}
 
@@ -25,18 +26,25 @@ FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error",
 class Variant:
     """Which code paths a batch needs. Few, named and static: a batch that asks for none of a feature pays nothing.
 
-    standard: some row samples under the standard rejection rule.
-    coupled: some row under the coupled rule.
-    filters: some row uses top-k, top-p or min-p. All False is greedy.
+    rules: acceptance rules that some row is under, beside greedy.
+    filters: some row uses top-k, top-p or min-p.
     logprobs: some row wants log-probabilities, with this many likeliest ids; None: no row does.
     processors: some row has penalties, bias or forbidden ids.
     """
 
-    standard: bool = False
-    coupled: bool = False
+    rules: frozenset[str] = frozenset()
     filters: bool = False
     logprobs: int | None = None
     processors: bool = False
+
+    @property
+    def noises(self) -> set[str]:
+        """What rows draw with. Without any the launch is greedy: nothing is drawn."""
+        return {noise for name in self.rules if (noise := RULES[name].noise)}
+
+    @property
+    def needs_q(self) -> bool:
+        return any(RULES[name].needs_q for name in self.rules)
 
     def covers(self, other: Variant) -> bool:
         """Whether a program for this one serves the other too."""
@@ -46,13 +54,17 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Static description of the device program. drafter None: plain decoding (K = 0). reader: the drafter for which
-    target passes keep features, also those of plain rounds; or None."""
+    """Static description of the device program.
+
+    drafter: None for plain decoding, K = 0.
+    greedy_draft: the draft proposes its own likeliest token, as if certain of it.
+    reader: the drafter for which target passes keep features, those of plain rounds too; or None.
+    """
 
     target: PagedModel
     drafter: Drafter | None
     variant: Variant = Variant()
-    greedy_draft: bool = False  # draft_sample_method="greedy": propose the draft's argmax, q is one-hot
+    greedy_draft: bool = False
     reader: Drafter | None = None
 
     @property
@@ -136,7 +148,7 @@ class LaunchInput:
     live bool[B]: the row holds a request.
     block_table i32[B,N]: page ids; unassigned entries hold num_pages.
     processors: None where no row asks for any.
-    synthetic_rates f32[K]: of synthetic acceptance, for benchmarks, else None.
+    rule_options f32[_]: the numbers of the rule's own options.
     """
 
     tokens: jax.Array
@@ -147,7 +159,7 @@ class LaunchInput:
     sampling: SamplingRows
     limits: RowLimits
     processors: Processors | None
-    synthetic_rates: jax.Array | None
+    rule_options: jax.Array
     control: Control
 
 

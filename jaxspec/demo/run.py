@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.sources import DEFAULT_MODEL, DRAFTS
-from jaxspec.config import DTYPES, one_of
 from jaxspec.demo import peer, report
+from jaxspec.demo.options import Options
+from jaxspec.embedded import MODEL
 from jaxspec.errors import UserError
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics
 from jaxspec.progress import say
@@ -19,14 +19,11 @@ from jaxspec.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
-MODEL = DEFAULT_MODEL  # embedded: its weights come out of a package, no hub is asked
-DRAFT = DRAFTS[MODEL]
 BOTH = "ngram+draft_model"
 METHODS = tuple(report.NAMES)
 NUM_SPECULATIVE_TOKENS = 4
 DRAFT_CHOICES = (2, 3, 4)  # K of the draft model, of which the fastest here is shown
 TRIAL_TOKENS = 24  # of each answer, to find it
-MAX_TOKENS = 64
 
 RIVER = (
     "The Amazon river is 6,400 kilometres long. It rises in the Andes of Peru and flows east through Brazil to the "
@@ -46,26 +43,6 @@ PROMPTS = {
     f"```python\n{CODE}\n```",
     "open question": "What is the capital of France, and what is it known for? Answer in three sentences.",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is compared.
-
-    max_tokens: of an answer.
-    draft: a model's name.
-    dtype: as EngineConfig has it.
-    compare_transformers: answer the prompts with transformers too.
-    """
-
-    max_tokens: int = MAX_TOKENS
-    draft: str = DRAFT
-    dtype: str = "auto"
-    compare_transformers: bool = False
-
-    def __post_init__(self) -> None:
-        sampling(self.max_tokens, 0)  # refuses a bad value
-        one_of("dtype", self.dtype, DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +106,7 @@ def measure(options: Options) -> dict[str, Any]:
         dtype=options.dtype,
         max_num_seqs=1,
         enable_prefix_caching=False,  # or the second method would find the first one's prompt
-        max_model_len=min(2048, 256 + options.max_tokens),
+        max_model_len=options.max_model_len,
     )
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
     choices = draft_ways(llm, options.draft)

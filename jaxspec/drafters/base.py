@@ -10,24 +10,27 @@ from typing import Any
 import jax
 
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.drafters.topology import Topology
 from jaxspec.shapes import Array, Float, Int
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Proposal:
-    """K drafts a row.
+    """K drafts a row, one after the other or as a tree.
 
     tokens i32[B,K]: their ids.
     probs f32[B,K,V]: the distribution each token was drawn from, or None where the proposal is deterministic (one-hot).
     num_proposed i32[B]: how many of the K are real in this round.
     draft_len i32[B]: positions that the draft's cache holds now, were all of them kept; None: it has no cache.
+    tree: which of them comes after which, the likelier first; None: each after the one before.
     """
 
     tokens: jax.Array
     probs: jax.Array | None
     num_proposed: jax.Array
     draft_len: jax.Array | None = None
+    tree: Topology | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +82,12 @@ class Chunk:
 # from the target's V, or be a reduced one; tokens and distributions are over the target's ids.
 Choose = Callable[[Any, Float[Array, "B _"], Int[Array, "B K"], Any], tuple[Int[Array, " B"], Any]]
 
+# rank(head, hidden, paths, i) -> (ids, scores): the likeliest drafts after each of k nodes, best first, and their log
+# probabilities; paths i32[B,k,_]: the drafts that lead to each node, of which there are i.
+Rank = Callable[
+    [Any, Float[Array, "B k _"], Int[Array, "B k D"], Any], tuple[Int[Array, "B k w"], Float[Array, "B k w"]]
+]
+
 Params = Mapping[str, Any]  # {"target": ..., "draft": ...}
 
 
@@ -103,6 +112,16 @@ class Drafter(abc.ABC):
     def lookahead(self) -> int:
         """How many tokens after its own an entry of its cache depends on."""
         return 0
+
+    @property
+    def independent(self) -> bool:
+        """Whether what it says of a place does not depend on the drafts before that."""
+        return False
+
+    @property
+    def tree_width(self) -> int | None:
+        """How many drafts it weighs after each node of a tree; None: it proposes chains."""
+        return None
 
     @property
     def passes(self) -> float:
@@ -130,6 +149,13 @@ class Drafter(abc.ABC):
         self, params: Params, cache: PagedKVCache, history: History, choose: Choose
     ) -> tuple[Proposal, tuple[jax.Array, ...]]:
         """-> (proposal, the draft's pages after its passes)."""
+
+    def grow(
+        self, params: Params, cache: PagedKVCache, history: History, shape: Any, rank: Rank
+    ) -> tuple[Proposal, Any, tuple[jax.Array, ...]]:
+        """As `propose`, and between the two the tree of `shape` that is kept (`jaxspec.drafters.tree.Kept`), of a
+        drafter that is not independent."""
+        raise NotImplementedError(f"{type(self).__name__} grows no trees")
 
     def prefill(self, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[jax.Array, ...]:
         """The chunk into the draft's pages, the target's features of it being there; returns the pages."""

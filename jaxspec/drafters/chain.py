@@ -24,10 +24,15 @@ class Step(NamedTuple):
 
 
 def chain(
-    count: int, first: Step, step: Callable[[Any, Int[Array, " B"], Any], Step], choose: Choose
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None, Any]:
-    """K = count drafts, their distributions where a rule needs these, and the last state. step(state, token, i): the
-    pass that reads draft i, counted from 1."""
+    count: int,
+    first: Step,
+    step: Callable[[Any, Int[Array, " B"], Any], Step],
+    choose: Choose,
+    small: Callable[[], bool] = lambda: False,
+) -> tuple[Int[Array, "B K"], Any, Any]:
+    """K = count drafts, what `choose` gives beside each (its distribution, where a rule needs that), the last state.
+    step(state, token, i): the pass that reads draft i, counted from 1. small: whether a step is next to nothing, as the
+    first has shown."""
     drafts = jnp.zeros((first.hidden.shape[0], count), jnp.int32)
     chosen = choose(first.head, first.hidden, drafts, 0)
     room = jax.tree.map(lambda x: jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype), chosen)
@@ -40,8 +45,9 @@ def chain(
         head, hidden, state = step(state, lax.dynamic_index_in_dim(drawn[0], i - 1, axis=1, keepdims=False), i)
         return state, put(i, drawn, choose(head, hidden, drawn[0], i))
 
-    # A loop, so that all but the first are compiled once.
-    state, (drafts, probs) = lax.fori_loop(1, count, one_more, (first.state, put(0, room, chosen)))
+    # A loop, so that all but the first are compiled once; where each would do less than a loop costs, none.
+    start = first.state, put(0, room, chosen)
+    state, (drafts, probs) = lax.fori_loop(1, count, one_more, start, unroll=small() or None)
     return drafts, probs, state
 
 
@@ -67,12 +73,11 @@ class Place:
         return lax.dynamic_index_in_dim(self.known[name], self.i, axis=1, keepdims=False)
 
 
-def at_once(
-    head: Head, hidden: Float[Array, "B K _"], choose: Choose
-) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
+def at_once(head: Head, hidden: Float[Array, "B K _"], choose: Choose) -> tuple[Int[Array, "B K"], Any]:
     """As `chain`, of a pass that has said something of all K places."""
     known: dict[Any, Any] = {}
     at = lambda i: lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
     step = lambda state, token, i: Step(Place(head, hidden, known, i), at(i), ())
-    drafts, probs, _ = chain(hidden.shape[1], step((), None, 0), step, choose)
+    only_looked_up = lambda: "logits" not in known
+    drafts, probs, _ = chain(hidden.shape[1], step((), None, 0), step, choose, only_looked_up)
     return drafts, probs

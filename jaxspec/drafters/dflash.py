@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -64,7 +65,7 @@ class DFlashHead(Head):
     def __init__(self, config: Config, dtype: Any) -> None:
         c, norm = config, declare("norm")
         self.config = c
-        self.fc = declare("matrix", dtype)(len(c.taps) * c.target_width, c.width)
+        self.fc = declare("matrix", dtype)(len(c.taps) * c.target_width, c.width, axes=(None, "features"))
         self.hidden_norm, self.norm = norm(c.width), norm(c.width)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
         if c.has_head:
@@ -127,6 +128,24 @@ def attend_both_ways(layer: Layer, both, num_past: int, pages, rows: Rows, table
     return run(both, weights, pages, where, tables)
 
 
+class Block(NamedTuple):
+    """What the pass over a block gives.
+
+    head, logits: the draft, and what makes logits of what its places say.
+    hidden [B,_,E]: what these say; the last K make drafts.
+    pending i32[B]: the token at the first place.
+    wanted, draft_len, pages: of a Proposal.
+    """
+
+    head: Any
+    logits: Any
+    hidden: jax.Array
+    pending: jax.Array
+    wanted: jax.Array
+    draft_len: jax.Array
+    pages: tuple[jax.Array, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class DFlash(Drafter):
     """most: the largest K of the engine, by which its cache may lag."""
@@ -151,10 +170,19 @@ class DFlash(Drafter):
         return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)
 
     @property
+    def independent(self) -> bool:
+        return True
+
+    @property
     def passes(self) -> int:
         return 1
 
     def propose(self, params, cache, history: History, choose: Choose):
+        block = self.block(params, cache, history)
+        drafts, probs = at_once(block.logits, block.hidden[:, -self.num_speculative_tokens :], choose)
+        return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
+
+    def block(self, params, cache, history: History) -> Block:
         count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
         head: Any = bind(config, params["draft"])
         target = bind(self.target.config, params["target"])
@@ -169,26 +197,21 @@ class DFlash(Drafter):
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
         unread = past_at >= last[:, None]
         masked = jnp.concatenate([unread, block >= silent + wanted[:, None]], axis=1) | ~history.live[:, None]
-        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table))
+        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table, backend.mesh))
         pending = take_row(history.tokens, last)
         x = target.embedded(jnp.where(block == 0, pending[:, None], head.config.mask_id), backend)
         rows = self.model.rows(positions, masked, history.block_table)
         rows = dataclasses.replace(rows, kv_len=jnp.where(history.live, last + silent + wanted, 0))
         hidden, pages = head(x, past.astype(x.dtype), cache.draft, rows, backend)
-        logits = head if head.config.has_head else target
-        drafts, probs = self.drafts(head, logits, hidden, pending, choose)
-        return Proposal(drafts, probs, wanted, jnp.where(in_step, last, history.draft_len)), pages
-
-    def drafts(self, head, logits, hidden, pending, choose: Choose):
-        """Of what the places say, hidden [B,_,E], of which the last K make drafts; logits: what makes these; pending
-        i32[B]: the token at the first place."""
-        return at_once(logits, hidden[:, -self.num_speculative_tokens :], choose)
+        draft_len = jnp.where(in_step, last, history.draft_len)
+        return Block(head, head if head.config.has_head else target, hidden, pending, wanted, draft_len, pages)
 
     def prefill(self, params, cache, chunk: Chunk):
         head: Any = bind(self.model.config, params["draft"])
         offset = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)[None, :]
         positions, masked = chunk.start[:, None] + offset, offset >= chunk.length[:, None]
-        past = jnp.where(masked[:, :, None], 0, features.read(cache, positions, chunk.block_table))
+        past = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
+        past = jnp.where(masked[:, :, None], 0, past)
         rows = self.model.rows(positions, masked, chunk.block_table)
         return head(past[:, :0], past, cache.draft, rows, self.model.backend)[1]
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank
 from jaxspec.drafters.chain import Step, at_once, chain
+from jaxspec.drafters.tree import Nodes, Shape, grown, nodes_at
 from jaxspec.errors import UserError
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
@@ -91,6 +92,10 @@ class ParallelDraftModel(Drafter):
         return self.most
 
     @property
+    def independent(self) -> bool:
+        return True
+
+    @property
     def passes(self) -> int:
         return 1
 
@@ -115,9 +120,36 @@ class ParallelDraftModel(Drafter):
         return self.model.prefill(params["draft"], cache.draft, *chunk.arrays).pages
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftModelTree(DraftModel):
+    """A tree leaves nothing of use in the cache: the next round's first pass reads all that was kept of it."""
+
+    max_lag: int = dataclasses.field(kw_only=True)
+
+    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+        own, last = params["draft"], history.num_tokens - 1
+        start = jnp.clip(history.draft_len, jnp.maximum(last - self.max_lag, 0), last)
+        positions = start[:, None] + jnp.arange(self.max_lag + 1, dtype=jnp.int32)
+        masked = (positions > last[:, None]) | ~history.live[:, None]
+        tokens = jnp.take_along_axis(history.tokens, positions, axis=1, mode="clip")
+        done = self.model.forward(own, cache.draft, tokens, positions, masked, history.block_table)
+
+        def step(pages, nodes: Nodes, level) -> Step:
+            slots, masked, table, branches = nodes_at(last + 1, level, nodes, last + level, history)
+            done = self.model.forward(own, pages, nodes.tokens, slots, masked, table, branches=branches)
+            return Step(done.decoder, done.hidden, done.pages)
+
+        kept, pages = grown(shape, Step(done.decoder, take_row(done.hidden, last - start), done.pages), step, rank)
+        in_step = history.draft_len >= last - self.max_lag
+        wanted = jnp.where(history.live & in_step, history.num_wanted, 0)
+        return Proposal(kept[0], None, wanted, jnp.where(in_step, last + 1, history.draft_len)), kept, pages
+
+
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Drafter:
     model = models["draft"]
-    return ParallelDraftModel(k, most, model) if in_parallel(model, speculative) else DraftModel(k, model)
+    if in_parallel(model, speculative):
+        return ParallelDraftModel(k, most, model)
+    return DraftModelTree(k, model, max_lag=most) if speculative.tree else DraftModel(k, model)
 
 
 def in_parallel(model: PagedModel, speculative: Any) -> bool:

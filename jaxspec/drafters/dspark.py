@@ -8,7 +8,7 @@ Formats: DeepSpec's and the speculators library's. A head that foretells accepta
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,13 +17,16 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.drafters import dflash
+from jaxspec.drafters.base import Choose, History, Proposal, Rank
 from jaxspec.drafters.chain import Place, Step, chain
 from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.tree import Nodes, Shape, grown
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.decoder import module
 from jaxspec.models.head import product, whole
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.shapes import Array, Float
 from pallas_kernels.plain import likeliest
 
 # Kind of the head -> what files call its inner product, how many times the rank that reads beside the hidden state, and
@@ -54,7 +57,7 @@ class Markov(nnx.Module):
             self.inner_bias = declare("bias", dtype)(given * rank)
 
     def __call__(self, state, token, hidden, backend):
-        """state [B,r], token i32[B], hidden [B,E] of the place -> (f32[B,V], the next state)."""
+        """state [..., r], token i32[...], hidden [..., E] of the place -> (f32[..., V], the next state)."""
         c = self.config
         x = jnp.take(self.before[...], token, axis=0, mode="clip")
         if c.markov_kind != "vanilla":
@@ -83,14 +86,15 @@ module.register(Config, DSparkHead)
 
 
 class After(Place):
-    """A place after a token, which adds to its logits."""
+    """A place after tokens, which add to its logits."""
 
-    def __init__(self, place: tuple[Any, ...], added: jax.Array) -> None:
+    def __init__(self, place: tuple[Any, ...], added: Float[Array, "B *k V"]) -> None:
         super().__init__(*place)
         self.added = added
 
     def logits(self, x, backend):
-        return super().logits(x, backend) + self.added
+        place = super().logits(x, backend)
+        return (place if self.added.ndim == place.ndim else place[:, None]) + self.added
 
     def likeliest(self, x, backend, vocab_size=None):
         found = likeliest(self.logits(x, backend)[..., :vocab_size])
@@ -99,22 +103,49 @@ class After(Place):
 
 @dataclasses.dataclass(frozen=True)
 class DSpark(dflash.DFlash):
-    def drafts(self, head, logits, hidden, pending, choose):
-        if not head.config.markov_rank:
-            return super().drafts(head, logits, hidden, pending, choose)
+    @property
+    def independent(self) -> bool:
+        config: Any = self.model.config
+        return not config.markov_rank
+
+    def propose(self, params, cache, history: History, choose: Choose):
+        if self.independent:
+            return super().propose(params, cache, history, choose)
+        block = self.block(params, cache, history)
+        step, state = self.steps(block)
+        drafts, probs, _ = chain(self.num_speculative_tokens, step(state, block.pending, 0), step, choose)
+        return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
+
+    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+        block = self.block(params, cache, history)
+        step, state = self.steps(block)
+
+        def next_level(state, nodes: Nodes, level) -> Step:
+            return step(jnp.take_along_axis(state, nodes.after[:, :, None], axis=1), nodes.tokens, level)
+
+        first = step(state, block.pending, 0)
+        first = first._replace(state=jnp.repeat(first.state[:, None], shape.width, axis=1))
+        kept, _ = grown(shape, first, next_level, rank)
+        return Proposal(kept[0], None, block.wanted, block.draft_len), kept, block.pages
+
+    def steps(self, block: dflash.Block) -> tuple[Callable[..., Step], jax.Array]:
+        """(a step from a state [B,r] and the token i32[B] before place i, or of as many nodes of a tree [B,k,r] and
+        i32[B,k]; the first state)."""
+        markov, hidden, backend = block.head.markov, block.hidden, self.model.backend
         known: dict[Any, Any] = {}
-        state = jnp.zeros((hidden.shape[0], head.config.markov_rank), hidden.dtype)
-        if not head.config.from_pending:  # a place that makes no draft, but has a part in the state
-            _, state = head.markov(state, pending, hidden[:, 0], self.model.backend)
+        state = jnp.zeros((hidden.shape[0], block.head.config.markov_rank), hidden.dtype)
+        if not block.head.config.from_pending:  # a place that makes no draft, but has a part in the state
+            _, state = markov(state, block.pending, hidden[:, 0], backend)
             hidden = hidden[:, 1:]
 
         def step(state, token, i) -> Step:
             x = lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
-            added, state = head.markov(state, token, x, self.model.backend)
-            return Step(After((logits, hidden, known, i), added), x, state)
+            if token.ndim == 2:
+                x = jnp.repeat(x[:, None], token.shape[1], axis=1)
+            added, state = markov(state, token, x, backend)
+            return Step(After((block.logits, hidden, known, i), added), x, state)
 
-        drafts, probs, _ = chain(hidden.shape[1], step(state, pending, 0), step, choose)
-        return drafts, probs
+        return step, state
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DSpark:

@@ -63,7 +63,7 @@ class Eagle3Head(Head):
         self.config, self.has_table, self.has_head = c, c.has_table, c.has_head
         if c.has_table:
             self.embed = declare("table", dtype)(c.vocab_size, c.width, axes=("vocab", None))
-        self.fc = matrix(len(c.taps) * c.target_width, c.width)
+        self.fc = matrix(len(c.taps) * c.target_width, c.width, axes=(None, "features"))
         if c.norm_before_fc:
             self.input_norm = norm(len(c.taps) * c.target_width)
         if c.norm_taps:

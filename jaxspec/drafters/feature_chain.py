@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank
 from jaxspec.drafters.chain import Step, at_once, chain
+from jaxspec.drafters.tree import Nodes, Shape, grown, nodes_at
 from jaxspec.models.decoder import bind
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
@@ -55,26 +56,45 @@ class FeatureChain(Drafter):
         return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)
 
     def propose(self, params, cache, history: History, choose: Choose):
+        first, last, in_step = self.first_pass(params, cache, history)
+
+        def step(state, token, i) -> Step:
+            pages, carried = state
+            masked = (~history.live | (history.num_wanted <= i))[:, None]
+            where = (last + i)[:, None], masked, history.block_table
+            hidden, carried, pages = self.entries(params, pages, token[:, None], carried[:, None], *where)
+            return Step(first.head, hidden[:, 0], (pages, carried[:, 0]))
+
+        drafts, probs, (pages, _) = chain(self.num_speculative_tokens, first, step, choose)
+        return self.proposal(history, drafts, probs, last, in_step), pages
+
+    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+        first, last, in_step = self.first_pass(params, cache, history)
+
+        def step(state, nodes: Nodes, level) -> Step:
+            pages, carried = state
+            carried = jnp.take_along_axis(carried, nodes.after[:, :, None], axis=1)
+            where = nodes_at(last + 1, level, nodes, last + level, history)
+            hidden, carried, pages = self.entries(params, pages, nodes.tokens, carried, *where)
+            return Step(first.head, hidden, (pages, carried))
+
+        pages, carried = first.state
+        carried = jnp.repeat(carried[:, None], shape.width, axis=1)  # of all that come after the pending token
+        kept, (pages, _) = grown(shape, Step(first.head, first.hidden, (pages, carried)), step, rank)
+        return self.proposal(history, kept[0], None, last, in_step), kept, pages
+
+    def first_pass(self, params, cache, history: History) -> tuple[Step, jax.Array, jax.Array]:
+        """(the pass over the entries that the cache lacks, up to the pending token's; the last two of `first`)."""
         head, table = bind(self.model.config, params["draft"]), history.block_table
         last, start, in_step = self.first(history)
         positions = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
         masked = (positions > last[:, None]) | ~history.live[:, None]
         tokens = jnp.take_along_axis(history.tokens, positions + 1, axis=1, mode="clip")
-        known = features.read(cache, positions, table)
+        known = features.read(cache, positions, table, self.model.backend.mesh)
         hidden, carried, pages = self.entries(params, cache.draft, tokens, known, positions, masked, table)
         at = jnp.maximum(last, 0) - start
         logits = head if head.has_head else bind(self.target.config, params["target"])
-
-        def step(state, token, i) -> Step:
-            pages, carried = state
-            masked = (~history.live | (history.num_wanted <= i))[:, None]
-            positions = (last + i)[:, None]
-            made = self.entries(params, pages, token[:, None], carried[:, None], positions, masked, table)
-            return Step(logits, made[0][:, 0], (made[2], made[1][:, 0]))
-
-        first = Step(logits, take_row(hidden, at), (pages, take_row(carried, at)))
-        drafts, probs, (pages, _) = chain(self.num_speculative_tokens, first, step, choose)
-        return self.proposal(history, drafts, probs, last, in_step), pages
+        return Step(logits, take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
 
     def first(self, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(position of the entry whose token is the pending one, of the first that the cache lacks, whether the first
@@ -95,17 +115,17 @@ class FeatureChain(Drafter):
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = (chunk.start - 1 + first)[:, None] + offset
         masked = offset >= (chunk.length - first)[:, None]
-        known = features.read(cache, positions, chunk.block_table)
+        known = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
         return self.entries(params, cache.draft, tokens, known, positions, masked, chunk.block_table)[2]
 
-    def entries(self, params, pages, tokens, feature, positions, masked, table):
+    def entries(self, params, pages, tokens, feature, positions, masked, table, branches=None):
         """tokens i32[B,T] with the features [B,T,M] of the positions before them."""
         target, backend = bind(self.target.config, params["target"]), self.model.backend
         head: Any = bind(self.model.config, params["draft"])
         # What nobody reads is no less a number than what is.
         feature = jnp.where(masked[:, :, None], jnp.zeros_like(feature), feature)
         x = (head if head.has_table else target).embedded(tokens, backend)
-        return head(x, feature, pages, self.model.rows(positions, masked, table), backend)
+        return head(x, feature, pages, self.model.rows(positions, masked, table, branches), backend)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +134,10 @@ class FeatureBlock(FeatureChain):
 
     Source: https://docs.vllm.ai/projects/speculators/en/latest/user_guide/algorithms/peagle/
     """
+
+    @property
+    def independent(self) -> bool:
+        return True
 
     @property
     def passes(self) -> int:
@@ -128,7 +152,7 @@ class FeatureBlock(FeatureChain):
         real = positions <= last[:, None]
         known = jnp.take_along_axis(history.tokens, positions + 1, axis=1, mode="clip")
         tokens = jnp.where(real, known, mask)
-        kept = features.read(cache, positions, table)
+        kept = features.read(cache, positions, table, backend.mesh)
         feature = jnp.where(real[:, :, None], kept, head.masks(backend).astype(kept.dtype))
         end = last + jnp.maximum(history.num_wanted, 1) - 1
         masked = (positions > end[:, None]) | (~history.live | (last < 0))[:, None]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Drafter, History, Proposal
+from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank
+from jaxspec.drafters.chain import Step
+from jaxspec.drafters.tree import Nodes, Shape, grown
 from jaxspec.models.decoder import bind
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
@@ -40,17 +44,40 @@ class LastFeature(Drafter):
         """(what has logits, what they are made of, the next state), of draft i, after this token."""
 
     def propose(self, params, cache, history: History, choose: Choose):
-        head: Any = bind(self.model.config, params["draft"])
-        last = history.num_tokens - 2
-        state = self.begin(head, features.read(cache, jnp.maximum(last, 0)[:, None], history.block_table)[:, 0])
-        token = take_row(history.tokens, history.num_tokens - 1)
+        step, state, token = self.start(params, cache, history)
         drafts, probs = jnp.zeros((token.shape[0], self.num_speculative_tokens), jnp.int32), []
         for i in range(self.num_speculative_tokens):  # each has weights of its own
-            logits, hidden, state = self.draft(head, state, token, i)
-            if logits is None:
-                logits = bind(self.target.config, params["target"])
-            token, q = choose(logits, hidden, drafts, i)
+            head, hidden, state = step(state, token, i)
+            token, q = choose(head, hidden, drafts, i)
             drafts = drafts.at[:, i].set(token)
             probs.append(q)
-        together = None if probs[0] is None else jnp.stack(probs, axis=1)
-        return Proposal(drafts, together, jnp.where(history.live & (last >= 0), history.num_wanted, 0)), cache.draft
+        together = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *probs)
+        return Proposal(drafts, together, self.wanted(history)), cache.draft
+
+    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+        step, state, token = self.start(params, cache, history)
+        head, hidden, state = step(state, token, 0)
+
+        def next_level(state, nodes: Nodes, level) -> Step:
+            return step(jnp.take_along_axis(state, nodes.after[:, :, None], axis=1), nodes.tokens, level)
+
+        first = Step(head, hidden, jnp.repeat(state[:, None], shape.width, axis=1))
+        kept, _ = grown(shape, first, next_level, rank, alike=False)
+        return Proposal(kept[0], None, self.wanted(history)), kept, cache.draft
+
+    def start(self, params, cache, history: History) -> tuple[Callable[..., Step], Any, Any]:
+        """(a step from a state and a token, the first state, the pending token)."""
+        own: Any = bind(self.model.config, params["draft"])
+        last = jnp.maximum(history.num_tokens - 2, 0)
+        known = features.read(cache, last[:, None], history.block_table, self.model.backend.mesh)
+        state = self.begin(own, known[:, 0])
+
+        def step(state, token, i) -> Step:
+            head, hidden, state = self.draft(own, state, token, i)
+            return Step(bind(self.target.config, params["target"]) if head is None else head, hidden, state)
+
+        return step, state, take_row(history.tokens, history.num_tokens - 1)
+
+    def wanted(self, history: History) -> Any:
+        """Of a prompt of one token the target has said nothing yet."""
+        return jnp.where(history.live & (history.num_tokens > 1), history.num_wanted, 0)

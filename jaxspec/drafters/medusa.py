@@ -86,6 +86,10 @@ module.register(Config, MedusaHeads)
 
 @dataclasses.dataclass(frozen=True)
 class Medusa(LastFeature):
+    @property
+    def independent(self) -> bool:
+        return True
+
     def begin(self, head, hidden):
         return hidden
 

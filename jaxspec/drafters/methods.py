@@ -17,11 +17,11 @@ from jaxspec.errors import UnsupportedError
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """parameters: whose it has: a whole model's, a head's beside its target, a head's within the target's own
-    checkpoint, or none.
+    """A method of drafting. The file of a head's method also has `read(found)`, which says of a checkpoint what its
+    configuration is and where its tensors go (`jaxspec.drafters.heads`).
 
-    signs: shell patterns of tensors, or architectures, that only its checkpoints have. The file of a head's method also
-    has `read(found)`, from a checkpoint to its configuration and where its tensors go (`jaxspec.drafters.heads`).
+    parameters: what has them: a whole "model", a "head" beside its target, the "target"'s own checkpoint, or nothing.
+    signs: shell patterns of tensors, or architectures, that only its checkpoints have.
     """
 
     parameters: Literal["model", "head", "target"] | None

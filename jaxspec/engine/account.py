@@ -16,7 +16,10 @@ from jaxspec.outputs import SpecDecodeMetrics, Timing
 
 @dataclasses.dataclass
 class stopwatch:
-    """Adds the seconds spent inside to a field of timing, compiling apart. seconds: the last time's."""
+    """Adds the seconds spent inside to a field of timing, compiling apart.
+
+    seconds: the last time's.
+    """
 
     timing: Timing
     field: str

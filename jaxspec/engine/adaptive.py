@@ -35,20 +35,25 @@ class Acceptance:
         self.tries, self.hits = np.zeros(size), np.zeros(size)  # by position
 
     def observe(self, accepted: np.ndarray, k: int) -> None:
-        """accepted i32[R]: drafts kept in each of R rounds of up to k."""
+        """accepted i32[rounds]: drafts kept in each of them, of up to k."""
         fade, position = self.memory ** len(accepted), np.arange(k)
         self.tries[:k] = fade * self.tries[:k] + np.sum(accepted[:, None] >= position, axis=0)
         self.hits[:k] = fade * self.hits[:k] + np.sum(accepted[:, None] > position, axis=0)
 
 
 def chances(tries: np.ndarray, hits: np.ndarray, prior: np.ndarray | float, rounds: float) -> np.ndarray:
-    """P(a draft is accepted, those before it being), where `prior` counts as so many rounds."""
+    """P(a draft is accepted if all before it are), by position; `prior` weighs as much as so many rounds."""
     return (hits + rounds * prior) / (tries + rounds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Drafts a round; the most rounds of this launch, None for no limit; the tokens a row's round must be worth."""
+    """What the next launch does.
+
+    k: drafts a round.
+    num_rounds: at most so many; None for no limit.
+    worth: tokens that a row's round must bring, or the launch ends.
+    """
 
     k: int
     num_rounds: int | None = None
@@ -56,8 +61,14 @@ class Choice:
 
 
 class Controller:
-    """choices: the k that programs are compiled for, 0 among them; draft_cost: of a draft step, in target passes, a
-    guess from above that only decides whether measuring plain decoding could be worth its compiling."""
+    """Chooses k for each launch, and learns from what it did.
+
+    Args:
+      choices: the k that programs are compiled for, 0 among them.
+      adaptive: False always takes the largest.
+      draft_cost: of a draft step, in target passes: a guess, rather too high. It only decides whether plain decoding is
+        worth compiling, to be measured.
+    """
 
     def __init__(self, choices: Sequence[int], *, adaptive: bool = True, draft_cost: float = 0.0) -> None:
         self.choices, self.adaptive, self.draft_cost = tuple(sorted(choices)), adaptive, draft_cost

@@ -13,6 +13,7 @@ from jaxspec.errors import UserError
 from jaxspec.options import ids as checked_ids
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.verify import rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def samples(
             prompt=prompt,
             params=params,
             seed=sample_seed(seed, index),
-            coupled=params.seed is not None if limits.rule is None else limits.rule == "coupled",
+            rule=rules.of_request(limits.rule, greedy=params.greedy, seeded=params.seed is not None),
             stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else stop_ids)])),
             max_len=limits.max_len(prompt, params),
             num_speculative_tokens=wanted,

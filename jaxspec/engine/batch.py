@@ -20,6 +20,7 @@ from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.processors import Processors
 from jaxspec.sampling.rng import seed_words
 from jaxspec.sampling_params import MAX_LOGPROBS
+from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5
 
@@ -56,10 +57,10 @@ def launch_input(
     num_rounds: int,
     stop_on_finish: bool = False,
     worth: float = 0.0,
-    rates: Sequence[float] | None = None,
+    rule_options: Sequence[float] = (),
 ) -> LaunchInput:
     """k: drafts a round of the program, used: its variant, shape: its (B, N); rows beyond the requests are not live.
-    num_rounds, stop_on_finish, worth: of Control; rates: of synthetic acceptance, for k drafts or more."""
+    num_rounds, stop_on_finish, worth: of Control; rule_options: of the rule asked for."""
     params, (rows, row_pages) = [r.params for r in requests], shape
 
     column = functools.partial(filled, rows)
@@ -76,7 +77,7 @@ def launch_input(
             top_p=column([p.top_p for p in params], np.float32, 1.0),
             min_p=column([p.min_p for p in params], np.float32),
             seed=padded([seed_words(r.seed) for r in requests], rows, 2, 0, np.uint32),
-            coupled=column([r.coupled for r in requests], np.bool_, False),
+            rule=column([rules.number(r.rule) for r in requests], np.int32, rules.number(rules.GREEDY)),
         ),
         limits=RowLimits(
             num_speculative_tokens=column([min(r.num_speculative_tokens, k) for r in requests], np.int32),
@@ -86,7 +87,7 @@ def launch_input(
             ),
         ),
         processors=processors(requests, rows) if used.processors else None,
-        synthetic_rates=filled(k, rates[:k], np.float32) if rates and k else None,
+        rule_options=filled(len(rule_options), rule_options, np.float32),
         control=Control(scalar(num_rounds, np.int32), scalar(stop_on_finish, np.bool_), scalar(worth, np.float32)),
     )
 
@@ -124,7 +125,7 @@ def processors(requests: Sequence[Request], rows: int) -> Processors:
 
 
 def aligned_right(words: Sequence[Sequence[Sequence[int]]], rows: int) -> Any:
-    """Id sequences of each row as [rows, W, length], W and length powers of two, -1 in front of the shorter ones."""
+    """Id sequences of each row as [rows, words, length], both powers of two, -1 before the shorter ones."""
     length = power_of_two(max((len(word) for row in words for word in row), default=1), 4)
     array = np.full((rows, power_of_two(max(map(len, words)), 8), length), -1, np.int32)
     for row, listed in enumerate(words):
@@ -141,11 +142,9 @@ def most_logprobs(asked: Sequence[int | None]) -> int | None:
 
 def variant(requests: Sequence[Request]) -> Variant:
     """The code paths that these requests need."""
-    sampled = [r for r in requests if not r.params.greedy]
     return Variant(
-        standard=any(not r.coupled for r in sampled),
-        coupled=any(r.coupled for r in sampled),
-        filters=any(r.params.filtered for r in sampled),
+        rules=frozenset(r.rule for r in requests) - {rules.GREEDY},
+        filters=any(r.params.filtered for r in requests if not r.params.greedy),
         logprobs=most_logprobs([r.params.logprobs for r in requests]),
         processors=any(r.bad_words or r.params.processed for r in requests),
     )

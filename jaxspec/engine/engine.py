@@ -22,6 +22,7 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
 
 FEWER_ROUNDS = 16  # of a launch that the host may have to act on before all its rows have ended
@@ -46,12 +47,7 @@ class Engine:
         models = {"target": target} | ({"draft": draft} if draft else {})
         self.runner = Runner(models, config, speculative, mesh, device)
         self.layout = layout = self.runner.decoding.target.layout
-        drafter = self.runner.decoding.drafter
-        self.lag = results.Lag(
-            limit=self.runner.decoding.position_limit,
-            most=drafter.max_lag if drafter else None,
-            lookahead=drafter.lookahead if drafter else 0,
-        )
+        self.lag = results.Lag.of(self.runner.decoding)
         self.limits = arrivals.Limits(
             max_model_len=self.runner.decoding.target.max_model_len,
             vocab_size=target.config.vocab_size,
@@ -197,8 +193,8 @@ class Engine:
         short = streaming or num_rounds < PROBE_ROUNDS
         kind = self.grown_shape(requests)[0], short  # which cost more a round
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
-        # Tokens of the standard rule with a seed of its own depend on the number of drafts.
-        pinned = any(r.params.seed is not None and not r.coupled and not r.params.greedy for r in requests)
+        # Tokens of a seed that are drawn with a round's own numbers depend on the number of drafts.
+        pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
         limit = self.speculative.disable_by_batch_size if self.speculative else None
         if limit is not None and len(self.scheduler.running) >= limit and not pinned:
             rows = []
@@ -241,7 +237,7 @@ class Engine:
             num_rounds=num_rounds,
             stop_on_finish=bool(self.scheduler.waiting),
             worth=worth,
-            rates=spec.synthetic_acceptance_rates if spec else None,
+            rule_options=spec.rule_options if spec else (),
         )
         return self.runner.execute(Plan("launch", (inputs,), k=k, variant=variant))
 

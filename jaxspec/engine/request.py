@@ -57,7 +57,7 @@ class Request:
 
     prompt: token ids.
     seed: 64 bits, fixed for the request's life.
-    coupled: which acceptance rule its sampling uses.
+    rule: the acceptance rule that it is under.
     stop_ids: ids that end it.
     max_len: prompt + output at most.
     bad_words: id sequences that never occur in the output.
@@ -75,7 +75,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     seed: int
-    coupled: bool
+    rule: str
     stop_ids: tuple[int, ...]
     max_len: int
     num_speculative_tokens: int

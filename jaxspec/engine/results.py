@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.decode.state import FINISH_REASONS, NO_ID, NO_LAW, LaunchResult
+from jaxspec.decode.state import FINISH_REASONS, NO_ID, NO_LAW, DecodeConfig, LaunchResult
 from jaxspec.engine.account import counters
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.request import Request, TokenLogprobs
@@ -37,6 +37,13 @@ class Lag:
     limit: int
     most: int | None
     lookahead: int
+
+    @classmethod
+    def of(cls, config: DecodeConfig) -> Lag:
+        """As the drafter of these programs has it."""
+        drafter = config.drafter
+        most, lookahead = (drafter.max_lag, drafter.lookahead) if drafter else (None, 0)
+        return cls(config.position_limit, most, lookahead)
 
     def held(self, length: int, target_len: int) -> int:
         """Positions that the draft's cache holds, where the device counted so many."""

@@ -19,7 +19,7 @@ class Roster:
         self.scheduler, self.runner = scheduler, runner
         self.open: dict[int, Request] = {}  # by id: what has not left yet, wherever it is
         self.failed: list[Request] = []  # in this step, or ended in one that was interrupted
-        self.midway = False  # in what leaves queues, pages or caches as nobody knows if it is interrupted
+        self.midway = False  # in a change that, interrupted, leaves queues, pages and caches in no known state
         self.stepping = False
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -53,7 +53,7 @@ class Roster:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """A step of the engine is done inside; where the last one did not come to its end, from the beginning."""
+        """The engine's step is done inside. Where the last one did not come to its end, all pages are computed anew."""
         if self.midway or self.runner.lost:
             self.begin_again()
         try:

@@ -131,8 +131,8 @@ class Scheduler:
         return self.allocator.lookup(self.digests(request, full))
 
     def digests(self, request: Request, count: int) -> Iterator[bytes]:
-        """Of the request's first `count` full pages, each computed once: of all tokens that their content depends on,
-        which may be some of the next page's, but at most up to the pending one."""
+        """Of the request's first `count` full pages, each computed once. A page's digest covers all tokens that its
+        content depends on: with a lookahead some of the next page's too, up to the pending one at most."""
         tokens = request.tokens
         for i in range(count):
             if i == len(request.digests):

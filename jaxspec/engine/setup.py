@@ -14,6 +14,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
+from jaxspec.drafters.tree import Shape, Tree
 from jaxspec.engine.batch import power_of_two
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
@@ -148,12 +149,30 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
         raise UserError(f"method={method!r} needs the parameters of such a draft, {found} is given")
-    most = max(speculative.num_speculative_tokens, k)
+    most = speculative.tree_depth or max(speculative.num_speculative_tokens, k)
     limit = models["draft"].config.max_drafts if "draft" in models else None
     if limit is not None and most > limit:
-        raise UserError(f"num_speculative_tokens={most}, but the draft proposes at most {limit} a round: lower it")
+        asked = "tree_depth" if speculative.tree else "num_speculative_tokens"
+        raise UserError(f"{asked}={most}, but the draft proposes at most {limit} a round: lower it")
+    if speculative.tree:
+        return tree(speculative, models, methods.implementation(method), k)
     make = lambda name: methods.implementation(name).drafter(k, most, models, speculative)
     return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
+
+
+def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], method: Any, k: int) -> Tree:
+    """Of k drafts, by this method's drafter of as many as the tree is deep. Raises UserError where that grows none."""
+    spec: Any = speculative
+    width, depth, choices = spec.tree_width, spec.tree_depth, spec.tree_choices or ()
+    if any(window is not None and window <= depth for window in models["target"].config.windows):
+        raise UserError(f"tree_depth={depth} reaches beyond a sliding window of the target: lower it")
+    draft = method.drafter(depth, depth, models, speculative)
+    if choices and not draft.independent:
+        raise UserError(
+            f"tree_choices needs a drafter that says all places at once, {method.__name__.split('.')[-1]!r} does not: "
+            "give tree_width, tree_depth and tree_nodes"
+        )
+    return Tree(k, draft, Shape(width, depth, k, choices[:k]))
 
 
 def draft_cost(models: dict[str, Model]) -> float:

@@ -59,7 +59,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    # Of a draft. It proposes only so many ids, see Vocabulary in decoder.py; the last rare_vocab_size of these, which
+    # Of a draft. It proposes only so many ids, see Vocabulary in head.py; the last rare_vocab_size of these, which
     # are rare, by way of rare_width channels. It reads ids in its target's table, which is embed_width wide.
     reduced_vocab_size: int | None = None
     rare_vocab_size: int = 0

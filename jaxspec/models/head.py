@@ -13,20 +13,33 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend, matmul_precision
 from jaxspec.models.parameters import declare
 from jaxspec.parallel.mesh import param_sharding, sharding
+from jaxspec.shapes import Array, Float
 from pallas_kernels.likeliest_token import likeliest_token
 from pallas_kernels.plain import likeliest
 from pallas_kernels.streamed import linear
 
 
 class Vocabulary(NamedTuple):
-    """The ids that a draft can propose, where these are only some of the target's V, the frequent ones. It reads all.
+    """The ids that a draft can propose, where these are only the frequent ones of the target's V. It reads all.
 
-    d2t i32[_]: the target's id of each of its own.
-    t2d i32[V]: its own id of each of the target's; of those that it lacks, as many as it has.
+    d2t i32[_]: draft to target: the target's id of each of the draft's.
+    t2d i32[V]: target to draft: the draft's id of each of the target's; where it lacks one, the number of its ids.
     """
 
     d2t: jax.Array
     t2d: jax.Array
+
+
+def fit_vocabulary(
+    logits: Float[Array, "*rows _"], vocab_size: int, vocabulary: Vocabulary | None = None
+) -> Float[Array, "*rows {vocab_size}"]:
+    """Over the target's ids, -inf for those that a reduced vocabulary lacks. A draft padded differently never proposes
+    ids that the target lacks."""
+    if vocabulary is not None:
+        logits = jnp.take(logits, vocabulary.t2d, axis=-1, mode="fill", fill_value=-jnp.inf)
+    missing = vocab_size - logits.shape[-1]
+    widths = ((0, 0),) * (logits.ndim - 1) + ((0, max(missing, 0)),)
+    return jnp.pad(logits, widths, constant_values=-jnp.inf)[..., :vocab_size]
 
 
 class Head(nnx.Module):

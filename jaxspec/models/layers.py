@@ -58,12 +58,13 @@ class Backend:
 class Rows:
     """Where the tokens of one pass stand.
 
-    positions i32[B,T]: of the tokens in their rows.
+    positions i32[B,T]: where the tokens stand in their texts.
     slots i32[B*T]: the pad slot where nothing is written.
     block_table i32[B,N]: page ids.
     kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t.
     num_keys i32[B]: positions of the row that are written, padding of this pass left out. A row with kv_len 0 is not
       computed. A pass without a cache has positions only.
+    tree i32[B,T,_]: of tokens that are nodes of a tree, which of them each sees (see `paged_attention`); else None.
     """
 
     positions: jax.Array
@@ -71,6 +72,7 @@ class Rows:
     block_table: Any = None
     kv_len: Any = None
     num_keys: Any = None
+    tree: Any = None
 
 
 def matmul_precision(dtype: Any) -> lax.Precision:
@@ -109,7 +111,7 @@ def attend(
 
     heads = P(None, None, MODEL_AXES)
     specs = {name: cut(axes.get(name, ())) for name in weights}
-    where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys")}
+    where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
     run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P()), (heads, PAGES_SPEC))
     return run(x, weights, pages, where, tables)
 

@@ -7,12 +7,29 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.pages import CacheLayout
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Params, bind
 from jaxspec.models.layers import Backend, Rows
+from jaxspec.parallel.mesh import PAGES_SPEC, per_shard
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.slot_mapping import slot_mapping
+from pallas_kernels.tree import packed
+
+
+class Branches(NamedTuple):
+    """Tokens of a pass that are nodes of a tree. Their slots go by their places in the pass, as a chain's do.
+
+    positions i32[B,T]: where they stand in their texts: as deep in the tree as they are.
+    first i32[B]: the position of the slot of the tree's first node, which an earlier pass may have written.
+    seen bool[B,T,_]: which nodes, counted from there, each of them sees: its ancestors and itself.
+    """
+
+    positions: jax.Array
+    first: jax.Array
+    seen: jax.Array
 
 
 class Pass(NamedTuple):
@@ -49,20 +66,33 @@ class PagedModel:
         masked: jax.Array,
         block_table: jax.Array,
         taps: tuple[int, ...] = (),
+        branches: Branches | None = None,
     ) -> Pass:
-        """tokens, positions i32[B,T], masked bool[B,T] (written nowhere), block_table i32[B,N]; taps: as `Decoder`.
+        """tokens, positions i32[B,T], masked bool[B,T] (written nowhere), block_table i32[B,N]; taps: as `Decoder`;
+        branches: of tokens that are no chain.
 
         Rows whose tokens are all masked are not computed. A masked token may only stand after the unmasked ones of its
         row.
         """
-        rows, decoder = self.rows(positions, masked, block_table), bind(self.config, params)
+        rows, decoder = self.rows(positions, masked, block_table, branches), bind(self.config, params)
         hidden, pages, tapped = decoder(tokens, pages, rows, self.backend, taps)
         return Pass(decoder, hidden, pages, tapped, rows.slots)
 
-    def rows(self, positions: jax.Array, masked: jax.Array, block_table: jax.Array) -> Rows:
+    def rows(
+        self, positions: jax.Array, masked: jax.Array, block_table: jax.Array, branches: Branches | None = None
+    ) -> Rows:
         """Where the tokens of a pass stand. Arguments as those of `forward`."""
+        t, slots = positions.shape[1], self.slots(positions, masked, block_table)
+        reach = lambda length: jnp.where(masked[:, 0], 0, positions[:, 0] + length)
+        kv_len, num_keys = reach(t), reach(jnp.sum(~masked, axis=1, dtype=jnp.int32))
+        if branches is None:
+            return Rows(positions, slots, block_table, kv_len, num_keys)
+        return Rows(branches.positions, slots, block_table, kv_len, num_keys, packed(*branches))
+
+    def slots(self, positions: jax.Array, masked: jax.Array, block_table: jax.Array) -> jax.Array:
+        """Of these positions [B,T]: i32[B*T], the pad slot where masked."""
         b, t = positions.shape
-        slots = slot_mapping(
+        return slot_mapping(
             positions.reshape(-1),
             masked.reshape(-1),
             jnp.arange(b + 1, dtype=jnp.int32) * (t - 1),  # the layout before the merge: rows one shorter
@@ -72,9 +102,21 @@ class PagedModel:
             pad_slot=self.layout.pad_slot,
             **self.backend.how(),
         )
-        reach = lambda length: jnp.where(masked[:, 0], 0, positions[:, 0] + length)
-        kv_len, num_keys = reach(t), reach(jnp.sum(~masked, axis=1, dtype=jnp.int32))
-        return Rows(positions, slots, block_table, kv_len, num_keys)
+
+    def moved(
+        self, pages: tuple[jax.Array, ...], source: jax.Array, slots: jax.Array, block_table: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """pages with the keys and values of the positions source i32[B,T] at slots i32[B*T] too."""
+        size = self.layout.page_size
+        page = jnp.take_along_axis(block_table, jnp.clip(source, 0) // size, axis=1, mode="clip")
+        place = jnp.minimum(page, self.layout.num_pages - 1) * size + source % size
+
+        def shard(pages, place, slots):
+            kv = jnp.take(pages.reshape(-1, *pages.shape[2:]), place.reshape(-1), axis=0, mode="clip")
+            return kv_write(pages, kv, slots, **self.backend.how())
+
+        run = per_shard(shard, self.backend.mesh, (PAGES_SPEC, P(), P()), PAGES_SPEC)
+        return tuple(run(layer, place, slots) for layer in pages)
 
     def prefill(self, params, pages, tokens, start, length, block_table, *, taps: tuple[int, ...] = ()) -> Pass:
         """A prompt chunk: tokens i32[B,T] at positions start[b]..., of which length[b] are real. As `forward`."""

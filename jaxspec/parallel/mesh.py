@@ -17,7 +17,7 @@ from jaxspec.errors import UserError
 MODEL_AXES = ("tp_draft", "tp_rest")
 
 # Logical axis -> mesh axes.
-LOGICAL_AXES: dict[str, tuple[str, ...]] = {"vocab": MODEL_AXES, "heads": MODEL_AXES, "mlp": MODEL_AXES}
+LOGICAL_AXES: dict[str, tuple[str, ...]] = dict.fromkeys(("vocab", "heads", "mlp", "features"), MODEL_AXES)
 PAGES_SPEC = P(None, None, MODEL_AXES, None)  # [P, S, 2G, D]
 FEATURES_SPEC = P(None, None, MODEL_AXES)  # [P, S, M]
 

@@ -29,7 +29,7 @@ class SamplingRows:
     top_p f32[B] (1: off).
     min_p f32[B] (0: off).
     seed uint32[B,2]: 64 bits.
-    coupled bool[B]: which acceptance rule.
+    rule i32[B]: the number of the acceptance rule.
     """
 
     temperature: jax.Array
@@ -37,7 +37,7 @@ class SamplingRows:
     top_p: jax.Array
     min_p: jax.Array
     seed: jax.Array
-    coupled: jax.Array
+    rule: jax.Array
 
     @property
     def greedy(self) -> jax.Array:
@@ -89,8 +89,8 @@ def without_loops(values: jax.Array, weights: jax.Array, need: jax.Array) -> jax
 
 
 def in_pieces(x: jax.Array) -> jax.Array:
-    """[*rows, V] -> [*rows, pieces, V / pieces], zeros behind. The compiler gives a piece to one multiprocessor: there
-    are to be enough for all."""
+    """[*rows, V] -> [*rows, pieces, V / pieces], zeros at the end. The compiler gives a piece to one multiprocessor, so
+    there are enough of them for all."""
     pieces = max(1, PIECES // math.prod(x.shape[:-1]))
     width = -(-x.shape[-1] // pieces)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, pieces * width - x.shape[-1])]

@@ -14,7 +14,13 @@ from jaxspec.shapes import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Logprobs:
-    """chosen f32[B,T], rank i32[B,T] (1: the likeliest), top_ids i32[B,T,n], top f32[B,T,n], best first."""
+    """Of each token, and of the n likeliest ids at its place.
+
+    chosen f32[B,T]: the token's own log-probability.
+    rank i32[B,T]: 1 for the likeliest.
+    top_ids i32[B,T,n]: the likeliest first.
+    top f32[B,T,n]: their log-probabilities.
+    """
 
     chosen: jax.Array
     rank: jax.Array

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxspec.shapes import Array, Bool, Float, Int
 
@@ -24,11 +23,13 @@ class Processors:
 
     prompt_len i32[B]: tokens.
     min_len i32[B]: total length below which no stop id is chosen.
-    restricted bool[B]: only allowed_ids i32[B,_] may be chosen.
-    bias_ids i32[B,_], bias f32[B,_]: what is added to the logit of each.
+    restricted bool[B]: only allowed_ids may be chosen.
+    allowed_ids i32[B,_].
+    bias_ids i32[B,_]: to whose logits something is added.
+    bias f32[B,_]: what.
     bad_words i32[B,words,_]: id sequences, aligned to the right.
-    repetition f32[B] (1: off).
-    presence, frequency f32[B] (0: off).
+    repetition f32[B]: 1 is off.
+    presence, frequency f32[B]: 0 is off.
     """
 
     prompt_len: jax.Array
@@ -56,11 +57,12 @@ class Tables:
     in_prompt: jax.Array
 
 
-# adjust(logits [B,V], drafts i32[B,K], i) -> logits [B,V] after the first i of the drafts, -inf where forbidden.
+# adjust(logits [B,V], drafts i32[B,K], i) -> logits [B,V] after the first i of the drafts, of each row where it is
+# i32[B]; -inf where forbidden.
 Adjust = Callable[[Float[Array, "B V"], Int[Array, "B K"], Any], Float[Array, "B V"]]
 
 
-def tables(processors: Processors, tokens: Int[Array, "B M"], vocab_size: int) -> Tables:
+def tables(processors: Processors, tokens: Int[Array, "B _"], vocab_size: int) -> Tables:
     forbidden = jnp.where(processors.restricted, -jnp.inf, 0.0)[:, None]
     bias = jnp.broadcast_to(forbidden, (tokens.shape[0], vocab_size))
     bias = put(bias, processors.allowed_ids).set(0.0, mode="drop")
@@ -72,7 +74,7 @@ def tables(processors: Processors, tokens: Int[Array, "B M"], vocab_size: int) -
 
 
 def output_counts(
-    processors: Processors, tokens: Int[Array, "B M"], num_tokens: Int[Array, " B"], vocab_size: int
+    processors: Processors, tokens: Int[Array, "B _"], num_tokens: Int[Array, " B"], vocab_size: int
 ) -> Int[Array, "B {vocab_size}"]:
     """How often each id stands in the output."""
     position = jnp.arange(tokens.shape[1])[None, :]
@@ -94,18 +96,19 @@ def adjuster(
     rows: Processors,
     tables: Tables,
     counts: Int[Array, "B V"],
-    tokens: Int[Array, "B M"],
+    tokens: Int[Array, "B _"],
     num_tokens: Int[Array, " B"],
     stop_ids: Int[Array, "B _"],
 ) -> Adjust:
     """The changes to a round's logits; counts (`output_counts`), tokens and num_tokens at the round's start."""
 
     def adjust(logits, drafts, i):
+        i = jnp.broadcast_to(jnp.asarray(i, jnp.int32), num_tokens.shape)
         too_short = (num_tokens + i < rows.min_len)[:, None]
         completes = completes_bad_word(rows.bad_words, rows.prompt_len, tokens, num_tokens, drafts, i)
         forbidden = [jnp.where(too_short, stop_ids, -1), jnp.where(completes, rows.bad_words[:, :, -1], -1)]
         logits = put(logits, jnp.concatenate(forbidden, axis=1)).set(-jnp.inf, mode="drop") + tables.bias
-        now = count(counts, jnp.where(jnp.arange(drafts.shape[1]) < i, drafts, -1))
+        now = count(counts, jnp.where(jnp.arange(drafts.shape[1]) < i[:, None], drafts, -1))
         repetition = jnp.where(tables.in_prompt | (now > 0), rows.repetition[:, None], 1.0)
         logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
         return logits - now * rows.frequency[:, None] - (now > 0) * rows.presence[:, None]
@@ -116,17 +119,18 @@ def adjuster(
 def completes_bad_word(
     bad_words: Int[Array, "B words _"],
     prompt_len: Int[Array, " B"],
-    tokens: Int[Array, "B M"],
+    tokens: Int[Array, "B _"],
     num_tokens: Int[Array, " B"],
     drafts: Int[Array, "B K"],
-    i: jax.Array | int,
+    i: Int[Array, " B"],
 ) -> Bool[Array, "B words"]:
     """Whether the output so far, the first i drafts included, ends with all but the last id of a bad word. The prompt
     takes no part."""
     length = bad_words.shape[2] - 1
     at = num_tokens[:, None] + jnp.arange(-length, 0)
     recent = jnp.concatenate([jnp.take_along_axis(tokens, jnp.maximum(at, 0), axis=1), drafts], axis=1)
-    recent, at = lax.dynamic_slice_in_dim(recent, i, length, axis=1), at + i
+    recent = jnp.take_along_axis(recent, i[:, None] + jnp.arange(length), axis=1)
+    at += i[:, None]
     before = bad_words[:, :, :-1]
     same = (before == recent[:, None]) & (at >= prompt_len[:, None])[:, None]
     return (bad_words[:, :, -1] >= 0) & jnp.all((before < 0) | same, axis=2)

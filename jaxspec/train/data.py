@@ -1,7 +1,7 @@
 """Training data on disk: shards of sequences that the target itself wrote, and the rows they are cut into.
 
-A folder holds manifest.json and shard-00000.npz, ...; each shard has tokens [N, L] (padded with 0), and for each
-sequence length and prompt_length (in tokens), category (index into prompts.CATEGORIES) and temperature.
+A folder holds manifest.json and shard-00000.npz, ...; each shard has tokens [sequences, length] (padded with 0), and
+for each sequence length and prompt_length (in tokens), category (index into prompts.CATEGORIES) and temperature.
 """
 
 from __future__ import annotations

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxspec.config import EngineConfig
 from jaxspec.errors import UserError
 from jaxspec.llm import LLM
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.parallel.mesh import device_name
 from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.verify.rules import UNSEEDED
 
 TEMPERATURES = (0.0, 0.7)
 HELDOUT = Path(__file__).with_name("heldout.json")  # 64 texts that the grammar of the training data cannot make
@@ -41,58 +45,75 @@ def evaluate(
     draft: str,
     prompts: Prompts,
     *,
-    num_speculative_tokens: int = 4,
-    max_tokens: int = 128,
-    dtype: str = "auto",
+    num_speculative_tokens: int,
+    max_tokens: int,
+    dtype: str = EngineConfig.dtype,
     temperatures: Sequence[float] = TEMPERATURES,
+    rule: str = UNSEEDED,
+    samples: int = 1,
     progress: bool = True,
 ) -> dict[str, Any]:
     """The counters of the answers to all prompts, as a document: a row for each temperature and category, and one for
-    all categories together. Sampling is seeded and accepts by the standard rejection rule."""
-    params = [SamplingParams(temperature=t, max_tokens=max_tokens, seed=0) for t in temperatures]
+    all categories together. Each prompt is answered `samples` times, with seeds 0, 1, ...; sampling accepts by `rule`.
+    """
+    params = [
+        [SamplingParams(temperature=t, max_tokens=max_tokens, seed=i) for i in range(samples)] for t in temperatures
+    ]
     count = sum(map(len, prompts.values()))
     speculation = {
         "model": draft,
         "num_speculative_tokens": num_speculative_tokens,
         "adaptive": False,
-        "rejection_sample_method": "standard",
+        "rejection_sample_method": rule,
     }
     rows = facts(jax.default_backend()).evaluated_rows or count
-    llm = LLM(target, speculative_config=speculation, dtype=dtype, max_num_seqs=min(rows, count))
+    llm = LLM(target, speculative_config=speculation, dtype=dtype, max_num_seqs=min(rows, count * samples))
     asked = [llm.render_chat([{"role": "user", "content": text}]) for texts in prompts.values() for text in texts]
     measured = []
     for p in params:
-        outputs = iter(llm.generate(asked, p, progress=progress))
-        total = llm.engine.no_counts()
-        for category, texts in prompts.items():
-            part = llm.engine.no_counts()
-            for _ in texts:
-                part += next(outputs).metrics
-            measured.append(row(p.temperature, category, len(texts), part))
-            total += part
-        measured.append(row(p.temperature, ALL, count, total))
+        outputs = llm.generate([text for text in asked for _ in p], p * count, progress=progress)
+        every = [[output.metrics for output in some] for some in zip(*[iter(outputs)] * samples, strict=True)]
+        left = iter(every)
+        parts = {category: list(itertools.islice(left, len(texts))) for category, texts in prompts.items()}
+        measured += [row(p[0].temperature, *part) for part in (parts | {ALL: every}).items()]
     return {
         "target": target,
         "draft": draft,
         "device": device_name(),
         "dtype": str(llm.engine.runner.params["target"]["embed"].dtype),
         "num_speculative_tokens": num_speculative_tokens,
+        "rule": rule,
+        "samples": samples,
         "max_tokens": max_tokens,
         "rows": measured,
     }
 
 
-def row(temperature: float, category: str, count: int, metrics: SpecDecodeMetrics) -> dict[str, Any]:
-    """accepted_at: of all rounds, the share that accepted the 1st, 2nd, ... draft."""
+def row(temperature: float, category: str, answers: Sequence[Sequence[SpecDecodeMetrics]]) -> dict[str, Any]:
+    """answers: the samples of each prompt. accepted_at: of all rounds, the share that accepted the 1st, 2nd, ... draft.
+    standard_error: of the length, for other samples of the same prompts."""
+    metrics = SpecDecodeMetrics()
+    for answer in itertools.chain.from_iterable(answers):
+        metrics += answer
     return {
         "temperature": temperature,
         "category": category,
-        "prompts": count,
+        "prompts": len(answers),
         "tokens": metrics.num_emitted_tokens,
         "num_drafts": metrics.num_drafts,
         "mean_acceptance_length": metrics.mean_acceptance_length,
+        "standard_error": standard_error(answers, metrics),
         "accepted_at": [n / max(metrics.num_drafts, 1) for n in metrics.num_accepted_tokens_per_pos],
     }
+
+
+def standard_error(answers: Sequence[Sequence[SpecDecodeMetrics]], total: SpecDecodeMetrics) -> float | None:
+    """Of the mean acceptance length, which is a ratio of sums; None where no prompt has two samples."""
+    if len(answers[0]) < 2 or not total.num_drafts:
+        return None
+    mean = total.num_accepted_tokens / total.num_drafts
+    off = np.array([[m.num_accepted_tokens - mean * m.num_drafts for m in samples] for samples in answers])
+    return float(np.sqrt((off.var(axis=1, ddof=1) * off.shape[1]).sum()) / total.num_drafts)
 
 
 def show(document: dict[str, Any]) -> None:
@@ -102,6 +123,7 @@ def show(document: dict[str, Any]) -> None:
 
     console, k = Console(), document["num_speculative_tokens"]
     head = f"{document['draft']} for {document['target']} ({document['dtype']}) on {document['device']}, K = {k}"
+    head += f", {document['rule']} rule, {document['samples']} sample(s) of each prompt"
     console.print(head, highlight=False, soft_wrap=True)
     table = Table()
     for column in ("temperature", "prompts", "tokens", "accept. length"):
@@ -109,7 +131,8 @@ def show(document: dict[str, Any]) -> None:
     table.add_column("accepted at " + " ".join(str(i + 1) for i in range(k)), justify="right")
     for r in document["rows"]:
         rates = " ".join(f"{rate:4.0%}" for rate in r["accepted_at"])
-        length = f"{r['mean_acceptance_length']:.2f}"
+        length, error = f"{r['mean_acceptance_length']:.2f}", r["standard_error"]
+        length += "" if error is None else f" ± {error:.3f}"
         last = r["category"] == ALL
         table.add_row(f"{r['temperature']:g}", r["category"], str(r["tokens"]), length, rates, end_section=last)
     console.print(table)

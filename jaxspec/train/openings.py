@@ -139,7 +139,7 @@ def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
 
 
 def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
-    """Prompts (category, text) as token ids: user messages in the chat template, the first words of one behind what it
+    """Prompts (category, text) as token ids: user messages in the chat template, the first words of one after what it
     puts before a message, free text as LLM.generate takes it."""
     tokenizer = llm.tokenizer
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id

@@ -1,13 +1,45 @@
-"""What an acceptance rule gives back."""
+"""What an acceptance rule is given, and what it gives back."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.shapes import Array, Bool, Int
+from jaxspec.drafters.base import Proposal
+from jaxspec.sampling import rng
+from jaxspec.shapes import Array, Bool, Float, Int, UInt
+
+
+class Case(NamedTuple):
+    """A round's proposals, and what the target says of the T = K + 1 places.
+
+    logits: the target's, as processed; where no rule of the launch looks at them, in their place `own`.
+    own: the target's own tokens: the largest of its logits, after the noise that the row's rule shares with it.
+    proposal: of tokens [B,K].
+    seed, num_tokens: what the round's random numbers belong to; num_tokens is that at its start.
+    options: the numbers of the rule's own options.
+    """
+
+    logits: Float[Array, "B T V"] | Int[Array, "B T"]
+    own: Int[Array, "B T"]
+    proposal: Proposal
+    seed: UInt[Array, "B 2"]
+    num_tokens: Int[Array, " B"]
+    options: Float[Array, " _"]
+
+    @property
+    def num_drafts(self) -> int:
+        return self.proposal.tokens.shape[1]
+
+    def uniforms(self) -> Float[Array, "B K"]:
+        """A number in [0, 1) for each draft."""
+        if not self.num_drafts:
+            return jnp.zeros(self.proposal.tokens.shape)
+        keys = [rng.keys(self.seed, self.num_tokens, "accept", i) for i in range(self.num_drafts)]
+        return jnp.stack([rng.uniform(key) for key in keys], axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -17,10 +49,12 @@ class Verdict:
 
     num_accepted i32[B]: drafts kept, 0..K_b.
     next_token i32[B]: the one extra token that follows them.
+    last i32[B]: of a tree, the place of the last one that is kept; None: a chain's stand in a row.
     """
 
     num_accepted: jax.Array
     next_token: jax.Array
+    last: jax.Array | None = None
 
 
 def leading(accepted: Bool[Array, "B K"], num_proposed: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -2,7 +2,7 @@
 
 Source: Daliri et al., https://arxiv.org/abs/2408.07978 (drafter-invariant speculation).
 The target's token is y_i = argmax(log p_i + G_i) whatever was drafted, so a seeded request gives the same tokens as
-plain decoding with the same seed. It is greedy decoding on perturbed logits; greedy rows share this code with G = 0.
+plain decoding with the same seed. It is greedy decoding on perturbed logits, and verifies as the greedy rule does.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import itertools
 
 import numpy as np
 
-from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
 from jaxspec.shapes import Array, Float, Int, UInt
-from jaxspec.verify.base import Verdict, leading
+from jaxspec.verify.greedy import verify as verify
 
 
 def shared_noise(
@@ -22,12 +21,6 @@ def shared_noise(
 ) -> Float[Array, "B {vocab_size}"]:
     """The noise of the token that will stand at this absolute position."""
     return rng.gumbel(rng.keys(seed, position, "shared"), vocab_size)
-
-
-def verify(y: Int[Array, "B T"], proposal: Proposal) -> Verdict:
-    """y, T = K + 1: the target's own tokens, the largest of its processed logits plus noise (none for greedy rows)."""
-    num_accepted = leading(proposal.tokens == y[:, :-1], proposal.num_proposed)
-    return Verdict(num_accepted, rng.take_row(y, num_accepted))
 
 
 def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.ndarray, "V V"]:
@@ -62,10 +55,17 @@ def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.nd
 
 
 def law(
-    p: Float[Array, "T V"], q: Float[Array, "K V"], tokens: Int[Array, " K"]
+    p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
+) -> tuple[Float[np.ndarray, "N T"], Float[np.ndarray, "N T V"]]:
+    """As `standard.law`."""
+    lengths, extras = zip(*map(law_of_one, *(np.asarray(x) for x in (p, q, tokens))), strict=True)
+    return np.stack(lengths), np.stack(extras)
+
+
+def law_of_one(
+    p: Float[np.ndarray, "T V"], q: Float[np.ndarray, "K V"], tokens: Int[np.ndarray, " K"]
 ) -> tuple[Float[np.ndarray, " T"], Float[np.ndarray, "T V"]]:
-    """As `rejection.law`: (P(exactly i accepted) [K+1], law of the extra token given i [K+1,V])."""
-    rows = zip(np.asarray(p, float), np.asarray(q, float), np.asarray(tokens), strict=False)
+    rows = zip(p.astype(float), q.astype(float), tokens, strict=False)
     lengths, extras, reach = [], [], 1.0
     for p_i, q_i, x in rows:
         target_given_draft = joint(p_i, q_i)[x] / q_i[x]

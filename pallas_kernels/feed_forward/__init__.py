@@ -27,8 +27,8 @@ def feed_forward(
 
     Args:
       x: [..., E], what the layer got.
-      mixed: [..., A], what its attention gave.
-      out: [A, E]; gate_up: [E, 2F], columns in blocks, `block` of gate and `block` of up in turn; down: [F, E].
+      mixed: [..., H * D], what its attention gave.
+      out: [H * D, E]; gate_up: [E, 2F], columns in blocks, `block` of gate and `block` of up in turn; down: [F, E].
       norm: f32[E], scale of the RMSNorm before gate_up.
       eps: of all norms.
       post_attention_norm, post_mlp_norm: f32[E], scales of RMSNorms of what is added to x; None for none.

@@ -14,15 +14,15 @@ def kv_write(
     implementation: str | None = None,
     platform: Where = None,
 ) -> jax.Array:
-    """Writes new keys and values into the paged cache: `pages[slot // S, slot % S] = kv[m]`.
+    """Writes new keys and values into the paged cache: `pages[slot // S, slot % S] = kv[i]`.
 
     Where `pages` is donated, or the carry of a loop, the write happens in place. On TPU its layout has to be row by row
     (`jax.experimental.layout`), which for narrow heads is not what the compiler would choose.
 
     Args:
       pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head.
-      kv: [M, 2G, D], laid out alike; cast to the dtype of `pages`.
-      slots: i32[M] from `slot_mapping`; those outside `[0, P * S)` are dropped, the others must differ.
+      kv: [B * T, 2G, D], laid out alike; cast to the dtype of `pages`.
+      slots: i32[B * T] from `slot_mapping`; those outside `[0, P * S)` are dropped, the others must differ.
       implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
         there is one for them).
       platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.

@@ -13,6 +13,7 @@ def paged_attention(
     block_table: jax.Array,
     kv_len: jax.Array,
     num_keys: jax.Array | None = None,
+    tree: jax.Array | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -34,6 +35,10 @@ def paged_attention(
       kv_len: i32[B], positions of the row, T of this pass included. May exceed `N * S` by padded queries.
       num_keys: i32[B], at most kv_len: those of them that are written, the others being padding of this pass; what lies
         there may be anything, also no number. None: all.
+      tree: i32[B, T, 2 + W], where the tokens are nodes of a tree and not a chain (see `pallas_kernels.tree`). Of each
+        query: the position where it stands, which is then not that of its slot; the position of the slot from which on
+        keys are nodes; and 32 of these nodes in each of W words, a bit for each that it sees. It sees all keys before
+        them that its window reaches. No window may be shorter than a path of the tree. None: a chain.
       scale: usually `D ** -0.5`.
       window: number of positions that a query sees, its own included; None for all.
       soft_cap: bound on the absolute score; None for none.
@@ -52,9 +57,11 @@ def paged_attention(
     check_shape("paged_attention", "pages", pages, *pages.shape[:3], d)
     check_shape("paged_attention", "block_table", block_table, b, *block_table.shape[1:])
     check_shape("paged_attention", "kv_len", kv_len, b)
+    if tree is not None:
+        check_shape("paged_attention", "tree", tree, *query.shape[:2], *tree.shape[2:])
     if g2 % 2 or h % (g2 // 2):
         raise ValueError(f"paged_attention: {h} query heads do not divide over {g2} / 2 key-value heads")
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1 or None, not {window}")
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return OP.run(implementation, platform, query, pages, block_table, kv_len, num_keys, **options)
+    return OP.run(implementation, platform, query, pages, block_table, kv_len, num_keys, tree, **options)

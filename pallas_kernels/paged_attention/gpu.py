@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 from pallas_kernels.paged_attention import WHOLE_KEYS
+from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
 
 MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
 SPLIT_KEYS, MAX_SPLITS = 128, 16
@@ -61,7 +62,7 @@ def num_stages(deep: bool, block_bytes: int) -> int:
     return 7 if deep else 3
 
 
-def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, device):
+def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, device):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
     rows, block_d = t * h // g, max(pl.next_power_of_2(d), 16)
@@ -78,6 +79,7 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
         outputs = {"acc": partial(d), "top": partial(), "total": partial()}
     # A single token is written, or its row computes nothing.
     bounds = {} if num_keys is None or t == 1 else {"num_keys": num_keys}
+    bounds |= {} if tree is None else {"tree": tree}
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*bounds, *outputs), num_tokens=t, page_size=s, window=window, scale=scale,
@@ -135,14 +137,15 @@ def attend(carry, query, key, value, seen, *, scale, soft_cap):
 
 def attend_to_pages(
     query, query_at, pages, block_table, place, keys, *,
-    columns, page_size, block_keys, whole, window, scale, soft_cap, ahead=None,
+    columns, page_size, block_keys, whole, window, scale, soft_cap, ahead=None, tree=None,
 ):  # fmt: skip
     """The carry of `attend` after keys [begin, end) of a row and a key-value head, (b, head), as far as they are seen.
 
     query: in parts; or a function that gives (query, carry before the first key) in the first step, while the first
     keys are under way. query_at i32[rows]: where the queries stand; pages [P * S, 2G, D]; columns: of the head, in
     parts; whole: these are all keys (see `result`). ahead: asks for what the next kernel reads, given whether to do it
-    now, and gives 0 (see `_overlap.ask_for`).
+    now, and gives 0 (see `_overlap.ask_for`). tree: (first node i32[rows], words, a list of i32[rows]) of the queries,
+    or None.
     """
     (num_slots, _, d), row_pages, (b, head), (begin, end) = pages.shape, block_table.shape[1], place, keys
     last_key = jnp.minimum(query_at, end - 1)  # that a query sees here
@@ -169,7 +172,11 @@ def attend_to_pages(
             at = slot[:, None], 2 * head + part
             return [plgpu.load(pages.at[*at, c[None, :]], mask=tile(used, c, d), other=0) for c in columns]
 
-        visible = key_at[None, :] <= last_key[:, None]
+        if tree is None:
+            visible = key_at[None, :] <= last_key[:, None]
+        else:
+            first_node, words = tree
+            visible = sees([word[:, None] for word in words], key_at[None, :] - first_node[:, None]) & used[None, :]
         if window is not None:
             visible &= key_at[None, :] > query_at[:, None] - window
         return query, attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap), asked
@@ -217,9 +224,15 @@ def _kernel(
 
     # The block reads keys [begin, end), this program [split_begin, split_end) of them.
     position = kv_len[b] - num_tokens  # of the row's first query
-    query_at = position + token
+    query_at, first_at, tree = position + token, position + first_row // group, None  # no query stands before first_at
+    if "tree" in out:
+        of_token = lambda i: plgpu.load(
+            out["tree"].at[b, token, jnp.full(token.shape, i, jnp.int32)], mask=here, other=0
+        )
+        query_at, first_at = of_token(POSITION), plgpu.load(out["tree"].at[b, jnp.int32(0), jnp.int32(FIRST_NODE)])
+        tree = of_token(FIRST_NODE), [of_token(i) for i in range(WORDS, out["tree"].shape[2])]
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
-    begin = 0 if window is None else jnp.maximum(position + first_row // group - window + 1, 0)
+    begin = 0 if window is None else jnp.maximum(first_at - window + 1, 0)
     end = jnp.clip(last_query + 1, 0, row_pages * page_size)
     if "num_keys" in out:
         end = jnp.minimum(end, out["num_keys"][b])
@@ -229,7 +242,7 @@ def _kernel(
 
     carry = attend_to_pages(
         q, query_at, pages, block_table, (b, head), (split_begin, split_end), columns=parts, page_size=page_size,
-        block_keys=block_keys, whole=splits == 1, window=window, scale=scale, soft_cap=soft_cap,
+        block_keys=block_keys, whole=splits == 1, window=window, scale=scale, soft_cap=soft_cap, tree=tree,
     )  # fmt: skip
     if splits == 1:
         to, first, acc = out["out"], [b], result(carry, device)

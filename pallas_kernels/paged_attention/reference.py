@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.tree import FIRST_NODE, POSITION, sees
+
 KEYS = 128  # of a row at a time: with their values they stay in a core's cache from the gather to the products
 
 
@@ -16,7 +18,9 @@ def score(query, key):
     return product("bgrd,bcgd->bgrc", query, key)
 
 
-def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, score=score):
+def paged_attention(
+    query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, score=score
+):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
     num_rows = t * h // g  # rows of a key-value head's products: r = t * (H / G) + head within the group
@@ -26,8 +30,11 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
     num_keys = num_pages * s
     table = jnp.pad(block_table, ((0, 0), (0, -n % num_pages)))
 
-    query_at = kv_len[:, None] - t + jnp.arange(num_rows) // (h // g)
+    token = jnp.arange(num_rows) // (h // g)
+    node = None if tree is None else tree[:, None, token, None]  # [B, 1, R, 1, 2 + W]
+    query_at = kv_len[:, None] - t + token if node is None else node[:, 0, :, 0, POSITION]
     query_at = query_at[:, None, :, None]  # [B, 1, R, 1]
+    first_at = kv_len - t if tree is None else tree[:, 0, FIRST_NODE]  # no query stands before it
     query = query.reshape(b, t, g, h // g, d).swapaxes(1, 2).reshape(b, g, num_rows, d)
     if num_rows == 1:  # a product with one row rounds differently on CPU; results must not depend on T
         query = jnp.concatenate([query, query], axis=2)
@@ -38,9 +45,12 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
         key, value = (pages.at[ids, :, :, x].get(mode="clip").reshape(b, num_keys, g, d) for x in (0, 1))
         key_at = i * num_keys + jnp.arange(num_keys)
         used = key_at < written[:, None]  # [B, keys]: some query may see it
-        visible = key_at <= query_at
+        if node is None:
+            visible = key_at <= query_at
+        else:
+            visible = sees([node[..., w] for w in range(2, node.shape[-1])], key_at - node[..., FIRST_NODE])
         if window is not None:
-            used &= key_at > kv_len[:, None] - t - window
+            used &= key_at > first_at[:, None] - window
             visible &= key_at > query_at - window
         value = jnp.where(used[:, :, None, None], value, 0)  # what nobody sees may be anything, NaN too: 0 * NaN is NaN
 
@@ -69,7 +79,7 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
         # When there are queries, not before: the GPU's compiler would make those of all layers at a program's start.
         query, zero = lax.optimization_barrier((query, jnp.float32(0)))
         sums = [jnp.full((b, g, query.shape[2], width), zero) for width in (1, 1, d)]
-        begin = 0 if window is None else jnp.min(jnp.maximum(kv_len - t - window + 1, 0)) // num_keys
+        begin = 0 if window is None else jnp.min(jnp.maximum(first_at - window + 1, 0)) // num_keys
         end = jnp.minimum(-(-jnp.max(kv_len) // num_keys), table.shape[1] // num_pages)
         _, total, out = lax.fori_loop(begin, end, attend, (sums[0] - jnp.inf, *sums[1:]))
     out = (out / jnp.where(total > 0, total, 1))[:, :, :num_rows]

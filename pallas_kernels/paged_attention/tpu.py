@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._hbm import in_hbm
+from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
 
 # Sizes of a program, within the 16 MiB of VMEM that v5e gives it by default.
 MAX_ROWS, ROWS_BYTES = 256, 4 * 2**20  # query rows of a key-value head; bytes of all heads' rows, results and sums
@@ -25,7 +26,7 @@ def fits(query, *_, **options) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "device"))
-def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, window, soft_cap, device):
+def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, device):
     (b, t, h, d), (_, s, g2, _) = query.shape, pages.shape
     g = g2 // 2
     group = h // g
@@ -40,12 +41,16 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
     query = query.reshape(b, t, g, group, d).swapaxes(1, 2).reshape(b, g, rows, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_rows - rows), (0, 0)))
     spec = pl.BlockSpec((None, g, block_rows, d), lambda row, block, *_: (row, 0, block, 0))
+    nodes, node_specs = [], []
+    if tree is not None:  # a line for each query row
+        nodes = [jnp.pad(jnp.repeat(tree, group, axis=1), ((0, 0), (0, padded_rows - rows), (0, 0)))]
+        node_specs = [pl.BlockSpec((None, block_rows, tree.shape[2]), lambda row, block, *_: (row, block, 0))]
     out = pl.pallas_call(
         functools.partial(_kernel, num_tokens=t, group=group, scale=scale, window=window, soft_cap=soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(b, padded_rows // block_rows),
-            in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY), *node_specs],
             out_specs=spec,
             scratch_shapes=[
                 pltpu.VMEM((2, block_pages, s, g2, d), pages.dtype),
@@ -58,14 +63,15 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, *, scale, 
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         interpret=device.interpret,
         name="paged_attention",
-    )(block_table, kv_len, kv_len if num_keys is None else num_keys, query, in_hbm(pages, device))
+    )(block_table, kv_len, kv_len if num_keys is None else num_keys, query, in_hbm(pages, device), *nodes)
     return out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
 
 
 def _kernel(
-    block_table, kv_len, num_keys, query, pages, out, buffer, semaphores, top, total, acc, *,
+    block_table, kv_len, num_keys, query, pages, *refs,
     num_tokens, group, scale, window, soft_cap,
 ):  # fmt: skip
+    *nodes, out, buffer, semaphores, top, total, acc = refs
     row, (g, block_rows, d) = pl.program_id(0), query.shape
     _, block_pages, s, _, _ = buffer.shape
     num_pages, row_pages = pages.shape[0], block_table.shape[1]
@@ -76,6 +82,12 @@ def _kernel(
     first_query = position + first_row // group
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
     query_at = position + (first_row + lax.broadcasted_iota(jnp.int32, (block_rows, 1), 0)) // group
+
+    here = query_at >= 0
+    if nodes:
+        tree = nodes[0][...]
+        of_query = lambda i: tree[:, i : i + 1]
+        query_at, first_query = of_query(POSITION), tree[0, FIRST_NODE]  # no query stands before it
 
     # The block reads keys [begin, end), in the pages [first_page, end_page).
     begin = 0 if window is None else jnp.maximum(first_query - window + 1, 0)
@@ -101,7 +113,12 @@ def _kernel(
 
         block_start = (first_page + block * block_pages) * s
         key_at = block_start + lax.broadcasted_iota(jnp.int32, (1, block_pages * s), 1)
-        visible = (key_at <= query_at) & (query_at >= 0) & (key_at < end)
+        if nodes:
+            words = [of_query(i) for i in range(WORDS, tree.shape[1])]
+            visible = sees(words, key_at - of_query(FIRST_NODE))
+        else:
+            visible = key_at <= query_at
+        visible &= here & (key_at < end)
         if window is not None:
             visible &= key_at > query_at - window
         # The buffer beyond the last page, and slots that nobody sees, may hold NaN, and 0 * NaN is NaN.

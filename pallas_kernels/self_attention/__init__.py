@@ -23,6 +23,7 @@ def self_attention(
     k_norm: jax.Array | None = None,
     next_out: jax.Array | None = None,
     num_keys: jax.Array | None = None,
+    tree: jax.Array | None = None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -46,6 +47,7 @@ def self_attention(
       q_norm, k_norm: f32[D], scales of RMSNorms of the heads; None for none.
       next_out: [H * D, ...], the matrix that the next op reads first: a kernel may ask for it ahead.
       num_keys: i32[B], as in `paged_attention`: the positions that are written, or None for all of kv_len.
+      tree: i32[B, T, 2 + W], as in `paged_attention`: which nodes of a tree the tokens see; None for a chain.
       scale, window, soft_cap: as in `paged_attention`.
       implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
         there is one for them).
@@ -84,6 +86,7 @@ def self_attention(
         sin,
         next_out,
         num_keys,
+        tree,
     )
     options = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
     return OP.run(implementation, platform, *arrays, **options)

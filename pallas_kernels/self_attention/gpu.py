@@ -27,7 +27,7 @@ def fits(
 
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
-    next_out=None, num_keys=None, *, eps, scale, window, soft_cap, device,
+    next_out=None, num_keys=None, tree=None, *, eps, scale, window, soft_cap, device,
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
@@ -40,11 +40,11 @@ def self_attention(
     else:
         parts = linear(qkv, normed)[None]
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
-    if whole_rows.covers(t, parts, pages, block_table, device):
+    if tree is None and whole_rows.covers(t, parts, pages, block_table, device):
         mixed, pages = whole_rows.attention(
             parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, eps=eps, then=next_out, **options
         )
         return mixed.reshape(b, t, -1), pages
     queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, device=device)
-    mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, num_keys, **options)
+    mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, num_keys, tree, **options)
     return mixed.reshape(b, t, -1), pages

@@ -210,7 +210,7 @@ def test_a_launch_that_did_less_is_not_timed(raw, damage):
 
 
 def test_stages_write_where_the_round_does(raw):
-    """The draft's proposals and the target's scores reach the cache, behind the context."""
+    """The draft's proposals and the target's scores reach the cache, after the context."""
     raw.engine.runner.cache = jax.tree.map(jnp.zeros_like, raw.engine.runner.cache)
     for stage, part in (("propose", "draft"), ("score", "target")):
         assert not np.asarray(getattr(raw.engine.runner.cache, part)[0]).any()

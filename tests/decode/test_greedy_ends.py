@@ -32,7 +32,7 @@ def test_one_token(method):
 
 @pytest.mark.parametrize("at", range(11))
 def test_a_stop_id_cuts_an_accepted_run(at):
-    """What was accepted behind the stop id is dropped, from the text and from the counters."""
+    """What was accepted after the stop id is dropped, from the text and from the counters."""
     plain_text = plain(PROMPTS[3:], tuple(params((30, 30))))[1]
     stop = plain_text[at]
     at = plain_text.index(stop)

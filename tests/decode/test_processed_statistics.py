@@ -43,7 +43,7 @@ SETTINGS = (PENALISED, BIASED, NO_WORDS, LONG, EVERYTHING)
 @cases("drafter", ["draft model", "lookup"], quick=["draft model"])
 def test_the_targets_law(drafter):
     """Coupled and standard rows, and rows that ask for nothing, in one batch."""
-    rows = [dataclasses.replace(s, coupled=c) for c in (False, True) for s in (*SETTINGS, Setting())]
+    rows = [dataclasses.replace(s, rule=rule) for rule in ("standard", "coupled") for s in (*SETTINGS, Setting())]
     p_values, accepted = compare(K, V, 25_000, rows, draft(V) if drafter == "draft model" else (1, 3))
     assert (p_values > LEAST_P).all()
     if drafter == "draft model":
@@ -92,7 +92,7 @@ def do_not_count_drafts(patch) -> None:
 
 def bad_words_without_drafts(patch) -> None:
     right = processors.completes_bad_word
-    patch.setattr(processors, "completes_bad_word", lambda *arguments: right(*arguments[:-1], 0))
+    patch.setattr(processors, "completes_bad_word", lambda *arguments: right(*arguments[:-1], 0 * arguments[-1]))
 
 
 def adjust_otherwise(wrong: Callable) -> Callable:

@@ -30,8 +30,8 @@ from tests.sizes import cases
 K = 3
 VARIANTS = {
     "greedy": Variant(),
-    "coupled": Variant(coupled=True),
-    "everything": Variant(standard=True, coupled=True, filters=True),
+    "coupled": Variant(frozenset({"coupled"})),
+    "everything": Variant(frozenset({"standard", "coupled"}), filters=True),
 }
 # Shapes that no other array of the program has, so that an operand's shape names its model.
 DRAFT = dataclasses.replace(

@@ -10,7 +10,8 @@ from jaxspec.decode.programs import WORTH_COMPILING, Variants
 from jaxspec.decode.state import Variant
 from tests.lively_models import PROMPTS, new_engine, params, serve, texts
 
-GREEDY, WIDE = Variant(), Variant(coupled=True, filters=True, logprobs=5, processors=True)
+COUPLED, STANDARD = frozenset({"coupled"}), frozenset({"standard"})
+GREEDY, WIDE = Variant(), Variant(COUPLED, filters=True, logprobs=5, processors=True)
 
 
 @pytest.mark.parametrize(
@@ -19,13 +20,13 @@ GREEDY, WIDE = Variant(), Variant(coupled=True, filters=True, logprobs=5, proces
         (WIDE, GREEDY, True),
         (GREEDY, GREEDY, True),
         (GREEDY, WIDE, False),
-        (WIDE, Variant(standard=True), False),
+        (WIDE, Variant(STANDARD), False),
         (Variant(logprobs=5), Variant(logprobs=5), True),
         (Variant(logprobs=20), Variant(logprobs=5), True),
         (Variant(logprobs=5), Variant(logprobs=20), False),
         (Variant(), Variant(logprobs=5), False),
         (Variant(logprobs=5), Variant(processors=True), False),
-        (Variant(coupled=True, filters=True), Variant(filters=True), True),
+        (Variant(COUPLED, filters=True), Variant(filters=True), True),
     ],
 )
 def test_covers(one, other, covered):
@@ -37,12 +38,12 @@ def test_a_narrow_batch_uses_a_wide_program_for_a_while():
     assert variants.choose("p", WIDE) == WIDE
     assert [variants.choose("p", GREEDY) for _ in range(WORTH_COMPILING + 2)] == [WIDE] * WORTH_COMPILING + [GREEDY] * 2
     assert variants.choose("p", Variant(filters=True)) == WIDE
-    assert variants.choose("p", Variant(standard=True)) == Variant(standard=True), "nothing there covers it"
+    assert variants.choose("p", Variant(STANDARD)) == Variant(STANDARD), "nothing there covers it"
     assert variants.choose("q", GREEDY) == GREEDY, "of another shape there is none"
 
 
 def test_a_wide_batch_never_uses_a_narrow_program():
-    for first, second in itertools.permutations([GREEDY, Variant(logprobs=5), Variant(standard=True)], 2):
+    for first, second in itertools.permutations([GREEDY, Variant(logprobs=5), Variant(STANDARD)], 2):
         variants = Variants()
         variants.choose("p", first)
         assert variants.choose("p", second).covers(second)

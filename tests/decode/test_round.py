@@ -100,7 +100,7 @@ def emptied() -> Engine:
 
 @pytest.mark.parametrize("wanted", range(K + 1))
 def test_what_a_round_writes(wanted):
-    """K_b + 1 positions of the target, K_b of the draft (at least the pending token), nothing behind them."""
+    """K_b + 1 positions of the target, K_b of the draft (at least the pending token), nothing after them."""
     fresh = emptied()
     requests = start(fresh, PROMPTS[2:4], params((20, 20), num_speculative_tokens=wanted))
     requests[1].num_speculative_tokens = K  # so that the program drafts, whatever the first row wants

@@ -16,10 +16,10 @@ V, K, LENGTH, EACH = 6, 3, 24, 16
 SEEDS = np.arange(EACH) * 7919 - 3  # some are negative
 PROMPT = (0, 2, 1, 0, 2)
 
-COUPLED = Setting(0.9, top_k=5, top_p=0.9, coupled=True)
+COUPLED = Setting(0.9, top_k=5, top_p=0.9, rule="coupled")
 STANDARD = Setting(0.9, top_k=5, top_p=0.9)
 GREEDY = Setting(0.0)
-BATCH = (COUPLED, STANDARD, GREEDY, Setting(1.2, min_p=0.05), Setting(1.2, coupled=True), COUPLED)
+BATCH = (COUPLED, STANDARD, GREEDY, Setting(1.2, min_p=0.05), Setting(1.2, rule="coupled"), COUPLED)
 
 TARGET = functools.partial(model, V, 5)
 # what proposes -> (the drafter, whether it is greedy)
@@ -69,7 +69,7 @@ def test_coupled_tokens_do_not_depend_on_the_drafts(proposer):
 
 
 def test_coupled_tokens_do_not_depend_on_the_number_of_drafts():
-    rows = [Setting(0.9, top_k=5, top_p=0.9, coupled=True, num_drafts=k) for k in (0, 1, 2, 3)]
+    rows = [Setting(0.9, top_k=5, top_p=0.9, rule="coupled", num_drafts=k) for k in (0, 1, 2, 3)]
     here = tokens("draft", settings=(*rows, STANDARD, GREEDY))
     for row in here[1:4]:
         np.testing.assert_array_equal(row, here[0])

@@ -19,7 +19,7 @@ from jaxspec.decode import round as decode_round
 from jaxspec.engine.engine import Model
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
-from jaxspec.verify import rejection
+from jaxspec.verify import block, rules, standard
 from tests import laws
 from tests.launches import PROMPT, Launches, Setting, blend, model, paged
 from tests.sizes import cases
@@ -27,7 +27,8 @@ from tests.sizes import cases
 LEAST_P = 1e-4  # below it the program is wrong
 REJECTED = 1e-9  # a planted fault has to fall below this
 ROWS = 1024  # of a launch
-ANY_RULE = {"coupled": False, "num_drafts": None}  # what a law does not depend on
+EVERY_RULE = [name for name, rule in rules.RULES.items() if rule.lossless and name != rules.GREEDY]
+ANY_RULE = {"rule": "standard", "num_drafts": None}  # what a law does not depend on
 
 
 def settings(size: int, **how) -> list[Setting]:
@@ -56,7 +57,7 @@ def law(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> np
 
 
 def adjusted_logits(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> list[np.ndarray]:
-    """As `logits`, after masks, bias and penalties; behind a stop id only that id follows."""
+    """As `logits`, after masks, bias and penalties; after a stop id only that id follows."""
     s, found = setting, logits(size, length, prompt)
     if not (s.params(length).processed or s.bad_words or s.stop_ids):
         return found
@@ -100,12 +101,16 @@ def compare(
 
 
 @cases(
-    ("num_drafts", "size", "samples"),
-    [(1, 5, 50_000), (2, 4, 50_000), (3, 3, 50_000), (4, 3, 100_000)],
-    quick=[(2, 4, 50_000)],
+    ("rule", "num_drafts", "size", "samples"),
+    [
+        (rule, *how)
+        for rule in ("standard", "block")
+        for how in [(1, 5, 50_000), (2, 4, 50_000), (3, 3, 50_000), (4, 3, 100_000)]
+    ],
+    quick=[("standard", 2, 4, 50_000), ("block", 3, 3, 50_000)],
 )
-def test_the_standard_rule_draws_from_the_targets_law(num_drafts, size, samples):
-    p_values, accepted = compare(num_drafts, size, samples, settings(size))
+def test_a_rule_with_numbers_of_the_round_draws_from_the_targets_law(rule, num_drafts, size, samples):
+    p_values, accepted = compare(num_drafts, size, samples, settings(size, rule=rule))
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.4).all()  # both outcomes are frequent,
     assert (accepted[:, 0] < 0.9).all()
@@ -118,14 +123,14 @@ def test_the_standard_rule_draws_from_the_targets_law(num_drafts, size, samples)
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_the_coupled_rule_draws_from_the_targets_law(greedy_draft):
     """Half of the rows are coupled, half standard, in one batch."""
-    rows = settings(4, coupled=True) + settings(4)
+    rows = settings(4, rule="coupled") + settings(4)
     p_values, accepted = compare(2, 4, 25_000, rows, greedy_draft=greedy_draft)
     assert (p_values > LEAST_P).all()
-    coupled, standard = accepted[:4, 0], accepted[4:, 0]
+    coupled, drawn = accepted[:4, 0], accepted[4:, 0]
     # A one-hot proposal loses nothing by the coupling, a drawn one a little.
     low, high = (0.97, 1.03) if greedy_draft else (0.9, 1.0)
-    assert (low * standard < coupled).all()
-    assert (coupled < high * standard).all()
+    assert (low * drawn < coupled).all()
+    assert (coupled < high * drawn).all()
 
 
 def reduced() -> Model:
@@ -140,7 +145,7 @@ def reduced() -> Model:
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_a_reduced_vocabulary_draws_from_the_targets_law(greedy_draft):
     """The draft lacks two of four ids, which the target emits often; half of the rows are coupled."""
-    rows = [Setting(t, coupled=c) for t in (0.7, 1.0) for c in (False, True)]
+    rows = [Setting(t, rule=rule) for t in (0.7, 1.0) for rule in EVERY_RULE]
     p_values, accepted = compare(2, 4, 25_000, rows, reduced(), greedy_draft=greedy_draft)
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.2).all()
@@ -156,7 +161,7 @@ NOTHING_TO_PROPOSE = (
 @pytest.mark.thorough
 @pytest.mark.parametrize("greedy_draft", [False, True])
 def test_a_draft_without_any_allowed_id_draws_from_the_targets_law(greedy_draft):
-    rows = [Setting(1.0, coupled=c, **how) for how in NOTHING_TO_PROPOSE for c in (False, True)]
+    rows = [Setting(1.0, rule=rule, **how) for how in NOTHING_TO_PROPOSE for rule in EVERY_RULE]
     p_values, accepted = compare(2, 4, 25_000, rows, reduced(), greedy_draft=greedy_draft)
     assert (p_values > LEAST_P).all()
     assert accepted[0, 0] == 0 or greedy_draft
@@ -173,9 +178,9 @@ def test_and_one_that_proposes_nevertheless_does_not(monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("coupled", [False, True])
-def test_prompt_lookup_draws_from_the_targets_law(coupled):
-    rows = settings(3, coupled=coupled)
+@pytest.mark.parametrize("rule", EVERY_RULE)
+def test_prompt_lookup_draws_from_the_targets_law(rule):
+    rows = settings(3, rule=rule)
     p_values, accepted = compare(3, 3, 25_000, rows, (1, 3), prompt=(0, 2, 1, 0, 2, 1, 0))
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.1).all()
@@ -185,7 +190,7 @@ def test_prompt_lookup_draws_from_the_targets_law(coupled):
 def test_prompt_lookup_with_a_draft_model_draws_from_the_targets_law():
     """Looked-up tokens are certain, the draft's are drawn: both kinds stand in a round, coupled rows beside others."""
     prompt = (0, 2, 1, 0, 2, 1, 0)
-    rows = [Setting(t, coupled=c) for t in (0.7, 1.0) for c in (False, True)]
+    rows = [Setting(t, rule=rule) for t in (0.7, 1.0) for rule in EVERY_RULE]
     p_values, accepted = compare(3, 3, 25_000, rows, ((2, 3), draft(3)), prompt=prompt)
     assert (p_values > LEAST_P).all()
     assert (accepted[:, 0] > 0.1).all()
@@ -193,7 +198,7 @@ def test_prompt_lookup_with_a_draft_model_draws_from_the_targets_law():
 
 @pytest.mark.thorough
 def test_rows_with_fewer_drafts_draw_from_the_targets_law():
-    rows = [Setting(0.8, min_p=0.1, num_drafts=k, coupled=c) for c in (False, True) for k in range(4)]
+    rows = [Setting(0.8, min_p=0.1, num_drafts=k, rule=rule) for rule in EVERY_RULE for k in range(4)]
     p_values, _ = compare(3, 3, 25_000, rows)
     assert (p_values > LEAST_P).all()
 
@@ -202,21 +207,44 @@ def test_rows_with_fewer_drafts_draw_from_the_targets_law():
 
 
 def always_accept(patch) -> None:
-    patch.setattr(rejection, "leading", lambda accepted, num_proposed: num_proposed)
+    patch.setattr(standard, "leading", lambda accepted, num_proposed: num_proposed)
+    patch.setattr(block, "judged", lambda p, proposal: (p[..., 0] * 0 + 1, p[:, 1:, 0] * 0 + 1))
+
+
+def extra_from(patch, wrong: Callable) -> None:
+    for rule in (standard, block):
+        patch.setattr(rule, "extra_law", wrong)
 
 
 def recover_from_p(patch) -> None:
-    patch.setattr(rejection, "extra_distribution", lambda p, proposal, num_accepted: rng.take_row(p, num_accepted))
+    extra_from(patch, lambda p, proposal, num_accepted, weight=1.0: rng.take_row(p, num_accepted))
 
 
 def bonus_from_q(patch) -> None:
-    right = rejection.extra_distribution
+    right = standard.extra_law
 
-    def wrong(p, proposal, num_accepted):
+    def wrong(p, proposal, num_accepted, *weight):
         bonus = (num_accepted >= proposal.num_proposed)[:, None]
-        return jnp.where(bonus, proposal.probs[:, -1], right(p, proposal, num_accepted))
+        return jnp.where(bonus, proposal.probs[:, -1], right(p, proposal, num_accepted, *weight))
 
-    patch.setattr(rejection, "extra_distribution", wrong)
+    extra_from(patch, wrong)
+
+
+def leading_run_of_the_block(patch) -> None:
+    """Up to the first number that is not below its chance, where the largest length counts."""
+    right = block.judged
+
+    def wrong(p, proposal):
+        weights, chances = right(p, proposal)
+        return weights, jnp.cumprod(chances, axis=1)
+
+    patch.setattr(block, "judged", wrong)
+
+
+def numbers_of_absolute_positions(patch) -> None:
+    """A round's own numbers in their place: what the round before saw behind its last token is used again."""
+    right = rng.keys
+    patch.setattr(rng, "keys", lambda seed, position, purpose, offset=0: right(seed, position + offset, purpose))
 
 
 def top_p_before_temperature(patch) -> None:
@@ -251,6 +279,13 @@ FAULTS: list[tuple[Callable, str, bool]] = [
     (recover_with_the_drafts_noise, "standard", False),
     (accept_with_the_drafts_noise, "standard", False),
     (same_numbers_every_round, "standard", False),
+    (always_accept, "block", False),
+    (recover_from_p, "block", False),
+    (recover_from_p, "block", True),
+    (bonus_from_q, "block", False),
+    (leading_run_of_the_block, "block", False),
+    (accept_with_the_drafts_noise, "block", False),
+    (numbers_of_absolute_positions, "block", False),
     (same_numbers_every_round, "coupled", False),
 ]
 
@@ -258,5 +293,7 @@ FAULTS: list[tuple[Callable, str, bool]] = [
 @cases(("fault", "rule", "greedy_draft"), FAULTS, quick=[(bonus_from_q, "standard", False)])
 def test_planted_faults_are_rejected(fault, rule, greedy_draft, monkeypatch):
     fault(monkeypatch)
-    p_values, _ = compare(2, 4, 12_000, settings(4, coupled=rule == "coupled"), greedy_draft=greedy_draft)
+    # Three drafts are the fewest of which a round sees numbers that the next would use again at absolute positions.
+    num_drafts, size = (3, 3) if fault is numbers_of_absolute_positions else (2, 4)
+    p_values, _ = compare(num_drafts, size, 12_000, settings(size, rule=rule), greedy_draft=greedy_draft)
     assert p_values.min() < REJECTED

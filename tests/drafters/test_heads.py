@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from tests.tiny_models import engine, outputs, run
 K, VOCAB = 4, 320
 TARGET = Shape(vocab_size=VOCAB, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=4, rope_theta=5e5, eps=1e-5)
 PROMPT = tuple(int(i) for i in np.random.default_rng(3).integers(5, VOCAB, 45))
-SIZES = {"page_size": 8, "prefill_chunk": 16, "max_num_seqs": 4, "num_pages": 60, "max_model_len": 128}
+CHUNK = 16
+SIZES = {"page_size": 8, "prefill_chunk": CHUNK, "max_num_seqs": 4, "num_pages": 60, "max_model_len": 128}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14)
 
 
@@ -111,31 +113,51 @@ def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch
     samples of one prompt; a row that drafts less, and one that drafts nothing for a while."""
     pair, rounds = read(folders, name), recording(monkeypatch)
     served = pair.engine(K, **SIZES)
+    monkeypatch.setattr(served, "grown_shape", lambda requests: (4, 16))  # compiling takes longest by far
     prompts = [PROMPT[:1], PROMPT[:8], PROMPT, (*PROMPT[:24], 7, 9), (*PROMPT[:25], 7, 9)]
     plain = outputs(engine(pair.target, **SIZES), prompts, GREEDY)
     assert outputs(served, prompts[:3], GREEDY) == plain[:3]
     assert outputs(served, prompts[3:], GREEDY) == plain[3:]
     few = SamplingParams(temperature=0.0, max_tokens=14, num_speculative_tokens=2)
     assert outputs(served, [PROMPT], few) == plain[2:3]
-    samples = served.add(PROMPT[:20], SamplingParams(temperature=0.0, max_tokens=9, n=3)).samples
+    samples, together = served.add(PROMPT[:20], SamplingParams(temperature=0.0, max_tokens=9, n=3)).samples, 0
     while served.busy:
-        served.step()
+        served.step(1)  # so that the first still runs when the others come, and copy its last page
+        together += len(served.scheduler.running) == 3
     assert len({tuple(s.output) for s in samples}) == 1
+    assert together
     jax.effects_barrier()
     seen = len(rounds)
     assert check(folders(name)[0], rounds, reference(folders(name), name)) > 2 * K * len(prompts)
     assert {len(one.drafts) for one in rounds} >= {2, K}
-    # Speculation pauses, as when many requests run, and comes back.
-    paused = served.add(PROMPT[:13], GREEDY)
-    while not paused.prefilled:
+    # Speculation pauses, as when many requests run, and comes back: within what the first pass reads, and after more
+    # than a chunk of a prompt.
+    paused = served.add(PROMPT[:13], SamplingParams(temperature=0.0, max_tokens=60))
+    for rounds_without in (3, CHUNK + 5):
         served.step(1)
-    served.launch([paused], 0, 5)
-    served.absorb([paused], served.launch([paused], 0, 5))
+        served.absorb([paused], served.launch([paused], 0, rounds_without))
     while served.busy:
         served.step()
     jax.effects_barrier()
     assert len(rounds) > seen
     check(folders(name)[0], rounds[seen:], reference(folders(name), name))
+
+
+@cases("name", QUICK, quick=["eagle3", "p-eagle"])
+def test_accepted_drafts(folders, name, monkeypatch):
+    """Random heads are hardly ever right, so here drafts are accepted by lot. What the next rounds propose is the
+    reference's, whether all were accepted or none; prompts share beginnings that end at a page's end and beside it."""
+    pair, rounds = read(folders, name), recording(monkeypatch)
+    lots = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.8, 0.6, 0.45, 0.3)}
+    served = pair.engine(K, **SIZES, spec=lots)
+    monkeypatch.setattr(served, "grown_shape", lambda requests: (4, 16))
+    pages = {n * SIZES["page_size"] + beside for n in (1, 2, 3) for beside in (-1, 0, 1)}
+    for shared in sorted(pages):
+        run(served, [(*PROMPT[:shared], 7, 9, 11), (*PROMPT[:shared], 8)], GREEDY)
+    gained = served.metrics.num_accepted_tokens_per_pos
+    assert min(a - b for a, b in itertools.pairwise([served.metrics.num_drafts, *gained, 0])) > 0, "each number of them"
+    jax.effects_barrier()
+    check(folders(name)[0], rounds, reference(folders(name), name))
 
 
 @cases("name", QUICK, quick=["eagle3", "dflash"])

@@ -238,14 +238,14 @@ def test_a_bad_engine_is_refused(options, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("rule", "seed", "coupled"),
-    [(None, 1, True), (None, None, False), ("standard", 1, False), ("coupled", None, True)],
+    ("asked", "seed", "rule"),
+    [(None, 1, "coupled"), (None, None, "standard"), ("standard", 1, "standard"), ("coupled", None, "coupled")],
 )
-def test_which_rule_a_request_follows(rule, seed, coupled):
-    spec = SpeculativeConfig(num_speculative_tokens=2, rejection_sample_method=rule)
+def test_which_rule_a_request_follows(asked, seed, rule):
+    spec = SpeculativeConfig(num_speculative_tokens=2, rejection_sample_method=asked)
     own = tiny_models.engine(target(), spec, **OPTIONS)
     request = own.add([1, 2], SamplingParams(seed=seed))
-    assert request.coupled is coupled
+    assert request.rule == rule
     assert request.seed == seed or seed is None
     other = own.add([1, 2], SamplingParams(seed=seed))
     assert (other.seed == request.seed) is (seed is not None), "every request without a seed draws its own"

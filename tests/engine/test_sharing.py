@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.engine.schedules import PAGE, fill, request, samples, scheduler
@@ -93,6 +94,31 @@ def test_other_beginnings_are_no_hit():
         fill(s, r)
     assert not set(a.pages) & set(b.pages)
     assert len(s.allocator.page_of) == 6
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_hit_is_as_long_as_what_its_entries_see_is_the_same(lookahead):
+    """Prompts of two ids that part anywhere: an entry of the draft's may depend on the token after its own."""
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        ids = lambda n, rng=rng: rng.integers(0, 2, n).tolist()
+        s, a, b, alike = (
+            scheduler(num_pages=30, lookahead=lookahead),
+            request(id=0),
+            request(id=1),
+            ids(rng.integers(14)),
+        )
+        a.prompt, b.prompt = ([*alike, *ids(rng.integers(1, 9))] for _ in range(2))
+        s.add(a)
+        s.admit()
+        a.target_len = len(a.prompt) - 1
+        a.draft_len = max(a.target_len - lookahead, 0)
+        s.register(a)
+        same = lambda n, a=a, b=b: a.prompt[: n + lookahead] == b.prompt[: n + lookahead]
+        ends = range(PAGE, min(a.draft_len, len(b.prompt) - 1) + 1, PAGE)
+        s.add(b)
+        s.admit()
+        assert b.target_len == b.draft_len == PAGE * sum(same(end) for end in ends), (a.prompt, b.prompt)
 
 
 def test_without_reuse_nothing_is_known():

@@ -8,7 +8,7 @@ import pytest
 from jaxspec.decode.state import Variant
 from tests.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_engine
 
-EVERYTHING = Variant(standard=True, coupled=True, filters=True, logprobs=5, processors=True)
+EVERYTHING = Variant(frozenset({"standard", "coupled"}), filters=True, logprobs=5, processors=True)
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Makes the golden files again, with torch: `python -m tests.golden.make` (families), `... smollm2 MODEL.gguf`.
+"""Makes golden files, with torch: `python -m tests.golden.make [FAMILY ...]` (all of them), `... smollm2 MODEL.gguf`.
 
 Each family's folder holds a random model as transformers saves it, and expected.safetensors with token ids and float32
 logits. smollm2.json holds greedy continuations of the real model, computed in float32 from the dequantised weights.
@@ -25,8 +25,11 @@ PROMPTS = (
 NEW_TOKENS = 64
 
 
-def families() -> None:
+def families(*wanted: str) -> None:
+    """A family's place among all is its seed: new ones come last."""
     for seed, family in enumerate(FAMILIES):
+        if wanted and family not in wanted:
+            continue
         folder = FOLDER / family
         shutil.rmtree(folder, ignore_errors=True)
         model = torch_model(family, seed)
@@ -101,4 +104,4 @@ if __name__ == "__main__":
         text = ",\n".join(json.dumps(row) for row in greedy(Path(sys.argv[2])))
         (FOLDER / "smollm2.json").write_text(f"[\n{text}\n]\n", encoding="utf-8")
     else:
-        families()
+        families(*sys.argv[1:])

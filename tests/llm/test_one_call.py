@@ -11,7 +11,7 @@ import checkpoints
 import jaxspec.one_call
 from jaxspec import SamplingParams, SpeculativeConfig
 from jaxspec.errors import UnsupportedError, UserError
-from jaxspec.transformers_options import KNOWN, OF_THE_PROGRAM, OF_THE_TEXT
+from jaxspec.transformers_options import KNOWN, MAX_NEW_TOKENS, OF_THE_PROGRAM, OF_THE_TEXT, TOP_K
 from tests.llm.answers import GREEDY, PROMPTS, ids_of
 
 REFUSED = {name: off for names in (OF_THE_TEXT | OF_THE_PROGRAM).values() for name, off in names.items()}
@@ -246,4 +246,4 @@ def test_all_of_transformers_options_are_known():
     assert {name: defaults[name] for name in REFUSED.keys() & defaults.keys()} == {
         name: REFUSED[name] for name in REFUSED.keys() & defaults.keys()
     }
-    assert (defaults["max_length"], defaults["top_k"]) == (jaxspec.one_call.MAX_NEW_TOKENS, jaxspec.one_call.TOP_K)
+    assert (defaults["max_length"], defaults["top_k"]) == (MAX_NEW_TOKENS, TOP_K)

@@ -17,7 +17,7 @@ from jaxspec.decode.state import Variant
 from jaxspec.outputs import RequestOutput
 from tests.model_folders import write_model
 
-EVERYTHING = Variant(standard=True, coupled=True, filters=True, logprobs=5, processors=True)
+EVERYTHING = Variant(frozenset({"standard", "coupled"}), filters=True, logprobs=5, processors=True)
 OPTIONS = {"max_num_seqs": 6, "num_pages": 40, "page_size": 4, "max_model_len": 64, "prefill_chunk": 16}
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 NO_NUMBER = 77  # an id whose row of the table is no number
@@ -72,8 +72,12 @@ PROMPTS = ([], [2**40], [400], [-1], [1.5], b"abc", None, [5] * 64, {"prompt_tok
 
 @dataclasses.dataclass
 class Case:
-    """prompt, params: as given, the latter a dict; past: options that get past SamplingParams' check; fails: what of it
-    raises while it is decoded, "stop" (its stop callback) or None."""
+    """A request.
+
+    params: options of SamplingParams.
+    past: options that get past its check.
+    fails: what of it raises while it is decoded: "stop" (its stop callback) or None.
+    """
 
     prompt: Any
     params: dict[str, Any]

@@ -28,8 +28,14 @@ REGISTERS, BLOCK_REGISTERS = 255, 65_536  # that a thread, and that all threads 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """multiprocessors; of each its shared memory in bytes, what of it one program may have, threads, float32 units;
-    clock in GHz; L2 cache in bytes. The rest stands in ACCELERATORS."""
+    """What compilers are told of a GPU.
+
+    facts: its name in ACCELERATORS, where the rest stands.
+    shared, threads, units: of a multiprocessor: bytes of shared memory, threads, float32 units.
+    most_shared: bytes of it that one program may have.
+    clock: GHz.
+    cache: bytes of L2.
+    """
 
     facts: str
     multiprocessors: int
@@ -57,8 +63,14 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One of a compiled program: threads of a program of its grid, registers of a thread, bytes of shared memory, and
-    bytes that a thread stores because it has no registers left. launches: places of the program that start it."""
+    """A kernel of a compiled program.
+
+    threads: of a program of its grid.
+    registers: of a thread.
+    shared: bytes of shared memory.
+    spilled: bytes that a thread stores because it has no registers left.
+    launches: places of the compiled program that start it.
+    """
 
     name: str
     threads: int
@@ -70,9 +82,14 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """triton: calls of kernels that are ours. temporary, aliased, pages: bytes of the program's memory, of its donated
-    arguments that it writes in place, of all pages, of the weights; reserved: what the engine keeps for temporary
-    memory."""
+    """A compiled program, sizes in bytes.
+
+    triton: calls of kernels that are ours.
+    temporary: its own memory.
+    aliased: donated arguments that it writes in place.
+    pages, weights: all of them.
+    reserved: what the engine keeps for temporary memory.
+    """
 
     kernels: tuple[Kernel, ...]
     triton: int

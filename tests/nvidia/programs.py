@@ -21,7 +21,7 @@ SMALL = {"max_num_seqs": ROWS, "max_model_len": 1024, "num_pages": 500}
 QWEN = ("qwen3-0.6b", 1)  # whose prefill has no attention: nobody reads what the last layer attends to
 PROGRAMS: dict[str, dict[str, Any]] = {
     "few layers": {"target": ("qwen3-0.6b", 2), "draft": QWEN, **SMALL},
-    "sampling": {"target": QWEN, "draft": QWEN, "variant": Variant(standard=True), **SMALL},
+    "sampling": {"target": QWEN, "draft": QWEN, "variant": Variant(frozenset({"standard"})), **SMALL},
     "one row": {"target": ("smollm2-135m", 2), "draft": ("smollm2-135m", 1), **SMALL, "max_num_seqs": 1},
     "whole": {"target": ("qwen3-0.6b", None), "draft": ("smollm2-135m", None), "max_model_len": 4096},
 }

@@ -24,7 +24,7 @@ def run(name, x, table, num_ids):
 @pytest.mark.parametrize(("size", "num_ids"), [(1024, 1024), (1000, 1000), (1000, 900), (40, 40)])
 @cases("width", [64, 576], quick=[64])
 def test_every_flavour_finds_the_lowest_of_the_largest(name, rows, size, num_ids, width):
-    """Few different sums, so that ties are many: within a program's columns, and between programs. What stands behind
+    """Few different sums, so that ties are many: within a program's columns, and between programs. What stands after
     num_ids, and in no table at all, is never found, though every row would like it best."""
     x, table = whole_numbers(*rows, width, seed=1), whole_numbers(size, width, seed=2)
     table = table.at[size // 2 :].set(table[: size - size // 2])  # each sum twice

@@ -14,6 +14,7 @@ from hypothesis import given
 from jaxspec.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import paged_attention
 from pallas_kernels.forms import function, module
+from pallas_kernels.tree import packed
 from tests.pallas_kernels import flavours
 from tests.pallas_kernels.flavours import Racing, few_examples, kernel, seeds
 from tests.sizes import cases
@@ -142,6 +143,51 @@ def test_every_flavour_equals_the_oracle(name, case):
 @cases("case", ODD_CASES, quick=ODD_CASES[1:], ids=str)
 def test_odd_head_sizes(name, case):
     check_case(case, name)
+
+
+TREES = [
+    Case(b=3, t=5, h=9, g=3, d=64, s=4, n=5),
+    Case(b=2, t=7, h=4, g=1, d=128, s=16, n=40, window=300, soft_cap=3.0),  # several blocks of keys, several splits
+    Case(b=2, t=40, h=2, g=1, d=64, s=8, n=30, window=60),  # more nodes than a word has bits, several blocks of queries
+]
+
+
+def random_tree(case: Case, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(parents i32[T], -1 of the first, seen bool[T, T]): a node sees itself and what its parent does."""
+    parents = np.array([-1] + [draw.integers(0, j) for j in range(1, case.t)])
+    seen = np.eye(case.t, dtype=bool)
+    for j in range(1, case.t):
+        seen[j] |= seen[parents[j]]
+    return parents, seen
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+@cases("case", TREES, quick=TREES[1:], ids=str)
+@pytest.mark.parametrize("earlier", [0, 6])
+def test_a_node_of_a_tree_sees_its_ancestors(name, case, earlier):
+    """As a chain of them alone would, each standing as deep as it has ancestors; earlier: nodes of another pass."""
+    attend = kernel("paged_attention", name, **case.options)
+    chain = kernel("paged_attention", "reference", **case.options)
+    draw = np.random.default_rng(7)
+    nodes = case.t + earlier
+    _, seen = random_tree(case._replace(t=nodes), draw)
+    first = draw.integers(0, case.n * case.s - nodes, case.b).astype(np.int32)
+    ids = draw.permutation(case.num_pages - 1)[: case.b * case.n].reshape(case.b, case.n).astype(np.int32)
+    pages = draw.normal(size=(case.num_pages, case.s, 2 * case.g, case.d)).astype(np.float32)
+    query = draw.normal(size=(case.b, case.t, case.h, case.d)).astype(np.float32)
+    depth = seen.sum(1) - 1
+    where = first[:, None] + depth[None, earlier:]
+    shown = jnp.broadcast_to(seen[None, earlier:], (case.b, case.t, nodes))
+    out = attend(query, pages, ids, first + nodes, None, packed(jnp.asarray(where), jnp.asarray(first), shown))
+    for b in range(case.b):
+        keys = np.arange(first[b])
+        for t in range(case.t):
+            at = [*keys, *(first[b] + np.flatnonzero(seen[earlier + t]))]
+            alone = np.zeros((-(-len(at) // case.s), case.s, 2 * case.g, case.d), np.float32)
+            alone.reshape(-1, 2 * case.g, case.d)[: len(at)] = pages[ids[b]].reshape(-1, 2 * case.g, case.d)[at]
+            table, length = np.arange(len(alone), dtype=np.int32)[None], np.array([len(at)], np.int32)
+            wanted = chain(query[b : b + 1, t : t + 1], alone, table, length)
+            np.testing.assert_allclose(out[b, t], wanted[0, 0], rtol=0, atol=ATOL["float32"])
 
 
 @pytest.mark.parametrize("name", FLAVOURS)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import info, llm, loading
+from jaxspec.config import KERNELS
 from jaxspec.engine.engine import Model
 from jaxspec.models.layers import Backend
 from pallas_kernels import (
@@ -20,6 +21,7 @@ from pallas_kernels import (
     slot_mapping,
 )
 from pallas_kernels.device import CPU, Device
+from pallas_kernels.forms import IMPLEMENTATIONS
 from tests import lively_models, tiny_models
 from tests.pallas_kernels.flavours import A100, H100
 from tests.sizes import cases
@@ -129,6 +131,11 @@ def test_kernels_are_refused_in_one_line(monkeypatch):
     with pytest.raises(ValueError, match=message):
         llm.LLM("smollm2-135m-draft", kernels="pallas")
     Backend(CPU, None, "pallas")
+
+
+def test_what_may_be_asked_for_has_the_same_names_everywhere():
+    """The option classes are read for the command line's help, and jax is not."""
+    assert KERNELS == IMPLEMENTATIONS
 
 
 def test_the_dtype_is_one_that_the_gpu_computes_with():

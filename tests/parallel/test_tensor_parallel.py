@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jaxspec.parallel.mesh import PAGES_SPEC, make_mesh
+from jaxspec.parallel.mesh import FEATURES_SPEC, PAGES_SPEC, make_mesh
 from jaxspec.sampling_params import SamplingParams
-from tests import tiny_models
+from tests import lively_heads, tiny_models
 from tests.lively_models import (
     FAMILY,
     OPTIONS,
@@ -41,6 +41,19 @@ def test_two_devices_give_the_same_tokens(method):
         counters = [r.metrics.as_dict() for r in theirs]
         assert [r.metrics.as_dict() for r in mine] == counters
         assert method == "plain" or sum(c["num_accepted_tokens"] for c in counters) > 0
+
+
+@cases("kind", lively_heads.KINDS, quick=["eagle3"])
+def test_drafts_of_two_devices_are_those_of_one(kind):
+    """Accepted by lot, so that they are the text. Each device has half of the features of a position."""
+    lots = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.9, 0.8, 0.7)}
+    one, two = (lively_heads.engine(kind, K, spec=lots, tensor_parallel_size=degree) for degree in (1, 2))
+    sampling = [SamplingParams(max_tokens=20, seed=i, temperature=0.0) for i in range(5)]
+    assert texts(serve(two, PROMPTS, sampling, rounds=4)) == texts(serve(one, PROMPTS, sampling, rounds=4))
+    assert two.metrics.num_accepted_tokens > 20
+    for leaf in two.runner.cache.features:
+        assert leaf.sharding.spec == FEATURES_SPEC
+        assert {s.data.shape[2] for s in leaf.addressable_shards} == {leaf.shape[2] // 2}
 
 
 @pytest.mark.parametrize("family", ["llama", "loops", "qwen2"])

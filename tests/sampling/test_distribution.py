@@ -37,7 +37,7 @@ def rows_of(wishes: list[tuple]) -> SamplingRows:
         top_p=jnp.asarray(top_p, jnp.float32),
         min_p=jnp.asarray(min_p, jnp.float32),
         seed=jnp.zeros((len(wishes), 2), jnp.uint32),
-        coupled=jnp.zeros(len(wishes), bool),
+        rule=jnp.zeros(len(wishes), jnp.int32),
     )
 
 

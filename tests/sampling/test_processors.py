@@ -58,7 +58,7 @@ def request(wish: Wish) -> Request:
             allowed_token_ids=wish.allowed_ids,
         ),
         seed=0,
-        coupled=False,
+        rule=0,
         stop_ids=tuple(wish.stop_ids),
         max_len=2 * M,
         num_speculative_tokens=K,
@@ -152,7 +152,7 @@ def banned(wish: Wish, offset: int = 0) -> list[int]:
 A, C, D, E = 3, 4, 5, 6
 # (what is asked for and where, drafts before, ids that are forbidden)
 BANS = [
-    # A bad word is complete with its last id, when all others stand in front of it.
+    # A bad word is complete with its last id, when all others stand before it.
     ({"bad_words": ((A,),)}, 0, [A]),
     ({"bad_words": ((A, C),), "output": (A,)}, 0, [C]),
     ({"bad_words": ((A, C),), "output": (A, D)}, 0, []),

@@ -124,7 +124,7 @@ def state(folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_a_killed_run_ends_as_if_it_had_not_been(root):
-    """The process is killed for good, somewhere behind its second checkpoint; every bit of the last state is as in a
+    """The process is killed for good, somewhere after its second checkpoint; every bit of the last state is as in a
     run that was left alone."""
     short = {"steps": 120, "eval_every": 40}
     alone = loop.train(runs.options(root, "alone", **short))

@@ -1,11 +1,10 @@
 """Every rule emits the target's law: its acceptance probabilities exactly, and what `verify` draws by statistics.
 
-A rule joins by its line in RULES.
+A rule joins by its line in the registry.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,8 +15,9 @@ import numpy as np
 import pytest
 
 from jaxspec.drafters.base import Proposal
-from jaxspec.verify import coupled, rejection
-from jaxspec.verify.base import Verdict
+from jaxspec.verify import block, coupled, rules, standard
+from jaxspec.verify.base import Case, Verdict
+from jaxspec.verify.coupled import shared_noise
 from pallas_kernels.likeliest_token.reference import likeliest
 from tests import laws
 
@@ -25,50 +25,32 @@ V, K = 3, 3
 START = 11  # num_tokens of all rows
 
 
-@jax.jit
-def standard_laws(p, q, tokens):
-    return jax.vmap(rejection.law)(p, q, tokens)
+NAMES = [name for name, rule in rules.RULES.items() if rule.lossless and name != rules.GREEDY]
 
 
-def coupled_laws(p, q, tokens):
-    return map(np.stack, zip(*map(coupled.law, *map(jnp.asarray, (p, q, tokens))), strict=True))
+def law(name: str) -> Callable:
+    """(p [n,T,V], q [n,K,V], drafts [n,K]) -> (P(i accepted) [n,T], the extra token's law [n,T,V]), T = K + 1."""
+    return lambda *x: rules.implementation(name).law(*map(jnp.asarray, x))
 
 
-def draw_standard(p, q, num_proposed, seed):
-    """Drafts from q, chosen outside, and the verdict on them."""
-    uniform = np.random.default_rng(0).random((len(seed), K, 1))
-    tokens = jnp.asarray((uniform > np.cumsum(q, axis=-1)).sum(axis=-1), jnp.int32)
-    probs = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (len(seed), K, V))
-    logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (len(seed), K + 1, V))
-    start = jnp.full(len(seed), START)
-    verify = jax.jit(lambda *x: rejection.verify(*x))  # traced afresh: a test may have planted a fault
-    return tokens, verify(logits, Proposal(tokens, probs, num_proposed), seed, start)
+def draw(name: str, p: np.ndarray, q: np.ndarray, num_proposed: np.ndarray) -> tuple[np.ndarray, Verdict]:
+    """Drafts from q and the verdict on them, in as many rows as num_proposed has: p [K+1,V], q [K,V]."""
+    rows, shared = len(num_proposed), rules.RULES[name].noise == "shared"
+    seed = jnp.stack([jnp.zeros(rows, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], axis=1)
+    every_row = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), (rows, *x.shape))
+    uniform = np.random.default_rng(0).random((rows, K, 1))
+    drawn = jnp.asarray((uniform > np.cumsum(q, axis=-1)).sum(axis=-1), jnp.int32)
 
+    @jax.jit  # traced afresh: a test may have planted a fault
+    def run(seed, drawn, num_proposed):
+        logits, probs, own = jnp.log(every_row(p)), every_row(q), jnp.zeros((rows, K + 1), jnp.int32)
+        if shared:
+            noise = jnp.stack([shared_noise(seed, jnp.full(rows, START + i), V) for i in range(K + 1)], axis=1)
+            drawn, own = likeliest(jnp.log(probs) + noise[:, :-1]), likeliest(logits + noise)
+        case = Case(logits, own, Proposal(drawn, probs, num_proposed), seed, jnp.full(rows, START), jnp.zeros(0))
+        return drawn, rules.implementation(name).verify(case)
 
-def draw_coupled(p, q, num_proposed, seed):
-    """Draft and target share their noise."""
-
-    @jax.jit
-    def run(seed, num_proposed):
-        at = lambda i: coupled.shared_noise(seed, jnp.full(len(seed), START + i), V)
-        noise = jnp.stack([at(i) for i in range(K + 1)], axis=1)
-        log = lambda x: jnp.log(jnp.asarray(x, jnp.float32))
-        tokens = jnp.argmax(log(q) + noise[:, :-1], axis=-1).astype(jnp.int32)
-        return tokens, coupled.verify(likeliest(log(p) + noise), Proposal(tokens, None, num_proposed))
-
-    return run(seed, num_proposed)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """laws: (p [n,K+1,V], q [n,K,V], drafts [n,K]) -> (P(i accepted) [n,K+1], the extra token's law [n,K+1,V]);
-    draw: (p [K+1,V], q [K,V], num_proposed [B], seed [B,2]) -> (drafts [B,K], Verdict)."""
-
-    laws: Callable
-    draw: Callable
-
-
-RULES = {"standard": Rule(standard_laws, draw_standard), "coupled": Rule(coupled_laws, draw_coupled)}
+    return jax.device_get(run(seed, drawn, jnp.asarray(num_proposed)))
 
 
 def random_laws(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -106,7 +88,7 @@ def emitted_law(round_laws: Callable, length: int) -> np.ndarray:
     """The law of the first `length` tokens, [V]*length, by following every draft, accepted length and extra token
     through as many rounds as it takes."""
     p, q = tables(length)
-    law = np.zeros((V,) * length)
+    emitted = np.zeros((V,) * length)
     reached = {(): 1.0}  # prefix at which a round starts -> its probability
     while reached:
         prefix = min(reached, key=len)
@@ -117,10 +99,10 @@ def emitted_law(round_laws: Callable, length: int) -> np.ndarray:
             for n, i, token in zip(*np.nonzero(weight), strict=True):
                 sequence = (*prefix, *drafts[n, :i].tolist(), int(token))
                 if len(sequence) >= length:
-                    law[sequence[:length]] += weight[n, i, token]
+                    emitted[sequence[:length]] += weight[n, i, token]
                 else:
                     reached[sequence] = reached.get(sequence, 0.0) + weight[n, i, token]
-    return law
+    return emitted
 
 
 def proposals(p: list[np.ndarray], q: list[np.ndarray], prefix: tuple[int, ...]) -> Iterator[tuple[np.ndarray, ...]]:
@@ -143,10 +125,10 @@ def distance(round_laws: Callable, length: int) -> float:
     return float(np.abs(emitted_law(round_laws, length) - target).sum() / 2)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 def test_the_emitted_tokens_have_the_targets_law(rule):
     """Five tokens: K + 1 of a first round's bonus and at least one more round, up to five rounds."""
-    assert distance(RULES[rule].laws, 5) < 1e-6
+    assert distance(law(rule), 5) < 1e-6
 
 
 def always_accept(p, q, drafts, lengths, extras):
@@ -170,10 +152,10 @@ def accept_by_halves(p, q, drafts, lengths, extras):
 
 
 @pytest.mark.parametrize("fault", [always_accept, recover_from_p, bonus_from_q, accept_by_halves])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 def test_planted_faults_do_not(rule, fault):
     def faulty(p, q, drafts):
-        lengths, extras = map(np.asarray, RULES[rule].laws(p, q, drafts))
+        lengths, extras = map(np.asarray, law(rule)(p, q, drafts))
         return fault(p, q, drafts, lengths, extras)
 
     far = distance(faulty, 4)
@@ -189,11 +171,6 @@ ROWS = 60_000
 NUM_PROPOSED = np.arange(ROWS, dtype=np.int32) % (K + 1)
 
 
-def draw(rule: str) -> tuple[np.ndarray, Verdict]:
-    seed = jnp.stack([jnp.zeros(ROWS, jnp.uint32), jnp.arange(ROWS, dtype=jnp.uint32)], axis=1)
-    return jax.device_get(RULES[rule].draw(P, Q, jnp.asarray(NUM_PROPOSED), seed))
-
-
 def compare(rule: str, drafts: np.ndarray, verdict: Verdict) -> list[float]:
     """p-values, one for each K_b, of (drafts, number accepted, extra token) against the rule's own law."""
     assert (verdict.num_accepted <= NUM_PROPOSED).all()
@@ -207,35 +184,85 @@ def compare(rule: str, drafts: np.ndarray, verdict: Verdict) -> list[float]:
         chance = np.prod([Q[i, all_drafts[:, i]] for i in range(k)], axis=0) * np.ones(V**k)
         possible = chance > 0
         repeated = lambda x, n=possible.sum(): np.broadcast_to(x, (n, *x.shape))
-        lengths, extras = RULES[rule].laws(repeated(P[: k + 1]), repeated(Q[:k]), all_drafts[possible])
-        law = np.zeros((V**k, V, k + 1))
+        lengths, extras = law(rule)(repeated(P[: k + 1]), repeated(Q[:k]), all_drafts[possible])
+        expected = np.zeros((V**k, V, k + 1))
         joint = chance[possible, None, None] * np.asarray(lengths)[..., None] * np.asarray(extras)
-        law[possible] = joint.transpose(0, 2, 1)
-        p_values.append(laws.chi_square(np.bincount(cells, minlength=law.size), law))
+        expected[possible] = joint.transpose(0, 2, 1)
+        p_values.append(laws.chi_square(np.bincount(cells, minlength=expected.size), expected))
     return p_values
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", NAMES)
 def test_verify_draws_from_its_law(rule):
-    p_values = compare(rule, *draw(rule))
+    p_values = compare(rule, *draw(rule, P, Q, NUM_PROPOSED))
     print(rule, p_values)
     assert min(p_values) > 1e-4
 
 
-FAULTS = {
-    "leading": lambda accepted, num_proposed: num_proposed,
-    "extra_distribution": lambda p, proposal, num_accepted: p[jnp.arange(len(p)), num_accepted],
-}
+from_the_target = lambda p, proposal, num_accepted, *weight: p[jnp.arange(len(p)), num_accepted]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_faulty_verify_does_not(name, monkeypatch):
+def only_the_path_so_far(p, proposal):
+    """Without what may follow, as if each length were the last."""
+    weights, _ = block_judged(p, proposal)
+    return weights, weights[:, 1:]
+
+
+block_judged = block.judged
+FAULTS = [
+    (standard, "leading", lambda accepted, num_proposed: num_proposed),
+    (standard, "extra_law", from_the_target),
+    (block, "extra_law", from_the_target),
+    (block, "judged", only_the_path_so_far),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "wrong"), FAULTS)
+def test_a_faulty_verify_does_not(rule, name, wrong, monkeypatch):
+    """Of two drafts or more: with one, block is the standard rule."""
+    file = rule.__name__.split(".")[-1]
     with monkeypatch.context() as patch:
-        patch.setattr(rejection, name, FAULTS[name])
-        drawn = draw("standard")
-    p_values = compare("standard", *drawn)
-    print(name, p_values)
-    assert max(p_values[1:]) < 1e-9
+        patch.setattr(rule, name, wrong)
+        drawn = draw(file, P, Q, NUM_PROPOSED)
+    p_values = compare(file, *drawn)
+    print(file, name, p_values)
+    assert max(p_values[2:]) < 1e-9
+
+
+def kept(name: str, p: list[np.ndarray], q: list[np.ndarray], prefix: tuple[int, ...] = ()) -> float:
+    """Drafts that a round after prefix keeps, in expectation."""
+    rounds = [(proposed, law(name)(p_rows, q_rows, x)[0]) for x, proposed, p_rows, q_rows in proposals(p, q, prefix)]
+    return float(sum((proposed * (lengths @ np.arange(lengths.shape[1]))).sum() for proposed, lengths in rounds))
+
+
+def test_block_keeps_no_fewer_drafts_than_standard():
+    p, q = tables(5)
+    prefixes = [prefix for n in range(3) for prefix in itertools.product(range(V), repeat=n)]
+    more = np.array([kept("block", p, q, prefix) - kept("standard", p, q, prefix) for prefix in prefixes])
+    assert (more > -1e-6).all()
+    assert (more > 0.01).any()
+
+
+def test_block_keeps_as_many_as_in_the_paper():
+    """Its example of section 2: of two drafts 10/9 under the standard rule, 11/9 under block."""
+    p, q = np.array([[1 / 3, 2 / 3]] * 3), np.array([[2 / 3, 1 / 3]] * 2)
+    drafts = np.array(list(itertools.product(range(2), repeat=2)))
+    chance = np.prod(np.take_along_axis(q.T, drafts, axis=0), axis=1)
+    every = lambda x: np.broadcast_to(x, (len(drafts), *x.shape))
+    for name, expected in (("standard", 10 / 9), ("block", 11 / 9)):
+        lengths = np.asarray(law(name)(every(p), every(q), drafts)[0])
+        assert chance @ lengths @ np.arange(3) == pytest.approx(expected, abs=1e-6)
+
+
+def test_block_is_the_standard_rule_for_drafts_that_are_certain():
+    drafts = np.array(list(itertools.product(range(V), repeat=K)), np.int32)
+    p = random_laws(np.random.default_rng(3), len(drafts), K + 1)
+    (lengths, extras), (expected, laws_of_extra) = (
+        law(name)(p, np.eye(V)[drafts], drafts) for name in ("block", "standard")
+    )
+    np.testing.assert_allclose(lengths, expected, atol=1e-6)
+    reached = np.asarray(expected)[..., None]  # where a length never occurs, what would follow it does not matter
+    np.testing.assert_allclose(reached * extras, reached * laws_of_extra, atol=1e-6)
 
 
 PAIRS = {
@@ -253,14 +280,14 @@ PAIRS = {
 def test_the_coupled_joint_is_that_of_the_noise(pair):
     """Against numpy's own Gumbel noise; and its margins are q and p exactly."""
     p, q = map(np.array, PAIRS[pair])
-    law = coupled.joint(p, q)
-    np.testing.assert_allclose(law.sum(axis=1), q, atol=1e-12)
-    np.testing.assert_allclose(law.sum(axis=0), p, atol=1e-12)
+    joint = coupled.joint(p, q)
+    np.testing.assert_allclose(joint.sum(axis=1), q, atol=1e-12)
+    np.testing.assert_allclose(joint.sum(axis=0), p, atol=1e-12)
     noise = np.random.default_rng(1).gumbel(size=(200_000, len(p)))
     with np.errstate(divide="ignore"):
         both = np.stack([np.argmax(np.log(q) + noise, axis=1), np.argmax(np.log(p) + noise, axis=1)], axis=1)
-    law = np.where(law < 1e-15, 0.0, law)
-    assert laws.chi_square(laws.histogram(both, len(p)), law) > 1e-4
-    agreement = np.trace(law)
+    joint = np.where(joint < 1e-15, 0.0, joint)
+    assert laws.chi_square(laws.histogram(both, len(p)), joint) > 1e-4
+    agreement = np.trace(joint)
     total_variation = np.abs(p - q).sum() / 2
     assert (1 - total_variation) / (1 + total_variation) - 1e-12 <= agreement <= 1 - total_variation + 1e-12

@@ -11,6 +11,7 @@ from jaxspec.config import SpeculativeConfig
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import synthetic
+from jaxspec.verify.base import Case
 from tests.lively_models import PROMPTS, new_engine, params, serve, total
 
 K, ROWS = 3, 20_000
@@ -22,8 +23,8 @@ def accepted(rates: tuple[float, ...], num_proposed: int = K) -> np.ndarray:
     tokens, own = jnp.zeros((ROWS, K), jnp.int32), jnp.broadcast_to(jnp.arange(K + 1), (ROWS, K + 1))
     proposal = Proposal(tokens, None, jnp.full(ROWS, num_proposed))
     seeds = jnp.stack([jnp.zeros(ROWS, jnp.uint32), jnp.arange(ROWS, dtype=jnp.uint32)], axis=1)
-    verdict = verify(own, proposal, jnp.array(rates), seeds, jnp.full(ROWS, 7))
-    assert (verdict.next_token == verdict.num_accepted).all(), "the target's own token behind what was kept"
+    verdict = verify(Case(own, own, proposal, seeds, jnp.full(ROWS, 7), jnp.array(rates)))
+    assert (verdict.next_token == verdict.num_accepted).all(), "the target's own token after what was kept"
     return np.asarray(verdict.num_accepted)
 
 

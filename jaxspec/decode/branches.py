@@ -1,0 +1,92 @@
+"""What a round does otherwise where its drafts are a tree: each place has a past of its own, its ancestors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache import features
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.decode.state import Context
+from jaxspec.drafters.base import History, Proposal
+from jaxspec.drafters.topology import Topology, take
+from jaxspec.models.head import fit_vocabulary
+from jaxspec.models.paged import Branches
+from jaxspec.sampling.distribution import process
+from jaxspec.sampling.processors import Adjust
+from jaxspec.sampling.rng import take_row
+from jaxspec.shapes import Array, Float, Int
+from jaxspec.verify.base import Verdict
+from jaxspec.verify.coupled import shared_noise
+
+
+def rank(
+    context: Context,
+    history: History,
+    adjust: Adjust | None,
+    head: Any,
+    hidden: Float[Array, "B k _"],
+    paths: Int[Array, "B k D"],
+    i: jax.Array | int,
+) -> tuple[Int[Array, "B k w"], Float[Array, "B k w"]]:
+    """A tree drafter's `Rank`. The noise that the target's token will be drawn with is known: with it, the draft's
+    candidates are those that the target is likely to draw, not only those that are likely."""
+    config, rows = context.config, context.batch.sampling
+    width = (config.drafter and config.drafter.tree_width) or 1
+    variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.target.backend
+    logits = head.logits(hidden, backend)
+    logits = fit_vocabulary(logits.reshape(*hidden.shape[:2], -1), vocab_size, head.vocabulary)
+    if adjust is not None:
+        logits = jax.vmap(lambda logits, path: adjust(logits, path, i), in_axes=1, out_axes=1)(logits, paths)
+    if variant.noises:
+        logits = process(logits, rows, filters=variant.filters)
+        if not config.greedy_draft:
+            noise = shared_noise(rows.seed, history.num_tokens + i, vocab_size)
+            logits += jnp.where(rows.greedy[:, None], 0.0, noise)[:, None]
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    scores, ids = lax.top_k(jnp.where(jnp.isnan(logs), -jnp.inf, logs), width)
+    return ids, scores
+
+
+def of_tree(history: History, tree: Topology | None) -> Branches | None:
+    """Where the places of the target's pass stand, and which of them each sees."""
+    if tree is None:
+        return None
+    pending = history.num_tokens - 1
+    return Branches(pending[:, None] + tree.depth, pending, tree.ancestors)
+
+
+def adjusted(
+    adjust: Adjust, logits: Float[Array, "B T V"], proposal: Proposal, tree: Topology
+) -> Float[Array, "B T V"]:
+    """Each place's logits after the drafts that lead to it."""
+    places = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))
+    leading = jax.vmap(functools.partial(take, places), in_axes=1, out_axes=1)(tree.paths[:, :, 1:])
+    return jax.vmap(adjust, in_axes=1, out_axes=1)(logits, leading, tree.depth)
+
+
+def straightened(
+    context: Context, cache: PagedKVCache, history: History, proposal: Proposal, scores: Any, verdict: Verdict
+) -> tuple[PagedKVCache, Proposal, Any]:
+    """The accepted path as a chain: its drafts, what the target said along it, and, in the caches, its keys and values
+    and features moved to where a chain's are. The draft's are not: its next pass makes them anew."""
+    tree, last, target, table = proposal.tree, verdict.last, context.config.target, history.block_table
+    assert tree is not None
+    assert last is not None
+    path = take_row(tree.paths, last)  # [B, D + 1]
+    step = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None]
+    stays = (step > verdict.num_accepted[:, None]) | (path[:, 1:] == step) | ~history.live[:, None]
+    pending = history.num_tokens[:, None] - 1
+    source, slots = pending + path[:, 1:], target.slots(pending + step, stays, table)
+    kept = features.read(cache, source, table) if cache.features else None
+    cache = dataclasses.replace(cache, target=target.moved(cache.target, source, slots, table))
+    if kept is not None:
+        cache = dataclasses.replace(cache, features=features.write(cache, slots, kept))
+    tokens = take(jnp.pad(proposal.tokens, ((0, 0), (1, 0))), path)[:, 1:]
+    chain = dataclasses.replace(proposal, tokens=tokens, tree=None)
+    return cache, chain, type(scores)(*(take(x, path) for x in scores))

@@ -1,0 +1,42 @@
+"""What `jaxspec demo` was asked for, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxspec import embedded
+from jaxspec.config import DTYPES, EngineConfig, one_of
+from jaxspec.errors import UserError
+from jaxspec.sampling_params import SamplingParams
+
+LONGEST, PROMPT = 2048, 256  # tokens: of a prompt with its answer, and of the longest prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is compared. The first sentence of each is the command line's help.
+
+    Args:
+      max_tokens: Longest answer to each prompt, in tokens.
+      draft: The draft; the trained one comes with jaxspec.
+      dtype: As EngineConfig has it.
+      compare_transformers: Answer with transformers too (needs torch).
+    """
+
+    max_tokens: int = 64
+    draft: str = embedded.DRAFT
+    dtype: str = EngineConfig.dtype
+    compare_transformers: bool = False
+
+    def __post_init__(self) -> None:
+        SamplingParams(max_tokens=self.max_tokens)  # refuses what it cannot be
+        if self.max_tokens > LONGEST - PROMPT:
+            raise UserError(
+                f"max_tokens={self.max_tokens} is above {LONGEST - PROMPT}: the demo holds {LONGEST} tokens, "
+                f"{PROMPT} of them for the prompt"
+            )
+        one_of("dtype", self.dtype, DTYPES)
+
+    @property
+    def max_model_len(self) -> int:
+        return PROMPT + self.max_tokens
