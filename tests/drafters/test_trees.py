@@ -317,6 +317,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"tree_width": 4, "num_speculative_tokens": 7}, r"num_speculative_tokens=7, but a tree of 17 nodes has 16 drafts"),
     ({"tree_width": 4, "rejection_sample_method": "standard"}, r"rejection_sample_method='standard' judges no trees"),
     ({"tree_width": 4, "method": "ngram"}, r"method='ngram' proposes no trees"),
+    ({"tree_width": 4, "method": "suffix"}, r"method='suffix' proposes no trees"),
     ({"tree_width": 4, "method": "ngram+draft_model", "model": "m"}, r"'ngram\+draft_model' proposes no trees"),
     ({"tree_choices": [[0]], "tree_nodes": 4}, r"tree_choices is given, and tree_nodes=4: drop one"),
     ({"tree_choices": [[0, 0]]}, r"tree_choices has \[0, 0\], but not \[0\], which it comes after"),
@@ -330,7 +331,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_refusals(options, message):
     with pytest.raises(UserError, match=message):
-        SpeculativeConfig(**{"model": None if options.get("method") == "ngram" else "m"} | options)
+        SpeculativeConfig(**{"model": None if options.get("method") in ("ngram", "suffix") else "m"} | options)
 
 
 def test_fixed_trees_need_drafts_that_do_not_depend_on_each_other():
