@@ -29,8 +29,9 @@ class SpeculativeConfig:
     """How tokens are proposed and accepted.
 
     Args:
-      method: "draft_model" (where `model` is given), "ngram" (prompt lookup) or "ngram+draft_model" (prompt lookup
-        where it finds something, the draft model elsewhere).
+      method: "ngram" (prompt lookup; where no `model` is given), "suffix" (what most often followed the last tokens),
+        or what `model` is a checkpoint for (docs/drafters.md), which is found out where it is not said; with "ngram+"
+        before it prompt lookup where that finds something, and it elsewhere.
       model, revision: the draft: a hub id, a local folder or a .gguf file.
       num_speculative_tokens: Drafts a round. K, at least 1.
       max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
@@ -57,6 +58,10 @@ class SpeculativeConfig:
       disable_by_batch_size: no speculation while at least this many requests are running.
       prompt_lookup_min, prompt_lookup_max: lengths of the n-gram that is looked up. Default: 2 and 4, beside a
         draft model 4 and 6.
+      suffix_decoding_max_tree_depth: under "suffix", most tokens of a match and of the drafts after it together, 2 to
+        64; suffix_decoding_max_spec_factor: most drafts for each token of the match; suffix_decoding_min_token_prob:
+        drafts end where they are estimated to be less likely than this. vLLM's suffix_decoding_max_cached_requests is
+        0: what other requests said is not kept.
 
     Raises: UserError for a value out of its range, UnsupportedError for what is not supported yet.
     """
@@ -83,6 +88,10 @@ class SpeculativeConfig:
     adaptive: bool = True
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_max_cached_requests: int = 0
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,6 +117,14 @@ class SpeculativeConfig:
         shortest, longest = self.lookup
         if longest < shortest:
             raise UserError(f"prompt_lookup_max={longest} is below prompt_lookup_min={shortest}: give both")
+        object.__setattr__(
+            self,
+            "suffix_decoding_max_tree_depth",
+            whole("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 2, MAX_LOOKUP),
+        )
+        for name, most in (("suffix_decoding_max_spec_factor", MAX_LOOKUP), ("suffix_decoding_min_token_prob", 1)):
+            if not 0.0 <= number(name, getattr(self, name)) <= most:
+                raise UserError(f"{name}={getattr(self, name)} must lie in [0, {most}]")
         one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
         if self.rejection_sample_method is not None:
             one_of("rejection_sample_method", self.rejection_sample_method, rules.NAMES)
@@ -120,6 +137,7 @@ class SpeculativeConfig:
             {
                 "draft_tensor_parallel_size": "the draft is sharded like the target",
                 "quantization": "leave it out",
+                "suffix_decoding_max_cached_requests": "what other requests said is not kept",
             },
         )
 

@@ -29,7 +29,7 @@ def checked(config: Any) -> dict[str, Any]:
             "drafts: leave num_speculative_tokens out"
         )
     looks_up, method = methods.split(config.method or "")
-    if looks_up or method == "ngram":
+    if looks_up or (method and methods.METHODS[method].parameters is None):
         raise UserError(f"method={config.method!r} proposes no trees: drop the tree options, or the prompt lookup")
     if config.rejection_sample_method not in (None, "coupled"):
         raise UserError(

@@ -1,4 +1,4 @@
-"""A drafter of every kind beside a lively target: heads with random weights, which are hardly ever right, and drafts."""
+"""A drafter of every kind beside a lively target: heads with random weights, hardly ever right, and drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from jaxspec.bench.presets import HEADS, layers_like
-from jaxspec.drafters import eagle3, medusa, methods, mlp_speculator
+from jaxspec.drafters import dspark, eagle3, medusa, methods, mlp_speculator
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
@@ -40,9 +40,10 @@ KINDS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
         lambda t: mlp_speculator.Config(**vars(t) | {"tied": False, "target_width": t.width, "num_drafts": 4}),
     ),
     "dflash": ("dflash", lambda t: reads(HEADS["dflash"](t), 1, 2, 2)),
+    "dspark": ("dspark", lambda t: dspark.Config(**vars(reads(HEADS["dflash"](t), 1, 2, 2)), markov_rank=6)),
     "pard": ("draft_model", fills),
 }
-assert {method for method, _ in KINDS.values()} == set(methods.METHODS) - {"ngram"}
+assert {method for method, _ in KINDS.values()} == set(methods.METHODS) - {"ngram", "suffix"}
 
 
 @functools.cache

@@ -243,10 +243,28 @@ FAULTS = (
         f"{HEADS} -k 'every_round and eagle3'",
     ),
     Fault(  # a layer whose output is meant is read before it
-        "jaxspec/drafters/dflash.py",
-        '("target_layer_ids", 1)',
-        '("target_layer_ids", 0)',
+        "jaxspec/drafters/heads.py",
+        '"target_layer_ids": 1}',
+        '"target_layer_ids": 0}',
         f"{HEADS} -k 'every_round and dflash'",
+    ),
+    Fault(  # a head's unsaid rotary base is taken from its target
+        "jaxspec/drafters/heads.py",
+        '"rope_theta": 1e4, ',
+        '"rope_theta": self.target.rope.theta, ',
+        "tests/drafters/test_formats.py -k what_is_understood",
+    ),
+    Fault(  # a place of a block knows the token after the one before it
+        "jaxspec/drafters/dspark.py",
+        "step(state, block.pending, 0), step, choose)",
+        "step(state, block.pending, 0), lambda s, t, i: step(s, block.pending, i), choose)",
+        f"{HEADS} -k 'every_round and dspark'",
+    ),
+    Fault(  # occurrences that went on otherwise are counted on
+        "jaxspec/drafters/suffix.py",
+        "counted &= after[:, None, :, i] == token[:, :, None]",
+        "counted &= True",
+        "tests/drafters/test_suffix.py",
     ),
     Fault(  # entries made of the head's own output stay when the target has said more
         "jaxspec/drafters/feature_chain.py",

@@ -60,6 +60,11 @@ WRONG = [
     ),
     (SpeculativeConfig, {"prompt_lookup_min": 0}, "prompt_lookup_min=0 is below 1"),
     (SpeculativeConfig, {"prompt_lookup_max": 1}, "prompt_lookup_max=1 is below prompt_lookup_min=2"),
+    (SpeculativeConfig, {"suffix_decoding_max_tree_depth": 1}, "suffix_decoding_max_tree_depth=1 is below 2"),
+    (SpeculativeConfig, {"suffix_decoding_max_tree_depth": 65}, "suffix_decoding_max_tree_depth=65 is above 64"),
+    (SpeculativeConfig, {"suffix_decoding_max_spec_factor": -1}, "suffix_decoding_max_spec_factor=-1 must lie in [0"),
+    (SpeculativeConfig, {"suffix_decoding_min_token_prob": 2}, "suffix_decoding_min_token_prob=2 must lie in [0, 1]"),
+    (SpeculativeConfig, {"method": "suffix", "model": "x"}, "method='suffix' uses no draft model, but model='x'"),
     (SpeculativeConfig, {"draft_sample_method": "best"}, "draft_sample_method='best' is unknown"),
     (SpeculativeConfig, {"rejection_sample_method": "no"}, "rejection_sample_method='no' is unknown"),
     *(

@@ -19,6 +19,8 @@ from jaxspec.bench.hardware import Hardware
 from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
 from tests.documents import CURRENT, PAGES, blocks, commands
+from tests.drafters.references import medusa
+from tests.drafters.references.common import Shape
 from tests.model_folders import write_model
 from tests.sizes import cases
 from tests.train import runs
@@ -46,6 +48,7 @@ STANDS_FOR = {
     "Qwen/Qwen3-8B": "target",
     "Qwen/Qwen3-0.6B": "draft",
     "my-draft": "draft",
+    "my-heads": "heads",
 }
 TINY, TINY_DRAFT = ((*presets.TABLE[name][:8], 8192, *presets.TABLE[name][9:]) for name in ("tiny", "tiny-draft"))
 ALL = [words for page in CURRENT for words in commands(page, "jaxspec")]
@@ -68,6 +71,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("docs")
     runs.write(root)
     write_model(root / "draft", seed=1, layers=1)
+    medusa.write(root / "heads", seed=1, target=Shape(vocab_size=320, width=32))
     return root
 
 

@@ -110,7 +110,8 @@ def speculation(model: str, method: Method | None, draft: str | None, k: int | N
         if draft is not None or k is not None:
             raise UserError("--method none decodes plainly: leave --draft and -k out")
         return None
-    if draft is None and method != "ngram" and model in DRAFTS:
+    needs_draft = method is None or methods.METHODS[methods.split(str(method))[1]].parameters is not None
+    if draft is None and needs_draft and model in DRAFTS:
         draft, method = DRAFTS[model], method or Method("ngram+draft_model")
     chosen: dict[str, Any] = {} if k is None else {"num_speculative_tokens": k}
     return SpeculativeConfig(method=None if method is None else str(method), model=draft, **chosen)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -37,16 +38,17 @@ from pallas_kernels.plain import project, rms_norm
 @dataclasses.dataclass(frozen=True)
 class Config(ModelConfig):
     """taps: the layers of the target whose input it reads; target_width: of these. block_size: the longest block that
-    it was trained for, the pending token included."""
+    it was trained for, the pending token included. from_pending: the pending token's own place makes a draft too."""
 
     taps: tuple[int, ...] = ()
     target_width: int = 0
     block_size: int = 1
+    from_pending: bool = False
     has_head: bool = False  # of its own, over some of the target's ids; else the target's is used
 
     method = "dflash"
     features_from = ("fc",)
-    max_drafts = property(lambda self: self.block_size - 1)
+    max_drafts = property(lambda self: self.block_size - (not self.from_pending))
 
     @property
     def borrows_head(self) -> bool:
@@ -126,6 +128,24 @@ def attend_both_ways(layer: Layer, both, num_past: int, pages, rows: Rows, table
     return run(both, weights, pages, where, tables)
 
 
+class Block(NamedTuple):
+    """What the pass over a block gives.
+
+    head, logits: the draft, and what makes logits of what its places say.
+    hidden [B,_,E]: what these say; the last K make drafts.
+    pending i32[B]: the token at the first place.
+    wanted, draft_len, pages: of a Proposal.
+    """
+
+    head: Any
+    logits: Any
+    hidden: jax.Array
+    pending: jax.Array
+    wanted: jax.Array
+    draft_len: jax.Array
+    pages: tuple[jax.Array, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class DFlash(Drafter):
     """most: the largest K of the engine, by which its cache may lag."""
@@ -158,6 +178,11 @@ class DFlash(Drafter):
         return 1
 
     def propose(self, params, cache, history: History, choose: Choose):
+        block = self.block(params, cache, history)
+        drafts, probs = at_once(block.logits, block.hidden[:, -self.num_speculative_tokens :], choose)
+        return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
+
+    def block(self, params, cache, history: History) -> Block:
         count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
         head: Any = bind(config, params["draft"])
         target = bind(self.target.config, params["target"])
@@ -167,18 +192,19 @@ class DFlash(Drafter):
         wanted = jnp.where(history.live & in_step, history.num_wanted, 0)
 
         past_at = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
-        block = jnp.arange(count + 1, dtype=jnp.int32)[None, :]
+        silent = 0 if head.config.from_pending else 1  # places before the first that makes a draft
+        block = jnp.arange(count + silent, dtype=jnp.int32)[None, :]
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
         unread = past_at >= last[:, None]
-        masked = jnp.concatenate([unread, block > wanted[:, None]], axis=1) | ~history.live[:, None]
+        masked = jnp.concatenate([unread, block >= silent + wanted[:, None]], axis=1) | ~history.live[:, None]
         past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table, backend.mesh))
-        pending = take_row(history.tokens, last)[:, None]
-        x = target.embedded(jnp.where(block == 0, pending, head.config.mask_id), backend)
+        pending = take_row(history.tokens, last)
+        x = target.embedded(jnp.where(block == 0, pending[:, None], head.config.mask_id), backend)
         rows = self.model.rows(positions, masked, history.block_table)
-        rows = dataclasses.replace(rows, kv_len=jnp.where(history.live, last + 1 + wanted, 0))
+        rows = dataclasses.replace(rows, kv_len=jnp.where(history.live, last + silent + wanted, 0))
         hidden, pages = head(x, past.astype(x.dtype), cache.draft, rows, backend)
-        drafts, probs = at_once(head if head.config.has_head else target, hidden[:, 1:], choose)
-        return Proposal(drafts, probs, wanted, jnp.where(in_step, last, history.draft_len)), pages
+        draft_len = jnp.where(in_step, last, history.draft_len)
+        return Block(head, head if head.config.has_head else target, hidden, pending, wanted, draft_len, pages)
 
     def prefill(self, params, cache, chunk: Chunk):
         head: Any = bind(self.model.config, params["draft"])
@@ -194,20 +220,21 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
     return DFlash(k, most, models["draft"], models["target"])
 
 
-def read(found: Found) -> Reading:
+def read(found: Found, kind: type[Config] = Config, *, from_pending: bool = False, **own: Any) -> Reading:
+    """kind: of configuration, with fields `own`; from_pending: where the checkpoint says nothing of that."""
     target = found.target
-    found.refuse(sample_from_anchor=False)
     count = found.whole("num_target_layers", target.num_layers, "num_layers")
     found.fits("layers", count, target.num_layers)
     fields, taps = found.layers(), found.taps()
     rows = found.shapes.get("fc.weight", (0, 0))[-1]
     found.fits(f"width (of {len(taps)} layers that it reads)", rows // len(taps), target.width)
     found.fits("width", fields["width"], target.width)  # it reads the target's table and uses its head
-    config = Config(**fields | {
+    config = kind(**fields | own | {
         "taps": taps,
         "target_width": target.width,
         "mask_id": found.whole("mask_token_id", kind="token_id"),
         "block_size": found.whole("block_size", kind="num_heads"),
+        "from_pending": found.flag("sample_from_anchor", default=from_pending),
         "has_head": found.has("d2t"),
         "reduced_vocab_size": found.shapes["d2t"][0] if found.has("d2t") else None,
     })  # fmt: skip

@@ -12,6 +12,8 @@ import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from jaxspec.errors import UnsupportedError
+
 
 @dataclasses.dataclass(frozen=True)
 class Method:
@@ -19,7 +21,7 @@ class Method:
     configuration is and where its tensors go (`jaxspec.drafters.heads`).
 
     parameters: what has them: a whole "model", a "head" beside its target, the "target"'s own checkpoint, or nothing.
-    signs: shell patterns of tensors that only its checkpoints have.
+    signs: shell patterns of tensors, or architectures, that only its checkpoints have.
     """
 
     parameters: Literal["model", "head", "target"] | None
@@ -29,7 +31,9 @@ class Method:
 METHODS = {
     "draft_model": Method("model"),
     "ngram": Method(None),
+    "suffix": Method(None),
     # The first whose sign is found counts.
+    "dspark": Method("head", ("markov_head.*", "confidence_head.*", "*DSpark*")),
     "dflash": Method("head", ("hidden_norm.weight",)),
     "eagle3": Method("head", ("d2t", "*midlayer.*", "*layers.0.hidden_norm.weight")),
     "eagle": Method("head", ("fc.weight", "model.fc.weight")),
@@ -47,11 +51,18 @@ def split(name: str) -> tuple[bool, str]:
 
 
 def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
-    """The method that a checkpoint is for: as it says, or by what its tensors are called."""
-    said = raw.get("speculators_model_type", raw.get("model_type"))
-    if said in METHODS:
-        return str(said)
-    return next(signed(tensors, "head"), "draft_model")
+    """The method that a checkpoint is for: as it says, or by what its tensors are called. Raises UnsupportedError where
+    it says another."""
+    algorithm = raw.get("speculators_model_type")
+    if algorithm not in (None, "peagle", *METHODS):  # P-EAGLE's tensors are EAGLE-3's
+        heads = ", ".join(name for name, method in METHODS.items() if method.signs)
+        raise UnsupportedError(f"speculators_model_type={algorithm!r:.40} is not read: take a checkpoint of {heads}")
+    said = algorithm or raw.get("model_type")
+    if isinstance(said, str) and said in METHODS:
+        return said
+    own = raw.get("architectures")
+    names = [*tensors, *(name for name in (own if isinstance(own, list) else []) if isinstance(name, str))]
+    return next(signed(names, "head"), "draft_model")
 
 
 def within(tensors: Iterable[str]) -> str | None:

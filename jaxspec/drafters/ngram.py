@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.base import Choose, Drafter, History, Proposal
 from jaxspec.models.paged import PagedModel
+from jaxspec.shapes import Array, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +24,8 @@ class NGram(Drafter):
     lookup_max: int = 4
 
     def propose(self, params, cache, history: History, choose: Choose):
-        tokens, length = history.tokens, history.num_tokens[:, None]
-        num_positions = tokens.shape[1]
-        position = jnp.arange(num_positions)[None, :]
-        # match[b, j]: how many tokens ending at j equal the row's last ones, counted up to lookup_max.
-        match = jnp.zeros(tokens.shape, jnp.int32)
-        unbroken = position < length - 1
-        for n in range(self.lookup_max):
-            suffix = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - n, 0), axis=1)
-            shifted = jnp.pad(tokens, ((0, 0), (n, 0)))[:, :num_positions]
-            unbroken &= (shifted == suffix) & (position >= n) & (length > n)
-            match += unbroken
+        tokens, num_positions = history.tokens, history.tokens.shape[1]
+        match = agreement(tokens, history.num_tokens, self.lookup_max)
         best = jnp.max(match, axis=1, keepdims=True)
         found = best[:, 0] >= self.lookup_min
         end = jnp.argmax(match == best, axis=1)  # the earliest occurrence of the longest match
@@ -42,6 +34,20 @@ class NGram(Drafter):
         available = jnp.where(found & history.live, history.num_tokens - 1 - end, 0)
         num_proposed = jnp.minimum(available, history.num_wanted).astype(jnp.int32)
         return Proposal(proposed, None, num_proposed), cache.draft
+
+
+def agreement(tokens: Int[Array, "B L"], num_tokens: Int[Array, " B"], most: int) -> Int[Array, "B L"]:
+    """How many tokens that end at a place equal the row's last ones, counted up to `most`; 0 at the last itself."""
+    length, num_positions = num_tokens[:, None], tokens.shape[1]
+    position = jnp.arange(num_positions)[None, :]
+    match = jnp.zeros(tokens.shape, jnp.int32)
+    unbroken = position < length - 1
+    for n in range(most):
+        suffix = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - n, 0), axis=1)
+        shifted = jnp.pad(tokens, ((0, 0), (n, 0)))[:, :num_positions]
+        unbroken &= (shifted == suffix) & (position >= n) & (length > n)
+        match += unbroken
+    return match
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> NGram:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend, matmul_precision
@@ -75,8 +74,7 @@ class Head(nnx.Module):
         if c.rare_vocab_size:
             few = product(x, self.rare_in[...], backend).astype(x.dtype)
             parts.append(product(few, self.rare_head[...], backend))
-        if backend.mesh is not None and backend.mesh.size > 1:
-            parts = [gathered(logits, backend.mesh) for logits in parts]
+        parts = [whole(logits, backend) for logits in parts]
         logits = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
         if cap := c.logit_soft_cap:
             logits = cap * jnp.tanh(logits / cap)
@@ -106,12 +104,15 @@ def product(x: jax.Array, weights: jax.Array, backend: Backend, axis: int = 0) -
     )
 
 
-def gathered(logits: jax.Array, mesh: Mesh) -> jax.Array:
+def whole(logits: jax.Array, backend: Backend) -> jax.Array:
     """Logits [..., V], whole on every device.
 
-    They are first asked for in the parts that the devices compute, or else the compiler gathers the weights instead;
-    and as a table, since the TPU compiler pads a third axis to many times its size.
+    Over several they are first asked for in the parts that these compute, or else the compiler gathers the weights
+    instead; and as a table, since the TPU compiler pads a third axis to many times its size.
     """
+    mesh = backend.mesh
+    if mesh is None or mesh.size == 1:
+        return logits
     table = logits.reshape(-1, logits.shape[-1])
     parts = param_sharding(mesh, (None, "vocab"), table.shape)
     for placed in (parts, sharding(mesh)):

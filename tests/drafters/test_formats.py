@@ -22,7 +22,7 @@ from jaxspec.loading import load, load_draft, read_draft
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
 from tests.checkpoints.files import assert_same, fails
-from tests.drafters.references import dflash, eagle, eagle3, medusa, mlp, mtp
+from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp
 from tests.drafters.references.common import Shape
 from tests.model_folders import write_model, write_tokenizer
 
@@ -140,6 +140,26 @@ TRAPS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"max_position_embeddings": 8, "vocab_size": 320},
         {"max_model_len": 512, "vocab_size": 320},
     ),
+    "DSpark": (dspark, IDS, {}, {"method": "dspark", "from_pending": True, "max_drafts": 5, "markov_rank": 6}),
+    "DSpark's form of DFlash": (
+        dspark,
+        IDS | {"rank": None},
+        {},
+        {"method": "dspark", "from_pending": True, "markov_rank": 0, "taps": (1, 2, 4)},
+    ),
+    "DSpark unsaid": (
+        dspark,
+        IDS | {"speculators": True, "kind": "rnn"},
+        {"sample_from_anchor": ..., "markov_rank": ...},
+        {"from_pending": True, "markov_rank": 6, "markov_kind": "rnn", "reduced_vocab_size": 24},
+    ),
+    "DFlash unsaid": (dflash, IDS | {"speculators": True}, {"sample_from_anchor": ...}, {"from_pending": False}),
+    "DFlash from the pending token": (
+        dflash,
+        IDS | {"speculators": True},
+        {"sample_from_anchor": True},
+        {"method": "dflash", "from_pending": True, "max_drafts": 5},
+    ),
     "rope_theta": (eagle, {}, {}, {"theta": 5e5}),
     "rope_theta unsaid": (eagle, {"rope_theta": False}, {}, {"theta": 1e4}),
     "rope_theta in another place": (
@@ -172,6 +192,15 @@ def test_what_is_understood(name, target, tmp_path):
     found = {key: config.rope.theta if key == "theta" else getattr(config, key) for key in wanted}
     assert found == wanted
     parameters(tmp_path, target)  # and its tensors are these
+
+
+def test_a_method_that_is_not_read(target, tmp_path):
+    dflash.write(tmp_path, seed=0, target=TARGET, **IDS, speculators=True)
+    rewrite(tmp_path, speculators_model_type="dflash2")
+    with fails(UserError, "speculators_model_type='dflash2' is not read: take a checkpoint of dspark, dflash, eagle3"):
+        read(tmp_path, target)
+    rewrite(tmp_path, speculators_model_type="dflash")
+    assert read(tmp_path, target).config.method == "dflash"
 
 
 @pytest.mark.parametrize("case", ["differences", "ids", "Medusa's ids"])
@@ -261,8 +290,9 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mlp_speculator": (mlp, {}),
     "dflash": (dflash, {"layer_ids": (0, 1, 3)}),
     "dflash by speculators": (dflash, {"layer_ids": (0, 1, 3), "speculators": True}),
+    "dspark": (dspark, {"layer_ids": (0, 1, 3)}),
 }
-LAYERS = ("eagle3", "eagle3 by speculators", "p-eagle", "mtp", "dflash", "dflash by speculators")
+LAYERS = ("eagle3", "eagle3 by speculators", "p-eagle", "mtp", "dflash", "dflash by speculators", "dspark")
 OTHERS = {"width": {"width": 24}, "vocabulary": {"vocab_size": 400}, "layers": {"layers": 8}}
 MISFITS = [(name, what) for name in METHODS for what in OTHERS if what != "layers" or name in LAYERS]
 
@@ -306,6 +336,7 @@ TOLD: dict[str, dict[str, Any]] = {
     "mlp_speculator": {"max_drafts": 3, "own_table": True, "own_head": True, "scale_input": False},
     "dflash": {"layers_read": [1, 2, 4], "block_size": 5, "max_drafts": 4, "mask_id": 3, "own_head": False},
     "dflash by speculators": {"layers_read": [0, 1, 3], "proposes": 24, "own_head": True},
+    "dspark": {"layers_read": [1, 2, 4], "max_drafts": 5, "markov_rank": 6, "own_table": False, "own_head": False},
 }
 
 

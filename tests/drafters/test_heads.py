@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
-from tests.drafters.references import dflash, eagle, eagle3, medusa, mlp, mtp, pard
+from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp, pard
 from tests.drafters.references.common import Shape
 from tests.drafters.rounds import Pair, check, recording
 from tests.model_folders import write_model
@@ -65,8 +65,12 @@ HEADS = {
     "pard": Head(pard),
     "dflash": Head(dflash, {"layer_ids": (0, 1, 3)}),
     "dflash by speculators": Head(dflash, {"layer_ids": (2,), "speculators": True}),
+    "dspark": Head(dspark, {"layer_ids": (-1, 1, 2)}),
+    "dspark, gated, by speculators": Head(dspark, TAPS | {"kind": "gated", "speculators": True}),
+    "dspark, rnn": Head(dspark, TAPS | {"kind": "rnn", "speculators": True, "from_pending": False}),
+    "dspark without its head": Head(dspark, TAPS | {"rank": None}),
 }
-QUICK = ["eagle3", "eagle", "mtp", "medusa", "mlp_speculator", "dflash", "p-eagle", "pard"]
+QUICK = ["eagle3", "eagle", "mtp", "medusa", "mlp_speculator", "dflash", "p-eagle", "pard", "dspark"]
 
 
 @pytest.fixture(scope="module")

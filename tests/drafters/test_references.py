@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.drafters.references import dflash, eagle, eagle3, medusa, mlp, mtp, pard
+from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp, pard
 from tests.drafters.references.common import Shape, random_features
 from tests.golden.make_drafters import CASES, FOLDER, K, inputs
 
@@ -15,6 +15,7 @@ PROPOSALS = {
     "peagle": eagle3.parallel_proposals,
     "mtp": mtp.proposals,
     "dflash": dflash.proposals,
+    "dspark": dspark.proposals,
 }
 
 
@@ -44,6 +45,9 @@ VARIANTS = [
     (mlp, {"tied": None, "scaled": None, "inner_said": False}),
     (mtp, {"kind": "deepseek", "head": True}),
     (dflash, {"speculators": True}),
+    (dspark, {}),
+    (dspark, {"kind": "gated"}),
+    (dspark, {"rank": None}),
     (pard, {}),
 ]
 
@@ -60,7 +64,7 @@ def test_published_forms(family, options, tmp_path):
     assert logits.shape[0] == K
     assert np.isfinite(logits).all()
     assert 0 <= ids.min() <= ids.max() < UNEVEN.vocab_size
-    if family is not dflash:  # whose masks see each other
+    if family not in (dflash, dspark):  # whose masks see each other
         assert family.proposals(tmp_path, features, tokens, 1)[0][0] == ids[0]
 
 

@@ -78,7 +78,11 @@ def recording(monkeypatch) -> list[tuple[list[int], list[tuple[int, ...]]]]:
     return rounds
 
 
-@cases("name", ["eagle3", "medusa", "mlp_speculator", "draft_model", "dflash", "p-eagle"], quick=["eagle3", "dflash"])
+@cases(
+    "name",
+    ["eagle3", "medusa", "mlp_speculator", "draft_model", "dflash", "p-eagle", "dspark"],
+    quick=["eagle3", "dflash"],
+)
 def test_every_round_grows_the_tree_that_brute_force_finds(folders, name, monkeypatch):  # noqa: F811
     of = "pard" if name == "draft_model" else name
     pair, rounds, target = read(folders, of), recording(monkeypatch), folders(of)[0]
@@ -100,10 +104,10 @@ def test_every_round_grows_the_tree_that_brute_force_finds(folders, name, monkey
                 return spread(proposals(folders(of)[1], said, [*tokens, *path], 1)[1][0])
             if independent:
                 return spread(proposals(said, tokens, DEPTH)[1][len(path)])
-            forced = iter([*path, 0])
+            forced = iter([*path, *[0] * DEPTH])
             with monkeypatch.context() as patch:
                 patch.setattr(common, "greedy", lambda logits, own_ids=None: next(forced))
-                return spread(proposals(said, tokens, len(path) + 1)[1][-1])
+                return spread(proposals(said, tokens, DEPTH)[1][len(path)])
 
         def spread(logits, said=said):
             """Over the target's ids."""
@@ -211,7 +215,9 @@ def test_more_is_accepted_than_of_a_chain():
     listed = params(24, temperature=1.0, seed=9) * len(PROMPTS)
     lengths = []
     for spec in (TREE, {}):
-        engine = new_engine("noisy", 4 if spec else DEPTH, spec={**spec, "adaptive": False, "rejection_sample_method": "coupled"})
+        engine = new_engine(
+            "noisy", 4 if spec else DEPTH, spec={**spec, "adaptive": False, "rejection_sample_method": "coupled"}
+        )
         serve(engine, PROMPTS, listed)
         lengths.append(engine.metrics.mean_acceptance_length)
     assert lengths[0] > lengths[1] + 0.2
@@ -311,6 +317,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"tree_width": 4, "num_speculative_tokens": 7}, r"num_speculative_tokens=7, but a tree of 17 nodes has 16 drafts"),
     ({"tree_width": 4, "rejection_sample_method": "standard"}, r"rejection_sample_method='standard' judges no trees"),
     ({"tree_width": 4, "method": "ngram"}, r"method='ngram' proposes no trees"),
+    ({"tree_width": 4, "method": "suffix"}, r"method='suffix' proposes no trees"),
     ({"tree_width": 4, "method": "ngram+draft_model", "model": "m"}, r"'ngram\+draft_model' proposes no trees"),
     ({"tree_choices": [[0]], "tree_nodes": 4}, r"tree_choices is given, and tree_nodes=4: drop one"),
     ({"tree_choices": [[0, 0]]}, r"tree_choices has \[0, 0\], but not \[0\], which it comes after"),
@@ -324,11 +331,9 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_refusals(options, message):
     with pytest.raises(UserError, match=message):
-        SpeculativeConfig(**{"model": None if options.get("method") == "ngram" else "m"} | options)
+        SpeculativeConfig(**{"model": None if options.get("method") in ("ngram", "suffix") else "m"} | options)
 
 
 def test_fixed_trees_need_drafts_that_do_not_depend_on_each_other():
-    with pytest.raises(
-        UserError, match="tree_choices needs a drafter that says all places at once, 'draft_model'"
-    ):
+    with pytest.raises(UserError, match="tree_choices needs a drafter that says all places at once, 'draft_model'"):
         new_engine("noisy", 4, spec={"tree_choices": CHOICES})

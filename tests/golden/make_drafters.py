@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.drafters.references import common, dflash, eagle, eagle3, mtp
+from tests.drafters.references import common, dflash, dspark, eagle, eagle3, mtp
 
 FOLDER = Path(__file__).parent / "drafters"
 SHAPE = common.Shape()
@@ -33,6 +33,11 @@ CASES: dict[str, dict[str, dict]] = {
     "peagle": {"plain": P_EAGLE, "norm_before_residual": P_EAGLE | {"norm_before_residual": True}},
     "mtp": {"deepseek": {"kind": "deepseek"}, "mimo": {"kind": "mimo"}, "qwen3_next": {"kind": "qwen3_next"}},
     "dflash": {"plain": {}},
+    "dspark": {
+        "vanilla": {"speculators": True, "block_size": K},
+        "gated": {"speculators": True, "block_size": K, "kind": "gated"},
+        "rnn": {"speculators": True, "block_size": K + 1, "kind": "rnn", "from_pending": False},
+    },
 }
 WRITE = {
     "eagle": eagle.write,
@@ -40,6 +45,7 @@ WRITE = {
     "peagle": eagle3.write,
     "mtp": mtp.write,
     "dflash": dflash.write,
+    "dspark": dspark.write,
 }
 
 
@@ -83,9 +89,8 @@ def eagle_llm(folder: Path, tokens, features):
     return chain(step, tokens, features, features.hidden)
 
 
-def speculators_model(folder: Path, features):
-    """speculators 0.9.0 without its services: the modules that it would import for them are empty."""
-    import torch
+def without_services() -> None:
+    """speculators 0.9.0 imports modules for its services, which are empty here."""
 
     class Anything(types.ModuleType):
         def __getattr__(self, name):
@@ -95,6 +100,13 @@ def speculators_model(folder: Path, features):
 
     for name in ("openai", "openai.types", "openai.types.chat", "openai.types.completion", "datasets", "hs_connectors"):
         sys.modules.setdefault(name, Anything(name))
+
+
+def speculators_model(folder: Path, features):
+    """speculators 0.9.0's EAGLE-3 or P-EAGLE."""
+    import torch
+
+    without_services()
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
     from speculators.models.peagle.config import PEagleSpeculatorConfig
@@ -212,12 +224,51 @@ def z_lab_dflash(folder: Path, tokens, features):
     return logits.argmax(-1), logits
 
 
+def speculators_dspark(folder: Path, tokens, features):
+    """Its own forward in training: one block at the pending token, given the drafts before."""
+    import torch
+
+    without_services()
+    from speculators.models.dflash import core as backbone
+    from speculators.models.dspark import core
+    from speculators.models.dspark.config import DSparkSpeculatorConfig
+    from transformers import Qwen3Config
+
+    said, tensors = common.read_folder(folder)[0], tensors_of(folder)
+    layer = Qwen3Config(**said["transformer_layer_config"])
+    layer._attn_implementation = "eager"
+    names = ("draft_vocab_size", "block_size", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor")
+    switches = {name: said[name] for name in (*names, "markov_rank", "markov_head_type")}
+    model = core.DSparkDraftModel(DSparkSpeculatorConfig(transformer_layer_config=layer, **switches))
+    load(
+        model,
+        {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
+        | {"embed_tokens.weight": torch.from_numpy(features.embed)},
+        ("verifier_norm.weight", "verifier_lm_head.weight"),
+    )
+    block, last = said["block_size"], len(tokens) - 1
+    backbone.select_anchors = lambda *_: (torch.tensor([last]), torch.tensor([True]))
+    caught: list = []
+    core.compute_metrics = lambda logits, *_, **__: (caught.append(logits[0].numpy()), (None, None))[1]
+    known = np.concatenate([features.taps[i] for i in said["aux_hidden_state_layer_ids"]], -1)
+    taps = torch.cat([torch.from_numpy(known), torch.randn(block + 1, known.shape[1])])[None]  # unseen, behind the row
+    own_ids, drafts = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).numpy(), []
+    for i in range(K):
+        row = torch.tensor([tokens + drafts + [0] * (block - i)])
+        none = torch.zeros_like(row)
+        model(taps, row, none, torch.zeros(1, row.shape[1], SHAPE.width), none, max_anchors=1)
+        logits = caught[-1][block - K :]
+        drafts.append(int(own_ids[logits[i].argmax()]))
+    return np.array(drafts), logits
+
+
 UPSTREAM = {
     "eagle": eagle_llm,
     "eagle3": speculators_eagle3,
     "peagle": speculators_peagle,
     "mtp": transformers_mtp,
     "dflash": z_lab_dflash,
+    "dspark": speculators_dspark,
 }
 
 

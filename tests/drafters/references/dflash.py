@@ -44,23 +44,29 @@ def write(
     common.write_folder(folder, config | {"architectures": ["DFlashDraftModel"]}, tensors)
 
 
-def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
-    """Keys: context p at position p, then the pending token and k masks at n - 1...; each query sees them all."""
+def block(folder: Path, target: Features, tokens: Sequence[int], masks: int):
+    """What leaves the last norm at the pending token and at so many masks behind it, and the folder's parts. Keys:
+    context p at position p, then these at n - 1...; each query sees them all."""
     said, w = common.read_folder(folder)
     config = said.get("transformer_layer_config", said)
     eps, flash = config["rms_norm_eps"], said.get("dflash_config", said)
     read = flash.get("aux_hidden_state_layer_ids") or [i + 1 for i in flash["target_layer_ids"]]
     taps = np.concatenate([target.taps[i] for i in read], -1)
     context = rms(taps @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-    x = target.embed[[tokens[-1], *[flash["mask_token_id"]] * k]].astype(np.float64)
+    x = target.embed[[tokens[-1], *[flash["mask_token_id"]] * masks]].astype(np.float64)
     positions = np.arange(len(context) + len(x))
     for i in range(config["num_hidden_layers"]):
-        block = common.under(w, f"layers.{i}.")
-        y = rms(x, block["input_layernorm.weight"], eps)
+        layer = common.under(w, f"layers.{i}.")
+        y = rms(x, layer["input_layernorm.weight"], eps)
         both = np.concatenate([context, y])
-        q = common.project(block, "q", y, positions[len(context) :], config, eps)
-        keys, values = (common.project(block, name, both, positions, config, eps) for name in "kv")
-        x = common.feed_forward(block, x + common.attend(block, q, keys, values, True), eps)
-    logits = rms(x[1:], w["norm.weight"], eps) @ w.get("lm_head.weight", target.head).T
+        q = common.project(layer, "q", y, positions[len(context) :], config, eps)
+        keys, values = (common.project(layer, name, both, positions, config, eps) for name in "kv")
+        x = common.feed_forward(layer, x + common.attend(layer, q, keys, values, True), eps)
     own_ids = w["d2t"] + np.arange(len(w["d2t"])) if "d2t" in w else None
+    return rms(x, w["norm.weight"], eps), w, said, own_ids
+
+
+def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
+    hidden, w, _, own_ids = block(folder, target, tokens, k)
+    logits = hidden[1:] @ w.get("lm_head.weight", target.head).T
     return np.array([common.greedy(x, own_ids) for x in logits]), logits

@@ -1,0 +1,166 @@
+"""DSpark: DFlash's block, whose places are sampled one after another, each knowing the token before it.
+
+What that token says of the next is added to the logits, by way of few channels. Source: DeepSeek-AI, "DSpark:
+Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", https://github.com/deepseek-ai/DeepSpec.
+Formats: DeepSpec's and the speculators library's. A head that foretells acceptance is not used: adaptive K measures it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxspec.drafters import dflash
+from jaxspec.drafters.base import Choose, History, Proposal, Rank
+from jaxspec.drafters.chain import Place, Step, chain
+from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.tree import Nodes, Shape, grown
+from jaxspec.errors import UnsupportedError
+from jaxspec.models.decoder import module
+from jaxspec.models.head import product, whole
+from jaxspec.models.paged import PagedModel
+from jaxspec.models.parameters import declare
+from jaxspec.shapes import Array, Float
+from pallas_kernels.plain import likeliest
+
+# Kind of the head -> what files call its inner product, how many times the rank that reads beside the hidden state, and
+# how many times the rank it gives.
+KINDS = {"vanilla": ("", 0, 0), "gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 2, 3)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(dflash.Config):
+    """markov_rank: channels between the token before and the logits, 0 without; markov_kind: of KINDS."""
+
+    markov_rank: int = 0
+    markov_kind: str = "vanilla"
+
+    method = "dspark"
+
+
+class Markov(nnx.Module):
+    """What the token before adds to the logits."""
+
+    def __init__(self, config: Config, dtype: Any) -> None:
+        c, rank, matrix = config, config.markov_rank, declare("matrix", dtype)
+        self.config, (_, read, given) = c, KINDS[c.markov_kind]
+        self.before = declare("table", dtype)(c.vocab_size, rank, axes=("vocab", None))
+        self.after = matrix(rank, c.head_size, axes=(None, "vocab"), head=True)
+        if given:
+            self.inner = matrix(read * rank + c.width, given * rank)
+            self.inner_bias = declare("bias", dtype)(given * rank)
+
+    def __call__(self, state, token, hidden, backend):
+        """state [..., r], token i32[...], hidden [..., E] of the place -> (f32[..., V], the next state)."""
+        c = self.config
+        x = jnp.take(self.before[...], token, axis=0, mode="clip")
+        if c.markov_kind != "vanilla":
+            read = [hidden, x] if c.markov_kind == "gated" else [state, x, hidden]
+            inner = product(jnp.concatenate(read, axis=-1), self.inner[...], backend) + self.inner_bias[...]
+            if c.markov_kind == "gated":
+                x = (jax.nn.sigmoid(inner) * x).astype(x.dtype)
+            else:
+                gate, new, out = jnp.split(inner, 3, axis=-1)
+                gate = jax.nn.sigmoid(gate)
+                state = (gate * state + (1 - gate) * jnp.tanh(new)).astype(state.dtype)
+                x = jnp.tanh(out).astype(x.dtype)
+        return whole(product(x, self.after[...], backend), backend), state
+
+
+class DSparkHead(dflash.DFlashHead):
+    config: Config
+
+    def __init__(self, config: Config, dtype: Any) -> None:
+        super().__init__(config, dtype)
+        if config.markov_rank:
+            self.markov = Markov(config, dtype)
+
+
+module.register(Config, DSparkHead)
+
+
+class After(Place):
+    """A place after tokens, which add to its logits."""
+
+    def __init__(self, place: tuple[Any, ...], added: Float[Array, "B *k V"]) -> None:
+        super().__init__(*place)
+        self.added = added
+
+    def logits(self, x, backend):
+        place = super().logits(x, backend)
+        return (place if self.added.ndim == place.ndim else place[:, None]) + self.added
+
+    def likeliest(self, x, backend, vocab_size=None):
+        found = likeliest(self.logits(x, backend)[..., :vocab_size])
+        return found if self.vocabulary is None else jnp.take(self.vocabulary.d2t, found, mode="clip")
+
+
+@dataclasses.dataclass(frozen=True)
+class DSpark(dflash.DFlash):
+    @property
+    def independent(self) -> bool:
+        config: Any = self.model.config
+        return not config.markov_rank
+
+    def propose(self, params, cache, history: History, choose: Choose):
+        if self.independent:
+            return super().propose(params, cache, history, choose)
+        block = self.block(params, cache, history)
+        step, state = self.steps(block)
+        drafts, probs, _ = chain(self.num_speculative_tokens, step(state, block.pending, 0), step, choose)
+        return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
+
+    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+        block = self.block(params, cache, history)
+        step, state = self.steps(block)
+
+        def next_level(state, nodes: Nodes, level) -> Step:
+            return step(jnp.take_along_axis(state, nodes.after[:, :, None], axis=1), nodes.tokens, level)
+
+        first = step(state, block.pending, 0)
+        first = first._replace(state=jnp.repeat(first.state[:, None], shape.width, axis=1))
+        kept, _ = grown(shape, first, next_level, rank)
+        return Proposal(kept[0], None, block.wanted, block.draft_len), kept, block.pages
+
+    def steps(self, block: dflash.Block) -> tuple[Callable[..., Step], jax.Array]:
+        """(a step from a state [B,r] and the token i32[B] before place i, or of as many nodes of a tree [B,k,r] and
+        i32[B,k]; the first state)."""
+        markov, hidden, backend = block.head.markov, block.hidden, self.model.backend
+        known: dict[Any, Any] = {}
+        state = jnp.zeros((hidden.shape[0], block.head.config.markov_rank), hidden.dtype)
+        if not block.head.config.from_pending:  # a place that makes no draft, but has a part in the state
+            _, state = markov(state, block.pending, hidden[:, 0], backend)
+            hidden = hidden[:, 1:]
+
+        def step(state, token, i) -> Step:
+            x = lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
+            if token.ndim == 2:
+                x = jnp.repeat(x[:, None], token.shape[1], axis=1)
+            added, state = markov(state, token, x, backend)
+            return Step(After((block.logits, hidden, known, i), added), x, state)
+
+        return step, state
+
+
+def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DSpark:
+    return DSpark(k, most, models["draft"], models["target"])
+
+
+def read(found: Found) -> Reading:
+    stored = found.shapes.get("markov_head.markov_w1.weight", (0, 0))[-1]
+    rank, kind = found.whole("markov_rank", stored, "rare_width"), found.raw.get("markov_head_type") or "vanilla"
+    if kind not in KINDS:
+        raise UnsupportedError(f"{found.name}: markov_head_type={kind!r} is not supported: {', '.join(KINDS)} are")
+    inner = KINDS[kind][0]
+    names = {"markov_w1.weight": "before", "markov_w2.weight": "after"}
+    names |= {f"{inner}.weight": "inner", f"{inner}.bias": "inner_bias"} if inner else {}
+    reading = dflash.read(found, Config, from_pending=True, markov_rank=rank, markov_kind=kind)
+    places = {f"markov_head.{name}": (f"markov.{place}", "") for name, place in names.items()}
+    ignored = (*reading.ignored, "confidence_head.*")
+    return dataclasses.replace(reading, names={**reading.names, **places}, ignored=ignored)
