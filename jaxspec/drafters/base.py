@@ -11,6 +11,7 @@ import jax
 
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.drafters.topology import Topology
+from jaxspec.errors import UnsupportedError
 from jaxspec.shapes import Array, Float, Int
 
 
@@ -155,7 +156,7 @@ class Drafter(abc.ABC):
     ) -> tuple[Proposal, Any, tuple[jax.Array, ...]]:
         """As `propose`, and between the two the tree of `shape` that is kept (`jaxspec.drafters.tree.Kept`), of a
         drafter that is not independent."""
-        raise NotImplementedError(f"{type(self).__name__} grows no trees")
+        raise UnsupportedError(f"{type(self).__name__} grows no trees: drop the tree options")
 
     def prefill(self, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[jax.Array, ...]:
         """The chunk into the draft's pages, the target's features of it being there; returns the pages."""

@@ -45,6 +45,6 @@ def take(x: Shaped[Array, "B T *rest"], places: Int[Array, "B N"]) -> Shaped[Arr
     return jnp.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def joined(first: Bool[Array, "B S T"], then: Bool[Array, "B T U"]) -> Bool[Array, "B S U"]:
+def joined(first: Bool[Array, "B T T"], then: Bool[Array, "B T T"]) -> Bool[Array, "B T T"]:
     """Whether there is a place between: the product of two relations."""
     return jnp.any(first[:, :, :, None] & then[:, None], axis=2)
