@@ -193,7 +193,7 @@ FAULTS = (
     ),
     Fault(  # penalties that know nothing of the round's own drafts
         "jaxspec/sampling/processors.py",
-        "now = count(counts, jnp.where(jnp.arange(drafts.shape[1]) < i, drafts, -1))",
+        "now = count(counts, jnp.where(jnp.arange(drafts.shape[1]) < i[:, None], drafts, -1))",
         "now = counts",
         "tests/decode/test_processed_statistics.py -k 'law and model'",
     ),

@@ -127,7 +127,7 @@ class Drafter(abc.ABC):
     @property
     def passes(self) -> float:
         """How often a round reads its weights, but for those that make its features."""
-        return self.num_speculative_tokens
+        return float(self.num_speculative_tokens)
 
     @property
     def taps(self) -> tuple[int, ...]:
