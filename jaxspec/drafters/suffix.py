@@ -55,7 +55,7 @@ class Suffix(Drafter):
 
 
 def frequent_runs(
-    after: Int[Array, "B C K"], known: Bool[Array, "B C K"], counted: Bool[Array, "B P C"]
+    after: Int[Array, "B _ K"], known: Bool[Array, "B _ K"], counted: Bool[Array, "B P _"]
 ) -> tuple[Int[Array, "B P K"], Float[Array, "B P K"]]:
     """The most frequent token after the occurrences that are counted, then after those of them that it followed, and so
     on -> (tokens, how likely each is together with all before it; 0 from where nothing is known). Of tokens that are
