@@ -1,4 +1,4 @@
-"""A drafter of every kind beside a lively target: heads with random weights, hardly ever right, and drafts."""
+"""A drafter of every kind beside a lively target. Heads have random weights and are hardly ever right."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Random requests through engines that are short of everything, against plain decoding alone.
 
-    python -m tests.soak --requests 2000 --seed 0
+    python -m tests.soak --requests 2000 --methods 3 --seed 0
 
-They arrive over time, some begin alike, some have several samples, some are aborted; the pool is so small that rows
-are preempted all the time; every launch runs another number of rounds, with other made-up costs of speculation. The
-same seed gives the same run. Every greedy and every seeded output has to equal what the request gets alone and without
-speculation; exit status 1 where one does not.
+Of all methods some are drawn. Requests arrive over time, some begin alike, some have several samples, some are aborted;
+the pool is so small that rows are preempted all the time; every launch runs another number of rounds, with other
+made-up costs of speculation. The same seed gives the same run. Every greedy and every seeded output has to equal what
+the request gets alone and without speculation; exit status 1 where one does not.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import numpy as np
 
 import tests.conftest  # noqa: F401  (first: it sets the process up)
 from jaxspec.cache.allocator import PageAllocator
+from jaxspec.drafters.methods import LOOKUP, split
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import FindStop, Request, TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
-from tests import tiny_models
+from tests import lively_heads, tiny_models
 from tests.lively_models import OPTIONS, VOCAB, new_engine, noisy, repeating, target
 
-METHODS = ("draft_model", "ngram", "ngram+draft_model")
+DRAFTERS = ("draft_model", *lively_heads.KINDS)
+METHODS = ("ngram", *DRAFTERS, *(LOOKUP + name for name in DRAFTERS))
 K = 4
 TINY = {"page_size": 4, "num_pages": 22, "max_num_seqs": 6}
 REFERENCE = {"max_num_seqs": 32, "num_pages": 160, "enable_prefix_caching": False}
@@ -210,10 +212,15 @@ class Soak:
 
 
 def tiny_engine(method: str) -> Engine:
-    speculative = {"method": method, "num_speculative_tokens": K, "adaptive": True, "prompt_lookup_min": 1}
-    has_draft = "draft_model" in method
-    draft = noisy(target()) if has_draft else None
-    return tiny_models.engine(target(), speculative | ({"model": "x"} if has_draft else {}), draft, **OPTIONS | TINY)
+    """One of METHODS."""
+    looks_up, name = split(method)
+    options = {"num_speculative_tokens": K, "adaptive": True, "prompt_lookup_min": 1}
+    if name in lively_heads.KINDS:
+        own = lively_heads.KINDS[name][0]
+        return lively_heads.engine(name, K, spec=options | {"method": LOOKUP * looks_up + own}, **TINY)
+    draft = noisy(target()) if name == "draft_model" else None
+    options |= {"method": method} | ({"model": "x"} if draft else {})
+    return tiny_models.engine(target(), options, draft, **OPTIONS | TINY)
 
 
 def reference_engine(**options) -> Engine:
@@ -290,14 +297,16 @@ def complaints(cases: Sequence[Case], requests: Sequence[Request], reference: En
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--methods", type=int, default=3, help=f"so many, of {', '.join(METHODS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--alone", type=int, default=100, help="samples whose reference is checked alone")
     options = parser.parse_args(arguments)
     say = lambda line: print(line, flush=True)
     rng = np.random.default_rng(options.seed)
     reference, problems = reference_engine(), []
-    shares = [len(part) for part in np.array_split(np.arange(options.requests), len(METHODS))]
-    for name, count in zip(METHODS, shares, strict=True):
+    drawn = rng.choice(METHODS, size=min(options.methods, len(METHODS)), replace=False).tolist()
+    shares = [len(part) for part in np.array_split(np.arange(options.requests), len(drawn))]
+    for name, count in zip(drawn, shares, strict=True):
         started = time.perf_counter()
         soak = Soak(tiny_engine(name), rng)
         cases = draw(rng, count)
@@ -305,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         soak.serve(cases, say)
         soak.check_idle()
         say(f"  served in {time.perf_counter() - started:.0f} s, {soak.steps} steps: {soak.figures()}")
-        found = complaints(cases, soak.requests, reference, options.alone // len(METHODS))
+        found = complaints(cases, soak.requests, reference, options.alone // len(drawn))
         say(f"  checked after {time.perf_counter() - started:.0f} s: {len(found)} wrong")
         problems += [f"{name}: {problem}" for problem in found]
     for problem in itertools.islice(problems, 20):

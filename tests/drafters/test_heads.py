@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp, pard
@@ -107,15 +108,20 @@ def read(folders, name: str) -> Pair:
     return Pair.read(*folders(name), method="mtp" if HEADS[name].reference is mtp else None)
 
 
+def one_shape(engine: Engine) -> Engine:
+    """Compiling takes longest by far."""
+    engine.grown_shape = lambda requests: (4, 16)  # type: ignore[method-assign]
+    return engine
+
+
 @cases("name", list(HEADS), quick=[name for name in QUICK if name != "eagle"])  # but for the bias an MTP head
 def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch):
     """Prompts of one token, of one page, of several chunks; then the same pages again, with another token after them;
     samples of one prompt; a row that drafts less, and one that drafts nothing for a while."""
     pair, rounds = read(folders, name), recording(monkeypatch)
-    served = pair.engine(K, **SIZES)
-    monkeypatch.setattr(served, "grown_shape", lambda requests: (4, 16))  # compiling takes longest by far
+    served = one_shape(pair.engine(K, **SIZES))
     prompts = [PROMPT[:1], PROMPT[:8], PROMPT, (*PROMPT[:24], 7, 9), (*PROMPT[:25], 7, 9)]
-    plain = outputs(engine(pair.target, **SIZES), prompts, GREEDY)
+    plain = outputs(one_shape(engine(pair.target, **SIZES)), prompts, GREEDY)
     assert outputs(served, prompts[:3], GREEDY) == plain[:3]
     assert outputs(served, prompts[3:], GREEDY) == plain[3:]
     few = SamplingParams(temperature=0.0, max_tokens=14, num_speculative_tokens=2)
@@ -149,8 +155,7 @@ def test_accepted_drafts(folders, name, monkeypatch):
     reference's, whether all were accepted or none; prompts share beginnings that end at a page's end and beside it."""
     pair, rounds = read(folders, name), recording(monkeypatch)
     lots = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.8, 0.6, 0.45, 0.3)}
-    served = pair.engine(K, **SIZES, spec=lots)
-    monkeypatch.setattr(served, "grown_shape", lambda requests: (4, 16))
+    served = one_shape(pair.engine(K, **SIZES, spec=lots))
     pages = {n * SIZES["page_size"] + beside for n in (1, 2, 3) for beside in (-1, 0, 1)}
     for shared in sorted(pages):
         run(served, [(*PROMPT[:shared], 7, 9, 11), (*PROMPT[:shared], 8)], GREEDY)
@@ -172,10 +177,10 @@ def test_sampled_rows_and_few_pages(folders, name, monkeypatch):
         SamplingParams(temperature=1.0, **length),
         SamplingParams(temperature=0.0, **length),
     ]
-    prompts, served = [PROMPT[i : i + 16 + i] for i in range(4)], pair.engine(K, **sizes)
+    prompts, served = [PROMPT[i : i + 16 + i] for i in range(4)], one_shape(pair.engine(K, **sizes))
     requests = run(served, prompts, sampling)
     assert served.scheduler.num_preemptions
-    plain = run(engine(pair.target, **SIZES), prompts, sampling)
+    plain = run(one_shape(engine(pair.target, **SIZES)), prompts, sampling)
     assert [r.error for r in requests] == [None] * 4
     for i in (0, 1, 3):
         assert requests[i].output == plain[i].output

@@ -1,19 +1,26 @@
-"""A hundred random requests, arriving and aborted at random, on a pool that is far too small. See tests/soak.py."""
+"""Random requests for each method, arriving and aborted at random, on a pool that is far too small. See tests/soak.py.
+
+`make test` takes one of the methods, another every day.
+"""
 
 from __future__ import annotations
 
+import datetime
+
 import numpy as np
-import pytest
 
 from jaxspec.decode.state import Variant
+from jaxspec.drafters.methods import LOOKUP
 from jaxspec.verify import rules
+from tests.sizes import cases
 from tests.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_engine
 
 EVERYTHING = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True)
+SOME = [name for name in METHODS if not name.startswith(LOOKUP) or name in ("ngram+draft_model", "ngram+eagle3")]
+TODAY = SOME[datetime.date.today().toordinal() % len(SOME)]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", METHODS)
+@cases("method", SOME, quick=[TODAY])
 def test_random_requests_get_what_they_would_get_alone(method):
     rng = np.random.default_rng(METHODS.index(method))
     cases = draw(rng, 34)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,26 @@ from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.decode.state import Variant
 from jaxspec.outputs import RequestOutput
 from jaxspec.verify import rules
+from tests.drafters.references import dflash, eagle, eagle3, medusa, mlp, mtp, pard
+from tests.drafters.references.common import Shape
 from tests.model_folders import write_model
 
 EVERYTHING = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True)
 OPTIONS = {"max_num_seqs": 6, "num_pages": 40, "page_size": 4, "max_model_len": 64, "prefill_chunk": 16}
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+K = 3
+TARGET = Shape(vocab_size=320, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=2)
+# Heads, as their references write them beside the model below.
+HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "eagle": (eagle, {}),
+    "eagle3": (eagle3, {"layer_ids": (0, 1, 2)}),
+    "p-eagle": (eagle3, {"layer_ids": (0, 1, 2), "mask_token_id": 5}),
+    "mtp": (mtp, {"kind": "deepseek"}),
+    "medusa": (medusa, {}),
+    "mlp_speculator": (mlp, {}),
+    "dflash": (dflash, {"layer_ids": (0, 1)}),
+    "pard": (pard, {}),
+}
+METHODS = ("ngram", *HEADS)
 NO_NUMBER = 77  # an id whose row of the table is no number
 NAN = float("nan")
 ABSURD = (
@@ -137,7 +154,21 @@ def folder(tmp_path_factory):
     tensors = load_file(path / "model.safetensors")
     tensors["model.embed_tokens.weight"][NO_NUMBER] = NAN
     save_file(tensors, path / "model.safetensors")
-    return str(path)
+    return path
+
+
+def drafting(folder: Path, method: str) -> tuple[str, dict[str, Any]]:
+    """(the model, speculative_config) for one of METHODS."""
+    if method == "ngram":
+        return str(folder), {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1}
+    (reference, options), head = HEADS[method], folder.parent / method
+    reference.write(head, seed=0, target=TARGET, **options)
+    if reference is not mtp:
+        return str(folder), {"model": str(head), "num_speculative_tokens": K, "adaptive": False}
+    both = shutil.copytree(folder, folder.parent / "with heads", dirs_exist_ok=True)  # in the target's own checkpoint
+    tensors = load_file(folder / "model.safetensors") | load_file(head / "model.safetensors")
+    save_file(tensors, both / "model.safetensors")
+    return str(both), {"method": "mtp", "num_speculative_tokens": K, "adaptive": False}
 
 
 def quick(llm: LLM) -> LLM:
@@ -150,7 +181,7 @@ def quick(llm: LLM) -> LLM:
 @pytest.fixture(scope="module")
 def alone(folder):
     """What a good case gets: alone, plainly, the other rows empty."""
-    llm, known = quick(LLM(folder, **OPTIONS | {"num_pages": 96, "enable_prefix_caching": False})), {}
+    llm, known = quick(LLM(str(folder), **OPTIONS | {"num_pages": 96, "enable_prefix_caching": False})), {}
 
     def serve(case: Case) -> list[tuple]:
         key = str(case)
@@ -201,10 +232,13 @@ def check_free(llm: LLM) -> None:
 
 
 @pytest.mark.thorough
-def test_through_llm(folder, alone):
+@pytest.mark.parametrize("method", METHODS)
+def test_through_llm(method, folder, alone):
     """Requests come between steps, as from several iterators."""
-    llm, rng = quick(LLM(folder, speculative_config=SPECULATION, **OPTIONS)), np.random.default_rng(0)
-    cases = draw(rng, 500)
+    model, speculation = drafting(folder, method)
+    rng = np.random.default_rng(METHODS.index(method))
+    llm = quick(LLM(model, speculative_config=speculation, **OPTIONS))
+    cases = draw(rng, 150)
     results: list[Any] = [None] * len(cases)
     jobs: dict[int, Any] = {}
     coming, steps = iter(enumerate(cases)), 0
@@ -232,7 +266,9 @@ def test_through_llm(folder, alone):
 
 @pytest.mark.thorough
 def test_through_async_llm(folder, alone):
-    cases = draw(np.random.default_rng(1), 500)
+    rng = np.random.default_rng(1)
+    model, speculation = drafting(folder, str(rng.choice(METHODS)))
+    cases = draw(rng, 500)
 
     async def ask(llm: AsyncLLM, case: Case, room: asyncio.Semaphore) -> Any:
         async with room:
@@ -245,7 +281,7 @@ def test_through_async_llm(folder, alone):
                 return error
 
     async def main() -> list[Any]:
-        async with AsyncLLM(folder, speculative_config=SPECULATION, **OPTIONS) as llm:
+        async with AsyncLLM(model, speculative_config=speculation, **OPTIONS) as llm:
             quick(llm.llm)
             submit = llm.llm._submit
 

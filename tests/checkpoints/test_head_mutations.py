@@ -1,0 +1,102 @@
+"""Heads' files, damaged at random, and tensors of every wrong shape: a head is read, or one short line says why not."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from safetensors.numpy import load_file, save_file
+
+import checkpoints
+from checkpoints import heads
+from jaxspec.errors import UserError
+from jaxspec.loading import read_draft
+from jaxspec.models.decoder import abstract_params
+from jaxspec.parallel.mesh import make_mesh
+from tests.checkpoints.test_mutations import mutated_bytes, mutated_json, reads_or_says_why, steady
+from tests.drafters.references import mtp
+from tests.drafters.test_formats import METHODS, TARGET
+from tests.model_folders import write_model
+from tests.sizes import cases
+
+QUICK = ["eagle3 by speculators", "medusa"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("mutations") / "target", layers=TARGET.layers)
+
+
+def written(name: str, folder: Path) -> Path:
+    """Its one file of tensors."""
+    reference, options = METHODS[name]
+    reference.write(folder, seed=0, target=TARGET, **options)
+    (file,) = folder.glob("*.safetensors")
+    return file
+
+
+def read(name: str, folder: Path, target: Path) -> None:
+    method = "mtp" if METHODS[name][0] is mtp else None
+    beside, source = (checkpoints.resolve(str(path)) for path in (target, folder))
+    if reading := read_draft(source, checkpoints.load_config(beside), target.name, method):
+        heads.load(folder, reading, abstract_params(reading.config, "float32", make_mesh()))
+
+
+@cases("name", METHODS, quick=QUICK)
+def test_config_json_and_header(name, target, tmp_path):
+    file, config = written(name, tmp_path), tmp_path / "config.json"
+    raw, data = json.loads(config.read_text()), file.read_bytes()
+
+    @steady(max_examples=60)
+    @given(mutated_json(raw))
+    def mutate(text):
+        config.write_text(text)
+        with reads_or_says_why():
+            read(name, tmp_path, target)
+
+    @steady(max_examples=40)
+    @given(mutated_bytes(data, 8 + struct.unpack_from("<Q", data)[0]))
+    def mutate_header(damaged):
+        file.write_bytes(damaged)
+        with reads_or_says_why():
+            read(name, tmp_path, target)
+
+    mutate()
+    config.write_text(json.dumps(raw))
+    mutate_header()
+
+
+# Of a tensor that is in the file -> what stands there instead. Nothing of it is always wrong.
+WRONG = {
+    "no numbers": lambda x: x[:0],
+    "no axes": lambda x: x.reshape(-1)[0],
+    "turned": lambda x: x.T if x.ndim == 2 else x[None],
+    "one row less": lambda x: x[:-1],
+    "whole numbers": lambda x: x.astype(np.int8),
+}
+
+
+@cases("name", METHODS, quick=QUICK)
+def test_tensors_of_wrong_shapes(name, target, tmp_path):
+    file = written(name, tmp_path)
+    tensors = load_file(file)
+    for tensor, x in tensors.items():
+        for how, wrong in WRONG.items():
+            save_file(tensors | {tensor: np.array(wrong(x), order="C")}, file)
+            with reads_or_says_why():
+                read(name, tmp_path, target)
+            if how == "no numbers" and name == "eagle3 by speculators" and tensor != "t2d":  # which says what d2t does
+                with pytest.raises(UserError):
+                    read(name, tmp_path, target)
+
+
+@pytest.mark.parametrize("kind", [[], {}, ["eagle3"]])
+def test_a_kind_of_model_that_is_no_name(kind, target, tmp_path):
+    written("eagle3", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": kind}))
+    read("eagle3", tmp_path, target)
