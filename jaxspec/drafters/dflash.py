@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
@@ -27,12 +26,9 @@ from jaxspec.models.head import Head, product
 from jaxspec.models.layers import Backend, Rows
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
-from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, cut, per_shard
 from jaxspec.sampling.rng import take_row
-from pallas_kernels import plain, streamed
-from pallas_kernels.kv_write import kv_write
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.plain import project, rms_norm
+from pallas_kernels.plain import rms_norm
+from pallas_kernels.tree import packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,56 +72,19 @@ class DFlashHead(Head):
         return rms_norm(self.hidden_norm[...], x, self.config.norm_eps)
 
     def __call__(self, x, past, pages, rows: Rows, backend: Backend):
-        """x [B,T,E], the block; past [B,W,E], features of positions that the pages lack; rows: of both, past first,
-        kv_len being what every place of the block sees -> (hidden [B,T,E], pages). T may be 0."""
-        c, ropes, written = self.config, ropes_of(self.config, rows, backend), []
+        """x [B,T,E], the block; past [B,W,E], features of positions that the pages lack; rows: of both, past first, and
+        the tree of the block -> (hidden [B,T,E], pages). T may be 0."""
+        c, ropes, written, count = self.config, ropes_of(self.config, rows, backend), [], x.shape[1]
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             both = jnp.concatenate([past, rms_norm(layer.input_norm[...], x, c.norm_eps)], axis=1)
-            mixed, layer_pages = attend_both_ways(layer, both, past.shape[1], layer_pages, rows, ropes[c.rope], backend)
+            mixed, layer_pages = layer.attention(both, both, layer_pages, rows, ropes, backend, num_queries=count)
             written.append(layer_pages)
-            if x.shape[1]:
+            if count:
                 x, _ = layer.feed_forward(x, mixed, backend)
         return rms_norm(self.norm[...], x, c.norm_eps), tuple(written)
 
 
 module.register(Config, DFlashHead)
-
-
-def attend_both_ways(layer: Layer, both, num_past: int, pages, rows: Rows, tables, backend: Backend):
-    """both [B,W+T,E], normed -> (what each of the last T sees of all keys below kv_len [B,T,H*D], pages with the keys
-    and values of all). One query token of T times as many heads, which sees what it would: its causal mask is none."""
-    c = layer.config
-    used = {"qkv": layer.qkv}
-    if c.qkv_bias:
-        used["bias"] = layer.qkv_bias
-    if c.qk_norm:
-        used |= {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
-    weights = {name: parameter[...] for name, parameter in used.items()}
-    specs = {name: cut(parameter.declared.axes) for name, parameter in used.items()}
-    linear = streamed.linear if backend.streams and both.dtype == jnp.float32 else plain.linear
-
-    def shard(both, weights, pages, where, tables):
-        (b, t, _), g, d, (cos, sin) = both.shape, pages.shape[2] // 2, c.head_dim, tables
-        bias, q_norm, k_norm = (weights.get(name) for name in ("bias", "q_norm", "k_norm"))
-        heads = project(both, weights["qkv"], bias, q_norm, k_norm, cos, sin, g, c.norm_eps, backend.device, linear)
-        query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, pages.shape[-1] - d),)) for x in heads)
-        kv = jnp.stack([key, value], axis=3).reshape(b * t, 2 * g, pages.shape[-1])
-        pages = kv_write(pages, kv, where["slots"], **backend.how())
-        t -= num_past
-        if not t:
-            return jnp.zeros((b, 0, query.shape[2] * d), both.dtype), pages
-        grouped = query[:, num_past:].reshape(b, t, g, -1, query.shape[-1])
-        grouped = jnp.swapaxes(grouped, 1, 2).reshape(b, 1, -1, query.shape[-1])
-        mixed = paged_attention(
-            grouped, pages, where["block_table"], where["kv_len"], scale=c.query_scale, **backend.how()
-        )
-        mixed = jnp.swapaxes(mixed.reshape(b, g, t, -1, query.shape[-1]), 1, 2)[..., :d]
-        return mixed.reshape(b, t, -1), pages
-
-    where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len")}
-    heads = P(None, None, MODEL_AXES)
-    run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P()), (heads, PAGES_SPEC))
-    return run(both, weights, pages, where, tables)
 
 
 class Block(NamedTuple):
@@ -201,7 +160,10 @@ class DFlash(Drafter):
         pending = take_row(history.tokens, last)
         x = target.embedded(jnp.where(block == 0, pending[:, None], head.config.mask_id), backend)
         rows = self.model.rows(positions, masked, history.block_table)
-        rows = dataclasses.replace(rows, kv_len=jnp.where(history.live, last + silent + wanted, 0))
+        end = jnp.where(history.live, last + silent + wanted, 0)
+        all_see_all = jnp.ones((*last.shape, count + silent, count + silent), bool)
+        tree = packed(last[:, None] + block, last, all_see_all)
+        rows = dataclasses.replace(rows, kv_len=end, num_keys=end, tree=tree)
         hidden, pages = head(x, past.astype(x.dtype), cache.draft, rows, backend)
         draft_len = jnp.where(in_step, last, history.draft_len)
         return Block(head, head if head.config.has_head else target, hidden, pending, wanted, draft_len, pages)

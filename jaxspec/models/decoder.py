@@ -56,8 +56,9 @@ class Layer(nnx.Module):
         self.gate_up = matrix(c.width, 2 * c.mlp_width, axes=(None, "mlp"), parts=c.merged["gate_up"])
         self.down = matrix(c.mlp_width, c.width, axes=("mlp", None))
 
-    def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend):
-        """The first half: x [B,T,E] -> ([B,T,H*D], pages). normed: x by this layer's norm, or None."""
+    def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend, **few: int):
+        """The first half: x [B,T,E] -> ([B,T,H*D], pages). normed: x by this layer's norm, or None. few: num_queries,
+        as in `self_attention`, of a pass over pages."""
         c = self.config
         used = {"qkv": self.qkv, "next_out": self.out}
         if self.input_norm is not None:
@@ -79,7 +80,7 @@ class Layer(nnx.Module):
         }
         if pages is None:
             return attend_densely(x, weights, tables, backend, num_kv_heads=c.num_kv_heads, **options), None
-        return attend(x, weights, axes, pages, rows, tables, backend, **options)
+        return attend(x, weights, axes, pages, rows, tables, backend, **options, **few)
 
     def feed_forward(self, x, mixed, backend: Backend, **following: jax.Array):
         """The second half: x [B,T,E], mixed [B,T,H*D] -> (x, the same by next_norm or None). following: next_norm and

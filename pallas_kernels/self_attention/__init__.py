@@ -24,6 +24,7 @@ def self_attention(
     next_out: jax.Array | None = None,
     num_keys: jax.Array | None = None,
     tree: jax.Array | None = None,
+    num_queries: int | None = None,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -47,15 +48,16 @@ def self_attention(
       q_norm, k_norm: f32[D], scales of RMSNorms of the heads; None for none.
       next_out: [H * D, ...], the matrix that the next op reads first: a kernel may ask for it ahead.
       num_keys: i32[B], as in `paged_attention`: the positions that are written, or None for all of kv_len.
-      tree: i32[B, T, 2 + W], as in `paged_attention`: which nodes of a tree the tokens see; None for a chain.
+      tree: i32[B, num_queries, 2 + W], as in `paged_attention`: which nodes of a tree the tokens see; None for a chain.
+      num_queries: how many of the last tokens look at others; None for all T. The rest are only looked at.
       scale, window, soft_cap: as in `paged_attention`.
       implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
         there is one for them).
       platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
 
     Returns:
-      [B, T, H * D], the heads' results, and pages, updated. A token that is not written may stand only where no live
-      query looks.
+      [B, num_queries, H * D], the heads' results, and pages, updated. A token that is not written may stand only where
+      no live query looks.
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation or platform.
@@ -89,4 +91,5 @@ def self_attention(
         tree,
     )
     options = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
+    options["num_queries"] = t if num_queries is None else num_queries
     return OP.run(implementation, platform, *arrays, **options)

@@ -15,11 +15,12 @@ MAX_TOKENS = 256  # of a pass; prompt chunks are other work
 
 
 def fits(
-    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, *_, device: Device, **options
-) -> bool:
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, *_,
+    num_queries: int, device: Device, **options,
+) -> bool:  # fmt: skip
     """What the kernels cover, and are meant for."""
     (b, t, _), (_, _, g2, d), head_dim = x.shape, pages.shape, 2 * cos.shape[-1]
-    rows = t * (qkv.shape[1] // (g2 // 2 * head_dim) - 2)
+    rows = num_queries * (qkv.shape[1] // (g2 // 2 * head_dim) - 2)
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
     few = rows <= MAX_ROWS and b * t <= MAX_TOKENS
     return unpadded and few and x.dtype == pages.dtype == jnp.bfloat16
@@ -27,7 +28,7 @@ def fits(
 
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
-    next_out=None, num_keys=None, tree=None, *, eps, scale, window, soft_cap, device,
+    next_out=None, num_keys=None, tree=None, *, num_queries, eps, scale, window, soft_cap, device,
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
@@ -40,11 +41,12 @@ def self_attention(
     else:
         parts = linear(qkv, normed)[None]
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
-    if tree is None and whole_rows.covers(t, parts, pages, block_table, device):
+    if tree is None and num_queries == t and whole_rows.covers(t, parts, pages, block_table, device):
         mixed, pages = whole_rows.attention(
             parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, eps=eps, then=next_out, **options
         )
         return mixed.reshape(b, t, -1), pages
     queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, device=device)
-    mixed = paged_attention(queries.reshape(b, t, -1, d), pages, block_table, kv_len, num_keys, tree, **options)
-    return mixed.reshape(b, t, -1), pages
+    queries = queries.reshape(b, t, -1, d)[:, t - num_queries :]
+    mixed = paged_attention(queries, pages, block_table, kv_len, num_keys, tree, **options) if num_queries else queries
+    return mixed.reshape(b, num_queries, queries.shape[2] * d), pages

@@ -12,7 +12,7 @@ from pallas_kernels.plain import linear, project, rms_norm
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
     next_out=None, num_keys=None, tree=None, *,
-    eps, scale, window, soft_cap, device=None, implementation=None, linear=linear,
+    num_queries, eps, scale, window, soft_cap, device=None, implementation=None, linear=linear,
 ):  # fmt: skip
     how: dict[str, Any] = {"platform": device, "implementation": implementation}
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
@@ -23,5 +23,6 @@ def self_attention(
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
     pages = kv_write(pages, kv.reshape(b * t, *kv.shape[2:]), slots, **how)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, **how}
-    mixed = paged_attention(query, pages, block_table, kv_len, num_keys, tree, **options)
-    return mixed[..., :d].reshape(b, t, -1), pages
+    query = query[:, t - num_queries :]
+    mixed = paged_attention(query, pages, block_table, kv_len, num_keys, tree, **options) if num_queries else query
+    return mixed[..., :d].reshape(b, num_queries, query.shape[2] * d), pages

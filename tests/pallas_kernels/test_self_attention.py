@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels import self_attention
 from pallas_kernels.forms import function
 from pallas_kernels.plain import rms_norm
+from pallas_kernels.tree import packed
 from tests.pallas_kernels.flavours import kernel
 from tests.sizes import cases
 
@@ -31,7 +32,8 @@ class Case(NamedTuple):
 
     @property
     def options(self):
-        return {"eps": 1e-6, "scale": self.d**-0.5, "window": self.window, "soft_cap": self.soft_cap}
+        options = {"scale": self.d**-0.5, "window": self.window, "soft_cap": self.soft_cap}
+        return options | {"eps": 1e-6, "num_queries": self.t}
 
 
 CASES = [
@@ -117,6 +119,29 @@ def test_x_may_be_normed_already(name, case):
     x = arguments["x"]
     arguments |= {"normed": rms_norm(arguments["norm"], x, 1e-6), "x": jnp.full_like(x, jnp.nan)}
     check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+@cases("num_queries", [0, 1, 3], quick=[3])
+def test_only_the_last_may_look(name, num_queries):
+    """At all there is, themselves included, whatever comes after: a block, which is a tree whose nodes see each other.
+    All keys and values are written."""
+    case = CASES[7]
+    arguments, live = random_arguments(case, "bfloat16")
+    first, beyond = arguments["kv_len"] - num_queries, jnp.full(case.b, arguments["pages"].shape[0] * PAGE_SIZE)
+    seen = jnp.ones((case.b, num_queries, num_queries), bool)
+    tree = packed(first[:, None] + jnp.arange(num_queries), first, seen)
+    run = kernel("self_attention", name, **case.options | {"num_queries": num_queries})
+    mixed, pages = run(*arguments.values(), None, None, tree)
+    assert mixed.shape == (case.b, num_queries, case.h * case.d)
+    reference, wide = function("self_attention", "reference"), widened(arguments)
+    _, written = reference(*wide.values(), **case.options)
+    np.testing.assert_allclose(np.asarray(pages, np.float32), written, rtol=0, atol=4 * TOLERANCE["bfloat16"])
+    for i in range(num_queries):  # alone, at the end of the text, it sees all that the block sees
+        mine = {key: wide[key][:, case.t - num_queries + i][:, None] for key in ("x", "cos", "sin")}
+        one = wide | mine | {"pages": written, "slots": beyond}
+        expected, _ = reference(*one.values(), **case.options | {"num_queries": 1})
+        check((mixed[:, i], pages), (expected[:, 0], written), live.any(axis=1), TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "pallas"])
