@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
@@ -76,7 +77,10 @@ class DFlashHead(Head):
         the tree of the block -> (hidden [B,T,E], pages). T may be 0."""
         c, ropes, written, count = self.config, ropes_of(self.config, rows, backend), [], x.shape[1]
         for layer, layer_pages in zip(self.layers, pages, strict=True):
-            both = jnp.concatenate([past, rms_norm(layer.input_norm[...], x, c.norm_eps)], axis=1)
+            norm = layer.input_norm[...]
+            if not count:  # or a GPU's compiler, as all layers read the same, first puts their matrices side by side
+                past, norm = lax.optimization_barrier((past, norm))
+            both = jnp.concatenate([past, rms_norm(norm, x, c.norm_eps)], axis=1)
             mixed, layer_pages = layer.attention(both, both, layer_pages, rows, ropes, backend, num_queries=count)
             written.append(layer_pages)
             if count:

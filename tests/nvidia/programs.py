@@ -23,6 +23,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "few layers": {"target": ("qwen3-0.6b", 2), "draft": QWEN, **SMALL},
     "sampling": {"target": QWEN, "draft": QWEN, "variant": Variant(frozenset({"standard"})), **SMALL},
     "one row": {"target": ("smollm2-135m", 2), "draft": ("smollm2-135m", 1), **SMALL, "max_num_seqs": 1},
+    "eagle3": {"target": ("qwen3-8b", 2), "draft": ("eagle3", None), **SMALL, "max_num_seqs": 1},
+    "dflash": {"target": ("qwen3-8b", 2), "draft": ("dflash", None), "num_drafts": 15, **SMALL, "max_num_seqs": 1},
     "whole": {"target": ("qwen3-0.6b", None), "draft": ("smollm2-135m", None), "max_model_len": 4096},
 }
 
@@ -32,8 +34,9 @@ class GpuProgram(Program):
 
     def __init__(self, gpu: str, mesh: Mesh, target: Any, draft: Any = None, **options: Any) -> None:
         self.gpus, self.device = mesh, GPUS[gpu].device
-        configs = [first_layers(preset(name), layers) for name, layers in filter(None, (target, draft))]
-        super().__init__(gpu, *configs, num_drafts=DRAFTS, **options)
+        config = lambda name, layers, *beside: first_layers(preset(name, *beside), layers)
+        model = config(*target)
+        super().__init__(gpu, model, config(*draft, model) if draft else None, **{"num_drafts": DRAFTS} | options)
 
     def devices(self, chip: str):
         return self.gpus.devices.flat

@@ -80,6 +80,14 @@ def test_other_device_programs(gpu):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("gpu", ["L4", "H100"])
+def test_heads_beside_their_target(gpu):
+    """Features are written in place, like keys and values."""
+    for case, program in compiled(gpu, "tests.nvidia.programs", "eagle3", "dflash").items():
+        check_program(gpu, case, program)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu", ["L4", "T4"])
 def test_whole_models(gpu):
     """All layers, and a pool as large as the engine would make it there: compiling shows that it fits."""
