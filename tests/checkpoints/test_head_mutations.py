@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -12,14 +13,15 @@ from hypothesis import given
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
-from checkpoints import heads
+from checkpoints import heads, safetensors
 from jaxspec.errors import UserError
 from jaxspec.loading import read_draft
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.mesh import make_mesh
+from tests.checkpoints.files import assert_same
 from tests.checkpoints.test_mutations import mutated_bytes, mutated_json, reads_or_says_why, steady
 from tests.drafters.references import mtp
-from tests.drafters.test_formats import METHODS, TARGET
+from tests.drafters.test_formats import METHODS, TARGET, parameters
 from tests.model_folders import write_model
 from tests.sizes import cases
 
@@ -100,3 +102,23 @@ def test_a_kind_of_model_that_is_no_name(kind, target, tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": kind}))
     read("eagle3", tmp_path, target)
+
+
+def test_an_interrupt_while_it_is_read(target, tmp_path, monkeypatch):
+    """Wherever it comes, what is read next is whole."""
+    written("eagle3", tmp_path)
+    whole = parameters(tmp_path, target)
+    right, calls = safetensors.Shards.read, itertools.count()
+    for at in range(len(whole)):
+        begun = next(calls)
+
+        def interrupted(self, *arguments, last=begun + 1 + at):
+            if next(calls) == last:
+                raise KeyboardInterrupt
+            return right(self, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(safetensors.Shards, "read", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                parameters(tmp_path, target)
+        assert_same(parameters(tmp_path, target), whole)
