@@ -46,7 +46,7 @@ ARROWS = {
     "cache": "shapes parallel platforms",
     "sampling": "shapes",
     "models": "shapes parallel cache pallas_kernels",
-    "drafters": "shapes parallel cache models sampling pallas_kernels",
+    "drafters": "shapes cache models sampling pallas_kernels",
     "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
     "decode": "shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
