@@ -16,8 +16,9 @@ from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import STOP, DecodeConfig, LaunchResult
 from jaxspec.drafters.combined import Combined
-from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.draft_model import DraftModel, DraftModelTree
 from jaxspec.drafters.ngram import NGram
+from jaxspec.drafters.tree import Shape, Tree
 from jaxspec.engine import batch
 from jaxspec.engine.engine import Model
 from jaxspec.engine.request import Request
@@ -113,7 +114,8 @@ def paged(model: Model, num_pages: int) -> PagedModel:
 class Launches:
     """A compiled program for a batch of rows that share a prompt. Compiled when made: patch what it calls before.
 
-    draft: a Model, an NGram's (lookup_min, lookup_max), both for Combined, or None for plain decoding.
+    draft: a Model, an NGram's (lookup_min, lookup_max), both for Combined, or None for plain decoding. tree: the shape
+    of what a Model proposes, not a chain.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Launches:
         length: int,
         rows_each: int,
         greedy_draft: bool = False,
+        tree: Shape | None = None,
         prompt: Sequence[int] = PROMPT,
         compiler_options: dict | None = QUICK,
     ) -> None:
@@ -138,6 +141,9 @@ class Launches:
         lookup, draft = draft if isinstance(draft, tuple) and isinstance(draft[1], Model) else (None, draft)
         if isinstance(draft, Model):
             drafter = DraftModel(num_drafts, paged(draft, num_pages))
+            if tree:
+                deep = DraftModelTree(tree.depth, drafter.model, max_lag=tree.depth)
+                drafter = Tree(num_drafts, deep, tree)
             self.params["draft"] = draft.params
         elif draft is not None:
             drafter = NGram(num_drafts, *draft)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -55,6 +56,7 @@ class Program:
         variant: Variant = Variant(),
         *,
         num_drafts: int = 4,
+        tree: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
         devices = list(self.devices(chip))
@@ -62,7 +64,9 @@ class Program:
         configs = {"target": target} | ({"draft": draft} if draft else {})
         self.models = {n: Model(c, abstract_params(c, self.dtype, self.mesh)) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
-        self.speculative = SpeculativeConfig(model="draft" if draft else None, num_speculative_tokens=num_drafts)
+        drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})
+        self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts)
+        num_drafts = self.speculative.num_speculative_tokens
         self.params = {name: dict(model.params) for name, model in self.models.items()}
         paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
         self.layouts = cache_layouts(paged)

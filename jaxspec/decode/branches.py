@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxspec.cache import features
 from jaxspec.cache.pages import PagedKVCache
@@ -23,6 +22,7 @@ from jaxspec.sampling.rng import take_row
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.verify.base import Verdict
 from jaxspec.verify.coupled import shared_noise
+from pallas_kernels.plain import likeliest
 
 
 def rank(
@@ -49,8 +49,19 @@ def rank(
             noise = shared_noise(rows.seed, history.num_tokens + i, vocab_size)
             logits += jnp.where(rows.greedy[:, None], 0.0, noise)[:, None]
     logs = jax.nn.log_softmax(logits, axis=-1)
-    scores, ids = lax.top_k(jnp.where(jnp.isnan(logs), -jnp.inf, logs), width)
-    return ids, scores
+    return largest(jnp.where(jnp.isnan(logs), -jnp.inf, logs), width)
+
+
+def largest(logs: Float[Array, "B k V"], count: int) -> tuple[Int[Array, "B k w"], Float[Array, "B k w"]]:
+    """(ids, values) of the largest, best first; ties go to the lowest id. They are few: nothing is sorted, which on TPU
+    takes longer than all else, and on GPU breaks the program's graph."""
+    ids, values = [], []
+    for _ in range(count):
+        found = likeliest(logs)
+        values.append(jnp.max(logs, axis=-1))
+        ids.append(found)
+        logs = jnp.where(jnp.arange(logs.shape[-1]) == found[..., None], -jnp.inf, logs)
+    return jnp.stack(ids, axis=-1), jnp.stack(values, axis=-1)
 
 
 def of_tree(history: History, tree: Topology | None) -> Branches | None:

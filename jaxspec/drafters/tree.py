@@ -152,6 +152,17 @@ def nodes_at(first: Int[Array, " B"], level: Any, nodes: Nodes, position: Int[Ar
     return slots, masked, history.block_table, branches
 
 
+def best_of(scores: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B w"], Int[Array, "B w"]]:
+    """(scores, places) of the best, of equals the first: each counts those before it, so that nothing is sorted."""
+    place = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    mine, other = scores[:, :, None], scores[:, None]
+    before = (other > mine) | ((other == mine) & (place < place[:, None]))
+    rank = jnp.sum(before, axis=2, dtype=jnp.int32)
+    here = rank[:, None] == jnp.arange(count)[:, None]  # [B, count, N]
+    chosen = jnp.sum(jnp.where(here, place, 0), axis=2, dtype=jnp.int32)
+    return take(scores, chosen), chosen
+
+
 def kept_of(shape: Shape, first: Any, weigh: Callable[[Any, Nodes, Any], Any], *, alike: bool) -> tuple[Kept, Any]:
     """first: (ids [B,1,w], scores [B,1,w], state) of the pending token's children; weigh(state, nodes, level): the same
     [B,w,w] of those of a level's nodes."""
@@ -172,7 +183,7 @@ def kept_of(shape: Shape, first: Any, weigh: Callable[[Any, Nodes, Any], Any], *
         begin = width + (level - 1) * each
         new = ids.reshape(rows, each), total, jnp.repeat(best, width, axis=1)
         found = tuple(lax.dynamic_update_slice_in_dim(x, y, begin, axis=1) for x, y in zip(found, new, strict=True))
-        best_scores, chosen = lax.top_k(total, width)
+        best_scores, chosen = best_of(total, width)
         after, tokens = chosen // width, take(new[0], chosen)
         last = jnp.minimum(level, depth - 1)
         paths = lax.dynamic_update_index_in_dim(take(nodes.paths, after), tokens, last, axis=2)
@@ -190,7 +201,7 @@ def kept_of(shape: Shape, first: Any, weigh: Callable[[Any, Nodes, Any], Any], *
     state, (ids, scores, parents), *_ = carry
     # A node is no likelier than the one before it, and of equals the first is taken: so no node comes without that, and
     # not before it, and the first of them are the best tree of fewer.
-    best, chosen = lax.top_k(scores, shape.count)
+    best, chosen = best_of(scores, shape.count)
     wanted = take(parents, chosen)
     before = jnp.argmax(wanted[:, :, None] == chosen[:, None], axis=2).astype(jnp.int32) + 1
     tree = topology(jnp.pad(jnp.where(wanted < 0, 0, before), ((0, 0), (1, 0))), depth)

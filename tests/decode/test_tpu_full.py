@@ -86,3 +86,17 @@ def test_a_head_beside_its_target(method, num_drafts, chip):
         assert found["all-gather"] <= 1 + passes
     else:
         assert not found
+
+
+@pytest.mark.parametrize("chip", ["v6e:1x1", "v5e:2x2"])
+def test_a_tree(chip):
+    """The accepted path is moved in place, in every layer and among the features."""
+    target = preset("qwen3-8b")
+    head = preset("eagle3", target)
+    tree = {"tree_width": 4, "tree_depth": 4, "tree_nodes": 17}
+    whole = Program(chip, target, head, tree=tree, max_model_len=4096)
+    turned = head.width * head.head_size // whole.mesh.size if head.head_size % (128 * whole.mesh.size) else 0
+    read = check_loop(whole, whole.launch(), 600_000_000, but=turned)
+    layers = target.num_layers
+    assert hlo.kernels(read.loop, "kv_write") >= 2 * layers  # once what the pass makes, once what is moved
+    assert hlo.kernels(read.loop, "paged_attention") >= layers + 2
