@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, parameters, weight_bytes
 from jaxspec.models.paged import PagedModel
@@ -23,6 +25,19 @@ def page_bytes(model: PagedModel, rows: int, context: int) -> float:
 
 def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> float:
     return weight_bytes(model.config, params) + page_bytes(model, rows, context)
+
+
+def pass_flop(model: PagedModel, params: Params, tokens: float) -> float:
+    """Two a weight that the pass reads, and token; attention is left out."""
+    return 2 * tokens * weight_bytes(model.config, params) / jnp.dtype(model.layout.dtype).itemsize
+
+
+def drafting_flop(drafter: Any, target: Params, draft: Params, rows: int) -> float:
+    """As `drafting_bytes`, without pages; a drafter that fills its places at once computes all of them in its pass."""
+    model: PagedModel = drafter.model
+    at_once = drafter.independent and model.config.cached_layers
+    weights = drafting_bytes(drafter, target, draft, 0, 0) / jnp.dtype(model.layout.dtype).itemsize
+    return 2 * rows * weights * (drafter.num_speculative_tokens if at_once else 1)
 
 
 def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, context: int) -> float:

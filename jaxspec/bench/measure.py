@@ -145,7 +145,7 @@ class Point:
         logits = 4 * self.batch_size * (k + 1) * self.setup.target.config.vocab_size
         least = {
             "propose": max(drafting, self.limits.bytes_ms(4 * self.batch_size * self.context)),  # n-gram reads the ids
-            "score": self.pass_ms(raw, "target"),
+            "score": self.pass_ms(raw, "target", k + 1),
             "verify": self.limits.bytes_ms(logits),
         }
         if "round" in self.options.stages:
@@ -188,7 +188,7 @@ class Point:
         """The floor of a token: the passes that it was counted to take."""
         decoding, model_draft = runner.engine.runner.decoding, self.setup.draft and runner.engine.speculative
         target_passes, drafts = runner.passes
-        floor = target_passes * self.floor_of_pass(decoding.target, "target")
+        floor = target_passes * self.floor_of_pass(decoding.target, "target", (k or 0) + 1)
         if model_draft:
             drafter = decoding.drafter
             floor += drafts / drafter.num_speculative_tokens * self.drafting_ms(drafter)
@@ -211,23 +211,27 @@ class Point:
         speed = 1e3 * self.batch_size * count / sample.ms
         return self.row("prefill", sample, max(computed, self.limits.bytes_ms(moved)), tokens_per_second=speed)
 
-    def pass_ms(self, raw: Raw, name: str) -> float:
-        """A pass of the target or the draft; 0 for a draft that is no model."""
+    def pass_ms(self, raw: Raw, name: str, tokens: int = 1) -> float:
+        """A pass of the target or the draft over so many tokens a row; 0 for a draft that is no model."""
         drafter: Any = raw.engine.runner.decoding.drafter
         if name == "draft" and self.setup.draft is None:
             return 0.0
-        return self.floor_of_pass(raw.engine.runner.decoding.target if name == "target" else drafter.model, name)
+        paged = raw.engine.runner.decoding.target if name == "target" else drafter.model
+        return self.floor_of_pass(paged, name, tokens)
 
-    def floor_of_pass(self, paged: Any, name: str) -> float:
+    def floor_of_pass(self, paged: Any, name: str, tokens: int) -> float:
+        """What it has to read, or to compute, whichever takes longer."""
         model: Any = self.setup.target if name == "target" else self.setup.draft
-        return self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
+        moved = self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
+        return max(moved, self.limits.flop_ms(floors.pass_flop(paged, model.params, self.batch_size * tokens)))
 
     def drafting_ms(self, drafter: Any) -> float:
         """The drafter's passes of a round; 0 for one that has no weights."""
         if self.setup.draft is None:
             return 0.0
         params = self.setup.target.params, self.setup.draft.params
-        return self.limits.bytes_ms(floors.drafting_bytes(drafter, *params, self.batch_size, self.context))
+        moved = self.limits.bytes_ms(floors.drafting_bytes(drafter, *params, self.batch_size, self.context))
+        return max(moved, self.limits.flop_ms(floors.drafting_flop(drafter, *params, self.batch_size)))
 
     def pages_ms(self, raw: Raw) -> float:
         return self.limits.bytes_ms(floors.page_bytes(raw.engine.runner.decoding.target, self.batch_size, self.context))

@@ -105,6 +105,9 @@ def test_bytes_of_a_pass(name, windows):
     pages = 3 * sum(n * 2 * g * d * 2 for n in positions)
     assert floors.page_bytes(model, 3, 40) == pages
     assert floors.pass_bytes(model, params, 3, 40) == weights + pages
+    # Two a number and token, but for norms, which are float32 and few.
+    numbers = (weights - config.num_layers * 4 * (2 * e + 2 * d) - 4 * e) / 2
+    assert floors.pass_flop(model, params, 15) == pytest.approx(2 * 15 * numbers, rel=0.02)
     if windows is None:  # all pages of the pool, as they are allocated
         pool = sum(page.nbytes for page in allocate(layout, make_mesh()))
         assert floors.page_bytes(model, 1, layout.num_pages * layout.page_size) == pool
