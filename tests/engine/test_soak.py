@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import zlib
 
 import numpy as np
 
@@ -22,7 +23,7 @@ TODAY = SOME[datetime.date.today().toordinal() % len(SOME)]
 
 @cases("method", SOME, quick=[TODAY])
 def test_random_requests_get_what_they_would_get_alone(method):
-    rng = np.random.default_rng(METHODS.index(method))
+    rng = np.random.default_rng(zlib.crc32(method.encode()))  # the same when other methods come
     cases = draw(rng, 34)
     soak = Soak(tiny_engine(method), rng)
     soak.engine.variants.choose = lambda program, exact: EVERYTHING  # compiling takes longest
