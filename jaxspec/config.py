@@ -45,7 +45,7 @@ class SpeculativeConfig:
         each draft the ranks that lead to it, as [[0], [0, 0], [1]].
       draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
       rejection_sample_method: "standard", "block", "coupled" or "typical" for every sampling request. None: coupled for
-        requests with an explicit seed (their tokens then equal plain decoding's), standard for the others. Typical
+        requests with an explicit seed (their tokens then equal plain decoding's), block for the others. Typical
         acceptance is lossy: what comes out no longer has the target's law. "synthetic", for benchmarks: drafts are
         accepted at given rates whatever they are, and the text means nothing. Requests of temperature 0 are greedy, and
         exact, under all of them but "synthetic".

@@ -63,8 +63,8 @@ class SamplingParams:
       allowed_token_ids: No other id is chosen.
       bad_words: Strings whose tokens never occur in the output.
       seed: Makes sampling reproducible. 64 bits, whatever shares the batch: in float32 the output is that of plain
-        decoding with this seed, however many drafts are proposed. Under an explicit rejection_sample_method="standard"
-        it belongs to num_speculative_tokens, and is not that of plain decoding.
+        decoding with this seed, however many drafts are proposed. Under an explicit rejection_sample_method but
+        "coupled" it belongs to num_speculative_tokens, and is not that of plain decoding.
       stop: A string that ends the output, or several.
       stop_token_ids: Ids that do.
       ignore_eos: The model's own end ids do not.

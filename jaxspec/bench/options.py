@@ -43,6 +43,7 @@ class Options:
       batch_sizes: One or several: 1,16.
       contexts: Tokens in the caches, one or several.
       ks: One or several: 2,4,6.
+      tree: Width, depth and nodes of a tree of drafts, which stands in place of K: 4,4,17.
       lengths: Tokens a round, one or several; real acceptance without it.
       dtype: auto, float32, bfloat16 or float16.
       stages: Of target,draft,round,...; all but adaptive.
@@ -57,6 +58,7 @@ class Options:
     batch_sizes: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (512,)
     ks: tuple[int, ...] = (4,)
+    tree: tuple[int, ...] = ()
     lengths: tuple[float, ...] = ()
     dtype: str = EngineConfig.dtype
     stages: tuple[str, ...]
@@ -75,6 +77,12 @@ class Options:
             target, draft = presets.split(self.preset)
             for name in (target, draft) if draft and draft not in presets.HEADS else (target,):
                 self.check_context(name, presets.preset(name))
+        if self.tree:
+            if len(self.tree) != 3 or self.draft_name is None:
+                said = ",".join(map(str, self.tree))
+                raise UserError(f"--tree {said}: give width,depth,nodes, and a draft that grows it")
+            object.__setattr__(self, "ks", (self.tree[2] - 1,))
+            self.speculation(self.ks[0], None, adaptive=False)  # refuses what it cannot be
         one_of("--dtype", self.dtype, DTYPES)
         for stage in self.stages:
             one_of("--stages", stage, STAGES)
@@ -136,11 +144,14 @@ class Options:
         if length is not None:
             synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
         draft = {"model": self.draft_name} if self.head is None else {"method": self.head, "model": self.head}
-        return SpeculativeConfig(**draft, num_speculative_tokens=k, adaptive=adaptive, **synthetic)
+        tree = dict(zip(("tree_width", "tree_depth", "tree_nodes"), self.tree, strict=False))
+        return SpeculativeConfig(**draft, **tree, num_speculative_tokens=k, adaptive=adaptive, **synthetic)
 
 
-def listed(option: str, text: str, kind: Callable[[str], Any] = int, least: float = 1) -> tuple[Any, ...]:
-    """ "1,16" -> (1, 16)."""
+def listed(
+    option: str, text: str, kind: Callable[[str], Any] = int, least: float = 1, *, repeats: bool = False
+) -> tuple[Any, ...]:
+    """ "1,16" -> (1, 16). repeats: whether a value may come twice."""
     try:
         values = tuple(kind(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -148,7 +159,7 @@ def listed(option: str, text: str, kind: Callable[[str], Any] = int, least: floa
     if not values or not all(least <= v < float("inf") for v in values):
         what = "whole numbers" if kind is int else "numbers"
         raise UserError(f"{option} {text!r}: give {what} of at least {least}, with commas between them")
-    return tuple(dict.fromkeys(values))
+    return values if repeats else tuple(dict.fromkeys(values))
 
 
 def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, ...]:

@@ -12,16 +12,18 @@ from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.drafters.methods import METHODS
 
-WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "lengths", "dtype", "stages")
+WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "tree", "lengths", "dtype", "stages")
 HOW = ("temperature", "kernels", "launches")
 OWN = {
     "model": Own(help=MODEL_HELP),
     "batch_sizes": Own(flags=("--batch-size",), kind=str),
     "contexts": Own(flags=("--context",), kind=str),
     "ks": Own(flags=("-k", "--k", "--num-speculative-tokens"), kind=str),
+    "tree": Own(flags=("--tree",), kind=str),
     "lengths": Own(flags=("--synthetic-acceptance-length",), kind=str),
     "stages": Own(kind=str, default=None),
 }
+LISTS = (("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("tree", int, 1), ("lengths", float, 1))
 
 
 def bench(
@@ -35,9 +37,9 @@ def bench(
     """Time every stage beside what the device could do at best."""
     if not what.keys() & {"preset", "model"}:
         what["preset"] = "smollm2-135m"
-    for name, kind, least in (("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("lengths", float, 1)):
+    for name, kind, least in LISTS:
         if name in what:
-            what[name] = listed(OWN[name].flags[0], what[name], kind, least)
+            what[name] = listed(OWN[name].flags[0], what[name], kind, least, repeats=name == "tree")
     beside = what.get("draft") or what.get("preset", "").partition("+")[2]
     drafts = bool(beside) and beside not in METHODS  # a head does not decode by itself
     what["stages"] = stages(what.get("stages"), never_slower=never_slower, draft=drafts)

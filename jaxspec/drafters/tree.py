@@ -52,10 +52,8 @@ class Tree(Drafter):
     taps = property(lambda self: self.draft.taps)
     features_width = property(lambda self: self.draft.features_width)
     tree_width = property(lambda self: self.shape.width)
-
-    @property
-    def model(self) -> Any:
-        return getattr(self.draft, "model", None)
+    model = property(lambda self: getattr(self.draft, "model", None))
+    target = property(lambda self: getattr(self.draft, "target", None))
 
     def features(self, params, hidden, tapped):
         return self.draft.features(params, hidden, tapped)

@@ -32,7 +32,7 @@ class Rule:
     options: tuple[str, ...] = ()
 
 
-GREEDY, UNSEEDED, SEEDED = "greedy", "standard", "coupled"  # where no rule is asked for
+GREEDY, UNSEEDED, SEEDED = "greedy", "block", "coupled"  # where no rule is asked for
 RULES = {
     GREEDY: Rule(None),
     "standard": Rule("round", needs_q=True),

@@ -110,6 +110,13 @@ def test_floors(document):
 
 
 @pytest.mark.thorough
+def test_a_tree_stands_in_place_of_k():
+    chosen = dataclasses.replace(CHOSEN, preset="tiny+eagle3", tree=(2, 2, 5), stages=("round", "propose"))
+    found = measure.run(chosen, LIMITS)["rows"]
+    assert [(r["stage"], r["k"]) for r in found] == [("round", 4), ("propose", 4)]
+
+
+@pytest.mark.thorough
 def test_speeds(document):
     for stage in ("target", "draft", "plain", "speculative", "adaptive"):
         for r in rows(document, stage):  # ms are those of one token of each of B rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxspec.bench.clock import Sample, measure, summary
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.race import Runner
 from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
 from jaxspec.models.layers import Backend
@@ -179,3 +181,17 @@ def test_lists():
     assert options.listed("-k", "2, 4,4,6") == (2, 4, 6)
     assert options.listed("-x", "1.5,3", float) == (1.5, 3.0)
     assert json.dumps(options.listed("-k", "1")) == "[1]"
+    assert options.listed("--tree", "4,4,17", repeats=True) == (4, 4, 17)
+
+
+@pytest.mark.parametrize(
+    ("tree", "preset", "said"),
+    [
+        ((4, 4), "tiny+eagle3", "--tree 4,4: give width,depth,nodes"),
+        ((2, 2, 5), "tiny", "--tree 2,2,5: give width,depth,nodes, and a draft that grows it"),
+        ((9, 9, 3), "tiny+eagle3", "tree_nodes=3 must lie in 74..658"),
+    ],
+)
+def test_trees_that_cannot_be(tree, preset, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        options.Options(preset=preset, tree=tree, stages=("round",))

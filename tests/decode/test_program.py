@@ -31,7 +31,7 @@ K = 3
 VARIANTS = {
     "greedy": Variant(),
     "coupled": Variant(frozenset({"coupled"})),
-    "everything": Variant(frozenset({"standard", "coupled"}), filters=True),
+    "everything": Variant(frozenset({"standard", "block", "coupled"}), filters=True),
 }
 # Shapes that no other array of the program has, so that an operand's shape names its model.
 DRAFT = dataclasses.replace(

@@ -239,7 +239,7 @@ def test_a_bad_engine_is_refused(options, changes, message):
 
 @pytest.mark.parametrize(
     ("asked", "seed", "rule"),
-    [(None, 1, "coupled"), (None, None, "standard"), ("standard", 1, "standard"), ("coupled", None, "coupled")],
+    [(None, 1, "coupled"), (None, None, "block"), ("standard", 1, "standard"), ("coupled", None, "coupled")],
 )
 def test_which_rule_a_request_follows(asked, seed, rule):
     spec = SpeculativeConfig(num_speculative_tokens=2, rejection_sample_method=asked)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxspec.accelerators import ACCELERATORS
 from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
+from jaxspec.verify import rules
 from tests.nvidia.compile import compile
 from tests.nvidia.gpus import GPUS
 from tests.tpu_program import Program, first_layers
@@ -21,7 +22,7 @@ SMALL = {"max_num_seqs": ROWS, "max_model_len": 1024, "num_pages": 500}
 QWEN = ("qwen3-0.6b", 1)  # whose prefill has no attention: nobody reads what the last layer attends to
 PROGRAMS: dict[str, dict[str, Any]] = {
     "few layers": {"target": ("qwen3-0.6b", 2), "draft": QWEN, **SMALL},
-    "sampling": {"target": QWEN, "draft": QWEN, "variant": Variant(frozenset({"standard"})), **SMALL},
+    "sampling": {"target": QWEN, "draft": QWEN, "variant": Variant(frozenset({rules.UNSEEDED})), **SMALL},
     "one row": {"target": ("smollm2-135m", 2), "draft": ("smollm2-135m", 1), **SMALL, "max_num_seqs": 1},
     "eagle3": {"target": ("qwen3-8b", 2), "draft": ("eagle3", None), **SMALL, "max_num_seqs": 1},
     "dflash": {"target": ("qwen3-8b", 2), "draft": ("dflash", None), "num_drafts": 15, **SMALL, "max_num_seqs": 1},
