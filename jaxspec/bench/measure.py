@@ -14,6 +14,7 @@ import numpy as np
 from jaxspec.bench import floors
 from jaxspec.bench.clock import Sample, measure
 from jaxspec.bench.hardware import Hardware, hardware
+from jaxspec.bench.load import load_rows
 from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
@@ -92,6 +93,8 @@ def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
             if set(MODEL_STAGES) & set(options.stages):
                 yield from point.model_rows()
             yield from point.engine_rows()
+        if "load" in options.stages:
+            yield from Point(setup, limits, batch_size, 0).load_rows()
 
 
 class Point:
@@ -173,6 +176,14 @@ class Point:
                 yield self.decoding_row("speculative", self.race(ways)["speculative"], k, length)
             for length in options.adaptive_lengths(k) if "adaptive" in stages else ():
                 yield from self.never_slower(k, length)
+
+    def load_rows(self) -> Iterator[Row]:
+        """Plain where there is no draft, else with adaptive K."""
+        options, speculative = self.options, None
+        if options.draft_name:
+            length = options.lengths[0] if options.lengths else None
+            speculative = options.speculation(options.ks[0], length, adaptive=True, rates=options.rates)
+        return load_rows(self, self.setup, options.load, self.batch_size, speculative)
 
     def never_slower(self, k: int, length: float) -> Iterator[Row]:
         choose = lambda adaptive: None if adaptive is None else self.options.speculation(k, length, adaptive=adaptive)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxspec.models.config import ModelConfig
 
 MODEL_STAGES = ("target", "draft", "round", "propose", "score", "verify", "prefill", "attention")
-ENGINE_STAGES = ("plain", "speculative", "adaptive")
+ENGINE_STAGES = ("plain", "speculative", "adaptive", "load")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
 ROUNDS = MAX_ROUNDS  # of a launch, as the engine's own are in generate
@@ -33,6 +33,42 @@ def engine_tokens(k: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """The workload of the stage `load`. The first sentence of each is the command line's help.
+
+    Args:
+      requests: Of the stage load: how many.
+      prompt_tokens: Of the stage load: tokens of a prompt, shortest and longest.
+      output_tokens: Of the stage load: tokens of an answer, shortest and longest.
+      rate: Of the stage load: requests that arrive a second; 0: all at once.
+      prompts: Of the stage load: texts in place of random prompts, {category: [text, ...]}.
+      max_model_len: Of the stage load: the engine's own; as long as the longest request.
+      runs: Of the stage load: how often, the first while programs are compiled.
+      seed: Of the stage load.
+    """
+
+    requests: int = 256
+    prompt_tokens: tuple[int, ...] = (128, 1024)
+    output_tokens: tuple[int, ...] = (64, 256)
+    rate: float = 0.0
+    prompts: Path | None = None
+    max_model_len: int | None = None
+    runs: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "runs"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)} is below 1")
+        for name in ("prompt_tokens", "output_tokens"):
+            first, *last = getattr(self, name)
+            if len(last) > 1 or (last and last[0] < first):
+                raise UserError(f"--{name.replace('_', '-')}: give the shortest and the longest, 128,1024")
+        if not 0 <= self.rate < float("inf"):
+            raise UserError(f"--rate {self.rate} must be 0 or more requests a second")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """What is measured, and how. The first sentence of each is the command line's help.
 
@@ -45,6 +81,7 @@ class Options:
       ks: One or several: 2,4,6.
       tree: Width, depth and nodes of a tree of drafts, which stands in place of K: 4,4,17.
       lengths: Tokens a round, one or several; real acceptance without it.
+      rates: Of the stage load: how often the first, second, ... draft is kept, 0.74,0.55.
       dtype: auto, float32, bfloat16 or float16.
       stages: Of target,draft,round,...; all but adaptive.
       temperature: 0 is greedy.
@@ -60,11 +97,13 @@ class Options:
     ks: tuple[int, ...] = (4,)
     tree: tuple[int, ...] = ()
     lengths: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
     dtype: str = EngineConfig.dtype
     stages: tuple[str, ...]
     temperature: float = 0.0
     kernels: str | None = None
     launches: int = 12
+    load: Load = Load()
 
     def __post_init__(self) -> None:
         if (self.preset is None) == (self.model is None):
@@ -139,8 +178,12 @@ class Options:
         """Acceptance lengths of the never-slower table that this K can reach."""
         return self.lengths or tuple(a for a in ADAPTIVE_LENGTHS if a <= k + 1)
 
-    def speculation(self, k: int, length: float | None, *, adaptive: bool) -> SpeculativeConfig:
+    def speculation(
+        self, k: int, length: float | None, *, adaptive: bool, rates: tuple[float, ...] = ()
+    ) -> SpeculativeConfig:
         synthetic: dict[str, Any] = {}
+        if rates:
+            synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
         if length is not None:
             synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
         draft = {"model": self.draft_name} if self.head is None else {"method": self.head, "model": self.head}
@@ -164,7 +207,7 @@ def listed(
 
 def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, ...]:
     """The stages in the order of the table; what is unknown stays, to be refused by name. draft: there is a model."""
-    default = [s for s in STAGES if s != "adaptive" and (draft or s != "draft")]
+    default = [s for s in STAGES if s not in ("adaptive", "load") and (draft or s != "draft")]
     asked = default if text is None else [s.strip() for s in text.split(",") if s.strip()]
     if not asked:
         raise UserError(f"--stages {text!r} names no stage: use some of {', '.join(STAGES)}")

@@ -16,8 +16,11 @@ def show(document: dict[str, Any]) -> None:
 
     console = Console()
     console.print(f"{document['preset']} ({document['dtype']}) on {document['device']}", highlight=False)
-    if stages := [r for r in document["rows"] if r["stage"] != "adaptive"]:
+    if stages := [r for r in document["rows"] if r["stage"] not in ("adaptive", "load")]:
         console.print(stage_table(stages))
+    if loads := [r for r in document["rows"] if r["stage"] == "load"]:
+        console.print(load_table(loads))
+        console.print(time_table(loads))
     if ways := [r for r in document["rows"] if r["stage"] == "adaptive"]:
         console.print(way_table(ways))
     reading = f", read {document['read_bandwidth_gb_s']:.1f} GB/s" if document["read_bandwidth_gb_s"] else ""
@@ -52,6 +55,32 @@ def stage_table(rows: list[Row]) -> Any:
         spread = f"±{(r['spread'][1] - r['spread'][0]) / 2 / r['ms']:.0%}"
         figures = (digits(r["ms"]), spread, digits(r["floor_ms"]), f"{r['ratio']:.2f}", speed, length)
         made.add_row(r["stage"], str(r["batch_size"]), str(r["context"]), k, *figures)
+    return made
+
+
+def load_table(rows: list[Row]) -> Any:
+    """Milliseconds to the first token and per further one: mean, median, 99th percentile. The ratio: how often the time
+    that plain decoding and its prefill would take at best."""
+    made = table("run", "rows", "K", "tokens/s", "ratio", "accept.", "first", "p50", "p99", "next", "p50", "p99")
+    for r in rows:
+        k, length = "" if r["k"] is None else str(r["k"]), f"{r['acceptance_length']:.2f}"
+        speed = f"{r['tokens_per_second']:,.0f}"
+        waits = [digits(ms) for name in ("first", "output") for ms in waiting(r, name)]
+        made.add_row(str(r["run"]), str(r["batch_size"]), k, speed, f"{r['ratio']:.2f}", length, *waits)
+    return made
+
+
+def waiting(row: Row, which: str) -> tuple[float, ...]:
+    name = "time_to_first_token_ms" if which == "first" else "time_per_output_token_ms"
+    return tuple(row[name].values())
+
+
+def time_table(rows: list[Row]) -> Any:
+    """Where the seconds of a run went."""
+    names = list(rows[0]["seconds"])
+    made = table("run", *names, title="Seconds")
+    for r in rows:
+        made.add_row(str(r["run"]), *(f"{r['seconds'][name]:.2f}" for name in names))
     return made
 
 

@@ -42,8 +42,9 @@ class Setup:
     tokenizer: Any
     programs: Programs
 
-    def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None) -> Engine:
-        """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others."""
+    def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None, **options: Any) -> Engine:
+        """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others.
+        options: others of EngineConfig."""
         drafts = speculative.num_speculative_tokens if speculative else 0
         models = {"target": self.target} | ({"draft": self.draft} if self.draft and speculative else {})
         page_size = facts(self.device.platform).page_size
@@ -57,6 +58,7 @@ class Setup:
                 page_size=page_size,
                 num_pages=num_pages,
                 kernels=self.options.kernels,
+                **options,
             ),
             mesh=self.mesh,
             speculative=speculative,

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.bench.options import Options, listed, stages
+from jaxspec.bench.options import Load, Options, listed, stages
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.drafters.methods import METHODS
 
-WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "tree", "lengths", "dtype", "stages")
+WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "tree", "lengths", "rates", "dtype", "stages")
 HOW = ("temperature", "kernels", "launches")
 OWN = {
     "model": Own(help=MODEL_HELP),
@@ -21,9 +21,19 @@ OWN = {
     "ks": Own(flags=("-k", "--k", "--num-speculative-tokens"), kind=str),
     "tree": Own(flags=("--tree",), kind=str),
     "lengths": Own(flags=("--synthetic-acceptance-length",), kind=str),
+    "rates": Own(flags=("--synthetic-acceptance-rates",), kind=str),
+    "prompt_tokens": Own(flags=("--prompt-tokens",), kind=str),
+    "output_tokens": Own(flags=("--output-tokens",), kind=str),
+    "prompts": Own(metavar="FILE.json"),
     "stages": Own(kind=str, default=None),
 }
-LISTS = (("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("tree", int, 1), ("lengths", float, 1))
+LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "prompts", "max_model_len", "runs", "seed")
+# Name, kind and least value of those that are lists.
+LISTS = (
+    *(("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("tree", int, 1), ("lengths", float, 1)),
+    *(("rates", float, 0), ("prompt_tokens", int, 2), ("output_tokens", int, 1)),
+)
+MAY_REPEAT = ("tree", "rates", "prompt_tokens", "output_tokens")
 
 
 def bench(
@@ -31,6 +41,7 @@ def bench(
     what: Annotated[dict[str, Any], Fields(Options, WHAT, OWN)],
     never_slower: Annotated[bool, typer.Option("--never-slower", help="Off, always K and adaptive K.")] = False,
     how: Annotated[dict[str, Any], Fields(Options, HOW)],
+    workload: Annotated[dict[str, Any], Fields(Load, LOAD, OWN)],
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed and time per round.")] = None,
 ) -> None:
@@ -38,12 +49,13 @@ def bench(
     if not what.keys() & {"preset", "model"}:
         what["preset"] = "smollm2-135m"
     for name, kind, least in LISTS:
-        if name in what:
-            what[name] = listed(OWN[name].flags[0], what[name], kind, least, repeats=name == "tree")
+        for given in (what, workload):
+            if name in given:
+                given[name] = listed(OWN[name].flags[0], given[name], kind, least, repeats=name in MAY_REPEAT)
     beside = what.get("draft") or what.get("preset", "").partition("+")[2]
     drafts = bool(beside) and beside not in METHODS  # a head does not decode by itself
     what["stages"] = stages(what.get("stages"), never_slower=never_slower, draft=drafts)
-    chosen = Options(**what, **how)
+    chosen = Options(**what, **how, load=Load(**workload))
     from jaxspec.bench.measure import bench
 
     bench(chosen, as_json=as_json, plot=plot)
