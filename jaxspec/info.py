@@ -72,7 +72,8 @@ def pool(
     """The memory of the default engine and how many pages it holds, as `engine.setup` divides it."""
     options, known = EngineConfig(), platform_facts(chip.platform)
     models = {name: Model(config, {}) for name, config in configs.items()}
-    temporary = temporary_bytes(models, options, SpeculativeConfig(model="draft") if "draft" in models else None)
+    spec = SpeculativeConfig(model="draft") if "draft" in models else None
+    temporary = temporary_bytes(models, options, spec, chip.platform)
     taken = temporary + sum(m["weight_bytes"] for m in (document["model"], document["draft"]) if m)
     if absent is not None:
         memory: int | None = int(absent.programs_memory * options.memory_utilization)

@@ -20,7 +20,7 @@ class EngineOptions(TypedDict, total=False):
     memory_utilization: float
     enable_prefix_caching: bool
     rounds_per_launch: int | None
-    prefill_chunk: int
+    prefill_chunk: int | None
     kernels: str | None
     compilation_cache: bool
     enable_lora: bool

@@ -25,6 +25,10 @@ class Platform:
     cache_bytes: of the pages; None for what is left of the device's memory.
     gathers: whether attention that is no kernel, which costs what the block tables are wide, is the rule.
     short_row: tokens; rows that end within have a narrower block table, whose attention is faster. 0 for none.
+    prefill_tokens: of prompts, in one pass over several; more would make it no faster.
+    piece: tokens of a row of such a pass, which a prompt is cut into.
+    least_pieces: of a pass; fewer would make it no faster.
+    rounds_per_chunk: of rows that decode, between two such passes.
     compiler_options: of every program.
     dense_attention: of passes without a cache, in a dtype of two bytes.
     text_rows, evaluated_rows: that training generates, and evaluates, at a time; None for all.
@@ -38,6 +42,10 @@ class Platform:
     cache_bytes: int | None = None
     gathers: bool = False
     short_row: int = 0
+    prefill_tokens: int = 2048
+    piece: int = 64
+    least_pieces: int = 1
+    rounds_per_chunk: int = 1
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dense_attention: Literal["xla", "cudnn"] = "xla"
     text_rows: int = 2048
@@ -83,6 +91,9 @@ PLATFORMS = {
         dtype="float32",
         cache_bytes=1 << 30,  # host memory is shared with everything else: a fixed, modest pool
         gathers=True,
+        prefill_tokens=256,
+        piece=16,
+        rounds_per_chunk=8,
         compiler_options=CPU_COMPILER_OPTIONS,
         text_rows=16,
         evaluated_rows=16,
@@ -91,6 +102,7 @@ PLATFORMS = {
         head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton's blocks are powers of two
         memory_share=0.75,
         short_row=WHOLE_KEYS,
+        least_pieces=4,  # a pass over 256 tokens takes no longer than reading the weights
         dense_attention="cudnn",
     ),
     "tpu": Platform(

@@ -162,9 +162,10 @@ class Launches:
         self.program = lowered.compile(compiler_options=compiler_options)
 
     def prefill(self, requests: list[Request]) -> PagedKVCache:
-        sizes = {"row_pages": self.row_pages, "longest": 16}
-        chunk, lengths = batch.chunk_input(requests, [0] * self.rows, self.layout, **sizes)
-        assert set(lengths) == {len(self.prompt) - 1}
+        shape = batch.ChunkShape(batch.power_of_two(self.rows), 16)
+        rows = batch.pieces(requests, [0] * self.rows, shape)
+        assert [piece.length for piece in rows] == [len(self.prompt) - 1] * self.rows
+        chunk = batch.chunk_input(rows, self.layout, shape, row_pages=self.row_pages)
         packed = self.place(pack((chunk,)))
         program = lower("prefill", self.config, self.params, self.cache, packed).compile()
         return program(self.params, self.cache, packed)[0]

@@ -22,7 +22,7 @@ from tests import tiny_models
 GAINS = {"embed": 0.2, "qkv": 4.0, "q_norm": 3.0, "out": 3.0, "down": 3.0}
 GAINS |= {"post_attention_norm": 8.0, "post_mlp_norm": 8.0}
 VOCAB = tiny_models.BASE.vocab_size
-OPTIONS = {"max_model_len": 64, "num_pages": 48, "max_num_seqs": 8, "prefill_chunk": 16}
+OPTIONS = {"max_model_len": 64, "num_pages": 48, "max_num_seqs": 8, "prefill_chunk": 128}
 
 
 def repeating(length: int, period: int, seed: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.packing import pack
 from jaxspec.decode.programs import lower
 from jaxspec.decode.state import DecodeConfig, Variant
-from jaxspec.engine import batch
+from jaxspec.engine import batch, setup
 from jaxspec.engine.request import Request
 from jaxspec.engine.setup import Model, cache_layouts, drafters, paged_models, temporary_bytes
 from jaxspec.loading import compute_dtype
@@ -100,7 +100,7 @@ class Program:
     @property
     def reserved(self) -> int:
         """Bytes that the engine keeps for the programs' temporary memory."""
-        return temporary_bytes(self.models, self.options, self.speculative)
+        return temporary_bytes(self.models, self.options, self.speculative, "tpu")
 
     @property
     def weights(self) -> set[int]:
@@ -151,9 +151,10 @@ class Program:
         return self.compile("launch", batch.launch_input(requests, *how, num_rounds=1))
 
     def prefill(self) -> Any:
-        longest = self.options.prefill_chunk
-        requests, sizes = self.requests(longest + 1), {"row_pages": self.row_pages, "longest": longest}
-        chunk, _ = batch.chunk_input(requests, [0] * len(requests), self.config.target.layout, **sizes)
+        shape = setup.chunk_shape(self.options, "tpu")
+        (request, *_) = self.requests(shape.rows * shape.width + 1)
+        rows = batch.pieces([request], [0], shape)
+        chunk = batch.chunk_input(rows, self.config.target.layout, shape, row_pages=self.row_pages)
         return self.compile("prefill", chunk)
 
 

@@ -216,7 +216,8 @@ class Point:
     def prefill(self, raw: Raw) -> Row:
         sample = measure(raw.prefill(), self.launches)
         config, params, count = self.setup.target.config, self.setup.target.params, self.context - 1
-        chunks = -(-count // raw.engine.config.prefill_chunk)
+        shape = raw.engine.chunk_shape
+        chunks = -(-self.batch_size * count // (shape.rows * shape.width))
         moved = chunks * weight_bytes(config, params, logits=False)
         computed = self.limits.flop_ms(floors.prefill_flop(config, params, self.batch_size, count))
         speed = 1e3 * self.batch_size * count / sample.ms

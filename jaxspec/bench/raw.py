@@ -124,11 +124,15 @@ class Raw:
     def prefill(self) -> Call:
         """The prompts, all but their last token, into the target's cache, in chunks."""
         engine, requests = self.engine, self.requests(0)
+        for request in requests:
+            request.target_len = 0
         config = dataclasses.replace(engine.runner.decoding, drafter=None)
-        sizes = {"row_pages": self.table_width, "longest": engine.config.prefill_chunk}
-        starts = range(0, self.context - 1, sizes["longest"])
-        at = lambda start: batch.chunk_input(requests, [start] * len(requests), engine.layout, **sizes)[0]
-        chunks = [at(start) for start in starts]
+        chunks = []
+        while left := [r for r in requests if not r.prefilled]:
+            rows = batch.pieces(left, [r.target_len for r in left], engine.chunk_shape)
+            chunks.append(batch.chunk_input(rows, engine.layout, engine.chunk_shape, row_pages=self.table_width))
+            for piece in rows:
+                piece.request.target_len += piece.length
 
         def call() -> Any:
             for chunk in chunks:

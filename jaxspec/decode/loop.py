@@ -29,7 +29,7 @@ def launch(
         more = state.round < jnp.minimum(control.num_rounds, MAX_ROUNDS)
         # Behind a barrier, or the compiler would sum up where it updates, and copy the carry.
         state = lax.optimization_barrier(dataclasses.replace(state, round=None))
-        early = control.stop_on_finish & jnp.any(state.finish != RUNNING)
+        early = jnp.sum(state.finish != RUNNING) >= control.max_ends
         return more & jnp.any(runnable(context, state)) & ~early & ~losing(batch, state)
 
     def body(carry):

@@ -130,13 +130,13 @@ class Control:
     """When a launch ends.
 
     num_rounds i32[]: after so many rounds, at most MAX_ROUNDS.
-    stop_on_finish bool[]: as soon as a row has finished.
+    max_ends i32[]: as soon as so many rows have finished.
     worth f32[]: when the rows gain less than so many tokens a round, which is what plain decoding would have made in
       the same time, so that the host may choose another K.
     """
 
     num_rounds: jax.Array
-    stop_on_finish: jax.Array
+    max_ends: jax.Array
     worth: jax.Array
 
 

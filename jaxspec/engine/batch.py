@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from jaxspec.cache.pages import CacheLayout
 from jaxspec.decode.state import Control, LaunchInput, RowLimits, Variant
 from jaxspec.drafters.base import Chunk
 from jaxspec.engine.request import Request
+from jaxspec.options import LARGEST
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.processors import Processors
 from jaxspec.sampling.rng import seed_words
@@ -23,6 +25,16 @@ from jaxspec.sampling_params import MAX_LOGPROBS
 from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5
+NEVER = LARGEST  # a number of rows that no launch has
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkShape:
+    """Of a prefill pass: at most `rows` of `width` tokens each, no program being made for fewer than least_rows."""
+
+    rows: int
+    width: int
+    least_rows: int = 1
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -55,12 +67,12 @@ def launch_input(
     shape: tuple[int, int],
     *,
     num_rounds: int,
-    stop_on_finish: bool = False,
+    max_ends: int = NEVER,
     worth: float = 0.0,
     rule_options: Sequence[float] = (),
 ) -> LaunchInput:
     """k: drafts a round of the program, used: its variant, shape: its (B, N); rows beyond the requests are not live.
-    num_rounds, stop_on_finish, worth: of Control; rule_options: of the rule asked for."""
+    num_rounds, max_ends, worth: of Control; rule_options: of the rule asked for."""
     params, (rows, row_pages) = [r.params for r in requests], shape
 
     column = functools.partial(filled, rows)
@@ -88,7 +100,7 @@ def launch_input(
         ),
         processors=processors(requests, rows) if used.processors else None,
         rule_options=filled(len(rule_options), rule_options, np.float32),
-        control=Control(scalar(num_rounds, np.int32), scalar(stop_on_finish, np.bool_), scalar(worth, np.float32)),
+        control=Control(scalar(num_rounds, np.int32), scalar(max_ends, np.int32), scalar(worth, np.float32)),
     )
 
 
@@ -97,7 +109,8 @@ def check(request: Request, layout: CacheLayout) -> None:
     row_pages = len(request.pages)
     used = dataclasses.replace(variant([request]), processors=True)
     prefill_variant([request])
-    chunk_input([request], [request.target_len], layout, row_pages=row_pages, longest=16)
+    shape = ChunkShape(1, 16)
+    chunk_input(pieces([request], [request.target_len], shape), layout, shape, row_pages=row_pages)
     launch_input([request], request.num_speculative_tokens, used, layout, (1, row_pages), num_rounds=1)
 
 
@@ -155,25 +168,37 @@ def prefill_variant(requests: Sequence[Request]) -> Variant:
     return Variant(logprobs=most_logprobs([r.params.prompt_logprobs for r in requests if r.wants_prompt_logprobs]))
 
 
-def chunk_input(
-    requests: Sequence[Request], starts: Sequence[int], layout: CacheLayout, *, row_pages: int, longest: int
-) -> tuple[Chunk, list[int]]:
-    """The next at most `longest` tokens of each request from its start on, the last (pending) token left out; T is a
-    power of two -> (chunk, the number of tokens of each)."""
-    lengths = [min(r.num_tokens - 1 - start, longest) for r, start in zip(requests, starts, strict=True)]
-    rows, width = power_of_two(len(requests)), min(power_of_two(max(lengths), 16), longest)
-    spans = list(zip(requests, starts, lengths, strict=True))
-    following = any(r.wants_prompt_logprobs for r in requests)
-    chunk = Chunk(
-        tokens=padded([r.tokens[start : start + n] for r, start, n in spans], rows, width, 0),
-        start=padded([starts], 1, rows, 0)[0],
-        length=padded([lengths], 1, rows, 0)[0],
-        block_table=padded([r.pages for r in requests], rows, row_pages, layout.num_pages),
-        next_tokens=padded([r.tokens[start + 1 : start + 1 + n] for r, start, n in spans], rows, width, 0)
-        if following
-        else None,
+class Piece(NamedTuple):
+    """The tokens [start, start + length) of a request: one row of a prefill pass."""
+
+    request: Request
+    start: int
+    length: int
+
+
+def pieces(requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape) -> list[Piece]:
+    """The next tokens of each request from its start on, the last (pending) token left out: as many as a pass takes,
+    those of the first requests first. A row reads what the rows before it write, so that a prompt may have several."""
+    cut = (
+        Piece(request, at, min(chunk.width, request.num_tokens - 1 - at))
+        for request, start in zip(requests, starts, strict=True)
+        for at in range(start, request.num_tokens - 1, chunk.width)
     )
-    return chunk, lengths
+    return list(itertools.islice(cut, chunk.rows))
+
+
+def chunk_input(rows: Sequence[Piece], layout: CacheLayout, chunk: ChunkShape, *, row_pages: int) -> Chunk:
+    """The pass over these pieces. Their number is padded to a power of two: few programs serve all."""
+    count, width = min(power_of_two(len(rows), chunk.least_rows), chunk.rows), chunk.width
+    listed = lambda ahead: [r.tokens[start + ahead : start + ahead + n] for r, start, n in rows]
+    following = any(piece.request.wants_prompt_logprobs for piece in rows)
+    return Chunk(
+        tokens=padded(listed(0), count, width, 0),
+        start=filled(count, [piece.start for piece in rows], np.int32),
+        length=filled(count, [piece.length for piece in rows], np.int32),
+        block_table=padded([piece.request.pages for piece in rows], count, row_pages, layout.num_pages),
+        next_tokens=padded(listed(1), count, width, 0) if following else None,
+    )
 
 
 def copied_pages(copies: Sequence[tuple[int, int]], layout: CacheLayout) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Variants
 from jaxspec.decode.state import LaunchResult
+from jaxspec.drafters.base import Chunk
 from jaxspec.engine import arrivals, batch, results, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
@@ -21,6 +22,7 @@ from jaxspec.engine.runner import Plan, Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
+from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
@@ -65,6 +67,8 @@ class Engine:
         )
         self.roster = Roster(self.scheduler, self.runner)
         most = self.scheduler.pages_for(self.limits.max_model_len + self.num_drafts)
+        self.chunk_shape = setup.chunk_shape(config, device.platform)
+        self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
         self.table_widths = setup.table_widths(device, config.kernels, most, layout.page_size)
         self.controller = Controller(
             tuple(self.runner.drafters),
@@ -144,14 +148,14 @@ class Engine:
         with self.roster.blame(took_part):
             self.prefill(took_part)
         ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
-        while (running := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
-            with self.roster.blame(running):
-                self.prefill(running)
+        while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
+            with self.roster.blame(rest):
+                self.prefill(rest)
         decoding = ready()
         own = FEWER_ROUNDS if any(r.find_stop for r in decoding) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or own
         if len(decoding) < len(self.scheduler.running):  # those in prefill want their next chunk soon
-            num_rounds = -(-num_rounds // 4)
+            num_rounds = min(num_rounds, self.rounds_per_chunk)
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted]
@@ -172,21 +176,24 @@ class Engine:
                 batch.check(request, self.layout)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Fills both caches with the next chunk of each request. While others are decoding, all share one chunk's
-        tokens, so that those do not wait long."""
-        requests, longest = [r for r in requests if r.finish_reason is None], self.config.prefill_chunk
+        """One pass: the next tokens of these requests, those of the first first, into both caches."""
+        requests = [r for r in requests if r.finish_reason is None and not r.prefilled]
         if not requests:
             return
-        if len(requests) < len(self.scheduler.running):
-            longest = max(16, longest // batch.power_of_two(len(requests)))
-        starts, row_pages = [r.target_len for r in requests], self.grown_shape(self.scheduler.running)[1]
-        chunk, lengths = batch.chunk_input(requests, starts, self.layout, row_pages=row_pages, longest=longest)
+        rows = batch.pieces(requests, [r.target_len for r in requests], self.chunk_shape)
+        chunk = self.chunk_of(rows)
+        variant = batch.prefill_variant([piece.request for piece in rows])
         with self.timed("prefill_seconds"):
-            scores = self.runner.execute(Plan("prefill", (chunk,), variant=batch.prefill_variant(requests)))
-        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            with self.roster.blame([request], device=False):
-                results.absorb_chunk(request, row, length, scores, self.lag)
-                self.scheduler.register(request)
+            scores = self.runner.execute(Plan("prefill", (chunk,), variant=variant))
+        for row, piece in enumerate(rows):
+            with self.roster.blame([piece.request], device=False):
+                if piece.request.finish_reason is None:
+                    results.absorb_chunk(piece.request, row, piece.length, scores, self.lag)
+                    self.scheduler.register(piece.request)
+
+    def chunk_of(self, rows: Sequence[batch.Piece]) -> Chunk:
+        row_pages = self.grown_shape(self.scheduler.running)[1]
+        return batch.chunk_input(rows, self.layout, self.chunk_shape, row_pages=row_pages)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """One launch over these requests, whose prompts are in the caches."""
@@ -215,14 +222,12 @@ class Engine:
 
     def catch_up(self, requests: list[Request]) -> None:
         """The draft reads what was decoded without it, but for what its first pass in the loop reads."""
-        row_pages = self.grown_shape(requests)[1]
-        while rows := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
-            starts = [r.draft_len + self.lag.lookahead for r in rows]
-            sizes = {"row_pages": row_pages, "longest": self.config.prefill_chunk}
-            chunk, lengths = batch.chunk_input(rows, starts, self.layout, **sizes)
-            self.runner.execute(Plan("catch_up", (chunk,)))
-            for request, length in zip(rows, lengths, strict=True):
-                request.draft_len += length
+        while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
+            starts = [r.draft_len + self.lag.lookahead for r in behind]
+            rows = batch.pieces(behind, starts, self.chunk_shape)
+            self.runner.execute(Plan("catch_up", (self.chunk_of(rows),)))
+            for piece in rows:
+                piece.request.draft_len += piece.length
 
     def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> LaunchResult:
         """One launch of the device program over these requests."""
@@ -235,7 +240,8 @@ class Engine:
             self.layout,
             shape,
             num_rounds=num_rounds,
-            stop_on_finish=bool(self.scheduler.waiting),
+            # While others wait a row that has ended is wasted, and so is a launch for each that ends.
+            max_ends=-(-len(requests) // 16) if self.scheduler.waiting else batch.NEVER,
             worth=worth,
             rule_options=spec.rule_options if spec else (),
         )

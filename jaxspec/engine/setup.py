@@ -15,7 +15,7 @@ from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.tree import Shape, Tree
-from jaxspec.engine.batch import power_of_two
+from jaxspec.engine.batch import ChunkShape, power_of_two
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, compute_dtype, weight_bytes
@@ -92,7 +92,7 @@ def page_layouts(
         each: list[CacheLayout | FeatureLayout] = [layout(model, 1) for model in models.values()]
         each.append(FeatureLayout(features_width(models), page_size, 1, models["target"].dtype))
         page_bytes = [layout.stored_bytes(mesh.size, platform) for layout in each]
-        temporary = temporary_bytes(models, config, speculative)
+        temporary = temporary_bytes(models, config, speculative, platform)
         memory = budget.free_memory(mesh.devices.flat[0], config.memory_utilization, temporary)
         # Beyond what all rows can use, prefix reuse takes as much again.
         most = config.max_num_seqs * -(-(longest + 64) // page_size) * (2 if config.enable_prefix_caching else 1)
@@ -125,13 +125,22 @@ def table_widths(device: Device, kernels: str | None, most: int, page_size: int)
     return (few, most) if 0 < few < most else (most,)
 
 
-def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation) -> int:
+def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
+    """Of a prefill pass."""
+    known = facts(platform)
+    tokens = config.prefill_chunk or known.prefill_tokens
+    width = min(known.piece, tokens)
+    return ChunkShape(tokens // width, width, min(known.least_pieces, tokens // width))
+
+
+def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
     """An upper estimate of what the largest programs need beside weights and pages: a few copies of a round's
     logits in float32, and the activations of a prefill chunk."""
     drafts = speculative.num_speculative_tokens if speculative else 0
     logits = 6 * config.max_num_seqs * (drafts + 1) * models["target"].config.vocab_size * 4
     widest = max(4 * m.config.mlp_width + 8 * m.config.width + 2 * m.config.qkv_width for m in models.values())
-    return logits + config.max_num_seqs * config.prefill_chunk * widest * 4
+    chunk = chunk_shape(config, platform)
+    return logits + chunk.rows * chunk.width * widest * 4
 
 
 def drafters(speculative: Speculation, models: Mapping[str, PagedModel]) -> dict[int, Drafter | None]:
