@@ -23,6 +23,7 @@ import numpy as np
 import tests.conftest  # noqa: F401  (first: it sets the process up)
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.drafters.methods import LOOKUP, split
+from jaxspec.engine.batch import ChunkShape
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import FindStop, Request, TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
@@ -147,6 +148,7 @@ class Soak:
         engine, launch, observe = self.engine, self.engine.launch, self.engine.controller.observe
         engine.scheduler.allocator = CountingAllocator(engine.num_pages)
         engine.grown_shape = lambda requests: (8, 32)  # type: ignore[method-assign]
+        engine.riding_shape = ChunkShape(2, 16, 2)  # as on GPU and TPU
 
         def counted(requests, k, *arguments):
             self.launches[k] += 1

@@ -126,7 +126,7 @@ class Raw:
         engine, requests = self.engine, self.requests(0)
         for request in requests:
             request.target_len = 0
-        config = dataclasses.replace(engine.runner.decoding, drafter=None)
+        config = dataclasses.replace(engine.runner.decoding, drafter=None, prefills=None)
         chunks = []
         while left := [r for r in requests if not r.prefilled]:
             rows = batch.pieces(left, [r.target_len for r in left], engine.chunk_shape)

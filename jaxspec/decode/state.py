@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxspec.config import MAX_ROUNDS
-from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.base import Chunk, Drafter
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
@@ -59,6 +59,7 @@ class DecodeConfig:
     drafter: None for plain decoding, K = 0.
     greedy_draft: the draft proposes its own likeliest token, as if certain of it.
     reader: the drafter for which target passes keep features, those of plain rounds too; or None.
+    prefills: the drafter whose pages prompts fill where a round has no drafts; or None.
     """
 
     target: PagedModel
@@ -66,6 +67,7 @@ class DecodeConfig:
     variant: Variant = Variant()
     greedy_draft: bool = False
     reader: Drafter | None = None
+    prefills: Drafter | None = None
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -149,6 +151,8 @@ class LaunchInput:
     block_table i32[B,N]: page ids; unassigned entries hold num_pages.
     processors: None where no row asks for any.
     rule_options f32[_]: the numbers of the rule's own options.
+    ready i32[B]: from which round on the row takes part; its prompt is in the caches then.
+    chunks: what each round computes of prompts besides, [MOST, ...]; None: the launch computes none.
     """
 
     tokens: jax.Array
@@ -161,6 +165,8 @@ class LaunchInput:
     processors: Processors | None
     rule_options: jax.Array
     control: Control
+    ready: jax.Array
+    chunks: Chunk | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,8 +70,12 @@ def launch_input(
     max_ends: int = NEVER,
     worth: float = 0.0,
     rule_options: Sequence[float] = (),
+    draft_lens: Sequence[int] | None = None,
+    ready: Sequence[int] = (),
+    chunks: Chunk | None = None,
 ) -> LaunchInput:
     """k: drafts a round of the program, used: its variant, shape: its (B, N); rows beyond the requests are not live.
+    ready, chunks: of LaunchInput; draft_lens: where they are not what the requests say.
     num_rounds, max_ends, worth: of Control; rule_options: of the rule asked for."""
     params, (rows, row_pages) = [r.params for r in requests], shape
 
@@ -80,7 +84,7 @@ def launch_input(
     return LaunchInput(
         tokens=padded([r.tokens for r in requests], rows, row_pages * layout.page_size + 1, 0),
         num_tokens=column([r.num_tokens for r in requests], np.int32, 1),
-        draft_len=column([r.draft_len for r in requests], np.int32),
+        draft_len=column(draft_lens or [r.draft_len for r in requests], np.int32),
         live=column([True] * len(requests), np.bool_, False),
         block_table=padded([r.pages for r in requests], rows, row_pages, layout.num_pages),
         sampling=SamplingRows(
@@ -101,6 +105,8 @@ def launch_input(
         processors=processors(requests, rows) if used.processors else None,
         rule_options=filled(len(rule_options), rule_options, np.float32),
         control=Control(scalar(num_rounds, np.int32), scalar(max_ends, np.int32), scalar(worth, np.float32)),
+        ready=column(ready, np.int32),
+        chunks=chunks,
     )
 
 

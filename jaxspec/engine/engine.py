@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -13,7 +14,7 @@ from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Variants
 from jaxspec.decode.state import LaunchResult
 from jaxspec.drafters.base import Chunk
-from jaxspec.engine import arrivals, batch, results, setup
+from jaxspec.engine import arrivals, batch, results, riding, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
 from jaxspec.engine.request import Request
@@ -68,6 +69,7 @@ class Engine:
         self.roster = Roster(self.scheduler, self.runner)
         most = self.scheduler.pages_for(self.limits.max_model_len + self.num_drafts)
         self.chunk_shape = setup.chunk_shape(config, device.platform)
+        self.riding_shape = setup.riding_shape(config, device.platform)
         self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
         self.table_widths = setup.table_widths(device, config.kernels, most, layout.page_size)
         self.controller = Controller(
@@ -144,25 +146,31 @@ class Engine:
         if not self.scheduler.running:
             self.shape = (1, 1)
         self.admit()
-        took_part = [r for r in self.scheduler.running if not r.prefilled]
-        with self.roster.blame(took_part):
-            self.prefill(took_part)
         ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
+        took_part = [r for r in self.scheduler.running if not r.prefilled]
+        riders = took_part if ready() and self.may_ride(took_part) else []
+        if not riders:
+            with self.roster.blame(took_part):
+                self.prefill(took_part)
         while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
             with self.roster.blame(rest):
                 self.prefill(rest)
         decoding = ready()
         own = FEWER_ROUNDS if any(r.find_stop for r in decoding) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or own
-        if len(decoding) < len(self.scheduler.running):  # those in prefill want their next chunk soon
+        if not riders and len(decoding) < len(self.scheduler.running):  # those in prefill want their next chunk soon
             num_rounds = min(num_rounds, self.rounds_per_chunk)
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
-            decoding = [r for r in decoding if r not in preempted]
+            decoding, riders = ([r for r in some if r not in preempted] for some in (decoding, riders))
         if decoding:  # or all have given way to an older one in prefill
-            with self.roster.blame(decoding):
-                self.decode(decoding, num_rounds, streaming)
+            with self.roster.blame([*decoding, *riders]):
+                self.decode(decoding, num_rounds, streaming, riders)
         return [*took_part, *decoding]
+
+    def may_ride(self, requests: Sequence[Request]) -> bool:
+        """Whether these requests' prompts are computed in the passes of the others."""
+        return self.riding_shape is not None and not any(r.wants_prompt_logprobs for r in requests)
 
     def admit(self) -> None:
         """Lets waiting requests in, and copies what samples of one prompt share in part. Each is packed by itself once:
@@ -185,6 +193,10 @@ class Engine:
         variant = batch.prefill_variant([piece.request for piece in rows])
         with self.timed("prefill_seconds"):
             scores = self.runner.execute(Plan("prefill", (chunk,), variant=variant))
+        self.absorb_pieces(rows, scores)
+
+    def absorb_pieces(self, rows: Sequence[batch.Piece], scores: Any = None) -> None:
+        """Of prompts, that are in the caches now."""
         for row, piece in enumerate(rows):
             with self.roster.blame([piece.request], device=False):
                 if piece.request.finish_reason is None:
@@ -195,10 +207,10 @@ class Engine:
         row_pages = self.grown_shape(self.scheduler.running)[1]
         return batch.chunk_input(rows, self.layout, self.chunk_shape, row_pages=row_pages)
 
-    def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
-        """One launch over these requests, whose prompts are in the caches."""
+    def decode(self, requests: list[Request], num_rounds: int, streaming: bool, riders: Sequence[Request] = ()) -> None:
+        """One launch over these requests, whose prompts are in the caches, and the riders' prompts."""
         short = streaming or num_rounds < PROBE_ROUNDS
-        kind = self.grown_shape(requests)[0], short  # which cost more a round
+        kind = self.grown_shape([*requests, *riders])[0], short, bool(riders)  # which cost more a round
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
         # Tokens of a seed that are drawn with a round's own numbers depend on the number of drafts.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
@@ -214,11 +226,15 @@ class Engine:
             if choice.k:
                 self.catch_up(requests)
         with self.timed("decode_seconds") as watch:
-            result = self.launch(requests, choice.k, num_rounds, choice.worth)
+            ride = riding.plan(riders, self.riding_shape, num_rounds) if riders and self.riding_shape else None
+            taking = [*requests, *(ride.joining if ride else ())]
+            result = self.launch(taking, choice.k, num_rounds, choice.worth, ride)
         took = watch.seconds, int(result.num_rounds)
         tokens = int(np.sum(result.num_new))
         self.controller.observe(kind, choice.k, *took, tokens=tokens, catch_up=reading.seconds)
-        self.absorb(requests, result)
+        for pieces in ride.passes[: took[1]] if ride else ():
+            self.absorb_pieces(pieces)
+        self.absorb([r for r in taking if r.prefilled], result)
 
     def catch_up(self, requests: list[Request]) -> None:
         """The draft reads what was decoded without it, but for what its first pass in the loop reads."""
@@ -229,10 +245,23 @@ class Engine:
             for piece in rows:
                 piece.request.draft_len += piece.length
 
-    def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> LaunchResult:
+    def launch(
+        self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0, ride: riding.Ride | None = None
+    ) -> LaunchResult:
         """One launch of the device program over these requests."""
-        shape, spec = self.grown_shape(requests), self.speculative
-        variant = self.variants.choose((k, *shape), batch.variant(requests))
+        riders = {piece.request for pieces in ride.passes for piece in pieces} if ride else set()
+        shape, spec, more = self.grown_shape([*requests, *(riders - {*requests})]), self.speculative, {}
+        if ride:
+            assert self.riding_shape
+            ends = [r.num_tokens - 1 for r in requests]
+            held = [self.lag.held(end - self.lag.lookahead, end) for end in ends]
+            more = {
+                "chunks": riding.chunks(ride, self.layout, self.riding_shape, shape[1]),
+                "ready": [ride.ready.get(r, 0) for r in requests],
+                "draft_lens": [h if r in ride.ready else r.draft_len for r, h in zip(requests, held, strict=True)],
+            }
+            num_rounds = len(ride.passes)
+        variant = self.variants.choose((k, *shape, bool(ride)), batch.variant(requests))
         inputs = batch.launch_input(
             requests,
             k,
@@ -244,6 +273,7 @@ class Engine:
             max_ends=-(-len(requests) // 16) if self.scheduler.waiting else batch.NEVER,
             worth=worth,
             rule_options=spec.rule_options if spec else (),
+            **more,
         )
         return self.runner.execute(Plan("launch", (inputs,), k=k, variant=variant))
 

@@ -133,6 +133,13 @@ def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
     return ChunkShape(tokens // width, width, min(known.least_pieces, tokens // width))
 
 
+def riding_shape(config: EngineConfig, platform: str) -> ChunkShape | None:
+    """Of the prompts' pieces that ride along; always filled up, so that there is one program."""
+    tokens, chunk = facts(platform).riding_tokens, chunk_shape(config, platform)
+    rows = min(tokens // chunk.width, chunk.rows)
+    return ChunkShape(rows, chunk.width, rows) if rows else None
+
+
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
     """An upper estimate of what the largest programs need beside weights and pages: a few copies of a round's
     logits in float32, and the activations of a prefill chunk."""

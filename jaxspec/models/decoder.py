@@ -34,6 +34,7 @@ from pallas_kernels.plain import rms_norm
 from pallas_kernels.streamed import once
 
 Params = Mapping[str, jax.Array]
+Parts = tuple[jax.Array, ...]
 
 
 class Layer(nnx.Module):
@@ -107,21 +108,48 @@ def through(layers: Sequence[Layer], x, pages, rows: Rows, backend: Backend, *, 
 
     norm: of what comes after, or None. entry: what the first one attends with in x's place, normed already, or None.
     """
-    ropes, eps = ropes_of(layers[0].config, rows, backend), layers[0].config.norm_eps
+    (x,), (normed,), pages, passed = together(layers, (x,), pages, (rows,), backend, norm=norm, entry=entry)
+    return x, normed, pages, [here for (here,) in passed]
+
+
+def together(
+    layers: Sequence[Layer], xs: Parts, pages, rows: Sequence[Rows], backend: Backend, *, norm=None, entry=None
+):
+    """As `through`, of several parts [B,T,E] that differ in shape. Each attends by itself, to the same pages; what
+    follows attention reads its matrices once for all."""
+    ropes = [ropes_of(layers[0].config, each, backend) for each in rows]
     following: list[dict[str, Any]] = [
         {"next_norm": layer.input_norm[...], "next_qkv": layer.qkv[...]} for layer in layers[1:]
     ]
     following.append({} if norm is None else {"next_norm": norm})
-    normed, written, passed = entry, [], [x]
+    normed, written, passed = (entry,) * len(xs), [], [xs]
     for i, (layer, layer_pages, ahead) in enumerate(zip(layers, pages, following, strict=True)):
-        attending = x if i or entry is None else entry
-        mixed, layer_pages = layer.attention(attending, normed, layer_pages, rows, ropes, backend)
-        x, normed = layer.feed_forward(x, mixed, backend, **ahead)
+        attending, mixed = xs if i or entry is None else normed, []
+        for part, by_norm, where, tables in zip(attending, normed, rows, ropes, strict=True):
+            of_part, layer_pages = layer.attention(part, by_norm, layer_pages, where, tables, backend)
+            mixed.append(of_part)
+        x, by_norm = layer.feed_forward(joined(xs), joined(mixed), backend, **ahead)
+        xs, normed = parted(x, xs), (None,) * len(xs) if by_norm is None else parted(by_norm, xs)
         written.append(layer_pages)
-        passed.append(x)
-    if norm is not None and normed is None:
-        normed = rms_norm(norm, x, eps)
-    return x, normed, tuple(written), passed
+        passed.append(xs)
+    if norm is not None and normed[0] is None:
+        normed = tuple(rms_norm(norm, x, layers[0].config.norm_eps) for x in xs)
+    return xs, normed, tuple(written), passed
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """Parts [B,T,_] one after the other [1,_,_]; a single one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    return jnp.concatenate([part.reshape(1, -1, part.shape[-1]) for part in parts], axis=1)
+
+
+def parted(x: jax.Array, like: Parts) -> Parts:
+    """What `joined` made one, in parts again."""
+    if len(like) == 1:
+        return (x,)
+    ends = np.cumsum([part.shape[0] * part.shape[1] for part in like])[:-1]
+    return tuple(part.reshape(old.shape) for part, old in zip(jnp.split(x, ends, axis=1), like, strict=True))
 
 
 class Decoder(Head):
@@ -144,8 +172,13 @@ class Decoder(Head):
 
         pages: of each layer, or None for a pass without a cache.
         """
-        x = self.embedded(tokens, backend, differentiable=None in pages)
-        _, hidden, pages, passed = through(list(self.layers), x, pages, rows, backend, norm=self.norm[...])
+        (hidden,), pages, tapped = self.together((tokens,), pages, (rows,), backend, taps)
+        return hidden, pages, tuple(here for (here,) in tapped)
+
+    def together(self, tokens: Parts, pages, rows: Sequence[Rows], backend: Backend, taps: tuple[int, ...] = ()):
+        """The same of several parts: hidden and tapped have one entry a part."""
+        xs = tuple(self.embedded(part, backend, differentiable=None in pages) for part in tokens)
+        _, hidden, pages, passed = together(list(self.layers), xs, pages, rows, backend, norm=self.norm[...])
         return hidden, pages, tuple(passed[i] for i in taps)
 
     def embedded(self, tokens, backend: Backend, *, differentiable: bool = False):
