@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,24 +36,16 @@ def workload(setup: Setup, load: Load) -> list[Wish]:
     lengths = rng.integers(load.prompt_tokens[0], load.prompt_tokens[-1] + 1, load.requests)
     wanted = rng.integers(load.output_tokens[0], load.output_tokens[-1] + 1, load.requests)
     gaps = rng.exponential(1 / load.rate, load.requests) if load.rate else np.zeros(load.requests)
-    if load.prompts is None:
+    if load.texts:
+        if setup.tokenizer is None:
+            raise UserError("random weights read no text: give --model beside --prompts")
+        ids = [setup.tokenizer.encode(text) for text in load.texts]
+        prompts = [ids[i % len(ids)] for i in range(load.requests)]
+    else:
         vocab = min(m.config.vocab_size for m in (setup.target, setup.draft) if m)
         prompts = [rng.integers(0, vocab, length).tolist() for length in lengths]
-    else:
-        prompts = real_prompts(setup, load.prompts, load.requests)
     arrivals = np.cumsum(gaps) - gaps[0]
     return [Wish(*row) for row in zip(prompts, wanted.tolist(), arrivals.tolist(), strict=True)]
-
-
-def real_prompts(setup: Setup, path: Path, count: int) -> list[list[int]]:
-    """Token ids of the texts of a file, one after the other and from the start again."""
-    from jaxspec.train.evaluate import read_prompts
-
-    if setup.tokenizer is None:
-        raise UserError(f"--prompts {path}: random weights read no text, give --model")
-    texts = [text for said in read_prompts(path).values() for text in said]
-    ids = [setup.tokenizer.encode(text) for text in texts]
-    return [ids[i % len(ids)] for i in range(count)]
 
 
 def serve(engine: Engine, wishes: Sequence[Wish], *, temperature: float, streaming: bool) -> tuple[list[Request], Any]:

@@ -216,7 +216,7 @@ class Point:
     def prefill(self, raw: Raw) -> Row:
         sample = measure(raw.prefill(), self.launches)
         config, params, count = self.setup.target.config, self.setup.target.params, self.context - 1
-        shape = raw.engine.chunk_shape
+        shape = raw.engine.prefilling.shape
         chunks = -(-self.batch_size * count // (shape.rows * shape.width))
         moved = chunks * weight_bytes(config, params, logits=False)
         computed = self.limits.flop_ms(floors.prefill_flop(config, params, self.batch_size, count))

@@ -41,7 +41,7 @@ class Load:
       prompt_tokens: Of the stage load: tokens of a prompt, shortest and longest.
       output_tokens: Of the stage load: tokens of an answer, shortest and longest.
       rate: Of the stage load: requests that arrive a second; 0: all at once.
-      prompts: Of the stage load: texts in place of random prompts, {category: [text, ...]}.
+      texts: Prompts in place of random ids.
       max_model_len: Of the stage load: the engine's own; as long as the longest request.
       runs: Of the stage load: how often, the first while programs are compiled.
       seed: Of the stage load.
@@ -51,7 +51,7 @@ class Load:
     prompt_tokens: tuple[int, ...] = (128, 1024)
     output_tokens: tuple[int, ...] = (64, 256)
     rate: float = 0.0
-    prompts: Path | None = None
+    texts: tuple[str, ...] = ()
     max_model_len: int | None = None
     runs: int = 3
     seed: int = 0
@@ -187,7 +187,7 @@ class Options:
         if length is not None:
             synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
         draft = {"model": self.draft_name} if self.head is None else {"method": self.head, "model": self.head}
-        tree = dict(zip(("tree_width", "tree_depth", "tree_nodes"), self.tree, strict=False))
+        tree: dict[str, Any] = dict(zip(("tree_width", "tree_depth", "tree_nodes"), self.tree, strict=False))
         return SpeculativeConfig(**draft, **tree, num_speculative_tokens=k, adaptive=adaptive, **synthetic)
 
 

@@ -129,8 +129,8 @@ class Raw:
         config = dataclasses.replace(engine.runner.decoding, drafter=None, prefills=None)
         chunks = []
         while left := [r for r in requests if not r.prefilled]:
-            rows = batch.pieces(left, [r.target_len for r in left], engine.chunk_shape)
-            chunks.append(batch.chunk_input(rows, engine.layout, engine.chunk_shape, row_pages=self.table_width))
+            rows = batch.pieces(left, [r.target_len for r in left], engine.prefilling.shape)
+            chunks.append(batch.chunk_input(rows, engine.layout, engine.prefilling.shape, row_pages=self.table_width))
             for piece in rows:
                 piece.request.target_len += piece.length
 

@@ -24,10 +24,9 @@ OWN = {
     "rates": Own(flags=("--synthetic-acceptance-rates",), kind=str),
     "prompt_tokens": Own(flags=("--prompt-tokens",), kind=str),
     "output_tokens": Own(flags=("--output-tokens",), kind=str),
-    "prompts": Own(metavar="FILE.json"),
     "stages": Own(kind=str, default=None),
 }
-LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "prompts", "max_model_len", "runs", "seed")
+LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "max_model_len", "runs", "seed")
 # Name, kind and least value of those that are lists.
 LISTS = (
     *(("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("tree", int, 1), ("lengths", float, 1)),
@@ -42,6 +41,12 @@ def bench(
     never_slower: Annotated[bool, typer.Option("--never-slower", help="Off, always K and adaptive K.")] = False,
     how: Annotated[dict[str, Any], Fields(Options, HOW)],
     workload: Annotated[dict[str, Any], Fields(Load, LOAD, OWN)],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="Of the stage load: {category: [text, ...]} in place of random prompts."
+        ),
+    ] = None,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed and time per round.")] = None,
 ) -> None:
@@ -55,6 +60,10 @@ def bench(
     beside = what.get("draft") or what.get("preset", "").partition("+")[2]
     drafts = bool(beside) and beside not in METHODS  # a head does not decode by itself
     what["stages"] = stages(what.get("stages"), never_slower=never_slower, draft=drafts)
+    if prompts is not None:
+        from jaxspec.train.evaluate import read_prompts
+
+        workload["texts"] = tuple(text for said in read_prompts(prompts).values() for text in said)
     chosen = Options(**what, **how, load=Load(**workload))
     from jaxspec.bench.measure import bench
 

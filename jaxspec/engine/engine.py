@@ -13,10 +13,10 @@ from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Variants
 from jaxspec.decode.state import LaunchResult
-from jaxspec.drafters.base import Chunk
 from jaxspec.engine import arrivals, batch, results, riding, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
+from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster
 from jaxspec.engine.runner import Plan, Runner
@@ -68,7 +68,7 @@ class Engine:
         )
         self.roster = Roster(self.scheduler, self.runner)
         most = self.scheduler.pages_for(self.limits.max_model_len + self.num_drafts)
-        self.chunk_shape = setup.chunk_shape(config, device.platform)
+        self.prefilling = Prefilling(self.roster, setup.chunk_shape(config, device.platform), self.lag, self.timed)
         self.riding_shape = setup.riding_shape(config, device.platform)
         self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
         self.table_widths = setup.table_widths(device, config.kernels, most, layout.page_size)
@@ -150,11 +150,9 @@ class Engine:
         took_part = [r for r in self.scheduler.running if not r.prefilled]
         riders = took_part if ready() and self.may_ride(took_part) else []
         if not riders:
-            with self.roster.blame(took_part):
-                self.prefill(took_part)
+            self.prefill(took_part)
         while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
-            with self.roster.blame(rest):
-                self.prefill(rest)
+            self.prefill(rest)
         decoding = ready()
         own = FEWER_ROUNDS if any(r.find_stop for r in decoding) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or own
@@ -184,28 +182,9 @@ class Engine:
                 batch.check(request, self.layout)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """One pass: the next tokens of these requests, those of the first first, into both caches."""
-        requests = [r for r in requests if r.finish_reason is None and not r.prefilled]
-        if not requests:
-            return
-        rows = batch.pieces(requests, [r.target_len for r in requests], self.chunk_shape)
-        chunk = self.chunk_of(rows)
-        variant = batch.prefill_variant([piece.request for piece in rows])
-        with self.timed("prefill_seconds"):
-            scores = self.runner.execute(Plan("prefill", (chunk,), variant=variant))
-        self.absorb_pieces(rows, scores)
-
-    def absorb_pieces(self, rows: Sequence[batch.Piece], scores: Any = None) -> None:
-        """Of prompts, that are in the caches now."""
-        for row, piece in enumerate(rows):
-            with self.roster.blame([piece.request], device=False):
-                if piece.request.finish_reason is None:
-                    results.absorb_chunk(piece.request, row, piece.length, scores, self.lag)
-                    self.scheduler.register(piece.request)
-
-    def chunk_of(self, rows: Sequence[batch.Piece]) -> Chunk:
-        row_pages = self.grown_shape(self.scheduler.running)[1]
-        return batch.chunk_input(rows, self.layout, self.chunk_shape, row_pages=row_pages)
+        """One pass over the next tokens of these requests' prompts."""
+        with self.roster.blame(requests):
+            self.prefilling.prefill(requests, self.grown_shape(self.scheduler.running)[1] if requests else 0)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool, riders: Sequence[Request] = ()) -> None:
         """One launch over these requests, whose prompts are in the caches, and the riders' prompts."""
@@ -224,7 +203,7 @@ class Engine:
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
         with self.timed("prefill_seconds") as reading:
             if choice.k:
-                self.catch_up(requests)
+                self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
         with self.timed("decode_seconds") as watch:
             ride = riding.plan(riders, self.riding_shape, num_rounds) if riders and self.riding_shape else None
             taking = [*requests, *(ride.joining if ride else ())]
@@ -233,33 +212,17 @@ class Engine:
         tokens = int(np.sum(result.num_new))
         self.controller.observe(kind, choice.k, *took, tokens=tokens, catch_up=reading.seconds)
         for pieces in ride.passes[: took[1]] if ride else ():
-            self.absorb_pieces(pieces)
+            self.prefilling.absorb(pieces)
         self.absorb([r for r in taking if r.prefilled], result)
-
-    def catch_up(self, requests: list[Request]) -> None:
-        """The draft reads what was decoded without it, but for what its first pass in the loop reads."""
-        while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
-            starts = [r.draft_len + self.lag.lookahead for r in behind]
-            rows = batch.pieces(behind, starts, self.chunk_shape)
-            self.runner.execute(Plan("catch_up", (self.chunk_of(rows),)))
-            for piece in rows:
-                piece.request.draft_len += piece.length
 
     def launch(
         self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0, ride: riding.Ride | None = None
     ) -> LaunchResult:
         """One launch of the device program over these requests."""
-        riders = {piece.request for pieces in ride.passes for piece in pieces} if ride else set()
-        shape, spec, more = self.grown_shape([*requests, *(riders - {*requests})]), self.speculative, {}
-        if ride:
-            assert self.riding_shape
-            ends = [r.num_tokens - 1 for r in requests]
-            held = [self.lag.held(end - self.lag.lookahead, end) for end in ends]
-            more = {
-                "chunks": riding.chunks(ride, self.layout, self.riding_shape, shape[1]),
-                "ready": [ride.ready.get(r, 0) for r in requests],
-                "draft_lens": [h if r in ride.ready else r.draft_len for r, h in zip(requests, held, strict=True)],
-            }
+        shape, spec = self.grown_shape([*requests, *(ride.absent if ride else ())]), self.speculative
+        riders: dict[str, Any] = {}
+        if ride and self.riding_shape:
+            riders = riding.inputs(ride, requests, self.layout, self.riding_shape, shape[1], self.lag)
             num_rounds = len(ride.passes)
         variant = self.variants.choose((k, *shape, bool(ride)), batch.variant(requests))
         inputs = batch.launch_input(
@@ -273,7 +236,7 @@ class Engine:
             max_ends=-(-len(requests) // 16) if self.scheduler.waiting else batch.NEVER,
             worth=worth,
             rule_options=spec.rule_options if spec else (),
-            **more,
+            **riders,
         )
         return self.runner.execute(Plan("launch", (inputs,), k=k, variant=variant))
 

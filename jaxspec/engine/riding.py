@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.cache.pages import CacheLayout
 from jaxspec.drafters.base import Chunk
 from jaxspec.engine.batch import ChunkShape, Piece, chunk_input
 from jaxspec.engine.request import Request
+from jaxspec.engine.results import Lag
 
 MOST = 16  # rounds of such a launch
 
@@ -28,6 +29,11 @@ class Ride:
     def joining(self) -> list[Request]:
         """Those that decode before the launch ends."""
         return [request for request, rounds in self.ready.items() if rounds < len(self.passes)]
+
+    @property
+    def absent(self) -> list[Request]:
+        """The others, whose prompts are computed without their having a row."""
+        return list({piece.request: None for rows in self.passes for piece in rows}.keys() - {*self.joining})
 
 
 def plan(requests: Sequence[Request], shape: ChunkShape, num_rounds: int) -> Ride:
@@ -46,9 +52,17 @@ def plan(requests: Sequence[Request], shape: ChunkShape, num_rounds: int) -> Rid
     return Ride(passes, ready)
 
 
-def chunks(ride: Ride, layout: CacheLayout, shape: ChunkShape, row_pages: int) -> Chunk:
-    """What the launch takes: one Chunk a round, stacked, as many as there may ever be."""
+def inputs(
+    ride: Ride, requests: Sequence[Request], layout: CacheLayout, shape: ChunkShape, row_pages: int, lag: Lag
+) -> dict[str, Any]:
+    """What the launch takes besides, as arguments of `launch_input`. requests: its rows."""
     made = [chunk_input(rows, layout, shape, row_pages=row_pages) for rows in ride.passes]
-    stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *made)
-    fill = lambda x: np.concatenate([x, np.zeros((MOST - len(made), *x.shape[1:]), x.dtype)])
-    return jax.tree.map(fill, stacked)
+    none = MOST - len(made)  # as many as there may ever be, so that there is one program
+    stacked = lambda arrays: np.concatenate([np.stack(arrays), np.zeros((none, *arrays[0].shape), arrays[0].dtype)])
+    ends = [request.num_tokens - 1 for request in requests]
+    held = [lag.held(end - lag.lookahead, end) for end in ends]  # by the draft, once the prompt is in the caches
+    return {
+        "chunks": Chunk(*map(stacked, zip(*(chunk.arrays for chunk in made), strict=True))),
+        "ready": [ride.ready.get(request, 0) for request in requests],
+        "draft_lens": [h if r in ride.ready else r.draft_len for r, h in zip(requests, held, strict=True)],
+    }

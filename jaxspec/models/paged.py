@@ -91,8 +91,8 @@ class PagedModel:
     def forward_together(
         self, params: Params, pages: tuple[jax.Array, ...], parts: Sequence[Part], taps: tuple[int, ...] = ()
     ) -> list[Pass]:
-        """One pass over several parts that differ in shape -> the Pass of each, with the pages after all of them. No part
-        may see what another writes."""
+        """One pass over several parts that differ in shape -> the Pass of each, its pages those after all of them. No
+        part may see what another writes."""
         rows, decoder = [self.rows(*part[1:]) for part in parts], bind(self.config, params)
         tokens = tuple(part.tokens for part in parts)
         hidden, pages, tapped = decoder.together(tokens, pages, rows, self.backend, taps)

@@ -173,7 +173,7 @@ def test_passes_of_a_token():
 def test_stages_come_in_the_table_s_order():
     assert options.stages("round,target", never_slower=True, draft=False) == ("target", "round", "adaptive")
     default = options.stages(None, never_slower=False, draft=True)
-    assert set(default) == set(options.STAGES) - {"adaptive"}
+    assert set(default) == set(options.STAGES) - {"adaptive", "load"}
     assert "draft" not in options.stages(None, never_slower=False, draft=False)
 
 
