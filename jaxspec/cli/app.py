@@ -1,4 +1,5 @@
-"""The command line: jaxspec demo | generate | bench | generate-data | train-draft | evaluate-draft | info | convert."""
+"""The command line: jaxspec demo | generate | serve | bench | bench-serve | generate-data | train-draft |
+evaluate-draft | info | convert."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from jaxspec.cli.fields import as_typer_takes_it
 from jaxspec.cli.generate import generate
 from jaxspec.cli.generate_data import generate_data
 from jaxspec.cli.info import info
+from jaxspec.cli.serve import serve
 from jaxspec.cli.train_draft import train_draft
 from jaxspec.parallel.absent import leave_out_absent_tpu
 
-COMMANDS = (demo, generate, bench, generate_data, train_draft, evaluate_draft, info, convert)  # as --help lists them
+# As --help lists them.
+COMMANDS = (demo, generate, serve, bench, generate_data, train_draft, evaluate_draft, info, convert)
 
 app = typer.Typer(
     name="jaxspec",

@@ -1,0 +1,176 @@
+"""One request from when it is let in until its client has the answer, leaves, or has waited too long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from typing import Any
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.errors import UserError
+from jaxspec.outputs import RequestOutput, StreamOutput
+from jaxspec.prompts import Prompt
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.server.answers import Answer
+from jaxspec.server.gate import Gate
+from jaxspec.server.refusal import Refusal, of_user_error
+
+logger = logging.getLogger(__name__)
+
+LAST_WORD = 1.0  # seconds for the error that ends a stream: its reader may have stopped reading
+EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+Asked = Sequence[tuple[Prompt, SamplingParams]]
+Piece = tuple[int, StreamOutput]  # and the index of its stream
+
+
+class Generation(Response):
+    """A response that generates what it says. All of it happens within the one call of the server, so that whatever
+    ends that call ends the request in the engine too.
+
+    asked: prompts with their parameters.
+    seconds: it may take.
+    """
+
+    def __init__(self, llm: AsyncLLM, gate: Gate, asked: Asked, answer: Answer, *, stream: bool, seconds: float):
+        super().__init__()
+        self.llm, self.gate, self.asked, self.answer = llm, gate, asked, answer
+        self.streaming, self.seconds = stream, seconds
+        self.started = False  # whether the status is out
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def heard(message: Any) -> None:
+            self.started = self.started or message["type"] == "http.response.start"
+            await send(message)
+
+        samples = sum(params.n for _, params in self.asked)
+        with self.gate.enter(samples, self.seconds) as limit:
+            try:
+                try:
+                    async with limit:
+                        work = self.stream(heard) if self.streaming else self.whole(scope, receive, heard)
+                        await unless_gone(receive, work)
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    raise self.too_late() from None
+            except Exception as error:
+                if not self.started:
+                    raise
+                if self.streaming:  # else the connection ends within the answer
+                    await self.last_word(error, send)
+
+    def too_late(self) -> Refusal:
+        if self.gate.draining:
+            return Refusal(503, "the server is shutting down, and this was not done in time", code="shutting_down")
+        message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
+        return Refusal(504, message, code="request_timeout", headers={"x-should-retry": "false"})
+
+    async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outputs: list[RequestOutput] = await together([self.llm.generate(*asked) for asked in self.asked])
+        for output in outputs:
+            for completion in output.outputs:
+                check_whole(completion.finish_reason, completion.error)
+        response = Response(self.answer.whole(outputs), media_type="application/json")
+        await response(scope, receive, send)
+
+    async def stream(self, send: Send) -> None:
+        """The status goes out with the first piece: what fails before has a status of its own."""
+        streams = [self.llm.stream(*asked) for asked in self.asked]  # refuses what is wrong
+        async with contextlib.aclosing(merged(streams)) as pieces:
+            async for index, piece in pieces:
+                check_whole(piece.finish_reason, piece.error)
+                if not self.started:
+                    headers = [(name.encode(), value.encode()) for name, value in EVENTS.items()]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    await self.say(send, *self.answer.first())
+                await self.say(send, *self.answer.piece(index, piece))
+        await self.say(send, *self.answer.last(), "[DONE]")
+        await send({"type": "http.response.body", "body": b""})
+
+    async def say(self, send: Send, *events: str) -> None:
+        if events:
+            body = "".join(f"data: {event}\n\n" for event in events).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def last_word(self, error: Exception, send: Send) -> None:
+        """A stream that cannot go on says why."""
+        if isinstance(error, UserError):
+            error = of_user_error(error)
+        if not isinstance(error, Refusal):
+            logger.error("a stream failed", exc_info=error)
+            error = Refusal(500, "the server failed")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD):
+                await self.say(send, self.answer.error(error))
+                await send({"type": "http.response.body", "body": b""})
+
+
+def check_whole(finish_reason: str | None, error: str | None) -> None:
+    if finish_reason == "error":
+        raise Refusal(500, f"the request failed: {error}", code="generation_failed")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work, and lets it be where the client goes away first."""
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def together(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """The results of all; where one fails, the others end."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await let_go(tasks)
+
+
+async def merged(streams: Sequence[AsyncGenerator[StreamOutput, None]]) -> AsyncGenerator[Piece, None]:
+    """(index, piece) of all streams as they come; where one fails, the others end."""
+    found: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+
+    async def read(index: int, stream: AsyncGenerator[StreamOutput, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for piece in stream:
+                    found.put_nowait((index, piece))
+            found.put_nowait(None)
+        except Exception as error:
+            found.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(read(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await found.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        await let_go(tasks)
+
+
+async def let_go(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,41 @@
+"""What a request asks for -> prompts as token ids, each with its parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.prompts import encode, text_of
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.server.fields import Wish
+
+
+def room_of(llm: AsyncLLM) -> int:
+    """The most tokens of a prompt with its output: what the model has, and the pool."""
+    engine = llm.llm.engine
+    return min(engine.limits.max_model_len, engine.num_pages * engine.layout.page_size - engine.num_drafts)
+
+
+async def prepared(llm: AsyncLLM, wish: Wish, room: int) -> list[tuple[Mapping[str, Any], SamplingParams]]:
+    """In a thread: a long prompt takes its time, and others are being served meanwhile. Raises UserError."""
+    return await asyncio.to_thread(prepare, llm, wish, room)
+
+
+def prepare(llm: AsyncLLM, wish: Wish, room: int) -> list[tuple[Mapping[str, Any], SamplingParams]]:
+    if wish.prompts is None:
+        prompts = [llm.llm.render_chat(wish.messages)]
+    else:
+        tokenizer = llm.llm.tokenizer
+        prompts = [{"prompt": text_of(p), "prompt_token_ids": encode(tokenizer, p)} for p in wish.prompts]
+    return [(prompt, fitted(wish, len(prompt["prompt_token_ids"]), room)) for prompt in prompts]
+
+
+def fitted(wish: Wish, num_tokens: int, room: int) -> SamplingParams:
+    """The parameters, with all the room that the prompt leaves where no length was asked for."""
+    if not wish.fill:
+        return wish.params
+    most = max(room - num_tokens, 1)  # where there is none the engine refuses the prompt
+    return dataclasses.replace(wish.params, max_tokens=most)
