@@ -69,8 +69,8 @@ ARROWS = {
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules",
     "server": "options outputs prompts sampling_params async_llm prometheus",
-    "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm async_llm convert "
-    "info demo bench train server drafters.methods verify.rules",
+    "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm async_llm "
+    "convert info demo bench train server drafters.methods verify.rules",
 }
 
 EVERYWHERE = {"jaxspec.errors"}  # any room but pallas_kernels may import it: what refuses input says so

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import prometheus_client
@@ -21,7 +20,7 @@ from jaxspec.errors import UserError
 from jaxspec.prometheus import Metrics
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
-from jaxspec.server.fields import Wish, wish
+from jaxspec.server.fields import wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
 from jaxspec.server.prepared import prepared, room_of
@@ -52,11 +51,11 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
         try:
             asked = await prepared(llm, wanted, room)
         except UserError as error:
-            raise of_user_error(error, named(wanted)) from None
+            raise of_user_error(error, wanted.source, vars(wanted.params), wanted.source) from None
         tokens = sum(len(prompt["prompt_token_ids"]) for prompt, _ in asked)
         form = ChatAnswer if chat else TextAnswer
         answer = form(model, wanted.params, tokens, wanted.usage)
-        return Generation(llm, gate, asked, answer, stream=wanted.stream, seconds=config.request_timeout)
+        return Generation(llm, gate, asked, wanted, answer, config.request_timeout)
 
     @app.post("/v1/completions", dependencies=[Depends(allowed)], response_model=None)
     async def completions(request: Request) -> Response:
@@ -104,20 +103,11 @@ async def alive(llm: AsyncLLM) -> None:
         raise Refusal(503, message, code="engine_ended") from None
 
 
-def named(wanted: Wish) -> Mapping[str, Any]:
-    """The field to which what is wrong with a prompt belongs."""
-    return {"prompt" if wanted.prompts is not None else "messages": None} | vars(wanted.params)
-
-
 # What a route raises -> its response.
 
 
 def refused(_: Request, error: Any) -> JSONResponse:
     return error.response()
-
-
-def refused_by_jaxspec(_: Request, error: Exception) -> JSONResponse:
-    return of_user_error(error).response()
 
 
 def refused_by_routes(_: Request, error: Any) -> JSONResponse:
@@ -136,7 +126,6 @@ def failed(_: Request, error: Exception) -> JSONResponse:
 
 ANSWERS: dict[Any, Any] = {
     Refusal: refused,
-    UserError: refused_by_jaxspec,
     HTTPException: refused_by_routes,
     ClientDisconnect: gone,
     Exception: failed,

@@ -47,6 +47,7 @@ class Wish:
     """What a request asks for.
 
     prompts: each to be completed n times; None: answer `messages`.
+    source: the field that they come from.
     fill: the output may take all the room that the prompt leaves.
     usage: a stream ends with the number of tokens.
     """
@@ -54,6 +55,7 @@ class Wish:
     params: SamplingParams
     prompts: list[Prompt] | None
     messages: list[dict[str, str]]
+    source: str
     fill: bool
     stream: bool
     usage: bool
@@ -62,6 +64,7 @@ class Wish:
 def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
     """room: the most tokens of a prompt with its output. Raises Refusal, which names the field."""
     given = {name: value for name, value in body.items() if value is not None}  # null is OpenAI's "default"
+    source = "messages" if chat else "prompt"
     known = [*OWN, *SAMPLING, *(CHAT if chat else ("prompt",))]
     try:
         for name, value in given.items():
@@ -81,9 +84,9 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
         if stream and params.prompt_logprobs is not None:
             raise Refusal(400, "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
     except UserError as error:
-        raise of_user_error(error, given) from None
+        raise of_user_error(error, source, given) from None
     fill = chat and not {"max_tokens", "max_completion_tokens"} & given.keys()
-    return Wish(params, prompts, messages, fill, stream, usage)
+    return Wish(params, prompts, messages, source, fill, stream, usage)
 
 
 def check(name: str, value: Any, known: list[str]) -> None:

@@ -17,6 +17,7 @@ from jaxspec.outputs import RequestOutput, StreamOutput
 from jaxspec.prompts import Prompt
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.answers import Answer
+from jaxspec.server.fields import Wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.refusal import Refusal, of_user_error
 
@@ -32,14 +33,14 @@ class Generation(Response):
     """A response that generates what it says. All of it happens within the one call of the server, so that whatever
     ends that call ends the request in the engine too.
 
-    asked: prompts with their parameters.
+    asked: prompts with their parameters, which are those of `wish`.
     seconds: it may take.
     """
 
-    def __init__(self, llm: AsyncLLM, gate: Gate, asked: Asked, answer: Answer, *, stream: bool, seconds: float):
+    def __init__(self, llm: AsyncLLM, gate: Gate, asked: Asked, wish: Wish, answer: Answer, seconds: float) -> None:
         super().__init__()
-        self.llm, self.gate, self.asked, self.answer = llm, gate, asked, answer
-        self.streaming, self.seconds = stream, seconds
+        self.llm, self.gate, self.asked, self.wish = llm, gate, asked, wish
+        self.answer, self.seconds = answer, seconds
         self.started = False  # whether the status is out
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,19 +51,23 @@ class Generation(Response):
         samples = sum(params.n for _, params in self.asked)
         with self.gate.enter(samples, self.seconds) as limit:
             try:
-                try:
-                    async with limit:
-                        work = self.stream(heard) if self.streaming else self.whole(scope, receive, heard)
-                        await unless_gone(receive, work)
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    raise self.too_late() from None
+                async with limit:
+                    work = self.stream(heard) if self.wish.stream else self.whole(scope, receive, heard)
+                    await unless_gone(receive, work)
             except Exception as error:
+                refusal = self.told(error, limit.expired())
                 if not self.started:
-                    raise
-                if self.streaming:  # else the connection ends within the answer
-                    await self.last_word(error, send)
+                    raise refusal from None
+                if self.wish.stream:  # else the connection ends within the answer
+                    await self.last_word(refusal, send)
+
+    def told(self, error: Exception, expired: bool) -> Exception:
+        """What the client is told of it."""
+        if isinstance(error, TimeoutError) and expired:
+            return self.too_late()
+        if isinstance(error, UserError):
+            return of_user_error(error, self.wish.source, vars(self.wish.params))
+        return error
 
     def too_late(self) -> Refusal:
         if self.gate.draining:
@@ -99,8 +104,6 @@ class Generation(Response):
 
     async def last_word(self, error: Exception, send: Send) -> None:
         """A stream that cannot go on says why."""
-        if isinstance(error, UserError):
-            error = of_user_error(error)
         if not isinstance(error, Refusal):
             logger.error("a stream failed", exc_info=error)
             error = Refusal(500, "the server failed")

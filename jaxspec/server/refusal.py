@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -11,7 +11,15 @@ from openai.types import ErrorObject
 
 # Status -> what OpenAI calls that kind of error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
-TOO_LONG = "max_model_len"  # named where a prompt leaves no room for output
+TOO_LONG = "leaves no room for output"
+# What a refusal begins with -> the field that it is about.
+PHRASES = {
+    "the prompt": "prompt",
+    "token id": "prompt",
+    "stop token id": "stop_token_ids",
+    "allowed token id": "allowed_token_ids",
+    "bad word": "bad_words",
+}
 
 
 class Refusal(Exception):
@@ -46,11 +54,11 @@ def readable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def of_user_error(error: Exception, fields: Mapping[str, Any] | None = None) -> Refusal:
-    """What jaxspec refused, of whose fields the line names one first."""
+def of_user_error(error: Exception, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
+    """What jaxspec refused. The field is the one that its line begins with. source: the field of the prompt; given: the
+    request's fields."""
     message = re.sub(r"^prompt 0: ", "", str(error))  # one prompt a call: its index says nothing
-    names = [name for name in re.findall(r"\w+", message)[:3] if name in (fields or {})]
-    param = names[0] if names else None
-    if TOO_LONG in message:
-        return Refusal(400, message, param=param, code="context_length_exceeded")
-    return Refusal(400, message, param=param)
+    first = re.match(r"\w*", message)[0]  # type: ignore[index]
+    phrase = next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), default)
+    param = first if first in given else source if phrase == "prompt" else phrase
+    return Refusal(400, message, param=param, code="context_length_exceeded" if TOO_LONG in message else None)
