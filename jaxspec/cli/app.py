@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from jaxspec.cli.bench import bench
+from jaxspec.cli.bench_serve import bench_serve
 from jaxspec.cli.convert import convert
 from jaxspec.cli.demo import demo
 from jaxspec.cli.evaluate_draft import evaluate_draft
@@ -23,7 +24,7 @@ from jaxspec.cli.train_draft import train_draft
 from jaxspec.parallel.absent import leave_out_absent_tpu
 
 # As --help lists them.
-COMMANDS = (demo, generate, serve, bench, generate_data, train_draft, evaluate_draft, info, convert)
+COMMANDS = (demo, generate, serve, bench, bench_serve, generate_data, train_draft, evaluate_draft, info, convert)
 
 app = typer.Typer(
     name="jaxspec",

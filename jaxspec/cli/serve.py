@@ -68,10 +68,10 @@ def serve(
         if config.host not in LOOPBACK and not config.api_key:
             say(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        gate = run.serve(llm, config, model, listening, lambda: say(f"serving {model} at {url}"))
-    if gate.num_cut:
-        say(f"jaxspec: {gate.num_cut} requests were cut off after {config.drain_timeout:g} seconds")
-        raise typer.Exit(STOPPED[signal.SIGTERM])  # at once: the engine may be in the middle of something long
+        number, num_cut = run.serve(llm, config, model, listening, lambda: say(f"serving {model} at {url}"))
+    if num_cut:
+        say(f"jaxspec: {num_cut} requests were cut off after {config.drain_timeout:g} seconds")
+        raise typer.Exit(STOPPED[signal.Signals(number)])  # at once: the engine may be in the middle of something long
     llm.shutdown()
 
 

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,48 +24,51 @@ ENDINGS = (signal.SIGTERM, signal.SIGINT)
 
 def bound(config: ServerConfig) -> socket.socket:
     """The server's socket, before the model is loaded: it takes no connection yet. Raises UserError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        said = f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
-        raise UserError(f"{said}; --host and --port choose another") from None
-    return found
+    with contextlib.ExitStack() as opened:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            found = opened.enter_context(socket.socket(family, kind, protocol))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except OSError as error:
+            said = f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+            raise UserError(f"{said}; --host and --port choose another") from None
+        opened.pop_all()
+        return found
 
 
 def gate_of(llm: AsyncLLM, config: ServerConfig) -> Gate:
     return Gate(llm.llm.config.max_num_seqs, config.max_queue)
 
 
-def serve(llm: AsyncLLM, config: ServerConfig, model: str, listening: socket.socket, ready: Callable[[], None]) -> Gate:
-    """Serves until SIGTERM or SIGINT, and returns when all that ran has ended or was cut off. model: its name."""
+def serve(
+    llm: AsyncLLM, config: ServerConfig, model: str, listening: socket.socket, ready: Callable[[], None]
+) -> tuple[int, int]:
+    """Serves until SIGTERM or SIGINT, and returns when all that ran has ended or was cut off -> (the signal, how many
+    were). model: its name."""
     gate = gate_of(llm, config)
-    asyncio.run(
-        until_told(make_app(llm, config, config.served_model_name or model, gate), gate, config, listening, ready)
-    )
-    return gate
+    app = make_app(llm, config, config.served_model_name or model, gate)
+    return asyncio.run(until_told(app, gate, config.drain_timeout, listening, ready)), gate.num_cut
 
 
 async def until_told(
-    app: ASGIApp, gate: Gate, config: ServerConfig, listening: socket.socket, ready: Callable[[], None]
-) -> None:
-    told = asyncio.Event()
+    app: ASGIApp, gate: Gate, seconds: float, listening: socket.socket, ready: Callable[[], None]
+) -> int:
+    told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with signals(told):
         server = server_of(app)
         serving = asyncio.ensure_future(server.serve([listening]))
-        waiting = asyncio.ensure_future(told.wait())
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         ready()
-        await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        await gate.drain(config.drain_timeout)  # new connections are answered meanwhile: 503
+        either: list[asyncio.Future[Any]] = [serving, told]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await gate.drain(seconds)  # new connections are answered meanwhile: 503
         server.should_exit = True
         await serving
+        return told.result()
 
 
 class Server(uvicorn.Server):
@@ -91,17 +95,17 @@ def server_of(app: ASGIApp) -> Server:
 
 
 @contextlib.contextmanager
-def signals(told: asyncio.Event) -> Iterator[None]:
-    """The first sets the event. A second ends the process at once."""
+def signals(told: asyncio.Future[int]) -> Iterator[None]:
+    """The first is the future's result. A second ends the process at once."""
     loop, before = asyncio.get_running_loop(), {number: signal.getsignal(number) for number in ENDINGS}
 
-    def first() -> None:
-        told.set()
-        for number in ENDINGS:
-            loop.remove_signal_handler(number)
+    def first(number: int) -> None:
+        told.set_result(number)
+        for other in ENDINGS:
+            loop.remove_signal_handler(other)
 
     for number in ENDINGS:
-        loop.add_signal_handler(number, first)
+        loop.add_signal_handler(number, first, number)
     try:
         yield
     finally:
