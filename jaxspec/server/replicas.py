@@ -45,7 +45,7 @@ def replicas(
         app.state.llm = llm
         return app
 
-    deployment = serve.deployment(
+    deployment: Any = serve.deployment(
         serve.ingress(build)(Replica),
         name="jaxspec",
         ray_actor_options=dict(ray_actor_options or {}),

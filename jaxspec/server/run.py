@@ -86,6 +86,7 @@ def server_of(app: ASGIApp) -> Server:
             ws="none",
             lifespan="off",
             log_level="warning",
+            log_config=None,  # its own would close the handlers that there are
             access_log=False,
             proxy_headers=False,
             server_header=False,
