@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from typing import Any, NoReturn
 
 from fastapi import Request
@@ -52,7 +53,6 @@ def no_number(name: str) -> NoReturn:
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise Refusal(400, f"the body has {twice!r:.80} twice in one object", param=twice[:80])
     return found

@@ -49,3 +49,5 @@ class ServerConfig:
         for name in ("api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise UserError(f"{name} is empty: leave it out, or give one")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise UserError("api_key must be of printable ASCII characters: HTTP carries no others")

@@ -172,6 +172,7 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
         (["--request-timeout", "0"], "request_timeout=0.0 must be more than 0 seconds"),
         (["--max-queue", "-1"], "max_queue=-1 is below 0"),
         (["--api-key", ""], "api_key is empty: leave it out, or give one"),
+        (["--api-key", "schlüssel"], "api_key must be of printable ASCII characters"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
         (["--speculative-config", "{"], "--speculative-config '{' is no JSON"),
         (["--speculative-config", "[]"], "--speculative-config '[]' must be an object"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 
 import pytest
+from hypothesis import given, settings, strategies
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from jaxspec import SamplingParams
 from jaxspec.server import fields
+from jaxspec.server.conversation import ROLES
 from jaxspec.server.refusal import Refusal
 
 TEXT = {"model": "tiny", "prompt": "x"}
@@ -154,3 +157,41 @@ def test_a_chat_has_its_own_names():
     assert not wish({"max_completion_tokens": 5}, chat=True).fill
     assert wish({}, chat=True).fill
     assert not wish({}).fill
+
+
+JSON = strategies.recursive(
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers()
+    | strategies.floats()
+    | strategies.text(max_size=5),
+    lambda inner: strategies.lists(inner, max_size=4) | strategies.dictionaries(strategies.text(max_size=4), inner),
+    max_leaves=8,
+)
+NAMES = sorted({*fields.OWN, *fields.SAMPLING, *fields.CHAT, "prompt", *fields.ONLY, *fields.HARMLESS})
+CONTENT = JSON | strategies.lists(strategies.fixed_dictionaries({"type": JSON | strategies.just("text"), "text": JSON}))
+MESSAGES = strategies.lists(
+    strategies.fixed_dictionaries({"role": strategies.sampled_from([*ROLES]) | JSON, "content": CONTENT}), max_size=3
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    strategies.dictionaries(strategies.sampled_from(NAMES), JSON, max_size=4),
+    strategies.none() | MESSAGES,
+    strategies.booleans(),
+)
+def test_whatever_a_field_holds_is_taken_or_refused(body, messages, chat):
+    """In one line, which any encoding takes; nothing else is raised."""
+    more = {} if messages is None else {"messages": messages}
+    found: fields.Wish | Refusal
+    try:
+        found = wish(body | more, chat=chat, model="tiny")
+    except Refusal as refusal:
+        found = refusal
+    if isinstance(found, Refusal):
+        assert found.status in (400, 404)
+        assert "\n" not in found.message
+        assert json.loads(found.response().body)["error"]["message"]
+    else:
+        assert isinstance(found.params, SamplingParams)
