@@ -82,7 +82,8 @@ def test_samples_logprobs_and_stop_strings(llm, expected):
         assert "".join(p.text for p in of_sample) == completion.text
         rows = [row for p in of_sample for row in p.logprobs]
         chosen = [row[i].logprob for i, row in zip(completion.token_ids, rows, strict=True)]
-        assert chosen == pytest.approx([row[i].logprob for i, row in zip(completion.token_ids, completion.logprobs)])
+        wanted = [row[i].logprob for i, row in zip(completion.token_ids, completion.logprobs, strict=True)]
+        assert chosen == pytest.approx(wanted)
     stop = there.outputs[0].text[3:6]
     stopped = run(llm.generate(PROMPTS[0], SamplingParams(seed=4, max_tokens=12, ignore_eos=True, stop=stop)))
     assert stopped.outputs[0].text == there.outputs[0].text.split(stop)[0]
