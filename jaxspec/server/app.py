@@ -36,7 +36,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     app = FastAPI(title="jaxspec", openapi_url=None)  # bodies are checked by tables, which no schema here tells
     metrics, created, room = Metrics(llm), int(time.time()), room_of(llm)
 
-    def allowed(key: Key) -> None:
+    async def allowed(key: Key) -> None:
         given = key.credentials if key else ""
         if config.api_key and not hmac.compare_digest(given.encode(), config.api_key.encode()):
             headers = {"WWW-Authenticate": "Bearer"}
@@ -106,20 +106,20 @@ async def alive(llm: AsyncLLM) -> None:
 # What a route raises -> its response.
 
 
-def refused(_: Request, error: Any) -> JSONResponse:
+async def refused(_: Request, error: Any) -> JSONResponse:
     return error.response()
 
 
-def refused_by_routes(_: Request, error: Any) -> JSONResponse:
+async def refused_by_routes(_: Request, error: Any) -> JSONResponse:
     return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
 
 
-def gone(_: Request, error: Exception) -> Response:
+async def gone(_: Request, error: Exception) -> Response:
     """Nobody reads it."""
     return Response(status_code=499)
 
 
-def failed(_: Request, error: Exception) -> JSONResponse:
+async def failed(_: Request, error: Exception) -> JSONResponse:
     """The server's own log has the traceback."""
     return Refusal(500, "the server failed").response()
 

@@ -96,7 +96,7 @@ def check(name: str, value: Any, known: list[str]) -> None:
         if not any(value == v and type(value) is type(v) for v in values):
             raise Refusal(400, f"{name}={value!r:.80} is not supported: {instead}", param=name)
     elif name not in known and name not in HARMLESS:
-        message = str(unknown(name[:80], "the request", known)).replace("option", "field", 1)
+        message = str(unknown(name[:80], "the request", known)).replace("option", "field")
         raise Refusal(400, message, param=name[:80], code="unknown_parameter")
     most = MOST_ENTRIES.get(name)
     if most is not None and isinstance(value, list | dict) and len(value) > most:

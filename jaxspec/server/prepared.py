@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,9 @@ from jaxspec.prompts import encode, text_of
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.fields import Wish
 
+SHORT = 10_000  # characters, or ids, that are made ready at once
+LONG_PROMPTS = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-prompts")
+
 
 def room_of(llm: AsyncLLM) -> int:
     """The most tokens of a prompt with its output: what the model has, and the pool."""
@@ -20,8 +24,11 @@ def room_of(llm: AsyncLLM) -> int:
 
 
 async def prepared(llm: AsyncLLM, wish: Wish, room: int) -> list[tuple[Mapping[str, Any], SamplingParams]]:
-    """In a thread: a long prompt takes its time, and others are being served meanwhile. Raises UserError."""
-    return await asyncio.to_thread(prepare, llm, wish, room)
+    """Long prompts take their time, one after the other in a thread, and hold up no others. Raises UserError."""
+    said: list[Any] = wish.prompts or [message["content"] for message in wish.messages]
+    if sum(map(len, said)) <= SHORT:
+        return prepare(llm, wish, room)
+    return await asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, prepare, llm, wish, room)
 
 
 def prepare(llm: AsyncLLM, wish: Wish, room: int) -> list[tuple[Mapping[str, Any], SamplingParams]]:

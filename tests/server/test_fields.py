@@ -87,7 +87,13 @@ def test_what_is_missing_is_refused_by_its_name(name):
     ("body", "chat", "status", "param", "message"),
     [
         ({"top_kk": 3}, False, 400, "top_kk", "unknown field 'top_kk' of the request: did you mean 'top_k'?"),
-        ({"guided_json": {}}, True, 400, "guided_json", "unknown field 'guided_json' of the request"),
+        (
+            {"guided_json": {}},
+            True,
+            400,
+            "guided_json",
+            "unknown field 'guided_json' of the request: known fields: model, ",
+        ),
         ({"messages": []}, False, 400, "messages", "unknown field 'messages'"),
         ({"prompt": "x"}, True, 400, "prompt", "unknown field 'prompt'"),
         ({"temperature": "hot"}, False, 400, "temperature", "temperature='hot' must be a number"),

@@ -4,16 +4,19 @@ stays behind."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import random
 import socket
+import threading
 import time
 
 import openai
 import pytest
 
 from jaxspec import SamplingParams
+from jaxspec.server import prepared
 from tests.async_llm.calls import PROMPTS, SOON
 from tests.server.running import GREEDY, LONG, MODEL, connected, posted, until_closed, wait
 from tests.sizes import cases
@@ -218,3 +221,18 @@ def test_a_request_that_fails_says_so(server, monkeypatch):
     with pytest.raises(openai.APIError, match="the request failed: LookupError: no such word"):
         list(client.completions.create(stream=True, **asked))
     assert client.completions.create(prompt=PROMPTS[0], **GREEDY).choices[0].finish_reason == "length"
+
+
+def test_long_prompts_hold_up_only_each_other(server, monkeypatch):
+    """A megabyte of text takes a second to be read."""
+    encode, read = prepared.encode, threading.Event()
+    monkeypatch.setattr(prepared, "encode", lambda t, p: (len(p) < 1000 or read.wait(SOON)) and encode(t, p))
+    client, long = server.client(), {"model": MODEL, "prompt": "a" * 20_000}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        refused = [pool.submit(client.completions.create, **long) for _ in range(3)]
+        assert client.completions.create(prompt=PROMPTS[0], **SHORT).choices[0].finish_reason == "length"
+        assert not any(call.done() for call in refused)
+        read.set()
+        for call in refused:
+            with pytest.raises(openai.BadRequestError, match="the prompt has 20001 tokens"):
+                call.result(SOON)
