@@ -226,7 +226,7 @@ def test_any_module_may_be_imported_first(first):
 
 def test_import_is_light():
     """jax and the engine are loaded when they are needed, so that `jaxspec --help` answers at once."""
-    heavy = ["jax", "jaxlib", "flax", "numpy", "transformers", "matplotlib", "huggingface_hub"]
+    heavy = ["jax", "jaxlib", "flax", "numpy", "transformers", "matplotlib", "huggingface_hub", "fastapi", "openai"]
     heavy += ["jaxspec.engine", "jaxspec.llm", "jaxspec.loading", "checkpoints"]
     code = f"import sys, jaxspec, jaxspec.cli; print(sorted(set({heavy!r}) & set(sys.modules)))"
     assert run(code).strip() == "[]"

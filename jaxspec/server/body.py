@@ -11,10 +11,13 @@ from fastapi import Request
 
 from jaxspec.server.refusal import Refusal
 
+LONGEST = 60.0  # seconds in which a body has to arrive: nobody counts the clients that are still sending
+
 
 async def read(request: Request, most: int, seconds: float) -> dict[str, Any]:
     """The object that the body holds. Raises Refusal for one that is longer than `most` bytes, takes longer to arrive,
     or holds none."""
+    seconds = min(seconds, LONGEST)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which a page of some other site cannot send without being asked first
         raise Refusal(415, f"content-type {kind!r:.80} must be application/json")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 
 import openai
 import pytest
@@ -158,3 +160,32 @@ def test_many_broken_requests_on_one_connection(server):
             assert found.startswith(b"HTTP/1.1 400")
         connection.sendall(posted(ASKED))
         assert b"200 OK" in until_closed(connection)
+
+
+WHOLE = [
+    ASKED | {"stream": True, "n": 2, "logprobs": 1, "stop": ["a"], "logit_bias": {"5": 1}},
+    ASKED | {"top_k": 3, "seed": 1, "prompt": [5, 6], "stream_options": None},
+]
+INSERTED = [b"{", b"}", b"[", b'"', b"\r\n", b"null", b"1e9", b"-", b"\\ud800", b"\xff", b"\0"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", ["body", "all"])
+def test_whatever_the_bytes_are_the_server_does_not_fail(server, part):
+    """Requests that are damaged at random, in their bodies or anywhere: no answer is 500, and none stays behind."""
+    rng, found = random.Random(part), set()
+
+    def damaged(sent: bytes) -> bytes:
+        data = bytearray(sent)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            at = rng.randrange(len(data))
+            data[at : at + rng.choice([0, 0, 1, 4])] = rng.choice([*INSERTED, rng.randbytes(3), b""])
+        return bytes(data)
+
+    for _ in range(150):
+        body = json.dumps(rng.choice(WHOLE)).encode()
+        sent = posted(damaged(body)) if part == "body" else damaged(posted(body))
+        with contextlib.suppress(TimeoutError):  # where it announces more than it sends
+            found.add(server.raw(sent, half=rng.random() < 0.5, seconds=0.5)[:13])
+    assert found <= {b"", *(b"HTTP/1.1 %d " % status for status in (200, 400, 404, 405, 413, 415))}
+    assert found >= {b"HTTP/1.1 200 ", b"HTTP/1.1 400 "}
