@@ -25,6 +25,8 @@ REASONS = {"abort": "stop"}  # what OpenAI has no name for; the others are its o
 class Answer(Protocol):
     """What a client gets: a whole answer, or events. index: of the prompt."""
 
+    prompt_tokens: int
+
     def whole(self, outputs: Sequence[RequestOutput]) -> str: ...
     def first(self) -> Iterable[str]: ...
     def piece(self, index: int, piece: StreamOutput) -> Iterable[str]: ...
@@ -33,14 +35,15 @@ class Answer(Protocol):
 
 
 class Base:
-    """model: its name for clients; prompt_tokens: of all prompts; usage: whether a stream tells it."""
+    """model: its name for clients; usage: whether a stream tells it."""
 
     kind, prefix, chunk_kind = "", "", ""
     document: Any
     chunk: Any
 
-    def __init__(self, model: str, params: SamplingParams, prompt_tokens: int, usage: bool) -> None:
-        self.model, self.prompt_tokens, self.wants_usage = model, prompt_tokens, usage
+    def __init__(self, model: str, params: SamplingParams, usage: bool) -> None:
+        self.model, self.wants_usage = model, usage
+        self.prompt_tokens = 0  # of all prompts, when they are counted
         self.n, self.most = params.n, params.logprobs or 0  # likeliest tokens beside each
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.num_tokens = 0

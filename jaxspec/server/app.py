@@ -16,15 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from jaxspec.async_llm import AsyncLLM
-from jaxspec.errors import UserError
 from jaxspec.prometheus import Metrics
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
 from jaxspec.server.fields import wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
-from jaxspec.server.prepared import prepared, room_of
-from jaxspec.server.refusal import Refusal, of_user_error
+from jaxspec.server.prepared import room_of
+from jaxspec.server.refusal import Refusal
 from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -47,15 +46,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
         await alive(llm)
         body = await bodies.read(request, config.max_body_bytes, config.request_timeout)
         wanted = wish(body, chat=chat, model=model, room=room)
-        gate.check(wanted.params.n * len(wanted.prompts or [()]))  # before anything is tokenised
-        try:
-            asked = await prepared(llm, wanted, room)
-        except UserError as error:
-            raise of_user_error(error, wanted.source, vars(wanted.params), wanted.source) from None
-        tokens = sum(len(prompt["prompt_token_ids"]) for prompt, _ in asked)
-        form = ChatAnswer if chat else TextAnswer
-        answer = form(model, wanted.params, tokens, wanted.usage)
-        return Generation(llm, gate, asked, wanted, answer, config.request_timeout)
+        answer = (ChatAnswer if chat else TextAnswer)(model, wanted.params, wanted.usage)
+        return Generation(llm, gate, wanted, answer, room, config.request_timeout)
 
     @app.post("/v1/completions", dependencies=[Depends(allowed)], response_model=None)
     async def completions(request: Request) -> Response:

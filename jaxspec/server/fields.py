@@ -60,6 +60,10 @@ class Wish:
     stream: bool
     usage: bool
 
+    @property
+    def samples(self) -> int:
+        return self.params.n * (1 if self.prompts is None else len(self.prompts))
+
 
 def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
     """room: the most tokens of a prompt with its output. Raises Refusal, which names the field."""

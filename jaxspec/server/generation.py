@@ -14,18 +14,16 @@ from starlette.types import Receive, Scope, Send
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.errors import UserError
 from jaxspec.outputs import RequestOutput, StreamOutput
-from jaxspec.prompts import Prompt
-from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.answers import Answer
 from jaxspec.server.fields import Wish
 from jaxspec.server.gate import Gate
+from jaxspec.server.prepared import Asked, prepared
 from jaxspec.server.refusal import Refusal, of_user_error
 
 logger = logging.getLogger(__name__)
 
 LAST_WORD = 1.0  # seconds for the error that ends a stream: its reader may have stopped reading
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-Asked = Sequence[tuple[Prompt, SamplingParams]]
 Piece = tuple[int, StreamOutput]  # and the index of its stream
 
 
@@ -33,14 +31,14 @@ class Generation(Response):
     """A response that generates what it says. All of it happens within the one call of the server, so that whatever
     ends that call ends the request in the engine too.
 
-    asked: prompts with their parameters, which are those of `wish`.
+    room: the most tokens of a prompt with its output.
     seconds: it may take.
     """
 
-    def __init__(self, llm: AsyncLLM, gate: Gate, asked: Asked, wish: Wish, answer: Answer, seconds: float) -> None:
+    def __init__(self, llm: AsyncLLM, gate: Gate, wish: Wish, answer: Answer, room: int, seconds: float) -> None:
         super().__init__()
-        self.llm, self.gate, self.asked, self.wish = llm, gate, asked, wish
-        self.answer, self.seconds = answer, seconds
+        self.llm, self.gate, self.wish, self.answer = llm, gate, wish, answer
+        self.room, self.seconds = room, seconds
         self.started = False  # whether the status is out
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,12 +46,15 @@ class Generation(Response):
             self.started = self.started or message["type"] == "http.response.start"
             await send(message)
 
-        samples = sum(params.n for _, params in self.asked)
-        with self.gate.enter(samples, self.seconds) as limit:
+        async def work() -> None:
+            asked = await prepared(self.llm, self.wish, self.room)
+            self.answer.prompt_tokens = sum(len(prompt["prompt_token_ids"]) for prompt, _ in asked)
+            await (self.stream(asked, heard) if self.wish.stream else self.whole(asked, scope, receive, heard))
+
+        with self.gate.enter(self.wish.samples, self.seconds) as limit:
             try:
                 async with limit:
-                    work = self.stream(heard) if self.wish.stream else self.whole(scope, receive, heard)
-                    await unless_gone(receive, work)
+                    await unless_gone(receive, work())
             except Exception as error:
                 refusal = self.told(error, limit.expired())
                 if not self.started:
@@ -75,17 +76,17 @@ class Generation(Response):
         message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
         return Refusal(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 
-    async def whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outputs: list[RequestOutput] = await together([self.llm.generate(*asked) for asked in self.asked])
+    async def whole(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+        outputs: list[RequestOutput] = await together([self.llm.generate(*each) for each in asked])
         for output in outputs:
             for completion in output.outputs:
                 check_whole(completion.finish_reason, completion.error)
         response = Response(self.answer.whole(outputs), media_type="application/json")
         await response(scope, receive, send)
 
-    async def stream(self, send: Send) -> None:
+    async def stream(self, asked: Asked, send: Send) -> None:
         """The status goes out with the first piece: what fails before has a status of its own."""
-        streams = [self.llm.stream(*asked) for asked in self.asked]  # refuses what is wrong
+        streams = [self.llm.stream(*each) for each in asked]  # refuses what is wrong
         async with contextlib.aclosing(merged(streams)) as pieces:
             async for index, piece in pieces:
                 check_whole(piece.finish_reason, piece.error)

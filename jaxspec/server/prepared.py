@@ -9,9 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.errors import UserError
 from jaxspec.prompts import encode, text_of
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.fields import Wish
+from jaxspec.server.refusal import of_user_error
+
+Asked = list[tuple[Mapping[str, Any], SamplingParams]]
 
 SHORT = 10_000  # characters, or ids, that are made ready at once
 LONG_PROMPTS = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-prompts")
@@ -23,15 +27,18 @@ def room_of(llm: AsyncLLM) -> int:
     return min(engine.limits.max_model_len, engine.num_pages * engine.layout.page_size - engine.num_drafts)
 
 
-async def prepared(llm: AsyncLLM, wish: Wish, room: int) -> list[tuple[Mapping[str, Any], SamplingParams]]:
-    """Long prompts take their time, one after the other in a thread, and hold up no others. Raises UserError."""
+async def prepared(llm: AsyncLLM, wish: Wish, room: int) -> Asked:
+    """Long prompts take their time, one after the other in a thread, and hold up no others. Raises Refusal."""
     said: list[Any] = wish.prompts or [message["content"] for message in wish.messages]
-    if sum(map(len, said)) <= SHORT:
-        return prepare(llm, wish, room)
-    return await asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, prepare, llm, wish, room)
+    try:
+        if sum(map(len, said)) <= SHORT:
+            return prepare(llm, wish, room)
+        return await asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, prepare, llm, wish, room)
+    except UserError as error:
+        raise of_user_error(error, wish.source, vars(wish.params), wish.source) from None
 
 
-def prepare(llm: AsyncLLM, wish: Wish, room: int) -> list[tuple[Mapping[str, Any], SamplingParams]]:
+def prepare(llm: AsyncLLM, wish: Wish, room: int) -> Asked:
     if wish.prompts is None:
         prompts = [llm.llm.render_chat(wish.messages)]
     else:

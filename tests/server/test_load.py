@@ -232,6 +232,9 @@ def test_long_prompts_hold_up_only_each_other(server, monkeypatch):
         refused = [pool.submit(client.completions.create, **long) for _ in range(3)]
         assert client.completions.create(prompt=PROMPTS[0], **SHORT).choices[0].finish_reason == "length"
         assert not any(call.done() for call in refused)
+        with leaving(server, long):
+            wait(lambda: server.gate.inside == 4)
+        wait(lambda: server.gate.inside == 3)  # who has gone away is not waited for
         read.set()
         for call in refused:
             with pytest.raises(openai.BadRequestError, match="the prompt has 20001 tokens"):
