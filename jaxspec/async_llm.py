@@ -62,6 +62,10 @@ class AsyncLLM:
         """Ends open calls with RuntimeError, then the thread. May be called again."""
         self._finalizer()
 
+    async def check_health(self) -> None:
+        """Raises RuntimeError where no call can be served any more: the engine failed, or this was shut down."""
+        self._thread.check_open()
+
     @property
     def metrics(self) -> SpecDecodeMetrics:
         """Counters over all requests."""

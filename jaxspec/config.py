@@ -221,21 +221,21 @@ class EngineConfig:
     """How the engine is set up.
 
     Args:
-      tensor_parallel_size: devices the model is sharded over.
+      tensor_parallel_size: Devices the model is sharded over.
       dtype: float32 or bfloat16; auto is what the device does best. That is float32 on CPU, else bfloat16; float32 too
         on GPUs below compute capability 8.0, which have no bfloat16, and whose float16 overflows in some models.
         "float32" also means full-precision products everywhere.
-      max_model_len: longest prompt + output, in tokens. Default: the model's own.
-      max_num_seqs: requests decoded together.
-      page_size: tokens a cache page holds. Default 16, on TPU 32.
-      num_pages: pages in the pool. Default: what memory_utilization of the free device memory holds.
-      enable_prefix_caching: keep the pages of ended requests and share them with requests that begin alike.
-      rounds_per_launch: rounds that one launch of the device program runs, 1 to 64. Default: 64, and 16 where something
+      max_model_len: Longest prompt + output, in tokens. Default: the model's own.
+      max_num_seqs: Requests decoded together.
+      page_size: Tokens a cache page holds. Default 16, on TPU 32.
+      num_pages: Pages in the pool. Default: what memory_utilization of the free device memory holds.
+      enable_prefix_caching: Keep the pages of ended requests and share them with requests that begin alike.
+      rounds_per_launch: Rounds that one launch of the device program runs, 1 to 64. Default: 64, and 16 where something
         may happen on the host in the meantime: a stop string found, or, in AsyncLLM, another request.
-      prefill_chunk: tokens of prompts in one pass, those of several requests together. Default: 2048, on CPU 256.
+      prefill_chunk: Tokens of prompts in one pass, those of several requests together. Default: 2048, on CPU 256.
       kernels: None (the fastest that is known), "reference" (plain jnp, no kernel in any program) or "pallas" (a kernel
         wherever device and arrays have one). GPUs below compute capability 8.0 have none, and "pallas" is refused.
-      compilation_cache: keep compiled programs on disk, so that a second start takes seconds.
+      compilation_cache: Keep compiled programs on disk, so that a second start takes seconds.
     """
 
     tokenizer: str | None = None

@@ -59,8 +59,13 @@ class Sample:
             return None
         text, ids = self.text_so_far()[self.shown :], request.output[self.sent :]
         ended = request.finish_reason is not None
+        piece = StreamOutput(text, ids, request.finish_reason, ask.index, request.index, request.error, ask.request_id)
+        if ended:
+            piece.stop_reason = self.stop_reason()
+        if (asked := self.params.logprobs) is not None:
+            piece.logprobs = described(self.detokenizer.tokenizer, ids, request.logprobs[self.sent :], asked)
         self.shown, self.sent, self.streamed = self.shown + len(text), self.sent + len(ids), ended
-        return StreamOutput(text, ids, request.finish_reason, ask.index, request.index, request.error, ask.request_id)
+        return piece
 
     def stop_reason(self) -> str | int | None:
         """The stop string or id that ended it."""

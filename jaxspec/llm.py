@@ -30,7 +30,7 @@ from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timi
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import generation_progress, wanted
-from jaxspec.prompts import Ask, Prompt, asks, named
+from jaxspec.prompts import Ask, Prompt, asks, named, readable
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import here
 
@@ -212,7 +212,7 @@ class LLM:
             text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # the template is a program of the model's, and raises what it likes
             raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said(error)}") from error
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(readable(text), add_special_tokens=False)}
 
     # What generate, stream and AsyncLLM are made of.
 

@@ -103,7 +103,7 @@ def ids(name: str, values: Any) -> tuple[int, ...]:
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
     """One string or several, none of them empty, as a tuple."""
-    listed = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    listed = (value,) if isinstance(value, str | Mapping) or not isinstance(value, Iterable) else tuple(value)
     if any(not isinstance(s, str) or not s for s in listed):
         raise UserError(f"{name}={value!r:.80} must hold non-empty strings")
     return listed

@@ -141,6 +141,7 @@ class StreamOutput:
     prompt_index: which of the prompts.
     sample: which of its n samples.
     request_id: the prompt's.
+    stop_reason, logprobs: as a completion's; logprobs of the new ids.
     """
 
     text: str
@@ -150,6 +151,8 @@ class StreamOutput:
     sample: int = 0
     error: str | None = None
     request_id: str = ""
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclasses.dataclass

@@ -414,6 +414,39 @@ FAULTS = (
     Fault(  # an example names what there is not
         "README.md", "in llm.stream(", "in llm.streams(", "tests/test_docs.py -k 'examples_run and README'"
     ),
+    Fault(  # who has gone away is decoded to the end
+        "jaxspec/server/generation.py",
+        "for task in (doing, leaving):",
+        "for task in (leaving,):",
+        "tests/server/test_load.py -k goes_away",
+    ),
+    Fault(  # a body that does not say its length has none
+        "jaxspec/server/body.py", "if len(body) > most:", "if not body:", "tests/server/test_bodies.py -k too_long"
+    ),
+    Fault(  # what the server does not know is ignored
+        "jaxspec/server/fields.py",
+        "elif name not in known and name not in HARMLESS:",
+        "elif not name:",
+        "tests/server/test_fields.py -k told_by_field",
+    ),
+    Fault(  # a request that fits only in part is let in
+        "jaxspec/server/gate.py",
+        "if self.inside + samples > self.most:",
+        "if self.inside > self.most:",
+        "tests/server/test_load.py -k does_not_fit",
+    ),
+    Fault(  # a drain waits for ever
+        "jaxspec/server/gate.py",
+        "limit.reschedule(asyncio.get_running_loop().time())",
+        "limit.when()",
+        "tests/server/test_ends.py -k cuts_off",
+    ),
+    Fault(  # pieces repeat the log-probabilities of the first
+        "jaxspec/job.py",
+        "request.logprobs[self.sent :]",
+        "request.logprobs",
+        "tests/server/test_answers.py -k streamed",
+    ),
 )
 
 

@@ -33,7 +33,7 @@ from tests.lively_models import OPTIONS, VOCAB, new_engine, noisy, repeating, ta
 DRAFTERS = ("draft_model", *lively_heads.KINDS)
 METHODS = ("ngram", *DRAFTERS, *(LOOKUP + name for name in DRAFTERS))
 K = 4
-TINY = {"page_size": 4, "num_pages": 19, "max_num_seqs": 6}
+TINY = {"page_size": 4, "num_pages": 17, "max_num_seqs": 6}
 REFERENCE = {"max_num_seqs": 32, "num_pages": 160, "enable_prefix_caching": False}
 LONGEST_PROMPT, MOST_TOKENS = 40, 23
 TOLERANCE = 1e-4  # of log-probabilities

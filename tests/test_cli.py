@@ -149,7 +149,18 @@ def test_an_unknown_option_names_the_nearest(capsys):
 
 def test_commands_are_listed(capsys):
     out, _ = run(capsys, "--help")
-    names = ("demo", "generate", "bench", "generate-data", "train-draft", "evaluate-draft", "convert", "info")
+    names = (
+        "demo",
+        "generate",
+        "serve",
+        "bench",
+        "bench-serve",
+        "generate-data",
+        "train-draft",
+        "evaluate-draft",
+        "convert",
+        "info",
+    )
     assert all(f" {name} " in out for name in names)
 
 

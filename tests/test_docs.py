@@ -12,6 +12,7 @@ from tests.model_folders import write_model
 from tests.sizes import cases
 
 EXAMPLES = [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))]
+SERVED = "http://127.0.0.1:8000"  # where examples find a server
 LANGUAGES = {"", "python", "mermaid", "text"}  # text: no example
 
 
@@ -20,10 +21,25 @@ def tiny(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("docs") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def server(tiny):
+    """A server of it, for the examples that are clients."""
+    from jaxspec import AsyncLLM
+    from tests.server.running import Running
+
+    llm = AsyncLLM(str(tiny), max_num_seqs=2)
+    running = Running(llm, served_model_name=str(tiny))
+    yield running
+    running.stop()
+    llm.shutdown()
+
+
 @cases(("page", "number"), EXAMPLES, quick=[example for example in EXAMPLES if example[0] != "docs/serving.md"])
-def test_python_examples_run(page, number, tiny, capsys):
+def test_python_examples_run(page, number, tiny, capsys, request):
     """With a tiny model under the real one's name."""
     example = blocks(page, "python")[number]
+    if SERVED in example:
+        example = example.replace(SERVED, request.getfixturevalue("server").url)
     code = compile(example.replace("smollm2-135m-instruct", str(tiny)), page, "exec", dont_inherit=True)
     exec(code, {"__name__": "__main__"})
     assert capsys.readouterr().out.strip() or "assert" in example

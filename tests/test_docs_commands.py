@@ -3,25 +3,31 @@ names, and numbers that only make it last are lowered. Those of the notes are of
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import shlex
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import checkpoints
-from jaxspec import cli, embedded
+from jaxspec import AsyncLLM, cli, embedded
 from jaxspec.bench import measure, options, presets
 from jaxspec.bench.hardware import Hardware
+from jaxspec.cli import serve as serving
 from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
 from tests.documents import CURRENT, PAGES, blocks, commands
 from tests.drafters.references import medusa
 from tests.drafters.references.common import Shape
 from tests.model_folders import write_model
+from tests.server.running import Running
 from tests.sizes import cases
 from tests.train import runs
 
@@ -31,11 +37,16 @@ LOWER: dict[str, dict[str, str]] = {
     "--context": {"256": "24", "512": "24", "8192": "40"},
     "--tokens": {"100000000": "100"},
     "--steps": {"5000": "2"},
+    "--port": {"8000": "0"},
+    "--max-model-len": {"4096": "256"},
+    "--concurrency": {"1,100": "1,2"},
 }
 # Command -> options that are added where they have no value there.
 BRIEF: dict[str, dict[str, str]] = {
     "demo": {"--max-tokens": "4"},
     "generate": {"--max-tokens": "8"},
+    "serve": {"--port": "0", "--num-pages": "64"},
+    "bench-serve": {"--num-requests": "2", "--max-tokens": "4"},
     "bench": {"--context": "24", "--launches": "1"},
     "generate-data": {"--shard-size": "4", "--rows": "4", "--length": "64", "--mixture": "free:1"},
     "train-draft": {"--length": "64", "--eval-prompts": "2", "--eval-tokens": "4"},
@@ -58,6 +69,7 @@ CHEAP = [COMMANDS[name] for name in ("info", "convert", "generate-data")]
 
 # What else blocks may begin a line with -> why it is not run here.
 ELSEWHERE = {
+    "curl": "what it sends is sent by tests/server",
     "make": "CI runs the targets; test_docs.py looks that they and the files they name exist",
     "pip": "an installation",
     "python": "a program of the tests, as CI runs them",
@@ -96,6 +108,35 @@ def small(root, tmp_path, monkeypatch):
     return tmp_path
 
 
+SERVED = "http://127.0.0.1:8000/v1"  # where lines find a server
+
+
+@contextlib.contextmanager
+def a_server(root, words: list[str]) -> Iterator[list[str]]:
+    """The words, with a server where they ask one."""
+    if SERVED not in words:
+        yield words
+        return
+    llm = AsyncLLM(str(root / "target"), max_num_seqs=2, num_pages=64)
+    running = Running(llm)
+    yield [running.url + "/v1" if word == SERVED else word for word in words]
+    running.stop()
+    llm.shutdown()
+
+
+def ends_when_it_serves(monkeypatch) -> None:
+    """A server that does is told to end as soon as it listens."""
+    say = serving.say
+
+    def told(line: str) -> None:
+        say(line)
+        if line.startswith("serving "):
+            print(line)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(serving, "say", told)
+
+
 def brief(words: list[str]) -> list[str]:
     """The command line with lower numbers."""
     _, name, *rest = words
@@ -110,7 +151,7 @@ def brief(words: list[str]) -> list[str]:
 def test_they_are_found():
     """In blocks, in tables and in the text."""
     assert len(SHOWN) > 15
-    assert {line.split()[1] for line in SHOWN} >= {"generate", "bench", "info", "convert", "generate-data"}
+    assert {line.split()[1] for line in SHOWN} >= {"generate", "serve", "bench", "info", "convert", "generate-data"}
     for option in ("--preset", "--chat", "--never-slower", "--plot"):
         assert any(option in line for line in SHOWN), option
 
@@ -122,12 +163,13 @@ def test_no_line_is_left_out():
 
 
 @cases("line", SHOWN, quick=CHEAP)
-def test_it_works(line, small, capsys):
+def test_it_works(line, small, root, capsys, monkeypatch):
     words = brief(shlex.split(line))
+    ends_when_it_serves(monkeypatch)
     if "--out" in words:
         shutil.rmtree(small / words[words.index("--out") + 1], ignore_errors=True)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(words)
+    with a_server(root, words) as given, pytest.raises(SystemExit) as stop:
+        cli.main(given)
     out, err = capsys.readouterr()
     assert "Traceback" not in err
     if "--compare-transformers" in words and importlib.util.find_spec("torch") is None:

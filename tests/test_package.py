@@ -68,8 +68,9 @@ ARROWS = {
     "verify.rules engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules",
-    "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm convert info "
-    "demo bench train drafters.methods verify.rules",
+    "server": "config keywords options outputs prompts sampling_params async_llm prometheus",
+    "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm async_llm "
+    "convert info demo bench train server drafters.methods verify.rules",
 }
 
 EVERYWHERE = {"jaxspec.errors"}  # any room but pallas_kernels may import it: what refuses input says so
@@ -225,7 +226,7 @@ def test_any_module_may_be_imported_first(first):
 
 def test_import_is_light():
     """jax and the engine are loaded when they are needed, so that `jaxspec --help` answers at once."""
-    heavy = ["jax", "jaxlib", "flax", "numpy", "transformers", "matplotlib", "huggingface_hub"]
+    heavy = ["jax", "jaxlib", "flax", "numpy", "transformers", "matplotlib", "huggingface_hub", "fastapi", "openai"]
     heavy += ["jaxspec.engine", "jaxspec.llm", "jaxspec.loading", "checkpoints"]
     code = f"import sys, jaxspec, jaxspec.cli; print(sorted(set({heavy!r}) & set(sys.modules)))"
     assert run(code).strip() == "[]"

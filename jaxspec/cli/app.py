@@ -1,4 +1,5 @@
-"""The command line: jaxspec demo | generate | bench | generate-data | train-draft | evaluate-draft | info | convert."""
+"""The command line: jaxspec demo | generate | serve | bench | bench-serve | generate-data | train-draft |
+evaluate-draft | info | convert."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import typer
 
 from jaxspec.cli.bench import bench
+from jaxspec.cli.bench_serve import bench_serve
 from jaxspec.cli.convert import convert
 from jaxspec.cli.demo import demo
 from jaxspec.cli.evaluate_draft import evaluate_draft
@@ -17,10 +19,12 @@ from jaxspec.cli.fields import as_typer_takes_it
 from jaxspec.cli.generate import generate
 from jaxspec.cli.generate_data import generate_data
 from jaxspec.cli.info import info
+from jaxspec.cli.serve import serve
 from jaxspec.cli.train_draft import train_draft
 from jaxspec.parallel.absent import leave_out_absent_tpu
 
-COMMANDS = (demo, generate, bench, generate_data, train_draft, evaluate_draft, info, convert)  # as --help lists them
+# As --help lists them.
+COMMANDS = (demo, generate, serve, bench, bench_serve, generate_data, train_draft, evaluate_draft, info, convert)
 
 app = typer.Typer(
     name="jaxspec",

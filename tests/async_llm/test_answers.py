@@ -78,10 +78,21 @@ def test_samples_logprobs_and_stop_strings(llm, expected):
     assert [c.token_ids for c in whole.outputs] == [c.token_ids for c in there.outputs]
     assert [len(c.logprobs) for c in whole.outputs] == [12] * 3
     for sample, completion in enumerate(there.outputs):
-        assert "".join(p.text for p in pieces if p.sample == sample) == completion.text
+        of_sample = [p for p in pieces if p.sample == sample]
+        assert "".join(p.text for p in of_sample) == completion.text
+        rows = [row for p in of_sample for row in p.logprobs]
+        chosen = [row[i].logprob for i, row in zip(completion.token_ids, rows, strict=True)]
+        wanted = [row[i].logprob for i, row in zip(completion.token_ids, completion.logprobs, strict=True)]
+        assert chosen == pytest.approx(wanted)
     stop = there.outputs[0].text[3:6]
     stopped = run(llm.generate(PROMPTS[0], SamplingParams(seed=4, max_tokens=12, ignore_eos=True, stop=stop)))
     assert stopped.outputs[0].text == there.outputs[0].text.split(stop)[0]
+
+    async def last():
+        streamed = llm.stream(PROMPTS[0], SamplingParams(seed=4, max_tokens=12, ignore_eos=True, stop=stop))
+        return [piece async for piece in streamed][-1]
+
+    assert (run(last()).stop_reason, stopped.outputs[0].stop_reason) == (stop, stop)
 
 
 def test_one_loop_after_another(llm, expected):

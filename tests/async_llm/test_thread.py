@@ -52,6 +52,8 @@ def test_an_engine_that_fails_lets_nobody_wait(own, monkeypatch):
     with pytest.raises(RuntimeError, match="the engine failed: MemoryError"):
         own.stream(PROMPTS[0])
     with pytest.raises(RuntimeError, match="the engine failed: MemoryError"):
+        run(own.check_health())
+    with pytest.raises(RuntimeError, match="the engine failed: MemoryError"):
         run(own.generate(PROMPTS[0]))
 
 
@@ -89,6 +91,7 @@ def test_shutdown_ends_what_is_open(own):
 def test_the_context_manager_shuts_down(folder):
     async def main():
         async with AsyncLLM(folder, **OPTIONS) as llm:
+            await llm.check_health()
             await llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
         return llm
 

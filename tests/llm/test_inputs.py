@@ -88,6 +88,8 @@ def test_half_of_a_surrogate_pair_is_no_text(llm):
         llm.generate(["a", "a\ud800"], GREEDY)
     with pytest.raises(UserError, match="is no Unicode text"):
         llm.generate("a", SamplingParams(bad_words="\ud800"))
+    with pytest.raises(UserError, match="is no Unicode text"):
+        llm.chat([{"role": "user", "content": "a\ud800"}])
 
 
 @pytest.mark.parametrize(("given", "drawn"), [({}, True), ({"use_tqdm": False}, False), ({"use_tqdm": True}, True)])

@@ -1,0 +1,101 @@
+"""jaxspec serve"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from jaxspec.cli.exits import STOPPED
+from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.generate import Method, speculation
+from jaxspec.cli.shared import MODEL_HELP
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.errors import UserError
+from jaxspec.progress import say
+from jaxspec.server.settings import LOOPBACK, ServerConfig
+
+API_KEY = "JAXSPEC_API_KEY"  # the option would be seen in the list of processes
+NOT_YET = ("enable_lora", "pipeline_parallel_size")
+ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in NOT_YET)
+SERVER = tuple(field.name for field in dataclasses.fields(ServerConfig))
+OWN = {
+    "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens"), default=None),
+    "tokenizer": Own(help="Where the tokenizer is, if not with the model."),
+    "revision": Own(help="The model's, at the hub."),
+    "num_pages": Own(help="Pages in the pool; by default what --memory-utilization of the free memory holds."),
+    "memory_utilization": Own(help="Part of the free device memory that the pool takes."),
+    "enable_prefix_caching": Own(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
+    "compilation_cache": Own(flags=("--compilation-cache/--no-compilation-cache",)),
+    "api_key": Own(
+        help=f"What clients have to send as their API key; {API_KEY} in the environment keeps it from view."
+    ),
+}
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, show_default=False)],
+    *,
+    draft: Annotated[str | None, typer.Option(help="A smaller model of the same family that drafts.")] = None,
+    method: Annotated[
+        Method | None, typer.Option(help="Default: draft_model with --draft, both with the embedded pair, else ngram.")
+    ] = None,
+    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, ("num_speculative_tokens",), OWN)],
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="All of speculation's options as an object, as in vLLM.")
+    ] = None,
+    server: Annotated[dict[str, Any], Fields(ServerConfig, SERVER, OWN)],
+    engine: Annotated[dict[str, Any], Fields(EngineConfig, ENGINE, OWN)],
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API."""
+    # Options, and the socket, are checked before the model is loaded.
+    speculative = speculation_of(speculative_config, model, method, draft, drafts.get("num_speculative_tokens"))
+    config, options = ServerConfig(**{"api_key": os.environ.get(API_KEY) or None} | server), EngineConfig(**engine)
+    with extra("serve"):
+        from jaxspec.server import run
+    with run.bound(config) as listening:
+        from jaxspec.async_llm import AsyncLLM
+
+        say(f"loading {model} ...")
+        llm = AsyncLLM(model, speculative_config=speculative, **dataclasses.asdict(options))
+        host, port, *_ = listening.getsockname()
+        if config.host not in LOOPBACK and not config.api_key:
+            say(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        number, num_cut = run.serve(llm, config, model, listening, lambda: say(f"serving {model} at {url}"))
+    if num_cut:
+        say(f"jaxspec: {num_cut} requests were cut off after {config.drain_timeout:g} seconds")
+        raise typer.Exit(STOPPED[signal.Signals(number)])  # at once: the engine may be in the middle of something long
+    llm.shutdown()
+
+
+def speculation_of(
+    text: str | None, model: str, method: Method | None, draft: str | None, k: int | None
+) -> SpeculativeConfig | None:
+    """What --speculative-config says, or the other options."""
+    if text is None:
+        return speculation(model, method, draft, k)
+    if (method, draft, k) != (None, None, None):
+        raise UserError("--speculative-config says all of speculation: leave --draft, --method and -k out")
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--speculative-config {text!r:.80} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f'--speculative-config {text!r:.80} must be an object, such as \'{{"method": "ngram"}}\'')
+    return SpeculativeConfig(**found)
+
+
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+    """What is imported here comes with an extra of jaxspec. Raises UserError where it is not there."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"this command needs {error.name or error}: pip install 'jaxspec[{name}]'") from None

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface over AsyncLLM. Needs jaxspec's extra "serve"."""

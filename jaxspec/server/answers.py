@@ -1,0 +1,154 @@
+"""Outputs as OpenAI's objects, in JSON: its own classes, and vLLM's additions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+
+from jaxspec.outputs import CompletionOutput, RequestOutput, StreamOutput
+from jaxspec.sampling_params import SamplingParams
+from jaxspec.server import logprobs as entries
+from jaxspec.server.refusal import Refusal
+
+REASONS = {"abort": "stop"}  # what OpenAI has no name for; the others are its own
+
+
+class Answer(Protocol):
+    """What a client gets: a whole answer, or events. index: of the prompt."""
+
+    prompt_tokens: int
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> str: ...
+    def first(self) -> Iterable[str]: ...
+    def piece(self, index: int, piece: StreamOutput) -> Iterable[str]: ...
+    def last(self) -> Iterable[str]: ...
+    def error(self, refusal: Refusal) -> str: ...
+
+
+class Base:
+    """model: its name for clients; usage: whether a stream tells it."""
+
+    kind, prefix, chunk_kind = "", "", ""
+    document: Any
+    chunk: Any
+
+    def __init__(self, model: str, params: SamplingParams, usage: bool) -> None:
+        self.model, self.wants_usage = model, usage
+        self.prompt_tokens = 0  # of all prompts, when they are counted
+        self.n, self.most = params.n, params.logprobs or 0  # likeliest tokens beside each
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.num_tokens = 0
+        self.offsets: Counter[int] = Counter()  # characters of each choice's tokens
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def usage(self) -> CompletionUsage:
+        whole = self.prompt_tokens + self.num_tokens
+        return CompletionUsage(prompt_tokens=self.prompt_tokens, completion_tokens=self.num_tokens, total_tokens=whole)
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> str:
+        choices = []
+        for index, output in enumerate(outputs):
+            for completion in output.outputs:
+                self.num_tokens += len(completion.token_ids)
+                choices.append(self.choice(index * self.n + completion.index, completion, output))
+        return written(self.document(**self.head(self.kind), choices=choices, usage=self.usage()))
+
+    def event(self, choices: list[Any], usage: CompletionUsage | None = None) -> str:
+        told = {"usage": usage} if self.wants_usage else {}
+        return written(self.chunk.construct(**self.head(self.chunk_kind), choices=choices, **told))
+
+    def first(self) -> Iterable[str]:
+        return ()
+
+    def piece(self, index: int, piece: StreamOutput) -> Iterable[str]:
+        self.num_tokens += len(piece.token_ids)
+        if piece.text or piece.logprobs or piece.finish_reason:  # or it ends within a character
+            yield self.event([self.part(index * self.n + piece.sample, piece)])
+
+    def last(self) -> Iterable[str]:
+        if self.wants_usage:
+            yield self.event([], self.usage())
+
+    def error(self, refusal: Refusal) -> str:
+        return refusal.response().body.decode()  # type: ignore[union-attr]
+
+    def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Any:
+        raise AssertionError
+
+    def part(self, index: int, piece: StreamOutput) -> Any:
+        raise AssertionError
+
+
+class TextAnswer(Base):
+    """Of /v1/completions, whose events have the same form as the whole."""
+
+    kind = chunk_kind = "text_completion"
+    prefix, document, chunk = "cmpl", Completion, Completion
+
+    def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> CompletionChoice:
+        return self.part(index, completion, **entries.of_prompt(output))
+
+    def part(self, index: int, piece: StreamOutput | CompletionOutput, **more: Any) -> CompletionChoice:
+        logprobs = None
+        if piece.logprobs is not None:
+            logprobs = entries.of_text(piece.logprobs, piece.token_ids, self.offsets[index])
+            self.offsets[index] += sum(map(len, logprobs.tokens or ()))
+        return CompletionChoice.construct(
+            index=index,
+            text=piece.text,
+            logprobs=logprobs,
+            finish_reason=reason(piece),
+            stop_reason=piece.stop_reason,
+            **more,
+        )
+
+
+class ChatAnswer(Base):
+    """Of /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    document, chunk = ChatCompletion, ChatCompletionChunk
+
+    def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Choice:
+        return Choice.construct(
+            index=index,
+            message=ChatCompletionMessage(role="assistant", content=completion.text, refusal=None),
+            logprobs=entries.of_chat(completion, self.most),
+            finish_reason=reason(completion),
+            stop_reason=completion.stop_reason,
+            **entries.of_prompt(output),
+        )
+
+    def first(self) -> Iterable[str]:
+        for index in range(self.n):
+            delta = ChoiceDelta(role="assistant", content="")
+            yield self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)])
+
+    def part(self, index: int, piece: StreamOutput) -> ChunkChoice:
+        return ChunkChoice.construct(
+            index=index,
+            delta=ChoiceDelta(content=piece.text),
+            logprobs=entries.of_chat(piece, self.most),
+            finish_reason=reason(piece),
+            stop_reason=piece.stop_reason,
+        )
+
+
+def reason(output: StreamOutput | CompletionOutput) -> Any:
+    return REASONS.get(str(output.finish_reason), output.finish_reason)
+
+
+def written(document: Any) -> str:
+    """What was set of it; the additions are fields of no class, so that pydantic would warn."""
+    return document.model_dump_json(exclude_unset=True, warnings=False)

@@ -1,0 +1,61 @@
+"""A request's body: bytes of a client that may be slow, broken or hostile -> a JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any, NoReturn
+
+from fastapi import Request
+
+from jaxspec.server.refusal import Refusal
+
+LONGEST = 60.0  # seconds in which a body has to arrive: nobody counts the clients that are still sending
+
+
+async def read(request: Request, most: int, seconds: float) -> dict[str, Any]:
+    """The object that the body holds. Raises Refusal for one that is longer than `most` bytes, takes longer to arrive,
+    or holds none."""
+    seconds = min(seconds, LONGEST)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # which a page of some other site cannot send without being asked first
+        raise Refusal(415, f"content-type {kind!r:.80} must be application/json")
+    too_long = Refusal(413, f"the body is longer than {most} bytes: send less, or raise --max-body-bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > most:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise too_long
+    except TimeoutError:
+        raise Refusal(408, f"the body did not arrive within {seconds:g} seconds") from None
+    return parsed(bytes(body))
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body, parse_constant=no_number, object_pairs_hook=without_repetition)
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError as error:  # of bytes that are no text, too
+        raise Refusal(400, f"the body is no JSON: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise Refusal(400, "the body must be a JSON object")
+    return found
+
+
+def no_number(name: str) -> NoReturn:
+    raise Refusal(400, f"the body holds {name}, which is no JSON number")
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise Refusal(400, f"the body has {twice!r:.80} twice in one object", param=twice[:80])
+    return found

@@ -1,0 +1,49 @@
+"""A chat's messages: roles and text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxspec.server.refusal import Refusal
+
+# OpenAI's role -> the chat templates'.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+PARTS = ("text", "refusal")  # of a content that is a list: each has its text under its own name
+
+
+def conversation(messages: Any) -> list[dict[str, str]]:
+    """The messages as chat templates take them. Raises Refusal, which names the place, for what is no text."""
+    if not isinstance(messages, list) or not messages:
+        raise Refusal(400, 'messages must be a list of {"role": ..., "content": ...}, not empty', param="messages")
+    return [message_of(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def message_of(where: str, message: Any) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise Refusal(400, f"{where}={message!r:.80} must be an object", param=where)
+    given = {name: value for name, value in message.items() if value not in (None, [])}  # as clients send answers back
+    role = given.pop("role", None)
+    if not isinstance(role, str) or role not in ROLES:
+        raise Refusal(400, f"{where}.role={role!r:.80} must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    content = text_of(f"{where}.content", given.pop("content", message.get("content")))
+    for name in given:
+        raise Refusal(400, f"{where}.{name:.80} is not supported: role and content are", param=f"{where}.{name:.80}")
+    return {"role": ROLES[role], "content": content}
+
+
+def text_of(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Refusal(400, f"{where}={content!r:.80} must be a string, or a list of text parts", param=where)
+    return "".join(part_of(f"{where}[{i}]", part) for i, part in enumerate(content))
+
+
+def part_of(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in PARTS:
+        raise Refusal(400, f"{where}.type={kind!r:.80} is not supported: text is", param=f"{where}.type")
+    text, others = part.get(kind), part.keys() - {"type", kind}
+    if not isinstance(text, str) or others:
+        raise Refusal(400, f'{where} must be {{"type": "{kind}", "{kind}": a string}}', param=where)
+    return text

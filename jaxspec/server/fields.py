@@ -1,0 +1,167 @@
+"""The fields of a request, as OpenAI and vLLM name them -> what is to be generated. Nothing is ignored in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.errors import UserError
+from jaxspec.options import flag, unknown, whole
+from jaxspec.prompts import Prompt, as_list
+from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxspec.server.conversation import conversation
+from jaxspec.server.refusal import Refusal, of_user_error
+
+SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # names are vLLM's
+OWN = ("model", "stream", "stream_options")
+CHAT = ("messages", "top_logprobs", "max_completion_tokens")  # beside SAMPLING, of which logprobs is a flag there
+HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")  # change no output
+# Field -> (the values that ask for nothing that is missing, what to do instead of asking for it).
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((1,), "ask for n samples with logprobs, and choose"),
+    "echo": ((False,), "the client has the prompt; prompt_logprobs scores it"),
+    "suffix": (("",), "text is only continued"),
+    "store": ((False,), "nothing is kept"),
+    "service_tier": (("auto", "default"), "all requests are served alike"),
+    "response_format": (({"type": "text"},), "the output is free text"),
+    "tools": (([],), "no tool is called"),
+    "tool_choice": (("none", "auto"), "no tool is called"),
+    "parallel_tool_calls": ((True, False), "no tool is called"),
+    "functions": (([],), "no function is called"),
+    "function_call": (("none", "auto"), "no function is called"),
+    "modalities": ((["text"],), "the output is text"),
+    "audio": ((), "the output is text"),
+    "prediction": ((), "speculation is the server's own: --speculative-config"),
+    "reasoning_effort": ((), "say it in the messages"),
+    "verbosity": ((), "say it in the messages"),
+    "web_search_options": ((), "nothing is searched"),
+    "moderation": ((), "nothing is moderated"),
+}
+# Lists that the host goes through for each token, or that become arrays of the program -> the most entries.
+MOST_ENTRIES = {"stop": 64, "stop_token_ids": 64, "bad_words": 128, "logit_bias": 1024}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """What a request asks for.
+
+    prompts: each to be completed n times; None: answer `messages`.
+    source: the field that they come from.
+    fill: the output may take all the room that the prompt leaves.
+    usage: a stream ends with the number of tokens.
+    """
+
+    params: SamplingParams
+    prompts: list[Prompt] | None
+    messages: list[dict[str, str]]
+    source: str
+    fill: bool
+    stream: bool
+    usage: bool
+
+    @property
+    def samples(self) -> int:
+        return self.params.n * (1 if self.prompts is None else len(self.prompts))
+
+
+def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
+    """room: the most tokens of a prompt with its output. Raises Refusal, which names the field."""
+    given = {name: value for name, value in body.items() if value is not None}  # null is OpenAI's "default"
+    source = "messages" if chat else "prompt"
+    known = [*OWN, *SAMPLING, *(CHAT if chat else ("prompt",))]
+    try:
+        for name, value in given.items():
+            check(name, value, known)
+        if given.get("model") != model:
+            raise no_such_model(given.get("model"), model)
+        stream, usage = streaming(given)
+        sampling = {name: given[name] for name in SAMPLING if name in given}
+        messages: list[dict[str, str]] = []
+        prompts = None
+        if chat:
+            sampling |= {"logprobs": chat_logprobs(given), "max_tokens": chat_max_tokens(given, room)}
+            messages = conversation(required(given, "messages"))
+        else:
+            prompts = prompts_of(required(given, "prompt"))
+        params = SamplingParams(**sampling)
+        if stream and params.prompt_logprobs is not None:
+            raise Refusal(400, "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
+    except UserError as error:
+        raise of_user_error(error, source, given) from None
+    fill = chat and not {"max_tokens", "max_completion_tokens"} & given.keys()
+    return Wish(params, prompts, messages, source, fill, stream, usage)
+
+
+def check(name: str, value: Any, known: list[str]) -> None:
+    """Whether the server can heed a field."""
+    if name in ONLY:
+        values, instead = ONLY[name]
+        if not any(value == v and type(value) is type(v) for v in values):
+            raise Refusal(400, f"{name}={value!r:.80} is not supported: {instead}", param=name)
+    elif name not in known and name not in HARMLESS:
+        message = str(unknown(name[:80], "the request", known)).replace("option", "field")
+        raise Refusal(400, message, param=name[:80], code="unknown_parameter")
+    most = MOST_ENTRIES.get(name)
+    if most is not None and isinstance(value, list | dict) and len(value) > most:
+        raise Refusal(400, f"{name} has {len(value)} entries, the server takes at most {most}", param=name)
+
+
+def prompts_of(prompt: Any) -> list[Prompt]:
+    """A string, a list of them, a list of ids, or a list of such lists."""
+    prompts = as_list(prompt) if isinstance(prompt, str | list) else []
+    if not prompts or not all(isinstance(p, str | list) for p in prompts):
+        said = f"prompt={prompt!r:.80} must be a string, a list of strings, a list of token ids, or a list of those"
+        raise Refusal(400, said, param="prompt")
+    return prompts
+
+
+def required(given: Mapping[str, Any], name: str) -> Any:
+    if name not in given:
+        raise Refusal(400, f"{name} is missing", param=name, code="missing_required_parameter")
+    return given[name]
+
+
+def no_such_model(name: Any, model: str) -> Refusal:
+    if name is None:
+        return Refusal(400, f"model is missing: give {model!r}", param="model", code="missing_required_parameter")
+    return Refusal(
+        404, f"model {name!r:.200} is not served here: give {model!r}", param="model", code="model_not_found"
+    )
+
+
+def streaming(given: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(whether the answer is streamed, whether it ends with the usage)"""
+    stream, options = flag("stream", given.get("stream", False)), given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise Refusal(400, f"stream_options={options!r:.80} must be an object", param="stream_options")
+    if options and not stream:
+        raise Refusal(400, "stream_options are for stream=true", param="stream_options")
+    for name, value in options.items():
+        if name not in ("include_usage", "include_obfuscation"):
+            raise Refusal(400, f"unknown field {name!r:.80} of stream_options", param="stream_options")
+        if flag(f"stream_options.{name}", value) and name == "include_obfuscation":
+            raise Refusal(400, f"stream_options.{name}=true is not supported", param="stream_options")
+    return stream, bool(options.get("include_usage"))
+
+
+def chat_logprobs(given: Mapping[str, Any]) -> int | None:
+    """A chat's logprobs is a flag, and top_logprobs a number."""
+    wanted, top = flag("logprobs", given.get("logprobs", False)), given.get("top_logprobs")
+    if top is None:
+        return 0 if wanted else None
+    top = whole("top_logprobs", top, 0, MAX_LOGPROBS)
+    if not wanted:
+        raise Refusal(400, f"top_logprobs={top} needs logprobs=true", param="top_logprobs")
+    return top
+
+
+def chat_max_tokens(given: Mapping[str, Any], room: int) -> Any:
+    """Under its newer name or its older one."""
+    newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
+    if newer is not None:
+        whole("max_completion_tokens", newer, 1)
+        if older is not None and older != newer:
+            raise Refusal(400, "max_tokens and max_completion_tokens differ: give one", param="max_completion_tokens")
+        return newer
+    return room if older is None else older

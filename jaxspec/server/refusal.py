@@ -1,0 +1,64 @@
+"""What is refused, in OpenAI's form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from openai.types import ErrorObject
+
+# Status -> what OpenAI calls that kind of error.
+KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
+TOO_LONG = "leaves no room for output"
+# What a refusal begins with -> the field that it is about.
+PHRASES = {
+    "the prompt": "prompt",
+    "token id": "prompt",
+    "stop token id": "stop_token_ids",
+    "allowed token id": "allowed_token_ids",
+    "bad word": "bad_words",
+}
+
+
+class Refusal(Exception):
+    """A request that is not served: the status, one line, the field that is to blame, OpenAI's code."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    def as_dict(self) -> dict[str, Any]:
+        """{"error": {"message", "type", "param", "code"}}"""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        error = ErrorObject(message=readable(self.message), type=kind, param=self.param, code=self.code)
+        if self.param is not None:
+            error.param = readable(self.param)
+        return {"error": error.model_dump(exclude_unset=True)}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.as_dict(), self.status, headers=self.headers)
+
+
+def readable(text: str) -> str:
+    """Without halves of surrogate pairs, which JSON may bring and which no encoding takes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def of_user_error(error: Exception, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
+    """What jaxspec refused. The field is the one that its line begins with. source: the field of the prompt; given: the
+    request's fields."""
+    message = re.sub(r"^prompt 0: ", "", str(error))  # one prompt a call: its index says nothing
+    first = re.match(r"\w*", message)[0]  # type: ignore[index]
+    phrase = next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), default)
+    param = first if first in given else source if phrase == "prompt" else phrase
+    return Refusal(400, message, param=param, code="context_length_exceeded" if TOO_LONG in message else None)

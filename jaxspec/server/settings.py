@@ -1,0 +1,53 @@
+"""What a server is set up with."""
+
+from __future__ import annotations
+
+from jaxspec.errors import UserError
+from jaxspec.options import number, options, whole
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LARGEST_PORT = 65_535
+COUNTS = {"port": (0, LARGEST_PORT), "max_queue": (0,), "max_body_bytes": (1,)}
+SECONDS = ("request_timeout", "drain_timeout")
+LONGEST = 1e6  # seconds
+
+
+@options
+class ServerConfig:
+    """How a server listens, and what it lets in.
+
+    Args:
+      host: Address to listen on. Nobody on other machines reaches the default.
+      port: Port to listen on; 0 takes a free one.
+      api_key: What clients have to send as "Authorization: Bearer ...".
+      served_model_name: What requests call the model. Default: as it was named here.
+      max_queue: Samples that may wait for a row; more are answered 429.
+      max_body_bytes: Longest body of a request.
+      request_timeout: Seconds that a request may take, waiting included.
+      drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
+
+    Raises: UserError for a value out of its range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    max_queue: int = 256
+    max_body_bytes: int = 1 << 20
+    request_timeout: float = 600.0
+    drain_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, limits in COUNTS.items():
+            object.__setattr__(self, name, whole(name, getattr(self, name), *limits))
+        for name in SECONDS:
+            seconds = number(name, getattr(self, name))
+            object.__setattr__(self, name, seconds)
+            if not 0.0 < seconds <= LONGEST:
+                raise UserError(f"{name}={seconds} must be more than 0 seconds and at most {LONGEST:g}")
+        for name in ("api_key", "served_model_name"):
+            if getattr(self, name) == "":
+                raise UserError(f"{name} is empty: leave it out, or give one")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise UserError("api_key must be of printable ASCII characters: HTTP carries no others")

@@ -1,0 +1,49 @@
+"""jaxspec bench-serve: what the clients of a server see."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from tests.commands import refused, run
+
+SHORT = ("--num-requests", "4", "--max-tokens", "6", "--prompt-words", "4")
+
+
+def test_a_row_for_each_concurrency(server, capsys, monkeypatch):
+    """Against a server whose launches of one round take a known time."""
+    engine = server.llm.llm.engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda **more: time.sleep(0.05) or step(**more))
+    monkeypatch.setattr(engine.controller, "rounds_within", lambda *_: 1)
+    out, _ = run(capsys, "bench-serve", server.url + "/v1", *SHORT, "--concurrency", "1,8", "--json")
+    document = json.loads(out)
+    assert (document["url"], document["model"]) == (server.url + "/v1", "tiny")
+    assert [(row["concurrency"], row["requests"], row["failed"]) for row in document["rows"]] == [(1, 4, 0), (8, 16, 0)]
+    one, eight = document["rows"]
+    assert 50 <= one["ttft_ms"]["p50"] <= one["ttft_ms"]["p99"]
+    assert 25 <= one["tpot_ms"]["p50"] <= 200, "the first token may be no text yet"
+    assert eight["tokens_per_second"] > 1.5 * one["tokens_per_second"]
+    assert one["tokens_per_second"] == pytest.approx(4 * 6 / one["seconds"])
+    # Four rows for eight clients: half of them wait for the others' six tokens.
+    assert eight["ttft_ms"]["p99"] > 5 * 50
+
+
+def test_what_is_refused_is_counted_and_told(another, capsys):
+    server = another(max_queue=0)
+    out, err = run(capsys, "bench-serve", server.url + "/v1", *SHORT, "--concurrency", "12")
+    assert "TTFT p50" in out
+    assert " requests failed: " in err
+    assert "the server is busy" in err
+
+
+def test_what_cannot_be_measured(server, capsys):
+    line = refused(capsys, "bench-serve", "http://127.0.0.1:9/v1")
+    assert "http://127.0.0.1:9/v1 lists no model: Connection error" in line
+    line = refused(capsys, "bench-serve", server.url + "/v1", "--model", "other")
+    assert "all 20 requests failed, the first: " in line
+    assert "model 'other' is not served here" in line
+    assert "give whole numbers of at least 1" in refused(capsys, "bench-serve", "x", "--concurrency", "0")
+    assert "concurrency=2000 is above 1000" in refused(capsys, "bench-serve", "x", "--concurrency", "2000")

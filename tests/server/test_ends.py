@@ -1,0 +1,202 @@
+"""How a server ends, and how it is started: what runs is finished, what comes is refused, within bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+import jaxspec.server
+from jaxspec import AsyncLLM, cli
+from jaxspec.errors import UserError
+from jaxspec.server import run
+from jaxspec.server.settings import ServerConfig
+from tests.async_llm.calls import OPTIONS, PROMPTS, SOON
+from tests.commands import refused
+from tests.server.running import GREEDY, LONG, MODEL, Running, wait
+
+ROOT = Path(__file__).parents[2]
+SMALL = [word for name, n in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(n))]
+
+
+def drain(server: Running, seconds: float):
+    return asyncio.run_coroutine_threadsafe(server.gate.drain(seconds), server.loop)
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes(another):
+    server = another()
+    client, slow = server.client(), {"prompt": PROMPTS[0], "stream": True} | LONG
+    stream = iter(client.completions.create(**slow))
+    text = next(stream).choices[0].text
+    ending = drain(server, SOON)
+    wait(lambda: server.gate.draining)
+    with pytest.raises(openai.InternalServerError, match="the server is shutting down") as stop:
+        client.completions.create(prompt=PROMPTS[1], **GREEDY)
+    assert (stop.value.status_code, stop.value.code) == (503, "shutting_down")
+    assert int(stop.value.response.headers["retry-after"]) >= 1
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(server.url + "/health")
+    assert not ending.done(), "the stream is still being read"
+    chunks = list(stream)
+    text += "".join(chunk.choices[0].text for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    ending.result(SOON)
+    assert server.gate.num_cut == 0
+    assert text
+
+
+def test_a_drain_cuts_off_what_does_not_end(another, monkeypatch):
+    """A stream with a last word, a whole answer with a status."""
+    server = another()
+    step = server.llm.llm.engine.step
+    monkeypatch.setattr(server.llm.llm.engine, "step", lambda **more: time.sleep(0.1) or step(**more))
+    found = {}
+
+    def ask(stream):
+        try:
+            answer = server.client().completions.create(prompt=PROMPTS[0], stream=stream, **LONG)
+            found[stream] = list(answer)
+        except openai.APIError as error:
+            found[stream] = error
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    wait(lambda: server.gate.inside == 2)
+    started = time.monotonic()
+    drain(server, 0.3).result(SOON)
+    assert time.monotonic() - started < 5
+    for thread in threads:
+        thread.join(SOON)
+    assert server.gate.num_cut == 2
+    for error in found.values():
+        assert "the server is shutting down, and this was not done in time" in error.message
+    assert found[False].status_code == 503
+
+
+def test_an_engine_that_failed_is_told_of(folder):
+    """By /health too, for whoever restarts servers."""
+    llm = AsyncLLM(folder, **OPTIONS)
+    server = Running(llm)
+
+    def failing():
+        raise MemoryError("no room")
+
+    llm._thread.tell(failing)
+    wait(lambda: llm._thread.ended)
+    with pytest.raises(openai.InternalServerError, match="the engine has ended") as stop:
+        server.client().completions.create(prompt="x", **GREEDY)
+    assert (stop.value.status_code, stop.value.code) == (503, "engine_ended")
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(server.url + "/health")
+    server.stop()
+
+
+# The command
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM])
+def test_the_command_serves_until_it_is_told_to_end(folder, capsys, monkeypatch, number):
+    """One stream is under way: it is read to its end."""
+    monkeypatch.setenv("JAXSPEC_API_KEY", "unlock")
+    found, port = {}, free_port()
+
+    def use():
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unlock", max_retries=20)
+        found["models"] = [model.id for model in client.models.list()]
+        chunks = iter(client.completions.create(prompt=PROMPTS[0], stream=True, **LONG))
+        found["chunks"] = [next(chunks)]
+        os.kill(os.getpid(), number)
+        found["chunks"] += chunks
+
+    using = threading.Thread(target=use)
+    using.start()
+    words = ["serve", folder, "--port", str(port), "--served-model-name", MODEL, *SMALL]
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*words, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'])
+    using.join(SOON)
+    assert stop.value.code == 0
+    assert found["models"] == [MODEL]
+    assert found["chunks"][-1].choices[0].finish_reason == "length"
+    out, err = capsys.readouterr()
+    assert f"serving {folder} at http://127.0.0.1:{port}/v1" in err
+    assert (out, "Traceback" in err) == ("", False)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.thorough
+def test_a_process_that_is_told_to_end_does_so_in_time(folder):
+    """SIGINT, with a request that would take longer: the line says how many were cut off."""
+    words = ["serve", folder, "--port", "0", "--served-model-name", MODEL, "--drain-timeout", "0.2", *SMALL]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxspec.cli", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        lines = iter(process.stderr)
+        url = next(m[1] for line in lines if (m := re.search(r"at (http://\S+)", line)))
+        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0)
+        many = GREEDY | {"n": 200, "max_tokens": 400, "stream": True}
+        stream = iter(client.completions.create(prompt=PROMPTS[0], **many))
+        next(stream)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        assert process.wait(10) == 130
+        assert "jaxspec: 1 requests were cut off after 0.2 seconds" in "".join(lines)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "70000"], "port=70000 is above 65535"),
+        (["--request-timeout", "0"], "request_timeout=0.0 must be more than 0 seconds"),
+        (["--max-queue", "-1"], "max_queue=-1 is below 0"),
+        (["--api-key", ""], "api_key is empty: leave it out, or give one"),
+        (["--api-key", "schlüssel"], "api_key must be of printable ASCII characters"),
+        (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
+        (["--speculative-config", "{"], "--speculative-config '{' is no JSON"),
+        (["--speculative-config", "[]"], "--speculative-config '[]' must be an object"),
+        (["--speculative-config", '{"methd": "ngram"}'], "unknown option 'methd' of SpeculativeConfig"),
+        (["--speculative-config", "{}", "--draft", "x"], "leave --draft, --method and -k out"),
+        (["--dtype", "float8"], "dtype='float8'"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_loaded(capsys, words, message):
+    assert message in refused(capsys, "serve", "no-such-model", *words)
+
+
+def test_a_port_that_is_taken(another, capsys):
+    server = another()
+    line = refused(capsys, "serve", "no-such-model", "--port", str(server.port))
+    assert f"cannot listen on 127.0.0.1 port {server.port}: Address already in use; --host and --port choose" in line
+    with pytest.raises(UserError, match="Address already in use"):
+        run.bound(ServerConfig(port=server.port))
+
+
+def test_what_is_not_installed_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delattr(jaxspec.server, "run")
+    for name in [name for name in sys.modules if name.startswith("jaxspec.server.")]:
+        monkeypatch.delitem(sys.modules, name)
+    line = refused(capsys, "serve", "no-such-model")
+    assert "this command needs fastapi: pip install 'jaxspec[serve]'" in line

@@ -1,0 +1,203 @@
+"""Every field is served, harmless, or refused by its name; nothing is ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+
+import pytest
+from hypothesis import given, settings, strategies
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from jaxspec import SamplingParams
+from jaxspec.server import fields
+from jaxspec.server.conversation import ROLES
+from jaxspec.server.refusal import Refusal
+
+TEXT = {"model": "tiny", "prompt": "x"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+
+
+def wish(body: dict, *, chat: bool = False, **more) -> fields.Wish:
+    return fields.wish((CHAT if chat else TEXT) | body | more, chat=chat, model="tiny", room=100)
+
+
+def refused(body: dict, *, chat: bool = False) -> Refusal:
+    with pytest.raises(Refusal) as stop:
+        wish(body, chat=chat)
+    return stop.value
+
+
+@pytest.mark.parametrize(
+    ("params", "chat"),
+    [
+        (completion_create_params.CompletionCreateParamsStreaming, False),
+        (chat_create_params.CompletionCreateParamsStreaming, True),
+    ],
+)
+def test_each_of_openais_fields_is_known(params, chat):
+    """Of the installed client: one that it gains has to be looked at."""
+    own = {*fields.OWN, *fields.SAMPLING, *(fields.CHAT if chat else ["prompt"])}
+    known = own | {*fields.HARMLESS} | fields.ONLY.keys()
+    unknown = typing.get_type_hints(params).keys() - known
+    assert unknown <= {"prompt_cache_options"}, "refused as unknown"
+    assert not own & fields.ONLY.keys()
+
+
+# A value of each field of SamplingParams that is not its default.
+OTHER = {
+    **{"n": 2, "max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_p": 0.1},
+    **{"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {"5": 1}},
+    **{"allowed_token_ids": [5], "bad_words": ["a"], "seed": 1, "stop": "b", "stop_token_ids": [3]},
+    **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "logprobs": 2},
+    **{"prompt_logprobs": 1, "num_speculative_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_each_sampling_field_arrives(name):
+    assert wish({name: OTHER[name]}).params == SamplingParams(**{name: OTHER[name]})
+    assert wish({name: None}).params == SamplingParams()
+    if name != "logprobs":
+        assert getattr(wish({name: OTHER[name]}, chat=True).params, name) == getattr(
+            SamplingParams(**{name: OTHER[name]}), name
+        )
+
+
+def test_no_sampling_field_is_left_out():
+    assert OTHER.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("name", fields.ONLY)
+def test_what_is_missing_is_refused_by_its_name(name):
+    values, instead = fields.ONLY[name]
+    for value in ("other", 3, 1.0, {"a": 1}, [{"type": "function"}], "json_object", 0):
+        error = refused({name: value})
+        assert (error.status, error.param) == (400, name)
+        assert error.message.startswith(f"{name}=")
+        assert instead in error.message
+    for value in (*values, None):
+        wish({name: value})
+        wish({name: value}, chat=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "chat", "status", "param", "message"),
+    [
+        ({"top_kk": 3}, False, 400, "top_kk", "unknown field 'top_kk' of the request: did you mean 'top_k'?"),
+        (
+            {"guided_json": {}},
+            True,
+            400,
+            "guided_json",
+            "unknown field 'guided_json' of the request: known fields: model, ",
+        ),
+        ({"messages": []}, False, 400, "messages", "unknown field 'messages'"),
+        ({"prompt": "x"}, True, 400, "prompt", "unknown field 'prompt'"),
+        ({"temperature": "hot"}, False, 400, "temperature", "temperature='hot' must be a number"),
+        ({"temperature": -1}, True, 400, "temperature", "temperature=-1.0 must lie in [0, 1e6]"),
+        ({"max_tokens": 1.5}, False, 400, "max_tokens", "max_tokens=1.5 must be a whole number"),
+        ({"max_tokens": 10**400}, False, 400, "max_tokens", "is above 2147483647"),
+        ({"n": 0}, False, 400, "n", "n=0 is below 1"),
+        ({"logit_bias": {"5": 101}}, False, 400, "logit_bias", "logit_bias of id 5 is 101.0"),
+        ({"logit_bias": 3}, False, 400, "logit_bias", "logit_bias=3 must map token ids"),
+        ({"stop": [""]}, False, 400, "stop", "must hold non-empty strings"),
+        ({"stop": ["a"] * 65}, False, 400, "stop", "stop has 65 entries, the server takes at most 64"),
+        ({"stop": {"a": 1}}, False, 400, "stop", "must hold non-empty strings"),
+        ({"min_tokens": 20}, False, 400, "min_tokens", "min_tokens=20 is above max_tokens, 16"),
+        ({"ignore_eos": 1}, False, 400, "ignore_eos", "must be True or False"),
+        ({"logprobs": True}, False, 400, "logprobs", "logprobs=True must be a whole number"),
+        ({"logprobs": 3}, True, 400, "logprobs", "logprobs=3 must be True or False"),
+        ({"top_logprobs": 3}, True, 400, "top_logprobs", "top_logprobs=3 needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, True, 400, "top_logprobs", "top_logprobs=21 is above 20"),
+        ({"max_completion_tokens": 3, "max_tokens": 4}, True, 400, "max_completion_tokens", "differ: give one"),
+        ({"stream": "yes"}, False, 400, "stream", "stream='yes' must be True or False"),
+        ({"stream_options": {"include_usage": True}}, False, 400, "stream_options", "are for stream=true"),
+        ({"stream": True, "stream_options": {"x": 1}}, False, 400, "stream_options", "unknown field 'x'"),
+        ({"stream": True, "stream_options": 3}, False, 400, "stream_options", "must be an object"),
+        ({"stream": True, "prompt_logprobs": 1}, False, 400, "prompt_logprobs", "leave stream out"),
+        ({"model": "gpt-5"}, False, 404, "model", "model 'gpt-5' is not served here: give 'tiny'"),
+        ({"model": None}, False, 400, "model", "model is missing"),
+        ({"model": ["tiny"]}, False, 404, "model", "is not served here"),
+        ({"prompt": None}, False, 400, "prompt", "prompt is missing"),
+        ({"prompt": []}, False, 400, "prompt", "must be a string, a list of strings"),
+        ({"prompt": 3}, False, 400, "prompt", "must be a string, a list of strings"),
+        ({"prompt": {"prompt": "x"}}, False, 400, "prompt", "must be a string, a list of strings"),
+        ({"prompt": [{"prompt": "x"}]}, False, 400, "prompt", "must be a string, a list of strings"),
+        ({"messages": None}, True, 400, "messages", "messages is missing"),
+        ({"messages": []}, True, 400, "messages", "not empty"),
+        ({"messages": ["x"]}, True, 400, "messages[0]", "messages[0]='x' must be an object"),
+        ({"messages": [{"role": "user"}]}, True, 400, "messages[0].content", "must be a string"),
+        ({"messages": [{"content": "x"}]}, True, 400, "messages[0].role", "role=None must be one of system"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, True, 400, "messages[0].role", "role='tool'"),
+        ({"messages": [{"role": [], "content": "x"}]}, True, 400, "messages[0].role", "role=None"),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
+            *(True, 400, "messages[0].name", "messages[0].name is not supported"),
+        ),
+        (
+            {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            *(True, 400, "messages[1].content[0].type", "type='image_url' is not supported: text is"),
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_by_field(body, chat, status, param, message):
+    error = refused(body, chat=chat)
+    assert (error.status, error.param) == (status, param)
+    assert message in error.message
+    assert "\n" not in error.message
+
+
+def test_what_changes_no_output_is_taken():
+    extra = {name: {"any": "thing"} for name in fields.HARMLESS}
+    assert wish(extra).params == SamplingParams()
+
+
+def test_a_chat_has_its_own_names():
+    assert wish({"logprobs": True}, chat=True).params.logprobs == 0
+    assert wish({"logprobs": True, "top_logprobs": 4}, chat=True).params.logprobs == 4
+    assert wish({"logprobs": False}, chat=True).params.logprobs is None
+    assert wish({"max_completion_tokens": 5}, chat=True).params.max_tokens == 5
+    assert not wish({"max_completion_tokens": 5}, chat=True).fill
+    assert wish({}, chat=True).fill
+    assert not wish({}).fill
+
+
+JSON = strategies.recursive(
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers()
+    | strategies.floats()
+    | strategies.text(max_size=5),
+    lambda inner: strategies.lists(inner, max_size=4) | strategies.dictionaries(strategies.text(max_size=4), inner),
+    max_leaves=8,
+)
+NAMES = sorted({*fields.OWN, *fields.SAMPLING, *fields.CHAT, "prompt", *fields.ONLY, *fields.HARMLESS})
+CONTENT = JSON | strategies.lists(strategies.fixed_dictionaries({"type": JSON | strategies.just("text"), "text": JSON}))
+MESSAGES = strategies.lists(
+    strategies.fixed_dictionaries({"role": strategies.sampled_from([*ROLES]) | JSON, "content": CONTENT}), max_size=3
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    strategies.dictionaries(strategies.sampled_from(NAMES), JSON, max_size=4),
+    strategies.none() | MESSAGES,
+    strategies.booleans(),
+)
+def test_whatever_a_field_holds_is_taken_or_refused(body, messages, chat):
+    """In one line, which any encoding takes; nothing else is raised."""
+    more = {} if messages is None else {"messages": messages}
+    found: fields.Wish | Refusal
+    try:
+        found = wish(body | more, chat=chat, model="tiny")
+    except Refusal as refusal:
+        found = refusal
+    if isinstance(found, Refusal):
+        assert found.status in (400, 404)
+        assert "\n" not in found.message
+        assert json.loads(found.response().body)["error"]["message"]
+    else:
+        assert isinstance(found.params, SamplingParams)

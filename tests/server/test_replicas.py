@@ -1,0 +1,99 @@
+"""Replicas on Ray Serve: two on one machine, of which one is killed under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import openai
+import pytest
+
+from jaxspec import SamplingParams
+from jaxspec.server.settings import ServerConfig
+from tests.async_llm.calls import OPTIONS, PROMPTS
+from tests.server.running import MODEL, wait
+from tests.server.test_ends import free_port
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 300, "extra_body": {"ignore_eos": True}, "stream": True}
+CALLS = 24
+
+
+def replica_pids() -> list[int]:
+    """Of this process's replicas, which Ray names."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                named = (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica")
+                if named and os.getpid() in ancestors(int(folder.name)):
+                    found.append(int(folder.name))
+            except OSError:  # it has ended
+                continue
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    found = []
+    while pid > 1:
+        status = Path(f"/proc/{pid}/status").read_text()
+        pid = int(status.partition("PPid:")[2].split()[0])
+        found.append(pid)
+    return found
+
+
+@pytest.fixture
+def url(folder, monkeypatch):
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray = pytest.importorskip("ray")
+    serve = pytest.importorskip("ray.serve")
+    from jaxspec.server.replicas import replicas
+
+    port = free_port()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        config = ServerConfig(served_model_name=MODEL, drain_timeout=5)
+        serve.run(replicas(folder, config, min_replicas=2, max_replicas=2, **OPTIONS))
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_a_replica_that_dies_takes_only_its_own_requests_along(url, expected):
+    """Streams of the other one go on to their ends, and new requests are served."""
+    wanted = [output.outputs[0].text for output in expected.generate(PROMPTS, PARAMS)]
+    wait(lambda: len(replica_pids()) == 2)
+    told = asyncio.Event()
+
+    async def read(client, i):
+        text = ""
+        async for chunk in await client.completions.create(prompt=PROMPTS[i % 5], **ASKED):
+            text += chunk.choices[0].text
+            told.set()
+        return text
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            warm = await asyncio.gather(*(read(client, i) for i in range(CALLS)))
+            assert warm == [wanted[i % 5] for i in range(CALLS)]
+            told.clear()
+            calls = [asyncio.create_task(read(client, i)) for i in range(CALLS)]
+            await told.wait()
+            os.kill(replica_pids()[0], signal.SIGKILL)
+            under_load = await asyncio.gather(*calls, return_exceptions=True)
+            return under_load, await asyncio.gather(*(read(client, i) for i in range(CALLS)))
+
+    under_load, after = asyncio.run(asyncio.wait_for(main(), 300))
+    ended = [i for i, text in enumerate(under_load) if text == wanted[i % 5]]
+    cut = [error for error in under_load if isinstance(error, Exception)]
+    assert ended, "the other replica's"
+    assert cut, "the killed one's, or nothing was shown"
+    assert len(ended) + len(cut) == CALLS, "no text ends early as if it were whole"
+    assert after == [wanted[i % 5] for i in range(CALLS)]
+    wait(lambda: len(replica_pids()) == 2)
