@@ -58,11 +58,12 @@ def inputs(
     """What the launch takes besides, as arguments of `launch_input`. requests: its rows."""
     made = [chunk_input(rows, layout, shape, row_pages=row_pages) for rows in ride.passes]
     none = MOST - len(made)  # as many as there may ever be, so that there is one program
-    stacked = lambda arrays: np.concatenate([np.stack(arrays), np.zeros((none, *arrays[0].shape), arrays[0].dtype)])
+    fields = ("tokens", "start", "length", "block_table")
+    stacked: Any = lambda arrays: np.concatenate([np.stack(arrays), np.zeros((none, *arrays[0].shape), arrays[0].dtype)])
     ends = [request.num_tokens - 1 for request in requests]
     held = [lag.held(end - lag.lookahead, end) for end in ends]  # by the draft, once the prompt is in the caches
     return {
-        "chunks": Chunk(*map(stacked, zip(*(chunk.arrays for chunk in made), strict=True))),
+        "chunks": Chunk(**{name: stacked([getattr(chunk, name) for chunk in made]) for name in fields}),
         "ready": [ride.ready.get(request, 0) for request in requests],
         "draft_lens": [h if r in ride.ready else r.draft_len for r, h in zip(requests, held, strict=True)],
     }
