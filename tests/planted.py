@@ -279,9 +279,9 @@ FAULTS = (
         f"{HEADS} -k 'every_round and eagle3'",
     ),
     Fault(  # a draft that catches up leaves a position out
-        "jaxspec/engine/engine.py",
-        "starts = [r.draft_len + self.lag.lookahead for r in rows]",
-        "starts = [r.draft_len + self.lag.lookahead + 1 for r in rows]",
+        "jaxspec/engine/prefilling.py",
+        "[r.draft_len + self.lag.lookahead for r in behind]",
+        "[r.draft_len + self.lag.lookahead + 1 for r in behind]",
         f"{HEADS} -k 'every_round and eagle3'",
     ),
     Fault(  # a page whose last entry another token follows is taken for the same

@@ -147,8 +147,9 @@ class Soak:
     def __post_init__(self) -> None:
         engine, launch, observe = self.engine, self.engine.launch, self.engine.controller.observe
         engine.scheduler.allocator = CountingAllocator(engine.num_pages)
-        engine.grown_shape = lambda requests: (8, 32)  # type: ignore[method-assign]
+        engine.grown_shape = lambda *requests: (8, 32)  # type: ignore[method-assign]
         engine.riding_shape = ChunkShape(2, 16, 2)  # as on GPU and TPU
+        engine.scheduler.max_num_seqs += 2
 
         def counted(requests, k, *arguments):
             self.launches[k] += 1
@@ -229,7 +230,7 @@ def reference_engine(**options) -> Engine:
     """Plain decoding of many rows that do not influence each other: no preemption, no reuse, one shape."""
     engine = new_engine("plain", **REFERENCE | options)
     rows = engine.config.max_num_seqs
-    engine.grown_shape = lambda requests: (rows, 4)  # type: ignore[method-assign]
+    engine.grown_shape = lambda *requests: (rows, 4)  # type: ignore[method-assign]
     return engine
 
 

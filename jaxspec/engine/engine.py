@@ -58,10 +58,11 @@ class Engine:
             rule=speculative.rejection_sample_method if speculative else None,
         )
         self.variants = Variants()
+        self.riding_shape = setup.riding_shape(config, device.platform)
         self.scheduler = Scheduler(
             PageAllocator(layout.num_pages),
             layout.page_size,
-            config.max_num_seqs,
+            config.max_num_seqs + (riding.ahead(config.max_num_seqs) if self.riding_shape else 0),
             self.num_drafts,
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
@@ -69,7 +70,6 @@ class Engine:
         self.roster = Roster(self.scheduler, self.runner)
         most = self.scheduler.pages_for(self.limits.max_model_len + self.num_drafts)
         self.prefilling = Prefilling(self.roster, setup.chunk_shape(config, device.platform), self.lag, self.timed)
-        self.riding_shape = setup.riding_shape(config, device.platform)
         self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
         self.table_widths = setup.table_widths(device, config.kernels, most, layout.page_size)
         self.controller = Controller(
@@ -153,14 +153,15 @@ class Engine:
             self.prefill(took_part)
         while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
             self.prefill(rest)
-        decoding = ready()
-        own = FEWER_ROUNDS if any(r.find_stop for r in decoding) else MAX_ROUNDS
+        own = FEWER_ROUNDS if any(r.find_stop for r in ready()) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or own
-        if not riders and len(decoding) < len(self.scheduler.running):  # those in prefill want their next chunk soon
+        if not riders and not all(r.prefilled for r in self.scheduler.running):  # they want their next chunk soon
             num_rounds = min(num_rounds, self.rounds_per_chunk)
+        decoding = ready()
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding, riders = ([r for r in some if r not in preempted] for some in (decoding, riders))
+            decoding = decoding[: self.config.max_num_seqs]
         if decoding:  # or all have given way to an older one in prefill
             with self.roster.blame([*decoding, *riders]):
                 self.decode(decoding, num_rounds, streaming, riders)
@@ -184,12 +185,12 @@ class Engine:
     def prefill(self, requests: Sequence[Request]) -> None:
         """One pass over the next tokens of these requests' prompts."""
         with self.roster.blame(requests):
-            self.prefilling.prefill(requests, self.grown_shape(self.scheduler.running)[1] if requests else 0)
+            self.prefilling.prefill(requests, self.grown_shape((), self.scheduler.running)[1] if requests else 0)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool, riders: Sequence[Request] = ()) -> None:
         """One launch over these requests, whose prompts are in the caches, and the riders' prompts."""
         short = streaming or num_rounds < PROBE_ROUNDS
-        kind = self.grown_shape([*requests, *riders])[0], short, bool(riders)  # which cost more a round
+        kind = self.grown_shape(requests)[0], short, bool(riders)  # which cost more a round
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
         # Tokens of a seed that are drawn with a round's own numbers depend on the number of drafts.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
@@ -205,7 +206,8 @@ class Engine:
             if choice.k:
                 self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
         with self.timed("decode_seconds") as watch:
-            ride = riding.plan(riders, self.riding_shape, num_rounds) if riders and self.riding_shape else None
+            room, shape = self.config.max_num_seqs - len(requests), self.riding_shape
+            ride = riding.plan(riders, shape, num_rounds, room) if riders and shape else None
             taking = [*requests, *(ride.joining if ride else ())]
             result = self.launch(taking, choice.k, num_rounds, choice.worth, ride)
         took = watch.seconds, int(result.num_rounds)
@@ -219,11 +221,12 @@ class Engine:
         self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0, ride: riding.Ride | None = None
     ) -> LaunchResult:
         """One launch of the device program over these requests."""
-        shape, spec = self.grown_shape([*requests, *(ride.absent if ride else ())]), self.speculative
+        shape, spec = self.grown_shape(requests, ride.absent if ride else ()), self.speculative
         riders: dict[str, Any] = {}
         if ride and self.riding_shape:
             riders = riding.inputs(ride, requests, self.layout, self.riding_shape, shape[1], self.lag)
             num_rounds = len(ride.passes)
+        others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
         variant = self.variants.choose((k, *shape, bool(ride)), batch.variant(requests))
         inputs = batch.launch_input(
             requests,
@@ -233,18 +236,18 @@ class Engine:
             shape,
             num_rounds=num_rounds,
             # While others wait a row that has ended is wasted, and so is a launch for each that ends.
-            max_ends=-(-len(requests) // 16) if self.scheduler.waiting else batch.NEVER,
+            max_ends=-(-len(requests) // 16) if others_wait else batch.NEVER,
             worth=worth,
             rule_options=spec.rule_options if spec else (),
             **riders,
         )
         return self.runner.execute(Plan("launch", (inputs,), k=k, variant=variant))
 
-    def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """(B, N) of the next launch. Both only grow while requests are running: a smaller shape, for the few rows that
-        are left at the end, would cost more to compile than it saves. N has room for what the rows may come to hold:
-        for what they hold now it would soon be another program."""
-        pages = self.table_width(max(map(self.scheduler.most_pages, requests)))
+    def grown_shape(self, requests: Sequence[Request], beside: Sequence[Request] = ()) -> tuple[int, int]:
+        """(B, N) of the next launch; beside: requests without a row. Both only grow while requests are running: a
+        smaller shape, for the few rows that are left at the end, would cost more to compile than it saves. N has room
+        for what the rows may come to hold: for what they hold now it would soon be another program."""
+        pages = self.table_width(max(map(self.scheduler.most_pages, [*requests, *beside])))
         self.shape = max(batch.power_of_two(len(requests)), self.shape[0]), max(pages, self.shape[1])
         return self.shape
 

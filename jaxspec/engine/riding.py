@@ -4,6 +4,7 @@ is in the caches decodes from the next round of the same launch on."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,38 +19,40 @@ from jaxspec.engine.results import Lag
 MOST = 16  # rounds of such a launch
 
 
+def ahead(max_num_seqs: int) -> int:
+    """Requests beyond those with a row whose prompts are computed already, to take over where one ends."""
+    return max_num_seqs // 8
+
+
 @dataclasses.dataclass(frozen=True)
 class Ride:
-    """passes: the pieces that each round computes; ready: after how many rounds a request's prompt is in the caches."""
+    """passes: the pieces that each round computes; ready: after how many rounds a request's prompt is in the caches;
+    joining: those that decode before the launch ends; absent: the others, which have no row."""
 
     passes: list[list[Piece]]
     ready: dict[Request, int]
-
-    @property
-    def joining(self) -> list[Request]:
-        """Those that decode before the launch ends."""
-        return [request for request, rounds in self.ready.items() if rounds < len(self.passes)]
-
-    @property
-    def absent(self) -> list[Request]:
-        """The others, whose prompts are computed without their having a row."""
-        return list({piece.request: None for rows in self.passes for piece in rows}.keys() - {*self.joining})
+    joining: list[Request]
+    absent: list[Request]
 
 
-def plan(requests: Sequence[Request], shape: ChunkShape, num_rounds: int) -> Ride:
-    """The next pieces of these requests, those of the first first, as many as so many rounds take."""
-    passes: list[list[Piece]] = [[]]
-    ready: dict[Request, int] = {}
-    for request in requests:
-        end = request.num_tokens - 1
-        for at in range(request.target_len, end, shape.width):
-            if len(passes[-1]) == shape.rows:
-                if len(passes) == min(num_rounds, MOST):
-                    return Ride(passes, ready)
-                passes.append([])
-            passes[-1].append(Piece(request, at, min(shape.width, end - at)))
-        ready[request] = len(passes)
-    return Ride(passes, ready)
+def plan(requests: Sequence[Request], shape: ChunkShape, num_rounds: int, room: int) -> Ride | None:
+    """The next pieces of these requests, those of the first first, as many as so many rounds take; None where there is
+    no pass of them. room: rows that are free. Where there are none nobody waits for a prompt, and passes are full."""
+    cut = (
+        Piece(request, at, min(shape.width, request.num_tokens - 1 - at))
+        for request in requests
+        for at in range(request.target_len, request.num_tokens - 1, shape.width)
+    )
+    rows = list(itertools.islice(cut, shape.rows * min(num_rounds, MOST)))
+    if not room:
+        del rows[len(rows) // shape.rows * shape.rows :]
+    if not rows:
+        return None
+    passes = [rows[at : at + shape.rows] for at in range(0, len(rows), shape.rows)]
+    ends = {r: i + 1 for i, some in enumerate(passes) for r, start, n in some if start + n == r.num_tokens - 1}
+    joining = [request for request, rounds in ends.items() if rounds < len(passes)][:room]
+    absent = list(dict.fromkeys(r for r, *_ in rows if r not in joining))
+    return Ride(passes, ends, joining, absent)
 
 
 def inputs(
@@ -59,7 +62,9 @@ def inputs(
     made = [chunk_input(rows, layout, shape, row_pages=row_pages) for rows in ride.passes]
     none = MOST - len(made)  # as many as there may ever be, so that there is one program
     fields = ("tokens", "start", "length", "block_table")
-    stacked: Any = lambda arrays: np.concatenate([np.stack(arrays), np.zeros((none, *arrays[0].shape), arrays[0].dtype)])
+    stacked: Any = lambda arrays: np.concatenate(
+        [np.stack(arrays), np.zeros((none, *arrays[0].shape), arrays[0].dtype)]
+    )
     ends = [request.num_tokens - 1 for request in requests]
     held = [lag.held(end - lag.lookahead, end) for end in ends]  # by the draft, once the prompt is in the caches
     return {

@@ -51,7 +51,7 @@ def test_a_wide_batch_never_uses_a_narrow_program():
 
 def test_what_a_wide_program_says_is_the_same():
     engine = new_engine()
-    engine.grown_shape = lambda requests: (4, 4)
+    engine.grown_shape = lambda *requests: (4, 4)
     prompts, greedy = PROMPTS[1:3], params((20, 20))
     serve(engine, prompts, params((2, 2), temperature=1.0, seed=1, top_k=5, logprobs=2, presence_penalty=1.0))
     compiled = engine.runner.programs.num_compiled

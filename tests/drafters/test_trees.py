@@ -273,7 +273,7 @@ def test_wrong_trees_are_seen(fault, monkeypatch):
 
 def test_samples_prefixes_and_few_pages():
     """Rows give way and come back, samples share a prompt, prompts share pages."""
-    few = new_engine("noisy", 4, spec={**TREE, "adaptive": False}, num_pages=14)
+    few = new_engine("noisy", 4, spec={**TREE, "adaptive": False}, page_size=4, num_pages=34)
     listed = params(20, temperature=1.0, seed=3) * 6
     prompts = [PROMPTS[4][:i] for i in (33, 33, 25, 17, 17, 9)]
     served = serve(few, prompts, listed)

@@ -178,7 +178,7 @@ def test_acceptance_by_position():
 @functools.cache
 def own(**spec) -> Engine:
     found = new_engine("noisy", K, enable_prefix_caching=False, spec={"adaptive": True, **spec})
-    found.grown_shape = lambda requests: (4, 4)
+    found.grown_shape = lambda *requests: (4, 4)
     return found
 
 

@@ -19,7 +19,7 @@ ALIKE, APART = {7: 100.0}, {7: -100.0}
 
 
 def one_shape(engine: Engine) -> Engine:
-    engine.grown_shape = lambda requests: (4, 16)  # type: ignore[method-assign]
+    engine.grown_shape = lambda *requests: (4, 16)  # type: ignore[method-assign]
     return engine
 
 

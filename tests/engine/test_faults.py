@@ -27,7 +27,7 @@ SAMPLING = tuple(params((14, 14, 9, 12, 6)))
 def own() -> Engine:
     """Speculation pauses every other launch, so that the draft has to catch up."""
     found = new_engine("noisy", K, page_size=4, num_pages=30, max_num_seqs=3)
-    found.grown_shape = lambda requests: (4, 16)
+    found.grown_shape = lambda *requests: (4, 16)
     choices = itertools.cycle([0, K])
     found.controller.choose = lambda *_, **__: Choice(next(choices))
     return found

@@ -43,7 +43,7 @@ def test_a_row_ends_alone(kind, where, monkeypatch):
     target = poisoned() if where == "the target" else tiny_models.model(CONFIG)
     found, plain = engine(kind, target, where == "the head"), served("plain", "target" if where == "the target" else "")
     for one in (found, plain):
-        monkeypatch.setattr(one, "grown_shape", lambda requests: (4, 8))
+        monkeypatch.setattr(one, "grown_shape", lambda *requests: (4, 8))
     expected = tiny_models.run(plain, PROMPTS, ASKED)
     for _ in range(2):
         requests = tiny_models.run(found, PROMPTS, ASKED)

@@ -26,7 +26,7 @@ def cached(method: str, spec: tuple, options: tuple) -> Engine:
     found = new_engine(
         method, K, page_size=PAGE, spec=dict(spec), **{"num_pages": 60, "max_num_seqs": 4, **dict(options)}
     )
-    found.grown_shape = lambda requests: (4, 16)
+    found.grown_shape = lambda *requests: (4, 16)
     return found
 
 

@@ -106,7 +106,7 @@ def test_every_kind_of_row_in_one_batch():
 def test_a_seed_under_the_standard_rule_is_no_matter_of_how_many_run():
     """Speculation is off for a full batch, but not where a seeded request's tokens depend on it."""
     own = new_engine("noisy", 4, spec={**STANDARD, "disable_by_batch_size": 2, "adaptive": True}, max_num_seqs=4)
-    own.grown_shape = lambda requests: (4, 4)
+    own.grown_shape = lambda *requests: (4, 4)
     sampling = seeded(temperature=0.9)
     alone = [serve(own, [p], [s])[0].output for p, s in zip(PROMPTS[:3], sampling, strict=False)]
     together = serve(own, PROMPTS[:3], sampling[:3])
