@@ -117,6 +117,5 @@ def floor_ms(point: Any, engine: Engine, wishes: Sequence[Wish], rows: int) -> f
     tokens = sum(w.max_tokens for w in wishes)
     keys = round(sum(w.max_tokens * (len(w.prompt) + w.max_tokens / 2) for w in wishes) / tokens)
     together = min(rows, len(wishes))
-    moved = point.limits.bytes_ms(floors.pass_bytes(model, params, together, keys))
-    computed = point.limits.flop_ms(floors.pass_flop(model, params, together))
-    return point.limits.flop_ms(prefill) + tokens / together * max(moved, computed)
+    a_pass = type(point)(point.setup, point.limits, together, keys).floor_of_pass(model, "target", 1)
+    return point.limits.flop_ms(prefill) + tokens / together * a_pass

@@ -65,14 +65,10 @@ def load_table(rows: list[Row]) -> Any:
     for r in rows:
         k, length = "" if r["k"] is None else str(r["k"]), f"{r['acceptance_length']:.2f}"
         speed = f"{r['tokens_per_second']:,.0f}"
-        waits = [digits(ms) for name in ("first", "output") for ms in waiting(r, name)]
+        names = ("time_to_first_token_ms", "time_per_output_token_ms")
+        waits = [digits(ms) for name in names for ms in r[name].values()]
         made.add_row(str(r["run"]), str(r["batch_size"]), k, speed, f"{r['ratio']:.2f}", length, *waits)
     return made
-
-
-def waiting(row: Row, which: str) -> tuple[float, ...]:
-    name = "time_to_first_token_ms" if which == "first" else "time_per_output_token_ms"
-    return tuple(row[name].values())
 
 
 def time_table(rows: list[Row]) -> Any:

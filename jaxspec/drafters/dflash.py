@@ -25,7 +25,7 @@ from jaxspec.models.decoder import Layer, bind, module, ropes_of
 from jaxspec.models.families import layer_names
 from jaxspec.models.head import Head, product
 from jaxspec.models.layers import Backend, Rows
-from jaxspec.models.paged import PagedModel
+from jaxspec.models.paged import PagedModel, chunk_part
 from jaxspec.models.parameters import declare
 from jaxspec.sampling.rng import take_row
 from pallas_kernels.plain import rms_norm
@@ -174,8 +174,7 @@ class DFlash(Drafter):
 
     def prefill(self, params, cache, chunk: Chunk):
         head: Any = bind(self.model.config, params["draft"])
-        offset = jnp.arange(chunk.tokens.shape[1], dtype=jnp.int32)[None, :]
-        positions, masked = chunk.start[:, None] + offset, offset >= chunk.length[:, None]
+        _, positions, masked, *_ = chunk_part(*chunk.arrays)
         past = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
         past = jnp.where(masked[:, :, None], 0, past)
         rows = self.model.rows(positions, masked, chunk.block_table)

@@ -149,7 +149,7 @@ class Engine:
         ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
         took_part = [r for r in self.scheduler.running if not r.prefilled]
         riders = took_part if ready() and self.may_ride(took_part) else []
-        if not riders:
+        if took_part and not riders:
             self.prefill(took_part)
         while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
             self.prefill(rest)
@@ -185,7 +185,7 @@ class Engine:
     def prefill(self, requests: Sequence[Request]) -> None:
         """One pass over the next tokens of these requests' prompts."""
         with self.roster.blame(requests):
-            self.prefilling.prefill(requests, self.grown_shape((), self.scheduler.running)[1] if requests else 0)
+            self.prefilling.prefill(requests, self.grown_shape((), self.scheduler.running)[1])
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool, riders: Sequence[Request] = ()) -> None:
         """One launch over these requests, whose prompts are in the caches, and the riders' prompts."""

@@ -4,7 +4,6 @@ is in the caches decodes from the next round of the same launch on."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from jaxspec.cache.pages import CacheLayout
 from jaxspec.drafters.base import Chunk
-from jaxspec.engine.batch import ChunkShape, Piece, chunk_input
+from jaxspec.engine.batch import ChunkShape, Piece, chunk_input, pieces
 from jaxspec.engine.request import Request
 from jaxspec.engine.results import Lag
 
@@ -38,12 +37,8 @@ class Ride:
 def plan(requests: Sequence[Request], shape: ChunkShape, num_rounds: int, room: int) -> Ride | None:
     """The next pieces of these requests, those of the first first, as many as so many rounds take; None where there is
     no pass of them. room: rows that are free. Where there are none nobody waits for a prompt, and passes are full."""
-    cut = (
-        Piece(request, at, min(shape.width, request.num_tokens - 1 - at))
-        for request in requests
-        for at in range(request.target_len, request.num_tokens - 1, shape.width)
-    )
-    rows = list(itertools.islice(cut, shape.rows * min(num_rounds, MOST)))
+    most = dataclasses.replace(shape, rows=shape.rows * min(num_rounds, MOST))
+    rows = pieces(requests, [request.target_len for request in requests], most)
     if not room:
         del rows[len(rows) // shape.rows * shape.rows :]
     if not rows:
