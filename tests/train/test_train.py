@@ -126,7 +126,7 @@ def state(folder: Path) -> dict[str, np.ndarray]:
 def test_a_killed_run_ends_as_if_it_had_not_been(root):
     """The process is killed for good, somewhere after its second checkpoint; every bit of the last state is as in a
     run that was left alone."""
-    short = {"steps": 120, "eval_every": 40}
+    short = {"steps": 45, "eval_every": 15}
     alone = loop.train(runs.options(root, "alone", **short))
     killed = root / "killed"
     code = "import pickle, sys; from jaxspec.train.loop import train; train(pickle.load(sys.stdin.buffer))"
@@ -134,13 +134,13 @@ def test_a_killed_run_ends_as_if_it_had_not_been(root):
     process.stdin.write(pickle.dumps(runs.options(root, "killed", **short)))
     process.stdin.close()
     deadline = time.monotonic() + 120
-    while not (killed / loop.WORK / "40").is_dir():
+    while not (killed / loop.WORK / "15").is_dir():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.005)
     process.kill()
     process.wait()
-    assert 40 <= max(journal(killed, "step")) < 120
+    assert 15 <= max(journal(killed, "step")) < 45
     loop.train(runs.options(root, "killed", **short, resume=True))
     mine, theirs = state(killed), state(alone)
     assert mine.keys() == theirs.keys()
