@@ -236,6 +236,8 @@ class EngineConfig:
       kernels: None (the fastest that is known), "reference" (plain jnp, no kernel in any program) or "pallas" (a kernel
         wherever device and arrays have one). GPUs below compute capability 8.0 have none, and "pallas" is refused.
       compilation_cache: Keep compiled programs on disk, so that a second start takes seconds.
+      warm_up: Compile at the start all programs that any request may need, so that none waits for the compiler later;
+        few and so of few sizes.
     """
 
     tokenizer: str | None = None
@@ -252,6 +254,7 @@ class EngineConfig:
     prefill_chunk: int | None = None
     kernels: str | None = None
     compilation_cache: bool = True
+    warm_up: bool = False
     enable_lora: bool = False
     pipeline_parallel_size: int = 1
 
@@ -259,7 +262,7 @@ class EngineConfig:
         one_of("dtype", self.dtype, DTYPES)
         counts = ("tensor_parallel_size", "max_num_seqs", "max_model_len", "page_size", "num_pages", "prefill_chunk")
         check_counts(self, dict.fromkeys(counts, LARGEST) | {"rounds_per_launch": MAX_ROUNDS})
-        for name in ("enable_prefix_caching", "compilation_cache"):
+        for name in ("enable_prefix_caching", "compilation_cache", "warm_up"):
             flag(name, getattr(self, name))
         if not 0.0 < number("memory_utilization", self.memory_utilization) <= 1.0:
             raise UserError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")

@@ -23,6 +23,7 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk: int | None
     kernels: str | None
     compilation_cache: bool
+    warm_up: bool
     enable_lora: bool
     pipeline_parallel_size: int
 

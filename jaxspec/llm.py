@@ -21,6 +21,7 @@ from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request, said
+from jaxspec.engine.warming import warm_up
 from jaxspec.errors import UserError
 from jaxspec.job import Job, failures
 from jaxspec.keywords import EngineOptions
@@ -29,7 +30,7 @@ from jaxspec.models.layers import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.mesh import make_mesh
-from jaxspec.progress import generation_progress, wanted
+from jaxspec.progress import generation_progress, wanted, warm_up_progress
 from jaxspec.prompts import Ask, Prompt, asks, named, readable
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import here
@@ -91,6 +92,9 @@ class LLM:
         self._profile: Path | None = None  # the folder of the trace that is being taken
         self._request_ids = map(str, itertools.count())
         self.engine.timing.load_seconds = time.perf_counter() - started
+        if self.config.warm_up:
+            with warm_up_progress() as report:
+                warm_up(self.engine, report)
 
     def _load(self, source: checkpoints.Source, dtype: str) -> Model:
         backend = Backend(here(), self._mesh, self.config.kernels)  # refuses before anything is loaded

@@ -157,13 +157,19 @@ class StreamOutput:
 
 @dataclasses.dataclass
 class Timing:
-    """Seconds spent, since the LLM was made. tokens_per_second leaves loading and compiling out."""
+    """Seconds spent, since the LLM was made. tokens_per_second leaves loading and compiling out.
+
+    warm_up_seconds: compiling before the first request.
+    compile_seconds, num_compiled: for which, and for how many programs, requests had to wait.
+    """
 
     load_seconds: float = 0.0
+    warm_up_seconds: float = 0.0
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     num_tokens: int = 0
+    num_compiled: int = 0
 
     @property
     def tokens_per_second(self) -> float:

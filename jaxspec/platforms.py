@@ -23,7 +23,6 @@ class Platform:
     stored_heads: keys and values that a token has on a device -> how many its memory holds for them.
     memory_share: of a device's memory, that JAX gives to programs where nobody tells it otherwise.
     cache_bytes: of the pages; None for what is left of the device's memory.
-    gathers: whether attention that is no kernel, which costs what the block tables are wide, is the rule.
     short_row: tokens; rows that end within have a narrower block table, whose attention is faster. 0 for none.
     prefill_tokens: of prompts, in one pass over several; more would make it no faster.
     piece: tokens of a row of such a pass, which a prompt is cut into.
@@ -41,7 +40,6 @@ class Platform:
     stored_heads: Callable[[int], int] = lambda heads: heads
     memory_share: float = 1.0
     cache_bytes: int | None = None
-    gathers: bool = False
     short_row: int = 0
     prefill_tokens: int = 2048
     piece: int = 64
@@ -92,7 +90,6 @@ PLATFORMS = {
     "cpu": Platform(
         dtype="float32",
         cache_bytes=1 << 30,  # host memory is shared with everything else: a fixed, modest pool
-        gathers=True,
         prefill_tokens=256,
         piece=16,
         riding_tokens=0,  # cores compute all the time; riding would only be more programs

@@ -76,6 +76,28 @@ def token_progress(total: int, done: int, *, enabled: bool) -> Iterator[Callable
 
 
 @contextlib.contextmanager
+def warm_up_progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Yields report(done, total, name), which redraws the bar of programs compiled, the last by name. Where nobody looks
+    at a terminal it writes a line at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console, started = Console(stderr=True), time.perf_counter()
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        count = 0
+
+        def report(done: int, total: int, name: str) -> None:
+            nonlocal count
+            count = done
+            bar.update(task, completed=done, total=total, description=name)
+
+        yield report
+    say(f"compiled {count} programs in {time.perf_counter() - started:.1f} s")
+
+
+@contextlib.contextmanager
 def training_progress(total: int) -> Iterator[Callable[[int, str], None]]:
     """Yields report(step, text), which redraws a bar of `total` steps; shows nothing where nobody looks."""
     from rich.console import Console

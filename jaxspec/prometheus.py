@@ -69,6 +69,8 @@ class Metrics:
         metrics, scheduler = self.llm.metrics, self.llm.engine.scheduler
         for name, help in COUNTERS.items():
             yield CounterMetricFamily(f"jaxspec_{name}", help, value=getattr(metrics, name))
+        compiled = self.llm.timing.num_compiled
+        yield CounterMetricFamily("jaxspec_num_compiled", "Programs that requests had to wait for.", value=compiled)
         by_position = CounterMetricFamily(
             "jaxspec_num_accepted_tokens_per_pos", "Draft tokens kept, by position in the round.", labels=["position"]
         )

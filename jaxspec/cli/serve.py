@@ -33,6 +33,7 @@ OWN = {
     "memory_utilization": Own(help="Part of the free device memory that the pool takes."),
     "enable_prefix_caching": Own(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
     "compilation_cache": Own(flags=("--compilation-cache/--no-compilation-cache",)),
+    "warm_up": Own(flags=("--warm-up/--no-warm-up",), default=True),
     "api_key": Own(
         help=f"What clients have to send as their API key; {API_KEY} in the environment keeps it from view."
     ),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import jax
@@ -35,26 +36,48 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass
 class Programs:
-    """Compiles each (function, static config, shapes) once, ahead of its first run. The caches are donated."""
+    """Compiles each (function, static config, shapes) once, ahead of its first run. The caches are donated.
+
+    num_compiled: programs; num_waits, compile_seconds: of runs that had to wait for theirs.
+    """
 
     mesh: Mesh
     num_compiled: int = 0
+    num_waits: int = 0
     compile_seconds: float = 0.0
-    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    compiled: dict[Any, Future] = dataclasses.field(default_factory=dict)  # which threads share
 
     def run(self, name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> Any:
         """Calls the program `name` with pytrees of small numpy arrays -> (cache, the rest, packed on the device)."""
         packed = pack(arrays)  # numpy: the call itself sends it
+        started = time.perf_counter()
+        program, waited = self.compile(name, config, params, cache, packed)
+        if waited:
+            self.compile_seconds += time.perf_counter() - started
+            self.num_waits += 1
+        return program(params, cache, packed)
+
+    def compile(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> tuple[Any, bool]:
+        """The program, made by this thread, or by another that began before -> and whether it was not there yet."""
         caches, structure = jax.tree.flatten(cache)
         pages = tuple((x.shape, x.dtype) for x in caches)
         key = (name, config, jax.tree.structure(params), structure, pages, packed.structure, packed.leaves)
-        if key not in self.compiled:
-            started = time.perf_counter()
-            placed = jax.device_put(packed, sharding(self.mesh))
-            self.compiled[key] = lower(name, config, params, cache, placed).compile()
-            self.compile_seconds += time.perf_counter() - started
-            self.num_compiled += 1
-        return self.compiled[key](params, cache, packed)
+        mine: Future[Any] = Future()
+        try:
+            while True:
+                known = self.compiled.setdefault(key, mine)
+                waited = not known.done()
+                if known is mine:
+                    placed = jax.device_put(packed, sharding(self.mesh))
+                    mine.set_result(lower(name, config, params, cache, placed).compile())
+                    self.num_compiled += 1
+                try:
+                    return known.result(), waited
+                except CancelledError:  # the other failed; this one may not, or says why
+                    continue
+        finally:
+            if mine.cancel() and self.compiled.get(key) is mine:  # whatever came between
+                del self.compiled[key]
 
 
 @dataclasses.dataclass

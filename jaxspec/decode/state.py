@@ -30,12 +30,14 @@ class Variant:
     filters: some row uses top-k, top-p or min-p.
     logprobs: some row wants log-probabilities, with this many likeliest ids; None: no row does.
     processors: some row has penalties, bias or forbidden ids.
+    long_lists: some row has longer lists of ids than most.
     """
 
     rules: frozenset[str] = frozenset()
     filters: bool = False
     logprobs: int | None = None
     processors: bool = False
+    long_lists: bool = False
 
     @property
     def noises(self) -> set[str]:

@@ -28,11 +28,13 @@ class stopwatch:
 
     def __enter__(self) -> stopwatch:
         self.started, self.compiled = time.perf_counter(), self.programs.compile_seconds
+        self.waits = self.programs.num_waits
         return self
 
     def __exit__(self, *_: Any) -> None:
         compiling = self.programs.compile_seconds - self.compiled
         self.timing.compile_seconds += compiling
+        self.timing.num_compiled += self.programs.num_waits - self.waits
         self.seconds = time.perf_counter() - self.started - compiling
         setattr(self.timing, self.field, getattr(self.timing, self.field) + self.seconds)
 

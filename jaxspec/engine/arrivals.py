@@ -16,6 +16,10 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import rules
 
 
+MAX_STOP_IDS = 1024  # of a request, the model's own included
+MAX_BAD_WORDS = 256, 32  # how many, and the ids of each
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Of an engine.
@@ -65,6 +69,14 @@ def check(
     for kind, ids in kinds.items():
         if (bad := next((i for i in ids if not 0 <= i < limits.vocab_size), None)) is not None:
             raise UserError(f"{kind} {bad} is outside the vocabulary 0..{limits.vocab_size - 1}")
+    if (count := len({*params.stop_token_ids, *stop_ids})) > MAX_STOP_IDS:
+        raise UserError(f"stop_token_ids: {count} ids end the text, at most {MAX_STOP_IDS} may: list fewer")
+    count, longest = len(bad_words), max(map(len, bad_words), default=0)
+    if count > MAX_BAD_WORDS[0] or longest > MAX_BAD_WORDS[1]:
+        raise UserError(
+            f"bad_words: {count} words of up to {longest} tokens, at most {MAX_BAD_WORDS[0]} of {MAX_BAD_WORDS[1]} may "
+            "be listed: list fewer, or shorter ones"
+        )
     wanted, most = params.num_speculative_tokens, limits.num_drafts
     if wanted is not None and wanted > most and most:
         raise UserError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")

@@ -16,16 +16,46 @@ import numpy as np
 from jaxspec.cache.pages import CacheLayout
 from jaxspec.decode.state import Control, LaunchInput, RowLimits, Variant
 from jaxspec.drafters.base import Chunk
+from jaxspec.engine import arrivals
 from jaxspec.engine.request import Request
 from jaxspec.options import LARGEST
 from jaxspec.sampling.distribution import SamplingRows
-from jaxspec.sampling.processors import Processors
+from jaxspec.sampling.processors import FewBiased, Processors
 from jaxspec.sampling.rng import seed_words
-from jaxspec.sampling_params import MAX_LOGPROBS
+from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5
+COPIES = 16  # of pages, by one run of a program
 NEVER = LARGEST  # a number of rows that no launch has
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """How many ids a row may list, so that programs are few whatever requests list.
+
+    biased: allowed ids, and likewise biased ones; None: any number, as the rows of a dense array.
+    bad_words: how many, and the ids of each.
+    """
+
+    stop_ids: int
+    biased: int | None
+    bad_words: tuple[int, int]
+
+    def holds(self, request: Request) -> bool:
+        params, words = request.params, request.bad_words
+        biased = max(len(params.allowed_token_ids or ()), len(params.logit_bias))
+        longest = max(map(len, words), default=0)
+        return (
+            len(request.stop_ids) <= self.stop_ids
+            and (self.biased is None or biased <= self.biased)
+            and len(words) <= self.bad_words[0]
+            and longest <= self.bad_words[1]
+        )
+
+
+FEW = Room(stop_ids=16, biased=16, bad_words=(8, 4))
+MANY = Room(stop_ids=arrivals.MAX_STOP_IDS, biased=None, bad_words=arrivals.MAX_BAD_WORDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +100,16 @@ def launch_input(
     max_ends: int = NEVER,
     worth: float = 0.0,
     rule_options: Sequence[float] = (),
+    vocab_size: int = 0,
     draft_lens: Sequence[int] | None = None,
     ready: Sequence[int] = (),
     chunks: Chunk | None = None,
 ) -> LaunchInput:
     """k: drafts a round of the program, used: its variant, shape: its (B, N); rows beyond the requests are not live.
     ready, chunks: of LaunchInput; draft_lens: where they are not what the requests say.
-    num_rounds, max_ends, worth: of Control; rule_options: of the rule asked for."""
-    params, (rows, row_pages) = [r.params for r in requests], shape
+    num_rounds, max_ends, worth: of Control; rule_options: of the rule asked for; vocab_size: V, where lists are
+    long."""
+    params, (rows, row_pages), room = [r.params for r in requests], shape, MANY if used.long_lists else FEW
 
     column = functools.partial(filled, rows)
 
@@ -98,11 +130,9 @@ def launch_input(
         limits=RowLimits(
             num_speculative_tokens=column([min(r.num_speculative_tokens, k) for r in requests], np.int32),
             max_len=column([r.max_len for r in requests], np.int32, 1),
-            stop_ids=padded(
-                [r.stop_ids for r in requests], rows, power_of_two(max(len(r.stop_ids) for r in requests), 4), -1
-            ),
+            stop_ids=padded([r.stop_ids for r in requests], rows, room.stop_ids, -1),
         ),
-        processors=processors(requests, rows) if used.processors else None,
+        processors=processors(requests, rows, room, vocab_size) if used.processors else None,
         rule_options=filled(len(rule_options), rule_options, np.float32),
         control=Control(scalar(num_rounds, np.int32), scalar(max_ends, np.int32), scalar(worth, np.float32)),
         ready=column(ready, np.int32),
@@ -110,46 +140,61 @@ def launch_input(
     )
 
 
-def check(request: Request, layout: CacheLayout) -> None:
+def check(request: Request, layout: CacheLayout, vocab_size: int) -> None:
     """Raises whatever keeps a request from being packed."""
-    row_pages = len(request.pages)
+    row_pages, k = len(request.pages), request.num_speculative_tokens
     used = dataclasses.replace(variant([request]), processors=True)
     prefill_variant([request])
     shape = ChunkShape(1, 16)
     chunk_input(pieces([request], [request.target_len], shape), layout, shape, row_pages=row_pages)
-    launch_input([request], request.num_speculative_tokens, used, layout, (1, row_pages), num_rounds=1)
+    launch_input([request], k, used, layout, (1, row_pages), num_rounds=1, vocab_size=vocab_size)
 
 
-def processors(requests: Sequence[Request], rows: int) -> Processors:
-    """What penalises, biases or forbids ids. Widths are powers of two, so that few programs serve all."""
+def processors(requests: Sequence[Request], rows: int, room: Room, vocab_size: int) -> Processors:
+    """What penalises, biases or forbids ids."""
     params = [r.params for r in requests]
 
     column = functools.partial(filled, rows)
 
-    def ragged(lists: Sequence[Sequence], fill: Any = -1, dtype: Any = np.int32) -> Any:
-        return padded(lists, rows, power_of_two(max(map(len, lists)), 16), fill, dtype)
-
     return Processors(
         prompt_len=column([len(r.prompt) for r in requests], np.int32),
         min_len=column([min(len(r.prompt) + r.params.min_tokens, r.max_len) for r in requests], np.int32),
-        restricted=column([p.allowed_token_ids is not None for p in params], np.bool_, False),
-        allowed_ids=ragged([p.allowed_token_ids or () for p in params]),
-        bias_ids=ragged([[i for i, _ in p.logit_bias] for p in params]),
-        bias=ragged([[value for _, value in p.logit_bias] for p in params], 0.0, np.float32),
-        bad_words=aligned_right([r.bad_words for r in requests], rows),
+        bias=few_biased(params, rows, room.biased) if room.biased else dense_bias(params, rows, vocab_size),
+        bad_words=aligned_right([r.bad_words for r in requests], (rows, *room.bad_words)),
         repetition=column([p.repetition_penalty for p in params], np.float32, 1.0),
         presence=column([p.presence_penalty for p in params], np.float32),
         frequency=column([p.frequency_penalty for p in params], np.float32),
     )
 
 
-def aligned_right(words: Sequence[Sequence[Sequence[int]]], rows: int) -> Any:
-    """Id sequences of each row as [rows, words, length], both powers of two, -1 before the shorter ones."""
-    length = power_of_two(max((len(word) for row in words for word in row), default=1), 4)
-    array = np.full((rows, power_of_two(max(map(len, words)), 8), length), -1, np.int32)
+def few_biased(params: Sequence[SamplingParams], rows: int, width: int) -> FewBiased:
+    listed = lambda lists, fill=-1, dtype=np.int32: padded(lists, rows, width, fill, dtype)
+    return FewBiased(
+        restricted=filled(rows, [p.allowed_token_ids is not None for p in params], np.bool_, False),
+        allowed_ids=listed([p.allowed_token_ids or () for p in params]),
+        ids=listed([[i for i, _ in p.logit_bias] for p in params]),
+        values=listed([[value for _, value in p.logit_bias] for p in params], 0.0, np.float32),
+    )
+
+
+def dense_bias(params: Sequence[SamplingParams], rows: int, vocab_size: int) -> Any:
+    """The same of any number of ids, f32[rows, vocab_size]."""
+    bias = np.zeros((rows, vocab_size), np.float32)
+    for row, p in zip(bias, params, strict=False):
+        if p.allowed_token_ids is not None:
+            row[:] = -np.inf
+            row[list(p.allowed_token_ids)] = 0.0
+        for i, value in p.logit_bias:
+            row[i] += value
+    return bias
+
+
+def aligned_right(words: Sequence[Sequence[Sequence[int]]], shape: tuple[int, int, int]) -> Any:
+    """Id sequences of each row as [rows, words, length], -1 before the shorter ones."""
+    array = np.full(shape, -1, np.int32)
     for row, listed in enumerate(words):
         for i, word in enumerate(listed):
-            array[row, i, length - len(word) :] = word
+            array[row, i, shape[-1] - len(word) :] = word
     return array
 
 
@@ -161,11 +206,13 @@ def most_logprobs(asked: Sequence[int | None]) -> int | None:
 
 def variant(requests: Sequence[Request]) -> Variant:
     """The code paths that these requests need."""
+    long_lists = not all(map(FEW.holds, requests))
     return Variant(
         rules=frozenset(r.rule for r in requests) - {rules.GREEDY},
         filters=any(r.params.filtered for r in requests if not r.params.greedy),
         logprobs=most_logprobs([r.params.logprobs for r in requests]),
-        processors=any(r.bad_words or r.params.processed for r in requests),
+        processors=any(r.bad_words or r.params.processed for r in requests) or long_lists,
+        long_lists=long_lists,
     )
 
 
@@ -193,11 +240,14 @@ def pieces(requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape
     return list(itertools.islice(cut, chunk.rows))
 
 
-def chunk_input(rows: Sequence[Piece], layout: CacheLayout, chunk: ChunkShape, *, row_pages: int) -> Chunk:
-    """The pass over these pieces. Their number is padded to a power of two: few programs serve all."""
+def chunk_input(
+    rows: Sequence[Piece], layout: CacheLayout, chunk: ChunkShape, *, row_pages: int, following: bool = False
+) -> Chunk:
+    """The pass over these pieces. Their number is padded to a power of two: few programs serve all. following: with
+    each token's next, as where some request wants their log-probabilities."""
     count, width = min(power_of_two(len(rows), chunk.least_rows), chunk.rows), chunk.width
     listed = lambda ahead: [r.tokens[start + ahead : start + ahead + n] for r, start, n in rows]
-    following = any(piece.request.wants_prompt_logprobs for piece in rows)
+    following |= any(piece.request.wants_prompt_logprobs for piece in rows)
     return Chunk(
         tokens=padded(listed(0), count, width, 0),
         start=filled(count, [piece.start for piece in rows], np.int32),
@@ -208,7 +258,6 @@ def chunk_input(rows: Sequence[Piece], layout: CacheLayout, chunk: ChunkShape, *
 
 
 def copied_pages(copies: Sequence[tuple[int, int]], layout: CacheLayout) -> tuple[Any, Any]:
-    """(sources, targets) of pages to be copied, filled up to a power of two with targets that are dropped."""
-    sources, targets = zip(*copies, strict=True)
-    count = power_of_two(len(copies), 2)
-    return filled(count, sources, np.int32), filled(count, targets, np.int32, layout.num_pages)
+    """(sources, targets) of at most COPIES pages to be copied, filled up with targets that are dropped."""
+    sources, targets = [source for source, _ in copies], [target for _, target in copies]
+    return filled(COPIES, sources, np.int32), filled(COPIES, targets, np.int32, layout.num_pages)

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
-from jaxspec.decode.programs import Variants
 from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import arrivals, batch, results, riding, setup
 from jaxspec.engine.account import stopwatch
@@ -57,7 +56,6 @@ class Engine:
             num_drafts=max(self.runner.drafters),
             rule=speculative.rejection_sample_method if speculative else None,
         )
-        self.variants = Variants()
         self.riding_shape = setup.riding_shape(config, device.platform)
         self.scheduler = Scheduler(
             PageAllocator(layout.num_pages),
@@ -68,10 +66,11 @@ class Engine:
             lookahead=self.lag.lookahead,
         )
         self.roster = Roster(self.scheduler, self.runner)
-        most = self.scheduler.pages_for(self.limits.max_model_len + self.num_drafts)
-        self.prefilling = Prefilling(self.roster, setup.chunk_shape(config, device.platform), self.lag, self.timed)
+        longest, lags = self.limits.max_model_len + self.num_drafts, self.lag.most is not None
+        self.catalogue = setup.catalogue(config, speculative, device, longest, lags=lags)
+        chunk = setup.chunk_shape(config, device.platform)
+        self.prefilling = Prefilling(self.roster, self.catalogue, chunk, self.lag, self.timed)
         self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
-        self.table_widths = setup.table_widths(device, config.kernels, most, layout.page_size)
         self.controller = Controller(
             tuple(self.runner.drafters),
             adaptive=speculative is not None and speculative.adaptive,
@@ -79,7 +78,6 @@ class Engine:
         )
         self.metrics, self.timing = self.no_counts(), Timing()
         self.ids = itertools.count()
-        self.shape = (1, 1)  # (B, N) of launches since the engine was last idle
 
     @property
     def num_drafts(self) -> int:
@@ -144,11 +142,11 @@ class Engine:
     def advance(self, num_rounds: int | None, streaming: bool) -> list[Request]:
         """What a step does; the requests that took part."""
         if not self.scheduler.running:
-            self.shape = (1, 1)
+            self.catalogue.idle()
         self.admit()
         ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
         took_part = [r for r in self.scheduler.running if not r.prefilled]
-        riders = took_part if ready() and self.may_ride(took_part) else []
+        riders = took_part if self.may_ride(took_part, ready()) else []
         if took_part and not riders:
             self.prefill(took_part)
         while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
@@ -167,20 +165,23 @@ class Engine:
                 self.decode(decoding, num_rounds, streaming, riders)
         return [*took_part, *decoding]
 
-    def may_ride(self, requests: Sequence[Request]) -> bool:
+    def may_ride(self, requests: Sequence[Request], others: Sequence[Request]) -> bool:
         """Whether these requests' prompts are computed in the passes of the others."""
-        return self.riding_shape is not None and not any(r.wants_prompt_logprobs for r in requests)
+        if self.riding_shape is None or not others or any(r.wants_prompt_logprobs for r in requests):
+            return False
+        return self.catalogue.rides(batch.variant([*requests, *others]))
 
     def admit(self) -> None:
         """Lets waiting requests in, and copies what samples of one prompt share in part. Each is packed by itself once:
         what no device takes must not spoil the others' launch."""
         admitted, copies = self.scheduler.admit()
-        if copies:
+        for at in range(0, len(copies), batch.COPIES):
             with self.roster.blame(admitted):
-                self.runner.execute(Plan("copy_pages", batch.copied_pages(copies, self.layout)))
+                some = copies[at : at + batch.COPIES]
+                self.runner.execute(Plan("copy_pages", batch.copied_pages(some, self.layout)))
         for request in admitted:
             with self.roster.blame([request], device=False):
-                batch.check(request, self.layout)
+                batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """One pass over the next tokens of these requests' prompts."""
@@ -190,7 +191,10 @@ class Engine:
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool, riders: Sequence[Request] = ()) -> None:
         """One launch over these requests, whose prompts are in the caches, and the riders' prompts."""
         short = streaming or num_rounds < PROBE_ROUNDS
-        kind = self.grown_shape(requests)[0], short, bool(riders)  # which cost more a round
+        room, shape = self.config.max_num_seqs - len(requests), self.riding_shape
+        if riders and shape and riding.plan(riders, shape, 1, room) is None:
+            riders = ()
+        kind = self.grown_shape(requests, (), bool(riders))[0], short, bool(riders)  # which cost more a round
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
         # Tokens of a seed that are drawn with a round's own numbers depend on the number of drafts.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
@@ -206,13 +210,12 @@ class Engine:
             if choice.k:
                 self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
         with self.timed("decode_seconds") as watch:
-            room, shape = self.config.max_num_seqs - len(requests), self.riding_shape
             ride = riding.plan(riders, shape, num_rounds, room) if riders and shape else None
             taking = [*requests, *(ride.joining if ride else ())]
             result = self.launch(taking, choice.k, num_rounds, choice.worth, ride)
         took = watch.seconds, int(result.num_rounds)
         tokens = int(np.sum(result.num_new))
-        self.controller.observe(kind, choice.k, *took, tokens=tokens, catch_up=reading.seconds)
+        self.controller.observe(kind, result.num_speculative_tokens, *took, tokens=tokens, catch_up=reading.seconds)
         for pieces in ride.passes[: took[1]] if ride else ():
             self.prefilling.absorb(pieces)
         self.absorb([r for r in taking if r.prefilled], result)
@@ -221,13 +224,13 @@ class Engine:
         self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0, ride: riding.Ride | None = None
     ) -> LaunchResult:
         """One launch of the device program over these requests."""
-        shape, spec = self.grown_shape(requests, ride.absent if ride else ()), self.speculative
+        shape, spec = self.grown_shape(requests, ride.absent if ride else (), bool(ride)), self.speculative
         riders: dict[str, Any] = {}
         if ride and self.riding_shape:
             riders = riding.inputs(ride, requests, self.layout, self.riding_shape, shape[1], self.lag)
             num_rounds = len(ride.passes)
         others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
-        variant = self.variants.choose((k, *shape, bool(ride)), batch.variant(requests))
+        k, variant = self.catalogue.launch(k, shape, bool(ride), batch.variant(requests))
         inputs = batch.launch_input(
             requests,
             k,
@@ -239,21 +242,18 @@ class Engine:
             max_ends=-(-len(requests) // 16) if others_wait else batch.NEVER,
             worth=worth,
             rule_options=spec.rule_options if spec else (),
+            vocab_size=self.limits.vocab_size,
             **riders,
         )
         return self.runner.execute(Plan("launch", (inputs,), k=k, variant=variant))
 
-    def grown_shape(self, requests: Sequence[Request], beside: Sequence[Request] = ()) -> tuple[int, int]:
-        """(B, N) of the next launch; beside: requests without a row. Both only grow while requests are running: a
-        smaller shape, for the few rows that are left at the end, would cost more to compile than it saves. N has room
-        for what the rows may come to hold: for what they hold now it would soon be another program."""
-        pages = self.table_width(max(map(self.scheduler.most_pages, [*requests, *beside])))
-        self.shape = max(batch.power_of_two(len(requests)), self.shape[0]), max(pages, self.shape[1])
-        return self.shape
-
-    def table_width(self, num_pages: int) -> int:
-        """The least that has room for so many pages of a row."""
-        return next(width for width in self.table_widths if width >= num_pages)
+    def grown_shape(
+        self, requests: Sequence[Request], beside: Sequence[Request] = (), rides: bool = False
+    ) -> tuple[int, int]:
+        """(B, N) of the next launch; beside: requests without a row; rides: whether prompts ride along. N has room for
+        what the rows may come to hold: for what they hold now it would soon be another program."""
+        pages = max(map(self.scheduler.most_pages, [*requests, *beside]))
+        return self.catalogue.shape(len(requests), pages, rides)
 
     def absorb(self, requests: Sequence[Request], result: LaunchResult) -> None:
         """Takes a launch's result in: tokens, lengths, counters, reasons to end. What has ended leaves."""

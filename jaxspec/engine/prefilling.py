@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxspec.engine import batch, results
+from jaxspec.engine.catalogue import Open
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster
-from jaxspec.engine.runner import Plan
+from jaxspec.engine.runner import NOTHING, Plan
 
 Timed = Callable[[str], AbstractContextManager[Any]]
 
@@ -20,6 +21,7 @@ class Prefilling:
     """shape: of a pass; lag: how far the draft may be behind; timed: the engine's clock of a field of its timing."""
 
     roster: Roster
+    catalogue: Open
     shape: batch.ChunkShape
     lag: results.Lag
     timed: Timed
@@ -30,7 +32,8 @@ class Prefilling:
         if not requests:
             return
         rows = batch.pieces(requests, [r.target_len for r in requests], self.shape)
-        plan = Plan("prefill", (self.chunk(rows, row_pages),), variant=batch.prefill_variant([r for r, *_ in rows]))
+        shape, variant = self.catalogue.prefill("prefill", self.shape, batch.prefill_variant([r for r, *_ in rows]))
+        plan = Plan("prefill", (self.chunk(rows, shape, row_pages),), variant=variant)
         with self.timed("prefill_seconds"):
             scores = self.roster.runner.execute(plan)
         self.absorb(rows, scores)
@@ -47,9 +50,10 @@ class Prefilling:
         """The draft reads what was decoded without it, but for what its first pass in the loop reads."""
         while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
             rows = batch.pieces(behind, [r.draft_len + self.lag.lookahead for r in behind], self.shape)
-            self.roster.runner.execute(Plan("catch_up", (self.chunk(rows, row_pages),)))
+            shape, variant = self.catalogue.prefill("catch_up", self.shape, NOTHING)
+            self.roster.runner.execute(Plan("catch_up", (self.chunk(rows, shape, row_pages),), variant=variant))
             for request, _, length in rows:
                 request.draft_len += length
 
-    def chunk(self, rows: Sequence[batch.Piece], row_pages: int) -> Any:
-        return batch.chunk_input(rows, self.roster.runner.decoding.target.layout, self.shape, row_pages=row_pages)
+    def chunk(self, rows: Sequence[batch.Piece], shape: batch.ChunkShape, row_pages: int) -> Any:
+        return batch.chunk_input(rows, self.roster.runner.decoding.target.layout, shape, row_pages=row_pages)

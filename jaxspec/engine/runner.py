@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.decode.packing import Packed
+from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import setup
@@ -98,6 +98,10 @@ class Runner:
                 return fetch(result)
             jax.block_until_ready(self.cache)  # what fails, fails here
             return None
+
+    def compile(self, plan: Plan) -> None:
+        """Makes the plan's program, and runs nothing."""
+        self.programs.compile(plan.program, self.config(plan), self.params, self.cache, pack(plan.arrays))
 
     def config(self, plan: Plan) -> DecodeConfig | None:
         """The static description of the plan's program."""

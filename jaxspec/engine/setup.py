@@ -15,7 +15,8 @@ from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.tree import Shape, Tree
-from jaxspec.engine.batch import ChunkShape, power_of_two
+from jaxspec.engine.batch import ChunkShape
+from jaxspec.engine.catalogue import Closed, Open
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, compute_dtype, weight_bytes
@@ -116,13 +117,28 @@ def cache_layouts(paged: Mapping[str, PagedModel]) -> dict[str, CacheLayout | Fe
 
 def table_widths(device: Device, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
     """The widths N, in pages, that block tables come in; the last has room for `most` pages. Each is another program.
-    Attention in plain jnp costs what the table is wide. As a kernel it does not, but on GPU it is faster where all
-    tables are short enough for keys not to be split."""
-    known = facts(device.platform)
-    if known.gathers or PAGED_ATTENTION.choose(kernels, device).name == "reference":
-        return tuple(1 << i for i in range(power_of_two(most).bit_length()))
-    few = known.short_row // page_size
-    return (few, most) if 0 < few < most else (most,)
+    Attention costs what rows hold, not what a table is wide; but GPU's kernel is faster where all tables are short
+    enough for keys not to be split."""
+    few = facts(device.platform).short_row // page_size
+    split = PAGED_ATTENTION.choose(kernels, device).name != "reference"
+    return (few, most) if split and 0 < few < most else (most,)
+
+
+def catalogue(config: EngineConfig, speculative: Speculation, device: Device, longest: int, *, lags: bool) -> Open:
+    """Which programs there are. longest: positions of a row; lags: whether a draft has a cache, which may lag."""
+    page_size = config.page_size or facts(device.platform).page_size
+    most = -(-longest // page_size)
+    if not config.warm_up:
+        return Open(table_widths(device, config.kernels, most, page_size))
+    return Closed(
+        ks(speculative),
+        speculative.rejection_sample_method if speculative else None,
+        max_num_seqs=config.max_num_seqs,
+        row_pages=most,
+        chunk=chunk_shape(config, device.platform),
+        riding=riding_shape(config, device.platform),
+        catches_up=lags,
+    )
 
 
 def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
@@ -151,12 +167,14 @@ def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative:
 
 
 def drafters(speculative: Speculation, models: Mapping[str, PagedModel]) -> dict[int, Drafter | None]:
-    """Drafts a round -> drafter. The compiled choices: none, half of num_speculative_tokens, all of them."""
-    if speculative is None:
-        return {0: None}
-    full = speculative.num_speculative_tokens
-    choices = sorted({full, full // 2} - {0})
-    return {0: None} | {k: drafter(speculative, models, k) for k in choices}
+    """Drafts a round -> drafter."""
+    return {k: drafter(speculative, models, k) if k and speculative else None for k in ks(speculative)}
+
+
+def ks(speculative: Speculation) -> tuple[int, ...]:
+    """Each K that there is: none, half of num_speculative_tokens, all of them."""
+    full = speculative.num_speculative_tokens if speculative else 0
+    return tuple(sorted({0, full // 2, full}))
 
 
 def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k: int) -> Drafter:

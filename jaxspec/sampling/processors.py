@@ -18,15 +18,35 @@ from jaxspec.shapes import Array, Bool, Float, Int
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
+class FewBiased:
+    """A few ids of each row.
+
+    restricted bool[B]: only allowed_ids may be chosen.
+    allowed_ids i32[B,_].
+    ids i32[B,_]: to whose logits something is added.
+    values f32[B,_]: what.
+    """
+
+    restricted: jax.Array
+    allowed_ids: jax.Array
+    ids: jax.Array
+    values: jax.Array
+
+    def dense(self, vocab_size: int) -> Float[Array, "B V"]:
+        forbidden = jnp.where(self.restricted, -jnp.inf, 0.0)[:, None]
+        bias = jnp.broadcast_to(forbidden, (self.restricted.shape[0], vocab_size))
+        bias = put(bias, self.allowed_ids).set(0.0, mode="drop")
+        return put(bias, self.ids).add(self.values, mode="drop")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class Processors:
     """Each row's wishes; ids are padded with -1.
 
     prompt_len i32[B]: tokens.
     min_len i32[B]: total length below which no stop id is chosen.
-    restricted bool[B]: only allowed_ids may be chosen.
-    allowed_ids i32[B,_].
-    bias_ids i32[B,_]: to whose logits something is added.
-    bias f32[B,_]: what.
+    bias: what is added to logits, -inf to those of ids that are not allowed: a few of each row, or dense f32[B,V].
     bad_words i32[B,words,_]: id sequences, aligned to the right.
     repetition f32[B]: 1 is off.
     presence, frequency f32[B]: 0 is off.
@@ -34,10 +54,7 @@ class Processors:
 
     prompt_len: jax.Array
     min_len: jax.Array
-    restricted: jax.Array
-    allowed_ids: jax.Array
-    bias_ids: jax.Array
-    bias: jax.Array
+    bias: FewBiased | jax.Array
     bad_words: jax.Array
     repetition: jax.Array
     presence: jax.Array
@@ -63,10 +80,7 @@ Adjust = Callable[[Float[Array, "B V"], Int[Array, "B K"], Any], Float[Array, "B
 
 
 def tables(processors: Processors, tokens: Int[Array, "B _"], vocab_size: int) -> Tables:
-    forbidden = jnp.where(processors.restricted, -jnp.inf, 0.0)[:, None]
-    bias = jnp.broadcast_to(forbidden, (tokens.shape[0], vocab_size))
-    bias = put(bias, processors.allowed_ids).set(0.0, mode="drop")
-    bias = put(bias, processors.bias_ids).add(processors.bias, mode="drop")
+    bias = processors.bias.dense(vocab_size) if isinstance(processors.bias, FewBiased) else processors.bias
     position = jnp.arange(tokens.shape[1])[None, :]
     prompt = jnp.where(position < processors.prompt_len[:, None], tokens, -1)
     in_prompt = put(jnp.zeros((tokens.shape[0], vocab_size), bool), prompt).set(True, mode="drop")

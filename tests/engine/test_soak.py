@@ -26,11 +26,11 @@ def test_random_requests_get_what_they_would_get_alone(method):
     rng = np.random.default_rng(zlib.crc32(method.encode()))  # the same when other methods come
     cases = draw(rng, 34)
     soak = Soak(tiny_engine(method), rng)
-    soak.engine.variants.choose = lambda program, exact: EVERYTHING  # compiling takes longest
+    soak.engine.catalogue.variants.choose = lambda program, exact: EVERYTHING  # compiling takes longest
     soak.serve(cases)
     soak.check_idle()
     reference = reference_engine()
-    reference.variants.choose = soak.engine.variants.choose
+    reference.catalogue.variants.choose = soak.engine.catalogue.variants.choose
     assert complaints(cases, soak.requests, reference) == []
     assert soak.engine.scheduler.num_preemptions > 0
     assert soak.engine.scheduler.allocator.num_evicted > 0

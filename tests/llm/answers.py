@@ -28,7 +28,7 @@ def stop_string(llm, tokens: slice, prompt: str = PROMPTS[3]) -> tuple[str, str,
 def one_shape(llm: LLM) -> LLM:
     """Its launches have one shape, whatever runs: compiling takes longest."""
     engine = llm.engine
-    engine.grown_shape = lambda *requests: (engine.config.max_num_seqs, engine.table_widths[-1])  # type: ignore
+    engine.grown_shape = lambda *requests: (engine.config.max_num_seqs, engine.catalogue.table_widths[-1])  # type: ignore
     return llm
 
 

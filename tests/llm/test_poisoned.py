@@ -173,7 +173,7 @@ def drafting(folder: Path, method: str) -> tuple[str, dict[str, Any]]:
 
 def quick(llm: LLM) -> LLM:
     """One program serves all: compiling takes longest."""
-    llm.engine.variants.choose = lambda program, exact: EVERYTHING  # type: ignore[method-assign]
+    llm.engine.catalogue.variants.choose = lambda program, exact: EVERYTHING  # type: ignore[method-assign]
     llm.engine.grown_shape = lambda *requests: (8, 16)  # type: ignore[method-assign]
     return llm
 

@@ -1,0 +1,165 @@
+"""Which program serves a batch.
+
+An engine that warms up has few programs, all known at its start, and takes the smallest that serves. Any other compiles
+a batch's own when it first comes, and has it from then on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxspec.decode.programs import Variants
+from jaxspec.decode.state import Variant
+from jaxspec.engine.batch import ChunkShape, power_of_two
+from jaxspec.sampling_params import MAX_LOGPROBS
+from jaxspec.verify import rules
+
+FEWEST_ROWS = 16  # of the launches that are warmed up, but for a single row's
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch's program.
+
+    k: drafts a round; rows, row_pages: B, N; riding: whether prompts are computed beside.
+    """
+
+    k: int
+    rows: int
+    row_pages: int
+    riding: bool
+    variant: Variant
+
+    def __str__(self) -> str:
+        beside = " and prompts beside" if self.riding else ""
+        return f"launch: {self.rows} rows, {self.k} drafts a round{beside}; {self.variant}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """A pass over prompts: `prefill`, or `catch_up` for a draft that went without."""
+
+    name: str
+    shape: ChunkShape
+    row_pages: int
+    variant: Variant = Variant()
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.shape.least_rows} pieces of {self.shape.width} tokens; {self.variant}"
+
+
+class Open:
+    """Of an engine that compiles what a batch wants.
+
+    table_widths: N. Both B and N only grow while requests are running: a smaller shape, for the few rows that are left
+    at the end, would cost more to compile than it saves.
+    """
+
+    def __init__(self, table_widths: Sequence[int]) -> None:
+        self.table_widths, self.variants, self.grown = tuple(table_widths), Variants(), (1, 1)
+
+    def idle(self) -> None:
+        """Nothing runs."""
+        self.grown = (1, 1)
+
+    def shape(self, num_rows: int, num_pages: int, riding: bool) -> tuple[int, int]:
+        """(B, N) of a launch over so many rows, none of which comes to hold more pages; riding: with prompts beside."""
+        pages = next(width for width in self.table_widths if width >= num_pages)
+        self.grown = max(power_of_two(num_rows), self.grown[0]), max(pages, self.grown[1])
+        return self.grown
+
+    def launch(self, k: int, shape: tuple[int, int], riding: bool, exact: Variant) -> tuple[int, Variant]:
+        """(K, variant) of the program for a batch that wants these."""
+        return k, self.variants.choose((k, *shape, riding), exact)
+
+    def rides(self, exact: Variant) -> bool:
+        """Whether prompts may be computed beside such a batch."""
+        return True
+
+    def prefill(self, name: str, shape: ChunkShape, exact: Variant) -> tuple[ChunkShape, Variant]:
+        """The shape and the variant of a pass over prompts."""
+        return shape, exact
+
+
+class Closed(Open):
+    """Of an engine that warms up: `launches` and `prefills` are all there are, and a page copy. The widest block table
+    serves all.
+
+    ks: K, each that there is; rule: the acceptance rule asked for, or None; chunk, riding: the shapes of prompts, in
+    passes of their own and beside rows that decode; catches_up: whether a draft may have to.
+    """
+
+    def __init__(
+        self,
+        ks: Sequence[int],
+        rule: str | None,
+        *,
+        max_num_seqs: int,
+        row_pages: int,
+        chunk: ChunkShape,
+        riding: ChunkShape | None,
+        catches_up: bool,
+    ) -> None:
+        super().__init__((row_pages,))
+        self.rows = row_counts(max_num_seqs)
+        self.launches = tuple(launches(sorted(ks), self.rows, row_pages, rule, rides=riding is not None))
+        self.prefills = tuple(prefills(chunk, row_pages, catches_up=catches_up))
+
+    def shape(self, num_rows: int, num_pages: int, riding: bool) -> tuple[int, int]:
+        least = self.rows[-1] if riding else num_rows
+        return next(rows for rows in self.rows if rows >= least), self.table_widths[0]
+
+    def launch(self, k: int, shape: tuple[int, int], riding: bool, exact: Variant) -> tuple[int, Variant]:
+        serves = (p for p in self.launches if (p.rows, p.riding) == (shape[0], riding) and p.k >= k)
+        return next((p.k, p.variant) for p in serves if p.variant.covers(exact))
+
+    def rides(self, exact: Variant) -> bool:
+        return any(p.riding and p.variant.covers(exact) for p in self.launches)
+
+    def prefill(self, name: str, shape: ChunkShape, exact: Variant) -> tuple[ChunkShape, Variant]:
+        known = next(p for p in self.prefills if p.name == name and p.variant.covers(exact))
+        return known.shape, known.variant
+
+
+def row_counts(most: int) -> tuple[int, ...]:
+    """B: the power of two with room for all rows, its quarters, and one."""
+    counts = [power_of_two(most)]
+    while counts[-1] > FEWEST_ROWS or (len(counts) == 1 and counts[-1] >= 4):
+        counts.append(counts[-1] // 4)
+    return tuple(sorted({1, *counts}))
+
+
+def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
+    """Greedy, sampled, and with all that a request may ask for."""
+    asked = lambda greedy: {rules.of_request(rule, greedy=greedy, seeded=seeded) for seeded in (False, True)}
+    greedy, every = ({*asked(True), *also} - {rules.GREEDY} for also in ((), asked(False)))
+    sampled = Variant(frozenset(every), filters=True)
+    whole = dataclasses.replace(sampled, logprobs=MAX_LOGPROBS, processors=True, long_lists=True)
+    return Variant(frozenset(greedy)), sampled, whole
+
+
+def launches(
+    ks: Sequence[int], row_counts: Sequence[int], row_pages: int, rule: str | None, *, rides: bool
+) -> Iterator[Launch]:
+    """The smallest first, where several serve."""
+    greedy, sampled, whole = variants(rule)
+    for rows in row_counts:
+        for variant in (greedy, sampled):
+            yield from (Launch(k, rows, row_pages, False, variant) for k in ks)
+        yield from (Launch(k, rows, row_pages, False, whole) for k in sorted({ks[0], ks[-1]}))  # seldom, so few
+    if rides:
+        yield from (Launch(k, row_counts[-1], row_pages, True, v) for v in (greedy, sampled) for k in ks)
+
+
+def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator[Prefill]:
+    of = lambda rows: ChunkShape(chunk.rows, chunk.width, rows)
+    full = of(chunk.rows)
+    sizes, rows = [], chunk.least_rows
+    while rows < chunk.rows:
+        sizes.append(rows)
+        rows *= 2
+    yield from (Prefill("prefill", of(rows), row_pages) for rows in (*sizes, chunk.rows))
+    yield Prefill("prefill", full, row_pages, Variant(logprobs=MAX_LOGPROBS))
+    if catches_up:
+        yield Prefill("catch_up", full, row_pages)

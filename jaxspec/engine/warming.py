@@ -1,0 +1,70 @@
+"""Compiling all programs of an engine before its first request, several at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from jaxspec.engine import batch, riding
+from jaxspec.engine.catalogue import Closed, Launch, Prefill
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.runner import Plan
+
+NO_RIDE = riding.Ride([[]], {}, [], [])  # one pass, with no piece in it
+
+
+def warm_up(engine: Engine, report: Callable[[int, int, str], None] = lambda done, total, name: None) -> None:
+    """Compiles what the engine may need, all of it known where it was made to warm up. report(done, of how many, which
+    was the last)."""
+    started, wanted = time.perf_counter(), list(plans(engine))
+    # Lowering holds Python; what the compiler does then does not. It uses several threads for large programs itself.
+    pool = ThreadPoolExecutor(max(os.cpu_count() or 1, 2))
+    try:
+        report(0, len(wanted), "")
+        names = {pool.submit(engine.runner.compile, plan): name for name, plan in wanted}
+        for done, compiled in enumerate(as_completed(names)):
+            compiled.result()
+            report(done + 1, len(wanted), names[compiled])
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        engine.timing.warm_up_seconds += time.perf_counter() - started
+
+
+def plans(engine: Engine) -> Iterator[tuple[str, Plan]]:
+    """(name, a run over nothing) of each program."""
+    catalogue, layout = engine.catalogue, engine.layout
+    if not isinstance(catalogue, Closed):
+        return
+    options = engine.speculative.rule_options if engine.speculative else ()
+    for program in catalogue.prefills:
+        yield str(program), prefill(engine, program)
+    for program in catalogue.launches:
+        yield str(program), launch(engine, program, options)
+    yield "copy_pages", Plan("copy_pages", batch.copied_pages([], layout))
+
+
+def prefill(engine: Engine, program: Prefill) -> Plan:
+    following = program.variant.logprobs is not None
+    chunk = batch.chunk_input([], engine.layout, program.shape, row_pages=program.row_pages, following=following)
+    return Plan(program.name, (chunk,), variant=program.variant)
+
+
+def launch(engine: Engine, program: Launch, rule_options: Any) -> Plan:
+    shape, riders = (program.rows, program.row_pages), {}
+    if program.riding and engine.riding_shape:
+        riders = riding.inputs(NO_RIDE, [], engine.layout, engine.riding_shape, program.row_pages, engine.lag)
+    inputs = batch.launch_input(
+        [],
+        program.k,
+        program.variant,
+        engine.layout,
+        shape,
+        num_rounds=0,
+        rule_options=rule_options,
+        vocab_size=engine.limits.vocab_size,
+        **riders,
+    )
+    return Plan("launch", (inputs,), k=program.k, variant=program.variant)
