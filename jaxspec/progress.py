@@ -77,8 +77,8 @@ def token_progress(total: int, done: int, *, enabled: bool) -> Iterator[Callable
 
 @contextlib.contextmanager
 def warm_up_progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yields report(done, total, name), which redraws the bar of programs compiled, the last by name. Where nobody looks
-    at a terminal it writes a line at the end."""
+    """Yields report(done, total, name), which redraws the bar of programs compiled, the last by name; a line at the end
+    tells how long that took."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

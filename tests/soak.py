@@ -214,16 +214,16 @@ class Soak:
         )
 
 
-def tiny_engine(method: str) -> Engine:
+def tiny_engine(method: str, **more) -> Engine:
     """One of METHODS."""
     looks_up, name = split(method)
     options = {"num_speculative_tokens": K, "adaptive": True, "prompt_lookup_min": 1}
     if name in lively_heads.KINDS:
         own = lively_heads.KINDS[name][0]
-        return lively_heads.engine(name, K, spec=options | {"method": LOOKUP * looks_up + own}, **TINY)
+        return lively_heads.engine(name, K, spec=options | {"method": LOOKUP * looks_up + own}, **TINY | more)
     draft = noisy(target()) if name == "draft_model" else None
     options |= {"method": method} | ({"model": "x"} if draft else {})
-    return tiny_models.engine(target(), options, draft, **OPTIONS | TINY)
+    return tiny_models.engine(target(), options, draft, **OPTIONS | TINY | more)
 
 
 def reference_engine(**options) -> Engine:

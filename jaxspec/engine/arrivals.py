@@ -15,7 +15,6 @@ from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import rules
 
-
 MAX_STOP_IDS = 1024  # of a request, the model's own included
 MAX_BAD_WORDS = 256, 32  # how many, and the ids of each
 

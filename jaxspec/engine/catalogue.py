@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from jaxspec.decode.programs import Variants
 from jaxspec.decode.state import Variant
@@ -40,10 +41,10 @@ class Launch:
 class Prefill:
     """A pass over prompts: `prefill`, or `catch_up` for a draft that went without."""
 
-    name: str
+    name: Literal["prefill", "catch_up"]
     shape: ChunkShape
     row_pages: int
-    variant: Variant = Variant()
+    variant: Variant
 
     def __str__(self) -> str:
         return f"{self.name}: {self.shape.least_rows} pieces of {self.shape.width} tokens; {self.variant}"
@@ -159,7 +160,7 @@ def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator
     while rows < chunk.rows:
         sizes.append(rows)
         rows *= 2
-    yield from (Prefill("prefill", of(rows), row_pages) for rows in (*sizes, chunk.rows))
+    yield from (Prefill("prefill", of(rows), row_pages, Variant()) for rows in (*sizes, chunk.rows))
     yield Prefill("prefill", full, row_pages, Variant(logprobs=MAX_LOGPROBS))
     if catches_up:
-        yield Prefill("catch_up", full, row_pages)
+        yield Prefill("catch_up", full, row_pages, Variant())

@@ -39,10 +39,8 @@ def plans(engine: Engine) -> Iterator[tuple[str, Plan]]:
     if not isinstance(catalogue, Closed):
         return
     options = engine.speculative.rule_options if engine.speculative else ()
-    for program in catalogue.prefills:
-        yield str(program), prefill(engine, program)
-    for program in catalogue.launches:
-        yield str(program), launch(engine, program, options)
+    yield from ((str(program), prefill(engine, program)) for program in catalogue.prefills)
+    yield from ((str(program), launch(engine, program, options)) for program in catalogue.launches)
     yield "copy_pages", Plan("copy_pages", batch.copied_pages([], layout))
 
 

@@ -1,0 +1,234 @@
+"""An engine that warms up: its programs are few and known at its start, and no request waits for another."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.decode import programs
+from jaxspec.decode.state import Variant
+from jaxspec.engine import setup
+from jaxspec.engine.batch import FEW, ChunkShape
+from jaxspec.engine.catalogue import Closed, row_counts, variants
+from jaxspec.engine.warming import plans, warm_up
+from jaxspec.sampling_params import SamplingParams
+from pallas_kernels.device import Device
+from tests import tiny_models
+from tests.lively_models import OPTIONS, PROMPTS, VOCAB, plain, target, texts
+from tests.sizes import cases
+from tests.soak import Soak, complaints, draw, reference_engine, tiny_engine
+
+SMALL = OPTIONS | {"max_num_seqs": 1, "prefill_chunk": 16, "warm_up": True}
+MANY_IDS = list(range(0, VOCAB, 3))
+
+
+def small(**options):
+    return tiny_models.engine(target(), {"method": "ngram", "num_speculative_tokens": 2}, None, **SMALL | options)
+
+
+def catalogue(platform: str, max_num_seqs: int, k: int) -> Closed:
+    spec = SpeculativeConfig(model="x", num_speculative_tokens=k) if k else None
+    config = EngineConfig(max_num_seqs=max_num_seqs, warm_up=True)
+    return setup.catalogue(config, spec, Device(platform), 2048 + k, lags=bool(k))
+
+
+# How many
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(("max_num_seqs", "k", "most"), [(64, 4, 40), (16, 4, 40), (64, 0, 20), (1, 4, 24)])
+def test_they_are_few(platform, max_num_seqs, k, most):
+    found = catalogue(platform, max_num_seqs, k)
+    listed = [*found.launches, *found.prefills]
+    assert len(set(listed)) == len(listed)
+    assert len(set(map(str, listed))) == len(listed), "names tell them apart"
+    assert len(listed) + 1 <= most, "with the copy of pages"
+
+
+@pytest.mark.parametrize(
+    ("most", "counts"),
+    [(64, (1, 16, 64)), (16, (1, 4, 16)), (6, (1, 2, 8)), (256, (1, 16, 64, 256)), (2, (1, 2)), (1, (1,))],
+)
+def test_sizes_of_batches(most, counts):
+    assert row_counts(most) == counts
+
+
+@pytest.mark.parametrize("rule", [None, "standard", "coupled", "typical", "synthetic"])
+def test_every_batch_has_a_program(rule):
+    """Whatever it asks for, of every number of rows and drafts, and the smallest of those that serve."""
+    spec = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    found = Closed(
+        setup.ks(spec), rule, max_num_seqs=64, row_pages=9, chunk=ChunkShape(32, 64, 4), riding=None, catches_up=True
+    )
+    greedy, sampled, whole = variants(rule)
+    for rows, k in [(1, 0), (1, 4), (9, 2), (64, 4)]:
+        shape = found.shape(rows, 3, False)
+        assert shape == (next(n for n in (1, 16, 64) if n >= rows), 9)
+        for wanted, (most, variant) in {
+            greedy: (k, greedy),
+            Variant(sampled.rules, filters=True): (k, sampled),
+            Variant(greedy.rules, logprobs=5): (4 if k else 0, whole),
+            Variant(greedy.rules, processors=True): (4 if k else 0, whole),
+            whole: (4 if k else 0, whole),
+        }.items():
+            assert found.launch(k, shape, False, wanted) == (most, variant)
+
+
+# What is compiled
+
+
+WANTED = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 7, "prompt_logprobs": 2},
+    {"temperature": 0.9, "seed": 3, "top_p": 0.8, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "seed": 4, "num_speculative_tokens": 0},
+    {"temperature": 0.0, "logit_bias": dict.fromkeys(MANY_IDS, 4.0), "stop_token_ids": list(range(1, VOCAB, 7))},
+    {"temperature": 0.7, "seed": 5, "allowed_token_ids": MANY_IDS},
+    {"temperature": 0.0, "n": 2},
+)
+
+
+def test_requests_wait_for_nothing_and_get_what_they_would_get():
+    engine, said = small(), []
+    warm_up(engine, lambda done, total, name: said.append((done, total, name)))
+    known = engine.runner.programs.num_compiled
+    assert known == len(list(plans(engine))) == said[-1][0] == said[-1][1]
+    assert said[0][:2] == (0, known)
+    assert "copy_pages" in {name for *_, name in said}
+    assert engine.timing.warm_up_seconds > 0
+    sampling = [SamplingParams(max_tokens=12, **wanted) for wanted in WANTED]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(sampling))]
+    requests = [engine.add(prompt, params) for prompt, params in zip(prompts, sampling, strict=True)]
+    while engine.busy:
+        engine.step()
+    assert [r.error for r in requests] == [None] * len(requests)
+    assert (engine.runner.programs.num_compiled, engine.timing.num_compiled) == (known, 0)
+    assert texts(requests) == plain(tuple(prompts), tuple(sampling))
+
+
+def test_one_that_did_not_warm_up_counts_what_requests_waited_for():
+    engine = small(warm_up=False)
+    engine.add(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=5))
+    while engine.busy:
+        engine.step()
+    assert engine.timing.num_compiled == engine.runner.programs.num_compiled > 0
+    assert list(plans(engine)) == []
+
+
+@pytest.mark.thorough
+@cases("method", ["ngram", "draft_model", "ngram+eagle3"], quick=["draft_model"])
+def test_the_soak_compiles_nothing(method):
+    """Prompts ride along in it, and rows give way and come back."""
+    rng = np.random.default_rng(5)
+    requests = draw(rng, 60)
+    engine = tiny_engine(method, warm_up=True)
+    soak = Soak(engine, rng)
+    del engine.grown_shape
+    sizes = {"max_num_seqs": engine.config.max_num_seqs, "row_pages": engine.catalogue.table_widths[0]}
+    shapes = {"chunk": engine.prefilling.shape, "riding": engine.riding_shape}
+    engine.catalogue = Closed(
+        tuple(engine.runner.drafters), None, **sizes, **shapes, catches_up=engine.lag.most is not None
+    )
+    engine.prefilling.catalogue = engine.catalogue
+    warm_up(engine)
+    known = engine.runner.programs.num_compiled
+    soak.serve(requests)
+    soak.check_idle()
+    assert (engine.runner.programs.num_compiled, engine.timing.num_compiled) == (known, 0)
+    assert complaints(requests, soak.requests, reference_engine()) == []
+    assert min(soak.launches[k] for k in (0, 2, 4)) > 0
+
+
+# Threads
+
+
+def test_two_that_want_the_same_program_make_it_once(monkeypatch):
+    engine, made, lower = small(), [], programs.lower
+    together = threading.Barrier(2)
+    monkeypatch.setattr(programs, "lower", lambda *arguments: made.append(1) or lower(*arguments))
+    _, plan = next(plans(engine))
+
+    def compile():
+        together.wait(10)
+        engine.runner.compile(plan)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(compile) for _ in range(2)]:
+            done.result(60)
+    assert made == [1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_program_that_could_not_be_made_is_made_again(monkeypatch, error):
+    engine, lower = small(), programs.lower
+    _, plan = next(plans(engine))
+
+    def failing(*arguments):
+        raise error
+
+    monkeypatch.setattr(programs, "lower", failing)
+    with pytest.raises(error):
+        engine.runner.compile(plan)
+    monkeypatch.setattr(programs, "lower", lower)
+    engine.runner.compile(plan)
+    assert engine.runner.programs.num_compiled == 1
+
+
+def test_what_fails_ends_the_warm_up(monkeypatch):
+    engine = small()
+
+    def failing(*arguments):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(programs, "lower", failing)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        warm_up(engine)
+
+
+# Long lists
+
+
+def test_long_lists_do_as_short_ones():
+    """The same few ids, in a program for many."""
+    engine = small(warm_up=False)
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=16,
+        logit_bias={5: 3.0, 9: -4.0},
+        allowed_token_ids=list(range(0, 64, 5)),
+        min_tokens=4,
+    )
+    assert FEW.holds(engine.add(PROMPTS[3], sampling))
+    engine.step()
+    found = []
+    for long in (False, True):
+        own = small(warm_up=False)
+        launch = own.catalogue.launch
+        own.catalogue.launch = lambda k, shape, riding, exact, long=long, launch=launch: launch(
+            k, shape, riding, Variant(exact.rules, processors=True, long_lists=long)
+        )
+        request = own.add(PROMPTS[3], sampling, bad_words=[[5, 10]], stop_ids=[20])
+        while own.busy:
+            own.step()
+        found.append((request.output, request.finish_reason))
+    assert found[0] == found[1]
+    assert len(found[0][0]) >= 4
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ({"stop_ids": range(1025)}, "stop_token_ids: 1025 ids end the text, at most 1024 may"),
+        ({"bad_words": [[1]] * 257}, "bad_words: 257 words of up to 1 tokens, at most 256 of 32 may be listed"),
+        ({"bad_words": [[1] * 33]}, "bad_words: 1 words of up to 33 tokens, at most 256 of 32 may be listed"),
+    ],
+)
+def test_lists_without_end_are_refused(listed, said):
+    from jaxspec.errors import UserError
+
+    with pytest.raises(UserError, match=said):
+        small(warm_up=False).add(PROMPTS[0], SamplingParams(), **listed)
