@@ -33,6 +33,7 @@ from jaxspec.parallel.mesh import make_mesh
 from jaxspec.progress import generation_progress, wanted, warm_up_progress
 from jaxspec.prompts import Ask, Prompt, asks, named, readable
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.widened import load_widened
 from pallas_kernels.device import here
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,7 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         self.config, speculative = EngineConfig(**options), SpeculativeConfig.of(speculative_config)
-        if self.config.compilation_cache:
-            enable_compilation_cache()
+        self._kept = enable_compilation_cache() if self.config.compilation_cache else None
         leave_out_absent_tpu()
         self._mesh = make_mesh(self.config.tensor_parallel_size)
         self._source = checkpoints.resolve(model, revision=self.config.revision)
@@ -88,6 +88,7 @@ class LLM:
         self.engine = Engine(
             self.target, self.config, mesh=self._mesh, speculative=speculative, draft=draft, device=here()
         )
+        self.engine.runner.programs.folder = self._kept and self._kept / "programs"
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
         self._profile: Path | None = None  # the folder of the trace that is being taken
         self._request_ids = map(str, itertools.count())
@@ -98,7 +99,9 @@ class LLM:
 
     def _load(self, source: checkpoints.Source, dtype: str) -> Model:
         backend = Backend(here(), self._mesh, self.config.kernels)  # refuses before anything is loaded
-        return load(source, compute_dtype(dtype, backend.device), self._mesh).stored_for(backend)
+        compute = compute_dtype(dtype, backend.device)
+        read = lambda: load(source, compute, self._mesh).stored_for(backend)
+        return load_widened(source, compute, backend, self._kept / "widened", read) if self._kept else read()
 
     def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
         backend = Backend(here(), self._mesh, self.config.kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -113,8 +114,11 @@ def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None
         )
 
 
-def enable_compilation_cache() -> None:
-    """Compiled programs are kept under the user's cache folder, unless JAX was told another place."""
+def enable_compilation_cache() -> Path | None:
+    """Compiled programs are kept under the user's cache folder, unless JAX was told another place -> the folder for
+    what else a later start need not make again; None where JAX was told another."""
+    ours = cache_folder() / "xla"
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_compilation_cache_dir", str(ours))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    return cache_folder() if jax.config.jax_compilation_cache_dir == str(ours) else None  # type: ignore[attr-defined]

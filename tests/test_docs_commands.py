@@ -45,7 +45,7 @@ LOWER: dict[str, dict[str, str]] = {
 BRIEF: dict[str, dict[str, str]] = {
     "demo": {"--max-tokens": "4"},
     "generate": {"--max-tokens": "8"},
-    "serve": {"--port": "0", "--num-pages": "64"},
+    "serve": {"--port": "0", "--num-pages": "64", "--max-num-seqs": "1", "--prefill-chunk": "16"},
     "bench-serve": {"--num-requests": "2", "--max-tokens": "4"},
     "bench": {"--context": "24", "--launches": "1"},
     "generate-data": {"--shard-size": "4", "--rows": "4", "--length": "64", "--mixture": "free:1"},

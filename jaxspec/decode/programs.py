@@ -9,18 +9,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, Sharding
 
 from jaxspec.cache.pages import copy_pages
+from jaxspec.decode import stored
 from jaxspec.decode.loop import launch
 from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.prefill import catch_up, prefill
-from jaxspec.decode.state import Variant
+from jaxspec.decode.state import LaunchResult, Variant
 from jaxspec.parallel.mesh import sharding
 from jaxspec.platforms import facts
+from jaxspec.sampling.logprobs import Logprobs
 
 WORTH_COMPILING = 16  # launches
 one_at_a_time = threading.RLock()
@@ -38,10 +41,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 class Programs:
     """Compiles each (function, static config, shapes) once, ahead of its first run. The caches are donated.
 
+    folder: where lowered programs are kept, if they are.
     num_compiled: programs; num_waits, compile_seconds: of runs that had to wait for theirs.
     """
 
     mesh: Mesh
+    folder: Path | None = None
     num_compiled: int = 0
     num_waits: int = 0
     compile_seconds: float = 0.0
@@ -68,8 +73,7 @@ class Programs:
                 known = self.compiled.setdefault(key, mine)
                 waited = not known.done()
                 if known is mine:
-                    placed = jax.device_put(packed, sharding(self.mesh))
-                    mine.set_result(lower(name, config, params, cache, placed).compile())
+                    mine.set_result(self.make(name, config, params, cache, packed))
                     self.num_compiled += 1
                 try:
                     return known.result(), waited
@@ -78,6 +82,13 @@ class Programs:
         finally:
             if mine.cancel() and self.compiled.get(key) is mine:  # whatever came between
                 del self.compiled[key]
+
+
+    def make(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[..., Any]:
+        placed = jax.device_put(packed, sharding(self.mesh))
+        if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
+            return from_disk(self.folder, kept, name, config, params, cache, placed)
+        return lower(name, config, params, cache, placed).compile()
 
 
 @dataclasses.dataclass
@@ -110,16 +121,75 @@ def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> ja
         cache, rest = FUNCTIONS[name](config, params, cache, *packed.unpack())
         return cache, pack(rest)
 
-    where = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
-    pages = jax.tree.map(lambda x: x.format, cache)
+    pages, place = jax.tree.map(lambda x: x.format, cache), packed.words.sharding
     options: dict[str, Any] = {
         "donate_argnums": (1,),
         "in_shardings": (where(params), pages, where(packed)),
-        "out_shardings": (pages, packed.words.sharding),
-        "compiler_options": compiler_options(packed.words.sharding),
+        "out_shardings": (pages, place),
+        "compiler_options": compiler_options(place),
     }
     with without_source_lines():
         return jax.jit(program, **options).lower(params, cache, packed)
+
+
+def where(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> str | None:
+    """By which a lowered program is found on disk; None for one that is not kept."""
+    arrays, tree = jax.tree.flatten((params, cache, packed))
+    variant: Any = ()
+    if config is not None:  # a set's order is another in every process
+        variant = dataclasses.replace(config.variant, rules=frozenset()), sorted(config.variant.rules)
+        config = dataclasses.replace(config, variant=Variant())
+    return stored.digest(name, config, variant, tree, [(x.shape, x.dtype, x.sharding) for x in arrays])
+
+
+def from_disk(
+    folder: Path, kept: str, name: str, config: Any, params: Any, cache: Any, packed: Packed
+) -> Callable[..., Any]:
+    """As `lower` and then compiled, but that it is traced and lowered only if it is not on disk, by the name `kept`."""
+    arrays, tree = jax.tree.flatten((params, cache, packed))
+    pages, place, traced = jax.tree.leaves(cache), packed.words.sharding, []
+
+    def program(*arrays: Any) -> list[Any]:
+        params, cache, packed = jax.tree.unflatten(tree, arrays)
+        cache, rest = FUNCTIONS[name](config, params, cache, *packed.unpack())
+        traced[:] = [pack(rest)]
+        return [*jax.tree.leaves(cache), traced[0].words]
+
+    found = stored.load(folder, kept)
+    if found is None:
+        with without_source_lines():
+            plain = jax.jit(program, in_shardings=where(arrays), out_shardings=[*where(pages), place])
+            found = stored.store(folder, kept, plain, arrays, lambda: traced[0].leaves)
+    formats, before = [page.format for page in pages], len(arrays) - len(pages) - 1
+    options: dict[str, Any] = {
+        "donate_argnums": tuple(range(before, before + len(pages))),
+        "in_shardings": (*where(arrays[:before]), *formats, place),
+        "out_shardings": [*formats, place],
+        "compiler_options": compiler_options(place),
+    }
+    with without_source_lines():
+        compiled = jax.jit(found.call, **options).lower(*arrays).compile()
+    structure = jax.tree.structure(answer(name, config))
+    leaves = tuple((tuple(shape), dtype) for shape, dtype in found.note)
+
+    def run(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
+        *pages, words = compiled(*jax.tree.leaves((params, cache, packed)))
+        return jax.tree.unflatten(jax.tree.structure(cache), pages), Packed(words, structure, leaves)
+
+    return run
+
+
+def answer(name: str, config: Any) -> Any:
+    """What a program gives beside the caches, with anything for its arrays."""
+    scores = Logprobs(0, 0, 0, 0) if config and config.variant.logprobs is not None else None  # type: ignore[arg-type]
+    if name != "launch":
+        return scores
+    names = (field.name for field in dataclasses.fields(LaunchResult))
+    return LaunchResult(**{**dict.fromkeys(names, 0), "logprobs": scores})  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -29,13 +29,13 @@ class OutputFirst(Mapping[str, jax.Array]):
     def __len__(self) -> int:
         return len(self.stored)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[str, ...], frozenset[str]]]:
-        return tuple(self.stored.values()), (tuple(self.stored), self.matrices)
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[str, ...], tuple[str, ...]]]:
+        return tuple(self.stored.values()), (tuple(self.stored), tuple(sorted(self.matrices)))  # in the same order always
 
     @classmethod
-    def tree_unflatten(cls, known: tuple[tuple[str, ...], frozenset[str]], values: tuple[Any, ...]) -> OutputFirst:
+    def tree_unflatten(cls, known: tuple[tuple[str, ...], tuple[str, ...]], values: tuple[Any, ...]) -> OutputFirst:
         names, matrices = known
-        return cls(dict(zip(names, values, strict=True)), matrices)
+        return cls(dict(zip(names, values, strict=True)), frozenset(matrices))
 
 
 def stored_for(backend: Backend, config: ModelConfig, params: Params) -> Params:
@@ -45,6 +45,11 @@ def stored_for(backend: Backend, config: ModelConfig, params: Params) -> Params:
     """
     if not isinstance(params, dict) or not backend.streams or compute_dtype(params) != jnp.float32:
         return params
-    matrices = frozenset(name for name, p in parameters(config).items() if p.kind == "matrix")  # tables lie well
-    turned = lambda name, x: x.T.block_until_ready() if name in matrices else x
-    return OutputFirst({name: turned(name, params.pop(name)) for name in list(params)}, matrices)
+    turning = matrices(config)
+    turned = lambda name, x: x.T.block_until_ready() if name in turning else x
+    return OutputFirst({name: turned(name, params.pop(name)) for name in list(params)}, turning)
+
+
+def matrices(config: ModelConfig) -> frozenset[str]:
+    """The names of what is turned; tables lie well."""
+    return frozenset(name for name, p in parameters(config).items() if p.kind == "matrix")

@@ -29,6 +29,7 @@ from tests.server.running import GREEDY, LONG, MODEL, Running, wait
 
 ROOT = Path(__file__).parents[2]
 SMALL = [word for name, n in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(n))]
+SMALL.append("--no-warm-up")
 
 
 def drain(server: Running, seconds: float):

@@ -1,0 +1,89 @@
+"""Lowered programs on disk, so that a later start neither traces nor lowers them again: jax.export's files. What the
+compiler made of them is in JAX's own compilation cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax import export
+
+import jaxspec
+import pallas_kernels
+
+KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")  # whose form jax does not promise to keep
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A program over flat arrays.
+
+    call: to be jitted and compiled.
+    note: what was stored with it.
+    """
+
+    call: Callable[..., Any]
+    note: Any
+
+
+def digest(*described: Any) -> str | None:
+    """Of what a program depends on: these descriptions, all sources, and who compiles; None where a description names
+    no more than an address."""
+    text = json.dumps([*map(str, described), sources(), jax.__version__, jaxlib.__version__, *settings()])
+    return None if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def sources() -> str:
+    """Of the two packages' files."""
+    found = hashlib.sha256()
+    for package in (jaxspec, pallas_kernels):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def settings() -> list[str]:
+    """What else changes how something is lowered."""
+    device = jax.devices()[0]
+    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+    return [device.platform, device.device_kind, *(str(getattr(jax.config, name)) for name in names)]
+
+
+def load(folder: Path, name: str) -> Stored | None:
+    """None where there is none, or it is damaged."""
+    try:
+        header, _, blob = (folder / name).read_bytes().partition(b"\n")
+        known = json.loads(header)
+        if hashlib.sha256(blob).hexdigest() != known["sha256"]:
+            return None
+        return Stored(export.deserialize(bytearray(blob)).call, known["note"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store(folder: Path, name: str, program: Any, arrays: Sequence[Any], note: Callable[[], Any]) -> Stored:
+    """Lowers the jitted program for these arrays, and keeps that; what cannot be written is not kept. note: asked for
+    after the program was traced."""
+    allowed = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in KERNELS]
+    exported = export.export(program, disabled_checks=allowed)(*arrays)
+    blob, noted = bytes(exported.serialize()), note()
+    header = json.dumps({"sha256": hashlib.sha256(blob).hexdigest(), "note": noted})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(header.encode() + b"\n" + blob)
+        os.replace(file.name, folder / name)  # a whole file, or none
+    except OSError:
+        pass
+    return Stored(exported.call, noted)
