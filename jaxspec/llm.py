@@ -101,7 +101,9 @@ class LLM:
         backend = Backend(here(), self._mesh, self.config.kernels)  # refuses before anything is loaded
         compute = compute_dtype(dtype, backend.device)
         read = lambda: load(source, compute, self._mesh).stored_for(backend)
-        return load_widened(source, compute, backend, self._kept / "widened", read) if self._kept else read()
+        if self._kept is None:
+            return read()
+        return load_widened(source, compute, backend, self._mesh, self._kept / "widened", read)
 
     def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
         backend = Backend(here(), self._mesh, self.config.kernels)

@@ -54,8 +54,9 @@ ARROWS = {
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
     "loading": "checkpoints pallas_kernels platforms models drafters engine.setup",
+    "widened": "checkpoints decode.stored engine.setup models",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
-    "prompts job",
+    "prompts job widened",
     "async_llm": "config keywords outputs sampling_params engine prompts job llm",
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",

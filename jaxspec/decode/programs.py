@@ -83,11 +83,11 @@ class Programs:
             if mine.cancel() and self.compiled.get(key) is mine:  # whatever came between
                 del self.compiled[key]
 
-
     def make(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[..., Any]:
         placed = jax.device_put(packed, sharding(self.mesh))
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
-            return from_disk(self.folder, kept, name, config, params, cache, placed)
+            with contextlib.suppress(ValueError, NotImplementedError):  # jax does not export all that it compiles
+                return from_disk(self.folder, kept, name, config, params, cache, placed)
         return lower(name, config, params, cache, placed).compile()
 
 
@@ -146,12 +146,14 @@ def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -
     return stored.digest(name, config, variant, tree, [(x.shape, x.dtype, x.sharding) for x in arrays])
 
 
-def from_disk(
+def lower_from_disk(
     folder: Path, kept: str, name: str, config: Any, params: Any, cache: Any, packed: Packed
-) -> Callable[..., Any]:
-    """As `lower` and then compiled, but that it is traced and lowered only if it is not on disk, by the name `kept`."""
+) -> tuple[jax.stages.Lowered, Any]:
+    """As `lower`, but over flat arrays, and traced only if it is not on disk by the name `kept` -> also the shapes and
+    dtypes of what it gives beside the caches."""
     arrays, tree = jax.tree.flatten((params, cache, packed))
-    pages, place, traced = jax.tree.leaves(cache), packed.words.sharding, []
+    pages, place = jax.tree.leaves(cache), packed.words.sharding
+    traced: list[Packed] = []
 
     def program(*arrays: Any) -> list[Any]:
         params, cache, packed = jax.tree.unflatten(tree, arrays)
@@ -159,11 +161,6 @@ def from_disk(
         traced[:] = [pack(rest)]
         return [*jax.tree.leaves(cache), traced[0].words]
 
-    found = stored.load(folder, kept)
-    if found is None:
-        with without_source_lines():
-            plain = jax.jit(program, in_shardings=where(arrays), out_shardings=[*where(pages), place])
-            found = stored.store(folder, kept, plain, arrays, lambda: traced[0].leaves)
     formats, before = [page.format for page in pages], len(arrays) - len(pages) - 1
     options: dict[str, Any] = {
         "donate_argnums": tuple(range(before, before + len(pages))),
@@ -172,9 +169,18 @@ def from_disk(
         "compiler_options": compiler_options(place),
     }
     with without_source_lines():
-        compiled = jax.jit(found.call, **options).lower(*arrays).compile()
-    structure = jax.tree.structure(answer(name, config))
-    leaves = tuple((tuple(shape), dtype) for shape, dtype in found.note)
+        found = stored.load(folder, kept)
+        if found is None:
+            plain = jax.jit(program, in_shardings=where(arrays), out_shardings=[*where(pages), place])
+            found = stored.store(folder, kept, plain, arrays, lambda: traced[0].leaves)
+        return jax.jit(found.call, **options).lower(*arrays), found.note
+
+
+def from_disk(folder: Path, kept: str, name: str, config: Any, *arguments: Any) -> Callable[..., Any]:
+    """The compiled program of `lower_from_disk`, which takes what that of `lower` takes."""
+    lowered, note = lower_from_disk(folder, kept, name, config, *arguments)
+    compiled, structure = lowered.compile(), jax.tree.structure(answer(name, config))
+    leaves = tuple((tuple(shape), dtype) for shape, dtype in note)
 
     def run(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
         *pages, words = compiled(*jax.tree.leaves((params, cache, packed)))

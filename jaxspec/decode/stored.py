@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import tempfile
@@ -17,9 +18,7 @@ import jax
 import jaxlib
 from jax import export
 
-import jaxspec
-import pallas_kernels
-
+PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")  # whose form jax does not promise to keep
 
 
@@ -44,12 +43,13 @@ def digest(*described: Any) -> str | None:
 
 @functools.cache
 def sources() -> str:
-    """Of the two packages' files."""
+    """Of all our files."""
     found = hashlib.sha256()
-    for package in (jaxspec, pallas_kernels):
-        root = Path(package.__path__[0])
-        for path in sorted(root.rglob("*.py")):
-            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for root in sorted(spec.submodule_search_locations or ()) if spec else ():
+            for path in sorted(Path(root).rglob("*.py")):
+                found.update(f"{package}/{path.relative_to(root)}\0".encode() + path.read_bytes())
     return found.hexdigest()
 
 
@@ -76,7 +76,9 @@ def store(folder: Path, name: str, program: Any, arrays: Sequence[Any], note: Ca
     """Lowers the jitted program for these arrays, and keeps that; what cannot be written is not kept. note: asked for
     after the program was traced."""
     allowed = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in KERNELS]
-    exported = export.export(program, disabled_checks=allowed)(*arrays)
+    platform = next(iter(arrays[0].sharding.device_set)).platform
+    elsewhere = [{"gpu": "cuda"}.get(platform, platform)] if platform != jax.devices()[0].platform else None
+    exported = export.export(program, platforms=elsewhere, disabled_checks=allowed)(*arrays)
     blob, noted = bytes(exported.serialize()), note()
     header = json.dumps({"sha256": hashlib.sha256(blob).hexdigest(), "note": noted})
     try:

@@ -30,7 +30,10 @@ class OutputFirst(Mapping[str, jax.Array]):
         return len(self.stored)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[str, ...], tuple[str, ...]]]:
-        return tuple(self.stored.values()), (tuple(self.stored), tuple(sorted(self.matrices)))  # in the same order always
+        return tuple(self.stored.values()), (
+            tuple(self.stored),
+            tuple(sorted(self.matrices)),
+        )  # in the same order always
 
     @classmethod
     def tree_unflatten(cls, known: tuple[tuple[str, ...], tuple[str, ...]], values: tuple[Any, ...]) -> OutputFirst:

@@ -48,9 +48,10 @@ VARIANTS = {
 
 
 @cases("name", VARIANTS, quick=["draft_model"])
-def test_the_launch(name):
+def test_the_launch(name, tmp_path):
     chip, target, draft, variant, num_drafts, temporary = VARIANTS[name]
     program = Program(chip, target, draft, variant, num_drafts=num_drafts, **SMALL)
+    program.kept = tmp_path if name in ("draft_model", "sampling") else None
     read = check_loop(program, program.launch(), temporary)
     # All draft passes but the first are one loop's.
     passes = target.num_layers + (min(num_drafts, 2) * draft.num_layers if draft else 0)

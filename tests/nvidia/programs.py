@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,7 +55,10 @@ class GpuProgram(Program):
 
 def cases(name: str, mesh: Mesh) -> dict[str, Callable[[], dict[str, Any]]]:
     def build(step: str, options: dict[str, Any]) -> dict[str, Any]:
-        return getattr(GpuProgram(name, mesh, **options), step)()
+        built = GpuProgram(name, mesh, **options)
+        if options is PROGRAMS["few layers"]:
+            built.kept = Path(tempfile.mkdtemp())
+        return getattr(built, step)()
 
     return {
         f"{program}, {step}": functools.partial(build, step, options)
