@@ -19,8 +19,8 @@ def show(document: dict[str, Any]) -> None:
     if stages := [r for r in document["rows"] if r["stage"] not in ("adaptive", "load")]:
         console.print(stage_table(stages))
     if loads := [r for r in document["rows"] if r["stage"] == "load"]:
-        console.print(load_table(loads))
-        console.print(time_table(loads))
+        for table_of in (load_table, wait_table, time_table):
+            console.print(table_of(loads))
     if ways := [r for r in document["rows"] if r["stage"] == "adaptive"]:
         console.print(way_table(ways))
     reading = f", read {document['read_bandwidth_gb_s']:.1f} GB/s" if document["read_bandwidth_gb_s"] else ""
@@ -59,15 +59,21 @@ def stage_table(rows: list[Row]) -> Any:
 
 
 def load_table(rows: list[Row]) -> Any:
-    """Milliseconds to the first token and per further one: mean, median, 99th percentile. The ratio: how often the time
-    that plain decoding and its prefill would take at best."""
-    made = table("run", "rows", "K", "tokens/s", "ratio", "accept.", "first", "p50", "p99", "next", "p50", "p99")
+    """The ratio: how often the time that plain decoding and its prefill would take at best."""
+    made = table("run", "requests", "rows", "K", "tokens", "tokens/s", "ratio", "accept.")
     for r in rows:
-        k, length = "" if r["k"] is None else str(r["k"]), f"{r['acceptance_length']:.2f}"
-        speed = f"{r['tokens_per_second']:,.0f}"
+        k, counts = "" if r["k"] is None else str(r["k"]), (r["run"], r["requests"], r["batch_size"])
+        figures = (f"{r['tokens_per_second']:,.0f}", f"{r['ratio']:.2f}", f"{r['acceptance_length']:.2f}")
+        made.add_row(*map(str, counts), k, f"{r['tokens']:,}", *figures)
+    return made
+
+
+def wait_table(rows: list[Row]) -> Any:
+    """Mean, median, 99th percentile."""
+    made = table("run", "first", "p50", "p99", "next", "p50", "p99", title="ms to the first token, and to each further")
+    for r in rows:
         names = ("time_to_first_token_ms", "time_per_output_token_ms")
-        waits = [digits(ms) for name in names for ms in r[name].values()]
-        made.add_row(str(r["run"]), str(r["batch_size"]), k, speed, f"{r['ratio']:.2f}", length, *waits)
+        made.add_row(str(r["run"]), *(digits(ms) for name in names for ms in r[name].values()))
     return made
 
 

@@ -116,6 +116,46 @@ def test_a_tree_stands_in_place_of_k():
     assert [(r["stage"], r["k"]) for r in found] == [("round", 4), ("propose", 4)]
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    """Arriving, with drafts of which some are accepted; the second run compiles nothing."""
+    load = options.Load(requests=7, prompt_tokens=(8, 40), output_tokens=(3, 6), rate=50.0, runs=2)
+    return measure.run(dataclasses.replace(CHOSEN, stages=("load",), load=load, rates=(0.7, 0.4)), LIMITS)
+
+
+@pytest.mark.thorough
+def test_a_load(loaded):
+    first, second = found = loaded["rows"]
+    assert [(r["stage"], r["run"], r["batch_size"], r["k"], r["requests"]) for r in found] == [
+        ("load", run, B, K, 7) for run in (1, 2)
+    ]
+    for r in found:
+        assert 7 * 3 <= r["tokens"] <= 7 * 6
+        assert r["tokens"] == first["tokens"]
+        assert r["tokens_per_second"] == pytest.approx(1e3 * r["tokens"] / r["ms"])
+        assert 1.0 < r["acceptance_length"] <= K + 1
+        for waits in (r["time_to_first_token_ms"], r["time_per_output_token_ms"]):
+            assert 0 < waits["p50"] <= waits["p99"]
+            assert 0 < waits["mean"] <= waits["p99"]
+        parts = r["seconds"]
+        assert sum(parts.values()) - parts["whole"] == pytest.approx(parts["whole"])
+    assert first["seconds"]["compile"] > 0
+    assert second["seconds"]["compile"] < first["seconds"]["compile"]
+
+
+@pytest.mark.thorough
+def test_a_load_as_tables(loaded, capsys):
+    """Whatever the figures, they fit into 80 columns."""
+    waits = {"mean": 43333.3, "p50": 40481.1, "p99": 81011.4}
+    slow = dict.fromkeys(("time_to_first_token_ms", "time_per_output_token_ms"), waits)
+    report.show(loaded | {"rows": [r | slow for r in loaded["rows"]]})
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.count("81011.4") == 4
+    assert "ms to the first token" in out
+
+
 @pytest.mark.thorough
 def test_speeds(document):
     for stage in ("target", "draft", "plain", "speculative", "adaptive"):
@@ -146,7 +186,7 @@ def test_never_slower(document):
 def test_tables(document, capsys):
     report.show(document)
     out = capsys.readouterr().out
-    for word in (*CHOSEN.stages[:-1], "floor", "ratio", "tokens/s", "always K", "16.0 GB/s"):
+    for word in (*CHOSEN.stages, "floor", "ratio", "tokens/s", "always K", "16.0 GB/s"):
         assert word in out, word
     assert out.count("\n") > len(document["rows"]) // 2
     assert max(map(len, out.splitlines())) <= 80

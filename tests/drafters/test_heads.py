@@ -165,7 +165,7 @@ def test_accepted_drafts(folders, name, monkeypatch):
     check(folders(name)[0], rounds, reference(folders(name), name))
 
 
-@cases("name", QUICK, quick=["medusa"])
+@cases("name", ["medusa", "eagle3", "dflash"], quick=["medusa"])  # the soak has all
 def test_sampled_rows_and_few_pages(folders, name, monkeypatch):
     """Rows with a seed say what plain decoding says, whatever the penalties, and what it would log; those without one
     take q along. The pool is too small for all: rows give way, and come back."""
