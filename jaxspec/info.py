@@ -16,7 +16,8 @@ from jaxspec.cache.pages import FeatureLayout, cache_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import Reading
-from jaxspec.engine.setup import Model, temporary_bytes
+from jaxspec.engine.catalogue import Closed
+from jaxspec.engine.setup import Model, catalogue, temporary_bytes
 from jaxspec.errors import UserError
 from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype, read_draft
 from jaxspec.models.config import ModelConfig
@@ -25,14 +26,17 @@ from jaxspec.platforms import facts as platform_facts
 from pallas_kernels.device import Device, here
 
 
-def describe(model: str, draft: str | None = None, device: str | None = None) -> dict[str, Any]:
+def describe(
+    model: str, draft: str | None = None, device: str | None = None, max_num_seqs: int | None = None
+) -> dict[str, Any]:
     """{"model": {...}, "draft": {...} where one is named, "device", "memory_bytes", "temporary_bytes", "page_size",
-    "pages", "tokens_that_fit", "draft_fits", "draft_problem"}.
+    "pages", "tokens_that_fit", "draft_fits", "draft_problem", "programs"}.
 
     device: the name of an accelerator, which need not be here; None for this machine's first.
     memory_bytes: what the engine uses of it, None where that is not known; of it weights and, for programs,
     temporary_bytes are taken. pages: how many the default engine could hold of both models together in what remains.
     The draft's "head" is what its checkpoint was taken for (`understood`), None where it is a model of its own.
+    programs: the names of those that an engine compiles which warms up; max_num_seqs: its rows, None for the default.
     draft_fits: None without a draft, else whether it can draft for the model; draft_problem says why not.
 
     Raises: UserError for an unknown device.
@@ -63,7 +67,19 @@ def describe(model: str, draft: str | None = None, device: str | None = None) ->
             own = own and checkpoints.has_tokenizer(draft_source)
             document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own else source)
             document["draft"]["head"] = understood(reading) if reading else None
+    options = EngineConfig(warm_up=True, **({"max_num_seqs": max_num_seqs} if max_num_seqs else {}))
+    document["programs"] = programs(configs, options, chip)
     return document | pool(configs, document, chip, absent)
+
+
+def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Device) -> list[str]:
+    """Those of such an engine, in the order in which they are compiled."""
+    drafted = configs.get("draft")
+    spec = SpeculativeConfig(model="draft") if drafted else None
+    longest = configs["target"].max_model_len + (spec.num_speculative_tokens if spec else 0)
+    found = catalogue(options, spec, chip, longest, lags=bool(drafted and drafted.cached_layers))
+    assert isinstance(found, Closed)
+    return [*map(str, (*found.prefills, *found.launches)), "copy_pages"]
 
 
 def pool(
@@ -198,6 +214,7 @@ def show(document: dict[str, Any]) -> None:
         )
     fits = f"about {document['pages']} of {document['page_size']} tokens = {document['tokens_that_fit']} tokens"
     row("pages that fit", fits, *(["the same, shared"] if len(models) > 1 else []))
+    row("compiled at start", f"{len(document['programs'])} programs, of an engine that warms up")
     if document["draft_fits"] is not None:
         row("draft fits", "yes" if document["draft_fits"] else document["draft_problem"])
     Console().print(table)

@@ -20,12 +20,15 @@ def info(
             help="An accelerator that need not be here: " + ", ".join(ACCELERATORS) + ". Default: this machine's."
         ),
     ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Rows of the engine whose programs are listed; with --json by their names.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a model is and what it needs, without loading its weights."""
     from jaxspec import info
 
-    document = info.describe(model, draft, device)
+    document = info.describe(model, draft, device, max_num_seqs)
     if as_json:
         print(json.dumps(document))
     else:

@@ -48,6 +48,13 @@ class Variant:
     def needs_q(self) -> bool:
         return any(RULES[name].needs_q for name in self.rules)
 
+    def __str__(self) -> str:
+        said = {"filters": self.filters, "penalties": self.processors, "long lists": self.long_lists}
+        ranked = [] if self.logprobs is None else [f"{self.logprobs} log-probabilities"]
+        return " ".join([*sorted(self.rules)] or ["greedy"]) + "".join(
+            f", {w}" for w in [*filter(said.get, said), *ranked]
+        )
+
     def covers(self, other: Variant) -> bool:
         """Whether a program for this one serves the other too."""
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)

@@ -33,8 +33,8 @@ class Launch:
     variant: Variant
 
     def __str__(self) -> str:
-        beside = " and prompts beside" if self.riding else ""
-        return f"launch: {self.rows} rows, {self.k} drafts a round{beside}; {self.variant}"
+        beside = ", prompts beside" if self.riding else ""
+        return f"launch, {self.rows} rows, {self.k} drafts a round{beside}, {self.variant}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Prefill:
     variant: Variant
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.shape.least_rows} pieces of {self.shape.width} tokens; {self.variant}"
+        scores = "" if self.variant.logprobs is None else f", {self.variant.logprobs} log-probabilities"
+        return f"{self.name}, {self.shape.least_rows} pieces of {self.shape.width} tokens{scores}"
 
 
 class Open:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from jaxspec import info
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode import programs
 from jaxspec.decode.state import Variant
@@ -16,9 +17,9 @@ from jaxspec.engine.batch import FEW, ChunkShape
 from jaxspec.engine.catalogue import Closed, row_counts, variants
 from jaxspec.engine.warming import plans, warm_up
 from jaxspec.sampling_params import SamplingParams
-from pallas_kernels.device import Device
+from pallas_kernels.device import Device, here
 from tests import tiny_models
-from tests.lively_models import OPTIONS, PROMPTS, VOCAB, plain, target, texts
+from tests.lively_models import OPTIONS, PROMPTS, VOCAB, noisy, plain, target, texts
 from tests.sizes import cases
 from tests.soak import Soak, complaints, draw, reference_engine, tiny_engine
 
@@ -108,6 +109,16 @@ def test_requests_wait_for_nothing_and_get_what_they_would_get():
     assert [r.error for r in requests] == [None] * len(requests)
     assert (engine.runner.programs.num_compiled, engine.timing.num_compiled) == (known, 0)
     assert texts(requests) == plain(tuple(prompts), tuple(sampling))
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_info_lists_them(drafted):
+    """Without making an engine."""
+    sizes = {"max_num_seqs": 6, "max_model_len": target().config.max_model_len, "num_pages": 64, "warm_up": True}
+    spec = {"model": "x"} if drafted else None
+    engine = tiny_models.engine(target(), spec, noisy(target()) if drafted else None, **sizes)
+    configs = {name: engine.runner.configs[name] for name in engine.runner.configs}
+    assert info.programs(configs, engine.config, here()) == [name for name, _ in plans(engine)]
 
 
 def test_one_that_did_not_warm_up_counts_what_requests_waited_for():
