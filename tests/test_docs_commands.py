@@ -33,12 +33,13 @@ from tests.train import runs
 
 # Option -> its number there -> the number here.
 LOWER: dict[str, dict[str, str]] = {
-    "--batch-size": {"4": "2", "16": "2", "128": "8"},
+    "--batch-size": {"4": "2", "16": "2", "64": "2", "128": "8"},
     "--context": {"256": "24", "512": "24", "8192": "40"},
     "--tokens": {"100000000": "100"},
     "--steps": {"5000": "2"},
     "--port": {"8000": "0"},
-    "--max-model-len": {"4096": "256"},
+    "--max-model-len": {"4096": "256", "2048": "256"},
+    "--max-num-seqs": {"64": "8"},
     "--concurrency": {"1,100": "1,2"},
 }
 # Command -> options that are added where they have no value there.
@@ -47,7 +48,8 @@ BRIEF: dict[str, dict[str, str]] = {
     "generate": {"--max-tokens": "8"},
     "serve": {"--port": "0", "--num-pages": "64", "--max-num-seqs": "1", "--prefill-chunk": "16"},
     "bench-serve": {"--num-requests": "2", "--max-tokens": "4"},
-    "bench": {"--context": "24", "--launches": "1"},
+    "bench": {"--context": "24", "--launches": "1", "--requests": "3", "--runs": "1"}
+    | {"--prompt-tokens": "8,16", "--output-tokens": "2,4"},
     "generate-data": {"--shard-size": "4", "--rows": "4", "--length": "64", "--mixture": "free:1"},
     "train-draft": {"--length": "64", "--eval-prompts": "2", "--eval-tokens": "4"},
     "evaluate-draft": {"--max-tokens": "4"},
