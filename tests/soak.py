@@ -142,6 +142,7 @@ class Soak:
     requests: list[Request] = dataclasses.field(default_factory=list)
     launches: Counter[int] = dataclasses.field(default_factory=Counter)
     aborted: Counter[str] = dataclasses.field(default_factory=Counter)
+    rides: int = 0
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -153,6 +154,7 @@ class Soak:
 
         def counted(requests, k, *arguments):
             self.launches[k] += 1
+            self.rides += arguments[-1] is not None
             return launch(requests, k, *arguments)
 
         def made_up(kind, k, seconds, num_rounds, **rest):
@@ -209,7 +211,8 @@ class Soak:
         return (
             f"{metrics.num_emitted_tokens} tokens, {scheduler.num_preemptions} preemptions, "
             f"{scheduler.allocator.num_evicted} pages evicted, acceptance length {metrics.mean_acceptance_length:.2f}, "
-            f"launches by drafts {dict(sorted(self.launches.items()))}, aborted {dict(self.aborted)}, "
+            f"launches by drafts {dict(sorted(self.launches.items()))}, {self.rides} with prompts beside, "
+            f"aborted {dict(self.aborted)}, "
             f"{self.engine.runner.programs.num_compiled} programs"
         )
 

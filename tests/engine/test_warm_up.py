@@ -152,6 +152,7 @@ def test_the_soak_compiles_nothing(method):
     assert (engine.runner.programs.num_compiled, engine.timing.num_compiled) == (known, 0)
     assert complaints(requests, soak.requests, reference_engine()) == []
     assert min(soak.launches[k] for k in (0, 2, 4)) > 0
+    assert soak.rides > 0
 
 
 # Threads
