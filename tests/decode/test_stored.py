@@ -15,6 +15,7 @@ from jaxspec.engine.runner import Plan
 from jaxspec.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.lively_models import OPTIONS, PROMPTS, noisy, plain, serve, target, texts
+from tests.sizes import cases
 
 WANTED = (
     SamplingParams(temperature=0.0, max_tokens=9),
@@ -68,7 +69,7 @@ def test_caches_are_updated_in_place(folder, monkeypatch):
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.runner.cache)] == [at for _, at in before]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "no header", "empty", "a folder", "half a header"])
+@cases("damage", ["cut", "flipped", "no header", "empty", "a folder", "half a header"], quick=["flipped"])
 def test_a_damaged_file_is_made_anew(folder, tmp_path, damage):
     for path in folder.iterdir():
         whole, copy = path.read_bytes(), tmp_path / path.name
@@ -96,6 +97,7 @@ def test_where_nothing_can_be_written_it_runs(tmp_path):
     assert said(new(tmp_path / "file")) == plain(PROMPTS[1:3], WANTED)
 
 
+@pytest.mark.thorough
 def test_two_devices(tmp_path, monkeypatch):
     assert said(new(tmp_path, 2)) == plain(PROMPTS[1:3], WANTED)
     untraced(monkeypatch)
@@ -126,6 +128,7 @@ def test_what_a_program_depends_on_is_in_its_name(monkeypatch):
     assert stored.digest("a", "b") != name
 
 
+@pytest.mark.thorough
 def test_another_process_finds_them(folder):
     """Sets have another order there."""
     code = (

@@ -114,7 +114,9 @@ def one_shape(engine: Engine) -> Engine:
     return engine
 
 
-@cases("name", list(HEADS), quick=[name for name in QUICK if name != "eagle"])  # but for the bias an MTP head
+@cases(
+    "name", list(HEADS), quick=[name for name in QUICK if name not in ("eagle", "pard", "mlp_speculator")]
+)  # but for the bias an MTP head
 def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch):
     """Prompts of one token, of one page, of several chunks; then the same pages again, with another token after them;
     samples of one prompt; a row that drafts less, and one that drafts nothing for a while."""
@@ -165,7 +167,8 @@ def test_accepted_drafts(folders, name, monkeypatch):
     check(folders(name)[0], rounds, reference(folders(name), name))
 
 
-@cases("name", ["medusa", "eagle3", "dflash"], quick=["medusa"])  # the soak has all
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "dflash"])  # the soak has all
 def test_sampled_rows_and_few_pages(folders, name, monkeypatch):
     """Rows with a seed say what plain decoding says, whatever the penalties, and what it would log; those without one
     take q along. The pool is too small for all: rows give way, and come back."""

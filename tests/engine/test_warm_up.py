@@ -93,8 +93,10 @@ WANTED = (
 )
 
 
-def test_requests_wait_for_nothing_and_get_what_they_would_get():
-    engine, said = small(), []
+@cases("method", [None, "ngram"], quick=[None])
+def test_requests_wait_for_nothing_and_get_what_they_would_get(method):
+    spec = {"method": method, "num_speculative_tokens": 2} if method else None
+    engine, said = tiny_models.engine(target(), spec, None, **SMALL), []
     warm_up(engine, lambda done, total, name: said.append((done, total, name)))
     known = engine.runner.programs.num_compiled
     assert known == len(list(plans(engine))) == said[-1][0] == said[-1][1]

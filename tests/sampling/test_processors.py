@@ -67,21 +67,25 @@ def request(wish: Wish) -> Request:
     )
 
 
-def arrays(wishes: Sequence[Wish], junk: int = 0):
+def arrays(wishes: Sequence[Wish], junk: int = 0, room: batch.Room = batch.FEW):
     """-> (Processors, tokens, num_tokens, stop_ids, drafts); junk stands where nothing is committed yet."""
     requests = [request(wish) for wish in wishes]
     column = lambda lists, width, fill=-1: batch.padded(lists, len(wishes), width, fill)
     num_tokens = np.array([r.num_tokens for r in requests], np.int32)
     tokens, stop_ids = column([r.tokens for r in requests], M, junk), column([r.stop_ids for r in requests], 3)
     drafts = column([w.drafts for w in wishes], K)
-    return batch.processors(requests, len(wishes)), tokens, num_tokens, stop_ids, drafts
+    return batch.processors(requests, len(wishes), room, V), tokens, num_tokens, stop_ids, drafts
 
 
 def found(logits: np.ndarray, wishes: Sequence[Wish], offset: int, junk: int = 0) -> np.ndarray:
-    """What the library makes of logits [B,V] after `offset` drafts."""
-    rows, tokens, num_tokens, stop_ids, drafts = jax.tree.map(jnp.asarray, arrays(wishes, junk))
+    """What the library makes of logits [B,V] after `offset` drafts, the same for short lists as for long ones."""
     logits = jnp.asarray(logits, jnp.float32)
-    return np.asarray(adjusted(logits, rows, tokens, num_tokens, stop_ids, drafts, offset))
+    few, many = (
+        adjusted(logits, *jax.tree.map(jnp.asarray, arrays(wishes, junk, room)), offset)
+        for room in (batch.FEW, dataclasses.replace(batch.MANY, bad_words=(8, 6)))
+    )
+    np.testing.assert_array_equal(few, many)
+    return np.asarray(few)
 
 
 def expected(logits: np.ndarray, w: Wish, offset: int) -> np.ndarray:

@@ -28,9 +28,20 @@ START = 11  # num_tokens of all rows
 NAMES = [name for name, rule in rules.RULES.items() if rule.lossless and name != rules.GREEDY]
 
 
+@functools.cache
 def law(name: str) -> Callable:
     """(p [n,T,V], q [n,K,V], drafts [n,K]) -> (P(i accepted) [n,T], the extra token's law [n,T,V]), T = K + 1."""
-    return lambda *x: rules.implementation(name).law(*map(jnp.asarray, x))
+    function = rules.implementation(name).law
+    if rules.RULES[name].noise == "shared":
+        return lambda *x: function(*map(jnp.asarray, x))  # which is numpy's
+    compiled = jax.jit(function)
+
+    def run(p: np.ndarray, q: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, ...]:
+        more = V ** drafts.shape[1] - len(drafts)  # of few shapes: each is compiled
+        whole = (np.concatenate([x, np.repeat(x[:1], more, axis=0)]) for x in (p, q, drafts))
+        return tuple(np.asarray(x)[: len(drafts)] for x in compiled(*whole))
+
+    return run
 
 
 def draw(name: str, p: np.ndarray, q: np.ndarray, num_proposed: np.ndarray) -> tuple[np.ndarray, Verdict]:
