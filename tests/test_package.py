@@ -63,6 +63,7 @@ ARROWS = {
     "prometheus": "engine.request llm async_llm",
     "convert": "models drafters.methods checkpoints",
     "info": "accelerators config platforms cache models pallas_kernels drafters.methods drafters.heads engine.setup "
+    "engine.catalogue "
     "checkpoints loading",
     "demo": "config embedded outputs sampling_params parallel models progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
