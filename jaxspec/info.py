@@ -67,7 +67,8 @@ def describe(
             own = own and checkpoints.has_tokenizer(draft_source)
             document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own else source)
             document["draft"]["head"] = understood(reading) if reading else None
-    options = EngineConfig(warm_up=True, **({"max_num_seqs": max_num_seqs} if max_num_seqs else {}))
+    options = EngineConfig(warm_up=True)
+    options = options if max_num_seqs is None else dataclasses.replace(options, max_num_seqs=max_num_seqs)
     document["programs"] = programs(configs, options, chip)
     return document | pool(configs, document, chip, absent)
 
