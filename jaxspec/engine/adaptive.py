@@ -36,9 +36,15 @@ class Acceptance:
 
     def observe(self, accepted: np.ndarray, k: int) -> None:
         """accepted i32[rounds]: drafts kept in each of them, of up to k."""
-        fade, position = self.memory ** len(accepted), np.arange(k)
-        self.tries[:k] = fade * self.tries[:k] + np.sum(accepted[:, None] >= position, axis=0)
-        self.hits[:k] = fade * self.hits[:k] + np.sum(accepted[:, None] > position, axis=0)
+        position = np.arange(k)
+        tries, hits = (np.sum(kept, axis=0) for kept in (accepted[:, None] >= position, accepted[:, None] > position))
+        self.count(len(accepted), tries, hits)
+
+    def count(self, rounds: int, tries: np.ndarray, hits: np.ndarray) -> None:
+        """tries, hits i32[k]: in how many of the rounds the 1st, 2nd, ... draft came to be judged, and was kept."""
+        fade, k = self.memory**rounds, len(tries)
+        self.tries[:k] = fade * self.tries[:k] + tries
+        self.hits[:k] = fade * self.hits[:k] + hits
 
 
 def chances(tries: np.ndarray, hits: np.ndarray, prior: np.ndarray | float, rounds: float) -> np.ndarray:

@@ -114,7 +114,7 @@ def launch_input(
     column = functools.partial(filled, rows)
 
     return LaunchInput(
-        tokens=padded([r.tokens for r in requests], rows, row_pages * layout.page_size + 1, 0),
+        tokens=padded([r.ids for r in requests], rows, row_pages * layout.page_size + 1, 0),
         num_tokens=column([r.num_tokens for r in requests], np.int32, 1),
         draft_len=column(draft_lens or [r.draft_len for r in requests], np.int32),
         live=column([True] * len(requests), np.bool_, False),
@@ -246,7 +246,7 @@ def chunk_input(
     """The pass over these pieces. Their number is padded to a power of two: few programs serve all. following: with
     each token's next, as where some request wants their log-probabilities."""
     count, width = min(power_of_two(len(rows), chunk.least_rows), chunk.rows), chunk.width
-    listed = lambda ahead: [r.tokens[start + ahead : start + ahead + n] for r, start, n in rows]
+    listed = lambda ahead: [r.ids[start + ahead : start + ahead + n] for r, start, n in rows]
     following |= any(piece.request.wants_prompt_logprobs for piece in rows)
     return Chunk(
         tokens=padded(listed(0), count, width, 0),

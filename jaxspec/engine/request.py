@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.outputs import RequestTiming, SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
@@ -97,9 +99,21 @@ class Request:
     digests: list[bytes] = dataclasses.field(default_factory=list, repr=False)  # of its full pages, as computed so far
     num_registered: int = 0  # pages that others can find already
     acceptance: Acceptance = dataclasses.field(default_factory=lambda: Acceptance(0))
+    packed: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32), repr=False)  # see `ids`
 
     def __post_init__(self) -> None:
         self.samples = self.samples or [self]
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Its tokens, i32[num_tokens]. Only what came since the last time is made an array: a launch takes thousands
+        of which few are new."""
+        known, count = len(self.packed), self.num_tokens
+        if known < len(self.prompt) or known > count:  # none yet, or a stop string took some back
+            self.packed = np.array(self.tokens, np.int32)
+        elif known < count:
+            self.packed = np.concatenate([self.packed, np.array(self.output[known - len(self.prompt) :], np.int32)])
+        return self.packed
 
     def lose_pages(self) -> None:
         """Nothing of it is in the caches."""

@@ -115,10 +115,18 @@ def keep_count(
             request.times.finished = now
         request.metrics += seen
         metrics += seen
-    drafted = [(row, r, k) for row, r in enumerate(requests) if (k := min(size, r.num_speculative_tokens))]
-    rounds = [np.asarray(result.accepted)[row, result.emitted[row] > 0] for row, _, _ in drafted]
-    for (_, request, k), accepted in zip(drafted, rounds, strict=True):
-        request.acceptance.observe(accepted, k)
-    for k in {k for _, _, k in drafted}:
-        of_k = [accepted for (_, _, own), accepted in zip(drafted, rounds, strict=True) if own == k]
-        overall.observe(np.concatenate(of_k), k)
+    if not size:
+        return
+    gained, accepted, position = result.emitted[: len(requests)] > 0, result.accepted[: len(requests)], np.arange(size)
+    count = lambda kept: np.sum(kept & gained[:, :, None], axis=1)
+    rounds, tries, hits = (
+        gained.sum(axis=1),
+        *map(count, (accepted[..., None] >= position, accepted[..., None] > position)),
+    )
+    own = np.array([min(size, request.num_speculative_tokens) for request in requests])
+    for row, (request, k) in enumerate(zip(requests, own.tolist(), strict=True)):
+        if k:
+            request.acceptance.count(int(rounds[row]), tries[row, :k], hits[row, :k])
+    for k in sorted({*own.tolist()} - {0}):
+        of_k = own == k
+        overall.count(int(rounds[of_k].sum()), tries[of_k, :k].sum(axis=0), hits[of_k, :k].sum(axis=0))

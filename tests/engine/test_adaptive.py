@@ -8,8 +8,21 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxspec.engine.adaptive import FIRST_PAUSE, LONGEST_PAUSE, PROBE_ROUNDS, Acceptance, Choice, Controller, chances
+from jaxspec.config import MAX_ROUNDS
+from jaxspec.decode.state import LaunchResult
+from jaxspec.engine.adaptive import (
+    FIRST_PAUSE,
+    LONG_MEMORY,
+    LONGEST_PAUSE,
+    PROBE_ROUNDS,
+    Acceptance,
+    Choice,
+    Controller,
+    chances,
+)
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.results import keep_count
+from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
 from tests.lively_models import new_engine, params, plain, repeating, serve, texts
 from tests.sizes import cases
@@ -263,3 +276,38 @@ def test_no_speculation_in_large_batches(monkeypatch):
         found.step(4)
     assert long.metrics.num_drafts > 0 == short.metrics.num_drafts
     assert [long.output, short.output] == plain(PROMPTS[:2], sampling)
+
+
+def test_a_launch_is_counted_as_if_row_by_row():
+    """Rows that draft as many as others, fewer, or nothing; rounds in which a row gained nothing."""
+    rng, rows = np.random.default_rng(1), 6
+    accepted = rng.integers(0, K + 1, (rows, MAX_ROUNDS))
+    emitted = np.where(rng.random((rows, MAX_ROUNDS)) < 0.7, accepted + 1, 0)
+    own = [K, 1, 0, K, 2, 1]
+    accepted = np.minimum(accepted, np.array(own)[:, None])
+    zeros = np.zeros(rows, np.int32)
+    result = LaunchResult(
+        new_tokens=np.zeros((rows, MAX_ROUNDS * (K + 1)), np.int32),
+        num_new=emitted.sum(axis=1),
+        finish=zeros,
+        draft_len=zeros,
+        proposed=accepted,
+        accepted=accepted,
+        emitted=emitted,
+        num_rounds=np.int32(MAX_ROUNDS),
+    )
+    engine = new_engine("plain", 0)
+    requests = [engine.add([5], SamplingParams(max_tokens=3)) for _ in own]
+    expected, together = [Acceptance(K) for _ in own], Acceptance(K, LONG_MEMORY)
+    for row, (request, k) in enumerate(zip(requests, own, strict=True)):
+        request.num_speculative_tokens, request.acceptance = k, Acceptance(K)
+        if k:
+            expected[row].observe(accepted[row, emitted[row] > 0], k)
+    for k in (1, 2, K):
+        together.observe(np.concatenate([accepted[r, emitted[r] > 0] for r in range(rows) if own[r] == k]), k)
+    overall, metrics = Acceptance(K, LONG_MEMORY), SpecDecodeMetrics(num_accepted_tokens_per_pos=[0] * K)
+    keep_count(requests, result.num_new.tolist(), result, metrics, overall)
+    for found, wanted in zip([*(r.acceptance for r in requests), overall], [*expected, together], strict=True):
+        np.testing.assert_allclose(found.tries, wanted.tries)
+        np.testing.assert_allclose(found.hits, wanted.hits)
+    assert overall.hits.any()

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 from jaxspec.config import SpeculativeConfig
@@ -306,3 +307,12 @@ def test_the_pool_holds_the_same_pages_for_both_models(limit):
     assert own.num_pages == (limit or 2 * 8 * (64 + 64) // 16)  # as much again for pages to be found again
     assert dataclasses.replace(own.config).num_pages == limit
     assert isinstance(own, Engine)
+
+
+def test_ids_are_the_tokens_however_they_come():
+    """Appended to, taken back by a stop string, and after one that ended the output within the prompt's reach."""
+    request = new_engine("plain", 0).add(PROMPTS[3], SamplingParams(max_tokens=9))
+    for output in ([], [4], [4, 5, 6], [4, 5, 6], [4, 5], [], [7, 8, 9, 10]):
+        request.output = output
+        assert request.ids.dtype == np.int32
+        assert request.ids.tolist() == request.tokens
