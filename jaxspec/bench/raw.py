@@ -128,7 +128,7 @@ class Raw:
         engine, requests = self.engine, self.requests(0)
         for request in requests:
             request.target_len = 0
-        config = dataclasses.replace(engine.runner.decoding, drafter=None, prefills=None)
+        config = dataclasses.replace(engine.runner.decoding, drafter=None)
         chunks = []
         while left := [r for r in requests if not r.prefilled]:
             rows = batch.pieces(left, [r.target_len for r in left], engine.prefilling.shape)

@@ -71,10 +71,11 @@ class PageAllocator:
                 else:
                     self.free.append(page)
 
-    def register(self, page: int, digest: Digest) -> None:
-        """Makes a held page known by its content. Does nothing where the page or the content is known already."""
-        if digest not in self.page_of and page not in self.digest_of:
+    def register(self, page: int, digest: Digest) -> bool:
+        """Makes a held page known by its content, unless the page or the content is known already -> whether it did."""
+        if new := digest not in self.page_of and page not in self.digest_of:
             self.page_of[digest], self.digest_of[page] = page, digest
+        return new
 
     def lookup(self, digests: Iterable[Digest]) -> list[int]:
         """The pages of these digests, up to the first that is not known. No reference is taken."""

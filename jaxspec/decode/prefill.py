@@ -53,10 +53,9 @@ def remember(config: DecodeConfig, params: Params, cache: PagedKVCache, done: Pa
 
 
 def draft_pages(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> PagedKVCache:
-    drafter = config.drafter or config.prefills
-    if drafter is None:
+    if config.drafter is None:
         return cache
-    return dataclasses.replace(cache, draft=drafter.prefill(params, cache, chunk))
+    return dataclasses.replace(cache, draft=config.drafter.prefill(params, cache, chunk))
 
 
 def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:

@@ -68,7 +68,6 @@ class DecodeConfig:
     drafter: None for plain decoding, K = 0.
     greedy_draft: the draft proposes its own likeliest token, as if certain of it.
     reader: the drafter for which target passes keep features, those of plain rounds too; or None.
-    prefills: the drafter whose pages prompts fill where a round has no drafts; or None.
     """
 
     target: PagedModel
@@ -76,7 +75,6 @@ class DecodeConfig:
     variant: Variant = Variant()
     greedy_draft: bool = False
     reader: Drafter | None = None
-    prefills: Drafter | None = None
 
     @property
     def num_speculative_tokens(self) -> int:

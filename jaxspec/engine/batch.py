@@ -72,7 +72,7 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def padded(lists: Sequence[Sequence[int]], rows: int, width: int, fill: int, dtype: Any = np.int32) -> Any:
+def padded(lists: Sequence[Any], rows: int, width: int, fill: int, dtype: Any = np.int32) -> Any:
     """Lists as an array [rows, width], filled up."""
     array = np.full((rows, width), fill, dtype)
     for row, values in enumerate(lists):

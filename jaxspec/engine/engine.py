@@ -217,7 +217,7 @@ class Engine:
         tokens = int(np.sum(result.num_new))
         self.controller.observe(kind, result.num_speculative_tokens, *took, tokens=tokens, catch_up=reading.seconds)
         for pieces in ride.passes[: took[1]] if ride else ():
-            self.prefilling.absorb(pieces)
+            self.prefilling.absorb(pieces, drafted=result.num_speculative_tokens > 0)
         self.absorb([r for r in taking if r.prefilled], result)
 
     def launch(
@@ -226,11 +226,11 @@ class Engine:
         """One launch of the device program over these requests."""
         shape, spec = self.grown_shape(requests, ride.absent if ride else (), bool(ride)), self.speculative
         riders: dict[str, Any] = {}
-        if ride and self.riding_shape:
-            riders = riding.inputs(ride, requests, self.layout, self.riding_shape, shape[1], self.lag)
-            num_rounds = len(ride.passes)
-        others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
         k, variant = self.catalogue.launch(k, shape, bool(ride), batch.variant(requests))
+        if ride and self.riding_shape:
+            sizes = self.layout, self.riding_shape, shape[1], self.lag
+            riders, num_rounds = riding.inputs(ride, requests, *sizes, drafted=k > 0), len(ride.passes)
+        others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
         inputs = batch.launch_input(
             requests,
             k,

@@ -38,12 +38,12 @@ class Prefilling:
             scores = self.roster.runner.execute(plan)
         self.absorb(rows, scores)
 
-    def absorb(self, rows: Sequence[batch.Piece], scores: Any = None) -> None:
-        """These pieces are in the caches now."""
+    def absorb(self, rows: Sequence[batch.Piece], scores: Any = None, *, drafted: bool = True) -> None:
+        """These pieces are in the caches now, the draft's too where they were drafted."""
         for row, (request, _, length) in enumerate(rows):
             with self.roster.blame([request], device=False):
                 if request.finish_reason is None:
-                    results.absorb_chunk(request, row, length, scores, self.lag)
+                    results.absorb_chunk(request, row, length, scores, self.lag, drafted=drafted)
                     self.roster.scheduler.register(request)
 
     def catch_up(self, requests: Sequence[Request], row_pages: int) -> None:

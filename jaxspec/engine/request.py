@@ -98,6 +98,7 @@ class Request:
     samples: list[Request] = dataclasses.field(default_factory=list, repr=False)
     digests: list[bytes] = dataclasses.field(default_factory=list, repr=False)  # of its full pages, as computed so far
     num_registered: int = 0  # pages that others can find already
+    num_drafted: int = 0  # of which the draft was known to have read so many
     acceptance: Acceptance = dataclasses.field(default_factory=lambda: Acceptance(0))
     packed: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32), repr=False)  # see `ids`
 
@@ -118,7 +119,7 @@ class Request:
     def lose_pages(self) -> None:
         """Nothing of it is in the caches."""
         self.pages = []
-        self.target_len = self.draft_len = self.num_registered = 0
+        self.target_len = self.draft_len = self.num_registered = self.num_drafted = 0
 
     @property
     def prefilled(self) -> bool:

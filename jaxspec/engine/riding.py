@@ -51,17 +51,25 @@ def plan(requests: Sequence[Request], shape: ChunkShape, num_rounds: int, room: 
 
 
 def inputs(
-    ride: Ride, requests: Sequence[Request], layout: CacheLayout, shape: ChunkShape, row_pages: int, lag: Lag
+    ride: Ride,
+    requests: Sequence[Request],
+    layout: CacheLayout,
+    shape: ChunkShape,
+    row_pages: int,
+    lag: Lag,
+    *,
+    drafted: bool,
 ) -> dict[str, Any]:
-    """What the launch takes besides, as arguments of `launch_input`. requests: its rows."""
+    """What the launch takes besides, as arguments of `launch_input`. requests: its rows; drafted: whether the draft
+    reads the prompts too. A launch that drafts nothing leaves that out: where speculation does not pay, neither does
+    that, and where it comes to, the draft catches up."""
     made = [chunk_input(rows, layout, shape, row_pages=row_pages) for rows in ride.passes]
     none = MOST - len(made)  # as many as there may ever be, so that there is one program
     fields = ("tokens", "start", "length", "block_table")
     stacked: Any = lambda arrays: np.concatenate(
         [np.stack(arrays), np.zeros((none, *arrays[0].shape), arrays[0].dtype)]
     )
-    ends = [request.num_tokens - 1 for request in requests]
-    held = [lag.held(end - lag.lookahead, end) for end in ends]  # by the draft, once the prompt is in the caches
+    held = [lag.after(request, request.num_tokens - 1, drafted=drafted) for request in requests]
     return {
         "chunks": Chunk(**{name: stacked([getattr(chunk, name) for chunk in made]) for name in fields}),
         "ready": [ride.ready.get(request, 0) for request in requests],

@@ -78,7 +78,6 @@ class Runner:
             target=paged["target"],
             drafter=drafter,
             reader=drafter if drafter and drafter.features_width else None,
-            prefills=drafter,
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
         self.programs = Programs(mesh)

@@ -29,6 +29,7 @@ class Scheduler:
         self.max_num_seqs, self.num_drafts, self.reuse = max_num_seqs, num_drafts, reuse
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
+        self.undrafted: set[int] = set()  # known pages that the draft has not read
         self.num_preemptions = 0
 
     def pages_for(self, num_positions: int) -> int:
@@ -62,6 +63,7 @@ class Scheduler:
         self.num_preemptions += len(self.running)
         self.running.clear()
         self.allocator.reset()
+        self.undrafted.clear()
         self.waiting = deque(sorted(requests, key=lambda request: request.id))
         for request in self.waiting:
             request.lose_pages()
@@ -87,7 +89,8 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             request.pages = known + self.allocator.allocate(need)
-            request.target_len = request.draft_len = len(known) * self.page_size
+            drafted = next((i for i, page in enumerate(known) if page in self.undrafted), len(known))
+            request.target_len, request.draft_len = len(known) * self.page_size, drafted * self.page_size
             request.num_registered = len(known) if sibling is None else 0
             if sibling is not None:
                 copies += self.share_prompt(request, sibling, len(known), {b: a for a, b in copies})
@@ -141,14 +144,15 @@ class Scheduler:
             yield request.digests[i]
 
     def register(self, request: Request) -> None:
-        """Makes the request's full pages known, as far as both models' caches are valid."""
-        full = min(request.target_len, request.draft_len) // self.page_size
-        if not self.reuse or full <= request.num_registered:
+        """Makes the request's full pages known, and which of them the draft has read."""
+        full, drafted = (length // self.page_size for length in (request.target_len, request.draft_len))
+        if not self.reuse or (full <= request.num_registered and drafted <= request.num_drafted):
             return
         for i, name in enumerate(self.digests(request, full)):
-            if i >= request.num_registered:
-                self.allocator.register(request.pages[i], name)
-        request.num_registered = full
+            if i >= request.num_registered and self.allocator.register(request.pages[i], name):
+                self.undrafted.add(request.pages[i])
+        self.undrafted.difference_update(request.pages[:drafted])
+        request.num_registered, request.num_drafted = full, drafted
 
     def grow(self, num_rounds: int) -> list[Request]:
         """Pages for the next rounds of all running requests: for one round at least, preempting the youngest where

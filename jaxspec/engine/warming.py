@@ -53,7 +53,9 @@ def prefill(engine: Engine, program: Prefill) -> Plan:
 def launch(engine: Engine, program: Launch, rule_options: Any) -> Plan:
     shape, riders = (program.rows, program.row_pages), {}
     if program.riding and engine.riding_shape:
-        riders = riding.inputs(NO_RIDE, [], engine.layout, engine.riding_shape, program.row_pages, engine.lag)
+        riders = riding.inputs(
+            NO_RIDE, [], engine.layout, engine.riding_shape, program.row_pages, engine.lag, drafted=False
+        )
     inputs = batch.launch_input(
         [],
         program.k,

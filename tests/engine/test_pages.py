@@ -131,10 +131,10 @@ def test_known_pages_go_where_space_is_needed(computed):
 
 
 @pytest.mark.parametrize("preempted", [False, True])
-def test_pages_that_a_short_draft_lacks_are_not_known(preempted, computed):
+def test_pages_that_a_short_draft_lacks_are_known_for_the_target(preempted, computed):
     engine = own(spec={"max_model_len": CONTEXT})
     lengths = computed(engine)
-    for computed_now in (29, 29 - CONTEXT // PAGE * PAGE):
+    for computed_now in (29, 29 % PAGE):
         lengths.clear()
         request = engine.add(LONG, params(20)[0])
         engine.step(3)
@@ -143,22 +143,25 @@ def test_pages_that_a_short_draft_lacks_are_not_known(preempted, computed):
             engine.scheduler.preempt(request)
         while engine.busy:
             engine.step(3)
-            assert request.num_registered <= CONTEXT // PAGE
+            assert request.num_drafted <= CONTEXT // PAGE
         assert [request.output] == plain((LONG,), tuple(params(20)))
-        assert len(engine.scheduler.allocator.page_of) == CONTEXT // PAGE
+        known = engine.scheduler.allocator.digest_of
+        assert (len(known), len(known.keys() - engine.scheduler.undrafted)) == (49 // PAGE, CONTEXT // PAGE)
         assert request.metrics.num_drafts == 0
     short = serve(engine, [LONG[:8]], params(30))[0]
     assert short.metrics.num_drafts > 0
     assert [short.output] == plain((LONG[:8],), tuple(params(30)))
 
 
-def test_pages_that_were_decoded_without_the_draft_are_not_known():
+def test_pages_that_were_decoded_without_the_draft_are_read_by_it_later():
     """The output of a row that never speculates; a later request on the same tokens has its drafts accepted."""
     engine = own()
     off = serve(engine, [LONG[:10]], params(30, num_speculative_tokens=0))[0]
-    assert len(engine.scheduler.allocator.page_of) == 9 // PAGE
+    known = engine.scheduler.allocator.digest_of
+    assert (len(known), len(known.keys() - engine.scheduler.undrafted)) == (39 // PAGE, 9 // PAGE)
     again = off.tokens[:30]
     with_hits = serve(engine, [again], params(20))[0]
+    assert len(known.keys() & engine.scheduler.undrafted) == 39 // PAGE - 29 // PAGE, "what it did not begin with"
     engine.scheduler.allocator.reset()
     without = serve(engine, [again], params(20))[0]
     assert with_hits.output == without.output

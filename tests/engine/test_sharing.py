@@ -55,9 +55,10 @@ def test_a_fork_knows_no_more_of_the_draft_than_its_sibling():
 
 
 @pytest.mark.parametrize(
-    ("target_len", "draft_len", "known"), [(12, 12, 3), (12, 11, 2), (12, 3, 0), (7, 12, 1), (3, 3, 0)]
+    ("target_len", "draft_len", "known", "drafted"),
+    [(12, 12, 3, 3), (12, 11, 3, 2), (12, 3, 3, 0), (7, 7, 1, 1), (3, 3, 0, 0)],
 )
-def test_pages_are_known_as_far_as_both_caches_hold(target_len, draft_len, known):
+def test_pages_are_known_as_far_as_each_cache_holds(target_len, draft_len, known, drafted):
     s = scheduler(num_pages=30)
     r, again = request(13), request(13, id=1)
     s.add(r)
@@ -68,7 +69,35 @@ def test_pages_are_known_as_far_as_both_caches_hold(target_len, draft_len, known
     s.add(again)
     s.admit()
     assert again.pages[:known] == r.pages[:known]
-    assert again.target_len == again.draft_len == known * PAGE
+    assert (again.target_len, again.draft_len) == (known * PAGE, drafted * PAGE)
+
+
+def test_what_the_draft_reads_later_is_known_then():
+    """By whoever reads it; and a page that is given away is not held against its next holder."""
+    s = scheduler(num_pages=5)
+
+    def admitted(r):
+        s.add(r)
+        s.admit()
+        return r
+
+    first = admitted(request(13, max_tokens=1))
+    first.target_len = 12
+    s.register(first)
+    s.remove(first)
+    second = admitted(request(13, max_tokens=1, id=1))
+    assert (second.target_len, second.draft_len) == (12, 0)
+    second.draft_len = 9
+    s.register(second)
+    s.remove(second)
+    third = admitted(request(13, max_tokens=1, id=2))
+    assert (third.target_len, third.draft_len) == (12, 8)
+    s.remove(third)
+    other = admitted(request(13, max_tokens=1, id=3, first=50))
+    fill(s, other)
+    s.remove(other)
+    again = admitted(request(13, max_tokens=1, id=4, first=50))
+    assert (again.target_len, again.draft_len) == (12, 12)
 
 
 @pytest.mark.parametrize(("length", "known"), [(8, 1), (9, 2)])
@@ -115,10 +144,11 @@ def test_a_hit_is_as_long_as_what_its_entries_see_is_the_same(lookahead):
         a.draft_len = max(a.target_len - lookahead, 0)
         s.register(a)
         same = lambda n, a=a, b=b: a.prompt[: n + lookahead] == b.prompt[: n + lookahead]
-        ends = range(PAGE, min(a.draft_len, len(b.prompt) - 1) + 1, PAGE)
         s.add(b)
         s.admit()
-        assert b.target_len == b.draft_len == PAGE * sum(same(end) for end in ends), (a.prompt, b.prompt)
+        for found, most in ((b.target_len, a.target_len), (b.draft_len, a.draft_len)):
+            ends = range(PAGE, min(most, len(b.prompt) - 1) + 1, PAGE)
+            assert found == PAGE * sum(same(end) for end in ends), (a.prompt, b.prompt)
 
 
 def test_without_reuse_nothing_is_known():
