@@ -167,7 +167,7 @@ class Engine:
 
     def may_ride(self, requests: Sequence[Request], others: Sequence[Request]) -> bool:
         """Whether these requests' prompts are computed in the passes of the others."""
-        if self.riding_shape is None or not others or any(r.wants_prompt_logprobs for r in requests):
+        if self.riding_shape is None or not requests or not others or any(r.wants_prompt_logprobs for r in requests):
             return False
         return self.catalogue.rides(batch.variant([*requests, *others]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -32,15 +33,18 @@ def replicas(
     requests wait on those that there are. Where they listen is said to Ray: host and port of the config are not used.
 
     ray_actor_options: what a replica takes, such as {"num_gpus": 1}.
-    model, speculative_config, options: as of AsyncLLM; a replica makes one when it starts.
+    model, speculative_config, options: as of AsyncLLM; a replica makes one when it starts, which warms up unless told
+      otherwise.
 
     A replica that is not needed any more finishes what runs, for config.drain_timeout seconds at most. One whose engine
     has failed is replaced.
     """
-    config, rows = config or ServerConfig(), EngineConfig(**options).max_num_seqs
+    config = config or ServerConfig()
+    engine = EngineConfig(**{"warm_up": True} | options)
+    rows = engine.max_num_seqs
 
     def build() -> FastAPI:
-        llm = AsyncLLM(model, speculative_config=speculative_config, **options)
+        llm = AsyncLLM(model, speculative_config=speculative_config, **dataclasses.asdict(engine))
         app = make_app(llm, config, config.served_model_name or model, gate_of(llm, config))
         app.state.llm = llm
         return app

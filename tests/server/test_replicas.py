@@ -56,7 +56,7 @@ def url(folder, monkeypatch):
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         config = ServerConfig(served_model_name=MODEL, drain_timeout=5)
-        serve.run(replicas(folder, config, min_replicas=2, max_replicas=2, **OPTIONS))
+        serve.run(replicas(folder, config, min_replicas=2, max_replicas=2, warm_up=False, **OPTIONS))
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         serve.shutdown()
