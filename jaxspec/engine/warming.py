@@ -23,13 +23,13 @@ def warm_up(engine: Engine, report: Callable[[int, int, str], None] = lambda don
     # Lowering holds Python; what the compiler does then does not. It uses several threads for large programs itself.
     pool = ThreadPoolExecutor(max(os.cpu_count() or 1, 2))
     try:
-        report(0, len(wanted), "")
         names = {pool.submit(engine.runner.compile, plan): name for name, plan in wanted}
+        report(0, len(wanted), "")
         for done, compiled in enumerate(as_completed(names)):
             compiled.result()
             report(done + 1, len(wanted), names[compiled])
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # who interrupts it is not to wait for the compiler
         engine.timing.warm_up_seconds += time.perf_counter() - started
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -201,6 +202,27 @@ def test_what_fails_ends_the_warm_up(monkeypatch):
     monkeypatch.setattr(programs, "lower", failing)
     with pytest.raises(RuntimeError, match="no compiler"):
         warm_up(engine)
+
+
+def test_an_interrupt_does_not_wait_for_the_compiler(monkeypatch):
+    engine, told = small(), threading.Event()
+
+    def slow(*arguments):
+        told.wait(60)
+        raise RuntimeError("not wanted any more")
+
+    def interrupted(done, total, name):
+        time.sleep(0.1)  # the first are under way
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs, "lower", slow)
+    started = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            warm_up(engine, interrupted)
+        assert time.monotonic() - started < 30
+    finally:
+        told.set()
 
 
 # Long lists
