@@ -32,6 +32,7 @@ class Running:
         self.listening = run.bound(self.config)
         self.port = self.listening.getsockname()[1]
         self.server = run.server_of(make_app(llm, self.config, self.config.served_model_name or MODEL, self.gate))
+        self.clients: list[openai.OpenAI] = []  # left to the garbage collector, their sockets would be found open
         self.thread = threading.Thread(target=self.main, daemon=True)
         self.thread.start()
         wait(lambda: self.server.started)
@@ -44,6 +45,8 @@ class Running:
         asyncio.run(serving())
 
     def stop(self) -> None:
+        for client in self.clients:
+            client.close()
         self.server.should_exit = True
         self.thread.join(SOON)
         assert not self.thread.is_alive()
@@ -53,7 +56,9 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", **{"api_key": "any", "max_retries": 0} | options)
+        made = openai.OpenAI(base_url=self.url + "/v1", **{"api_key": "any", "max_retries": 0} | options)
+        self.clients.append(made)
+        return made
 
     def async_client(self, **options) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self.url + "/v1", **{"api_key": "any", "max_retries": 0} | options)

@@ -47,8 +47,9 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(another):
         client.completions.create(prompt=PROMPTS[1], **GREEDY)
     assert (stop.value.status_code, stop.value.code) == (503, "shutting_down")
     assert int(stop.value.response.headers["retry-after"]) >= 1
-    with pytest.raises(urllib.error.HTTPError, match="503"):
+    with pytest.raises(urllib.error.HTTPError, match="503") as told:
         urllib.request.urlopen(server.url + "/health")
+    told.value.close()
     assert not ending.done(), "the stream is still being read"
     chunks = list(stream)
     text += "".join(chunk.choices[0].text for chunk in chunks)
@@ -100,8 +101,9 @@ def test_an_engine_that_failed_is_told_of(folder):
     with pytest.raises(openai.InternalServerError, match="the engine has ended") as stop:
         server.client().completions.create(prompt="x", **GREEDY)
     assert (stop.value.status_code, stop.value.code) == (503, "engine_ended")
-    with pytest.raises(urllib.error.HTTPError, match="503"):
+    with pytest.raises(urllib.error.HTTPError, match="503") as told:
         urllib.request.urlopen(server.url + "/health")
+    told.value.close()
     server.stop()
 
 
@@ -115,12 +117,12 @@ def test_the_command_serves_until_it_is_told_to_end(folder, capsys, monkeypatch,
     found, port = {}, free_port()
 
     def use():
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unlock", max_retries=20)
-        found["models"] = [model.id for model in client.models.list()]
-        chunks = iter(client.completions.create(prompt=PROMPTS[0], stream=True, **LONG))
-        found["chunks"] = [next(chunks)]
-        os.kill(os.getpid(), number)
-        found["chunks"] += chunks
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="unlock", max_retries=20) as client:
+            found["models"] = [model.id for model in client.models.list()]
+            chunks = iter(client.completions.create(prompt=PROMPTS[0], stream=True, **LONG))
+            found["chunks"] = [next(chunks)]
+            os.kill(os.getpid(), number)
+            found["chunks"] += chunks
 
     using = threading.Thread(target=use)
     using.start()
@@ -152,13 +154,13 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
     try:
         lines = iter(process.stderr)
         url = next(m[1] for line in lines if (m := re.search(r"at (http://\S+)", line)))
-        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0)
-        many = GREEDY | {"n": 200, "max_tokens": 400, "stream": True}
-        stream = iter(client.completions.create(prompt=PROMPTS[0], **many))
-        next(stream)
-        process.send_signal(signal.SIGINT)
-        with pytest.raises(openai.APIError, match="the server is shutting down"):
-            list(stream)
+        with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            many = GREEDY | {"n": 200, "max_tokens": 400, "stream": True}
+            stream = iter(client.completions.create(prompt=PROMPTS[0], **many))
+            next(stream)
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError, match="the server is shutting down"):
+                list(stream)
         assert process.wait(10) == 130
         assert "jaxspec: 1 requests were cut off after 0.2 seconds" in "".join(lines)
     finally:
