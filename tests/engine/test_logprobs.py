@@ -111,7 +111,7 @@ def test_a_batch_that_asks_for_none_has_a_program_without_them():
     engine.scheduler.grow(4)
     result = engine.launch(requests, 2, 4)
     assert result.logprobs is None
-    hlo = [program.as_text() for key, program in engine.runner.programs.compiled.items() if key[0] == "launch"]
+    hlo = [program.result().as_text() for key, program in engine.runner.programs.compiled.items() if key[0] == "launch"]
     assert len(hlo) == 1
     assert not any(word in hlo[0].lower() for word in ("topk", "top_k", " sort("))
     for request in requests:

@@ -22,7 +22,9 @@ from tests.drafters.references import dflash, eagle, eagle3, medusa, mlp, mtp, p
 from tests.drafters.references.common import Shape
 from tests.model_folders import write_model
 
-EVERYTHING = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True)
+EVERYTHING = Variant(
+    frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True, long_lists=True
+)
 OPTIONS = {"max_num_seqs": 6, "num_pages": 40, "page_size": 4, "max_model_len": 64, "prefill_chunk": 16}
 K = 3
 TARGET = Shape(vocab_size=320, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=2)
