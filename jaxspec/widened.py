@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import checkpoints
-from jaxspec.decode.stored import sources
+from jaxspec.decode.stored import keep, sources
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.layers import Backend
@@ -43,7 +42,8 @@ def load_widened(
         return Model(config, OutputFirst(arrays, matrices(config)))
     model = load()
     if isinstance(model.params, OutputFirst):
-        write(path, wanted, model.params.stored)
+        arrays = {name: np.asarray(x) for name, x in model.params.stored.items()}
+        keep(path, lambda new: save_file(arrays, new, metadata={"of": wanted}))
     return model
 
 
@@ -62,15 +62,3 @@ def read(path: Path, wanted: str) -> dict[str, np.ndarray] | None:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         return None
-
-
-def write(path: Path, wanted: str, arrays: dict[str, jax.Array]) -> None:
-    """A whole file or none; what cannot be written is not kept."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            save_file({name: np.asarray(x) for name, x in arrays.items()}, new, metadata={"of": wanted})
-            new.replace(path)
-    except OSError:
-        pass

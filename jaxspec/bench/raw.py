@@ -51,9 +51,8 @@ class Raw:
         self.prompts = setup.prompts(batch_size, context)
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
         self.row_pages = self.engine.scheduler.pages_for(self.length + most)
-        self.table_width = self.engine.catalogue.shape(1, self.row_pages, False)[
-            1
-        ]  # as the engine does: attention's cost depends on it
+        # As the engine does: attention's cost depends on it.
+        _, self.table_width = self.engine.catalogue.shape(1, self.row_pages, False)
 
     def requests(self, k: int) -> list[Request]:
         return [

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,11 +80,17 @@ def store(folder: Path, name: str, program: Any, arrays: Sequence[Any], note: Ca
     exported = export.export(program, platforms=elsewhere, disabled_checks=allowed)(*arrays)
     blob, noted = bytes(exported.serialize()), note()
     header = json.dumps({"sha256": hashlib.sha256(blob).hexdigest(), "note": noted})
+    keep(folder / name, lambda new: new.write_bytes(header.encode() + b"\n" + blob))
+    return Stored(exported.call, noted)
+
+
+def keep(path: Path, write: Callable[[Path], Any]) -> None:
+    """A file there, made by write(its path meanwhile): a whole one or none; what cannot be written is not kept."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(header.encode() + b"\n" + blob)
-        os.replace(file.name, folder / name)  # a whole file, or none
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            write(new)
+            new.replace(path)
     except OSError:
         pass
-    return Stored(exported.call, noted)

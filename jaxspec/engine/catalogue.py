@@ -155,13 +155,11 @@ def launches(
 
 
 def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator[Prefill]:
-    of = lambda rows: ChunkShape(chunk.rows, chunk.width, rows)
-    full = of(chunk.rows)
-    sizes, rows = [], chunk.least_rows
-    while rows < chunk.rows:
-        sizes.append(rows)
-        rows *= 2
-    yield from (Prefill("prefill", of(rows), row_pages, Variant()) for rows in (*sizes, chunk.rows))
+    of = lambda rows: dataclasses.replace(chunk, least_rows=rows)
+    full, sizes = of(chunk.rows), [chunk.rows]
+    while sizes[0] > chunk.least_rows:
+        sizes.insert(0, sizes[0] // 2)
+    yield from (Prefill("prefill", of(rows), row_pages, Variant()) for rows in sizes)
     yield Prefill("prefill", full, row_pages, Variant(logprobs=MAX_LOGPROBS))
     if catches_up:
         yield Prefill("catch_up", full, row_pages, Variant())

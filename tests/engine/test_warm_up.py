@@ -18,6 +18,7 @@ from jaxspec.engine import setup
 from jaxspec.engine.batch import FEW, ChunkShape
 from jaxspec.engine.catalogue import Closed, row_counts, variants
 from jaxspec.engine.warming import plans, warm_up
+from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device, here
 from tests import tiny_models
@@ -121,8 +122,7 @@ def test_info_lists_them(drafted):
     sizes = {"max_num_seqs": 6, "max_model_len": target().config.max_model_len, "num_pages": 64, "warm_up": True}
     spec = {"model": "x"} if drafted else None
     engine = tiny_models.engine(target(), spec, noisy(target()) if drafted else None, **sizes)
-    configs = {name: engine.runner.configs[name] for name in engine.runner.configs}
-    assert info.programs(configs, engine.config, here()) == [name for name, _ in plans(engine)]
+    assert info.programs(engine.runner.configs, engine.config, here()) == [name for name, _ in plans(engine)]
 
 
 def test_one_that_did_not_warm_up_counts_what_requests_waited_for():
@@ -234,7 +234,6 @@ def test_an_interrupt_does_not_wait_for_the_compiler(monkeypatch):
 
 def test_long_lists_do_as_short_ones():
     """The same few ids, in a program for many."""
-    engine = small(warm_up=False)
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=16,
@@ -242,8 +241,6 @@ def test_long_lists_do_as_short_ones():
         allowed_token_ids=list(range(0, 64, 5)),
         min_tokens=4,
     )
-    assert FEW.holds(engine.add(PROMPTS[3], sampling))
-    engine.step()
     found = []
     for long in (False, True):
         own = small(warm_up=False)
@@ -252,6 +249,7 @@ def test_long_lists_do_as_short_ones():
             k, shape, riding, Variant(exact.rules, processors=True, long_lists=long)
         )
         request = own.add(PROMPTS[3], sampling, bad_words=[[5, 10]], stop_ids=[20])
+        assert FEW.holds(request)
         while own.busy:
             own.step()
         found.append((request.output, request.finish_reason))
@@ -268,7 +266,5 @@ def test_long_lists_do_as_short_ones():
     ],
 )
 def test_lists_without_end_are_refused(listed, said):
-    from jaxspec.errors import UserError
-
     with pytest.raises(UserError, match=said):
         small(warm_up=False).add(PROMPTS[0], SamplingParams(), **listed)
