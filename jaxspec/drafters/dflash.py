@@ -75,13 +75,13 @@ class DFlashHead(Head):
     def __call__(self, x, past, pages, rows: Rows, backend: Backend):
         """x [B,T,E], the block; past [B,W,E], features of positions that the pages lack; rows: of both, past first, and
         the tree of the block -> (hidden [B,T,E], pages). T may be 0."""
-        c, ropes, written, count = self.config, ropes_of(self.config, rows, backend), [], x.shape[1]
+        c, ropes, written, count = self.config, [ropes_of(self.config, rows, backend)], [], x.shape[1]
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             norm = layer.input_norm[...]
             if not count:  # or a GPU's compiler, as all layers read the same, first puts their matrices side by side
                 past, norm = lax.optimization_barrier((past, norm))
             both = jnp.concatenate([past, rms_norm(norm, x, c.norm_eps)], axis=1)
-            mixed, layer_pages = layer.attention(both, both, layer_pages, rows, ropes, backend, num_queries=count)
+            mixed, layer_pages = layer.attention(both, both, layer_pages, [rows], ropes, backend, num_queries=count)
             written.append(layer_pages)
             if count:
                 x, _ = layer.feed_forward(x, mixed, backend)

@@ -25,6 +25,8 @@ from jaxspec.models.layers import (
     Rows,
     attend,
     attend_densely,
+    joined,
+    parted,
     rotary_tables,
 )
 from jaxspec.models.parameters import Parameter, declare
@@ -57,9 +59,9 @@ class Layer(nnx.Module):
         self.gate_up = matrix(c.width, 2 * c.mlp_width, axes=(None, "mlp"), parts=c.merged["gate_up"])
         self.down = matrix(c.mlp_width, c.width, axes=("mlp", None))
 
-    def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend, **few: int):
-        """The first half: x [B,T,E] -> ([B,T,H*D], pages). normed: x by this layer's norm, or None. few: num_queries,
-        as in `self_attention`, of a pass over pages."""
+    def attention(self, x, normed, pages, rows: Sequence[Rows], ropes, backend: Backend, **few: int):
+        """The first half: x [B,T,E] -> ([B,T,H*D], pages). normed: x by this layer's norm, or None. rows, ropes: of
+        each part of x (see `attend`). few: num_queries, as in `self_attention`, of a pass over pages."""
         c = self.config
         used = {"qkv": self.qkv, "next_out": self.out}
         if self.input_norm is not None:
@@ -72,7 +74,8 @@ class Layer(nnx.Module):
         axes = {name: parameter.declared.axes for name, parameter in used.items()}
         if normed is not None:
             weights["normed"] = normed
-        tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
+        base = c.local_rope if self.window and c.local_rope else c.rope
+        tables = [each[base] for each in ropes]
         options: dict[str, Any] = {
             "eps": c.norm_eps,
             "scale": c.query_scale,
@@ -80,7 +83,7 @@ class Layer(nnx.Module):
             "soft_cap": c.soft_cap,
         }
         if pages is None:
-            return attend_densely(x, weights, tables, backend, num_kv_heads=c.num_kv_heads, **options), None
+            return attend_densely(x, weights, tables[0], backend, num_kv_heads=c.num_kv_heads, **options), None
         return attend(x, weights, axes, pages, rows, tables, backend, **options, **few)
 
     def feed_forward(self, x, mixed, backend: Backend, **following: jax.Array):
@@ -103,53 +106,28 @@ def ropes_of(c: ModelConfig, rows: Rows, backend: Backend) -> dict[Rope, tuple[j
     return {r: tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
 
 
-def through(layers: Sequence[Layer], x, pages, rows: Rows, backend: Backend, *, norm=None, entry=None):
+def through(layers: Sequence[Layer], x, pages, rows: Sequence[Rows], backend: Backend, *, norm=None, entry=None):
     """x [B,T,E] through these layers -> (x, the same by `norm`, pages, what entered each layer and left the last).
 
-    norm: of what comes after, or None. entry: what the first one attends with in x's place, normed already, or None.
+    rows: of each part of x, which may differ in shape, and are `joined`. Each attends by itself, to the same pages;
+    products read their matrices once for all. norm: of what comes after, or None. entry: what the first layer attends
+    with in x's place, normed already, or None.
     """
-    (x,), (normed,), pages, passed = together(layers, (x,), pages, (rows,), backend, norm=norm, entry=entry)
-    return x, normed, pages, [here for (here,) in passed]
-
-
-def together(
-    layers: Sequence[Layer], xs: Parts, pages, rows: Sequence[Rows], backend: Backend, *, norm=None, entry=None
-):
-    """As `through`, of several parts [B,T,E] that differ in shape. Each attends by itself, to the same pages; what
-    follows attention reads its matrices once for all."""
     ropes = [ropes_of(layers[0].config, each, backend) for each in rows]
     following: list[dict[str, Any]] = [
         {"next_norm": layer.input_norm[...], "next_qkv": layer.qkv[...]} for layer in layers[1:]
     ]
     following.append({} if norm is None else {"next_norm": norm})
-    normed, written, passed = (entry,) * len(xs), [], [xs]
+    normed, written, passed = entry, [], [x]
     for i, (layer, layer_pages, ahead) in enumerate(zip(layers, pages, following, strict=True)):
-        attending, mixed = xs if i or entry is None else normed, []
-        for part, by_norm, where, tables in zip(attending, normed, rows, ropes, strict=True):
-            of_part, layer_pages = layer.attention(part, by_norm, layer_pages, where, tables, backend)
-            mixed.append(of_part)
-        x, by_norm = layer.feed_forward(joined(xs), joined(mixed), backend, **ahead)
-        xs, normed = parted(x, xs), (None,) * len(xs) if by_norm is None else parted(by_norm, xs)
+        attending = x if i or entry is None else normed
+        mixed, layer_pages = layer.attention(attending, normed, layer_pages, rows, ropes, backend)
+        x, normed = layer.feed_forward(x, mixed, backend, **ahead)
         written.append(layer_pages)
-        passed.append(xs)
-    if norm is not None and normed[0] is None:
-        normed = tuple(rms_norm(norm, x, layers[0].config.norm_eps) for x in xs)
-    return xs, normed, tuple(written), passed
-
-
-def joined(parts: Sequence[jax.Array]) -> jax.Array:
-    """Parts [B,T,_] one after the other [1,_,_]; a single one as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    return jnp.concatenate([part.reshape(1, -1, part.shape[-1]) for part in parts], axis=1)
-
-
-def parted(x: jax.Array, like: Parts) -> Parts:
-    """What `joined` made one, in parts again."""
-    if len(like) == 1:
-        return (x,)
-    ends = np.cumsum([part.shape[0] * part.shape[1] for part in like])[:-1]
-    return tuple(part.reshape(old.shape) for part, old in zip(jnp.split(x, ends, axis=1), like, strict=True))
+        passed.append(x)
+    if norm is not None and normed is None:
+        normed = rms_norm(norm, x, layers[0].config.norm_eps)
+    return x, normed, tuple(written), passed
 
 
 class Decoder(Head):
@@ -177,9 +155,10 @@ class Decoder(Head):
 
     def together(self, tokens: Parts, pages, rows: Sequence[Rows], backend: Backend, taps: tuple[int, ...] = ()):
         """The same of several parts: hidden and tapped have one entry a part."""
-        xs = tuple(self.embedded(part, backend, differentiable=None in pages) for part in tokens)
-        _, hidden, pages, passed = together(list(self.layers), xs, pages, rows, backend, norm=self.norm[...])
-        return hidden, pages, tuple(passed[i] for i in taps)
+        shapes, differentiable = [part.shape for part in tokens], None in pages
+        x = joined([self.embedded(part, backend, differentiable=differentiable) for part in tokens])
+        _, hidden, pages, passed = through(list(self.layers), x, pages, rows, backend, norm=self.norm[...])
+        return parted(hidden, shapes), pages, tuple(parted(passed[i], shapes) for i in taps)
 
     def embedded(self, tokens, backend: Backend, *, differentiable: bool = False):
         """tokens i32[B,T] -> x [B,T,E] that enters the first layer."""
