@@ -28,6 +28,7 @@ class Platform:
     piece: tokens of a row of such a pass, which a prompt is cut into.
     least_pieces: of a pass; fewer would make it no faster.
     riding_tokens: of prompts, that ride along in a pass of rows that decode; 0: prompts have passes of their own.
+    riding_beside: at most so many tokens of those; with more, such a pass is bound by arithmetic as one of prompts is.
     rounds_per_chunk: of rows that decode, between two such passes.
     compiler_options: of every program.
     dense_attention: of passes without a cache, in a dtype of two bytes.
@@ -45,6 +46,7 @@ class Platform:
     piece: int = 64
     least_pieces: int = 1
     riding_tokens: int = 512
+    riding_beside: int = 128
     rounds_per_chunk: int = 1
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dense_attention: Literal["xla", "cudnn"] = "xla"

@@ -129,6 +129,11 @@ class Controller:
         self.instead = value[best]
         return Choice(rival, PROBE_ROUNDS, worth[rival])
 
+    @property
+    def likely_k(self) -> int:
+        """The k of the next launch, as far as is known before it is chosen."""
+        return self.choices[-1] if self.best is None or not self.adaptive else self.best
+
     def expected(self, rows: Sequence[tuple[int, Acceptance]]) -> dict[int, float]:
         """k -> tokens of all rows in a round of k drafts."""
         prior = chances(self.overall.tries, self.overall.hits, GUESS, GUESS_ROUNDS)

@@ -70,7 +70,7 @@ class Engine:
         self.catalogue = setup.catalogue(config, speculative, device, longest, lags=lags)
         chunk = setup.chunk_shape(config, device.platform)
         self.prefilling = Prefilling(self.roster, self.catalogue, chunk, self.lag, self.timed)
-        self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
+        self.platform = facts(device.platform)
         self.controller = Controller(
             tuple(self.runner.drafters),
             adaptive=speculative is not None and speculative.adaptive,
@@ -147,14 +147,15 @@ class Engine:
         ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
         took_part = [r for r in self.scheduler.running if not r.prefilled]
         riders = took_part if self.may_ride(took_part, ready()) else []
-        if took_part and not riders:
+        if not riders and self.wants_pass(took_part, ready()):
             self.prefill(took_part)
         while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
             self.prefill(rest)
         own = FEWER_ROUNDS if any(r.find_stop for r in ready()) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or own
-        if not riders and not all(r.prefilled for r in self.scheduler.running):  # they want their next chunk soon
-            num_rounds = min(num_rounds, self.rounds_per_chunk)
+        unread = [r for r in self.scheduler.running if not r.prefilled]
+        if not riders and self.wants_pass(unread, ready()):  # soon
+            num_rounds = min(num_rounds, self.platform.rounds_per_chunk)
         decoding = ready()
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
@@ -169,7 +170,16 @@ class Engine:
         """Whether these requests' prompts are computed in the passes of the others."""
         if self.riding_shape is None or not requests or not others or any(r.wants_prompt_logprobs for r in requests):
             return False
-        return self.catalogue.rides(batch.variant([*requests, *others]))
+        tokens = self.grown_shape(others, requests, True)[0] * (1 + self.controller.likely_k)
+        return tokens <= self.platform.riding_beside and self.catalogue.rides(batch.variant([*requests, *others]))
+
+    def wants_pass(self, requests: Sequence[Request], others: Sequence[Request]) -> bool:
+        """Whether these requests' prompts are to have a pass of their own now. While the others take all rows nobody
+        waits for them, and a pass is to be full."""
+        shape, have_rows = self.prefilling.shape, len(others) < self.config.max_num_seqs
+        return bool(requests) and (
+            have_rows or len(batch.pieces(requests, [r.target_len for r in requests], shape)) == shape.rows
+        )
 
     def admit(self) -> None:
         """Lets waiting requests in, and copies what samples of one prompt share in part. Each is packed by itself once:
