@@ -27,8 +27,6 @@ class Platform:
     prefill_tokens: of prompts, in one pass over several; more would make it no faster.
     piece: tokens of a row of such a pass, which a prompt is cut into.
     least_pieces: of a pass; fewer would make it no faster.
-    riding_tokens: of prompts, that ride along in a pass of rows that decode; 0: prompts have passes of their own.
-    riding_beside: at most so many tokens of those; with more, such a pass is bound by arithmetic as one of prompts is.
     rounds_per_chunk: of rows that decode, between two such passes.
     compiler_options: of every program.
     dense_attention: of passes without a cache, in a dtype of two bytes.
@@ -45,8 +43,6 @@ class Platform:
     prefill_tokens: int = 2048
     piece: int = 64
     least_pieces: int = 1
-    riding_tokens: int = 512
-    riding_beside: int = 128
     rounds_per_chunk: int = 1
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dense_attention: Literal["xla", "cudnn"] = "xla"
@@ -94,7 +90,6 @@ PLATFORMS = {
         cache_bytes=1 << 30,  # host memory is shared with everything else: a fixed, modest pool
         prefill_tokens=256,
         piece=16,
-        riding_tokens=0,  # cores compute all the time; riding would only be more programs
         rounds_per_chunk=8,
         compiler_options=CPU_COMPILER_OPTIONS,
         text_rows=16,

@@ -33,9 +33,10 @@ def activate(kind, x):
     return jax.nn.gelu(x, approximate=True) if kind == "gelu_tanh" else jax.nn.silu(x)
 
 
-def in_heads(projected, bias, q_norm, k_norm, cos, sin, groups, eps, device=None):
-    """The product with qkv -> query [B,T,H,D], key and value [B,T,G,D], G = groups."""
-    (b, t, _), d, heads = projected.shape, 2 * cos.shape[-1], projected
+def project(normed, qkv, bias, q_norm, k_norm, cos, sin, groups, eps, device=None, linear=linear):
+    """-> query [B,T,H,D], key and value [B,T,G,D], G = groups."""
+    (b, t, _), d = normed.shape, 2 * cos.shape[-1]
+    heads = linear(qkv, normed)
     if bias is not None:
         heads = heads + bias
     heads = whole(heads, device).reshape(b, t, groups, -1, d)

@@ -23,7 +23,6 @@ import numpy as np
 import tests.conftest  # noqa: F401  (first: it sets the process up)
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.drafters.methods import LOOKUP, split
-from jaxspec.engine.batch import ChunkShape
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import FindStop, Request, TokenLogprobs
 from jaxspec.sampling_params import SamplingParams
@@ -142,26 +141,31 @@ class Soak:
     requests: list[Request] = dataclasses.field(default_factory=list)
     launches: Counter[int] = dataclasses.field(default_factory=Counter)
     aborted: Counter[str] = dataclasses.field(default_factory=Counter)
-    rides: int = 0
+    passes: Counter[str] = dataclasses.field(default_factory=Counter)
     steps: int = 0
 
     def __post_init__(self) -> None:
         engine, launch, observe = self.engine, self.engine.launch, self.engine.controller.observe
         engine.scheduler.allocator = CountingAllocator(engine.num_pages)
         engine.grown_shape = lambda *requests: (8, 32)  # type: ignore[method-assign]
-        engine.riding_shape = ChunkShape(2, 16, 2)  # as on GPU and TPU
-        engine.scheduler.max_num_seqs += 2
+        engine.scheduler.max_num_seqs += 2  # read ahead, as where there are more rows
+        settle = engine.prefilling.settle
 
         def counted(requests, k, *arguments):
             self.launches[k] += 1
-            self.rides += arguments[-1] is not None
+            self.passes["queued"] += len(engine.prefilling.queued)
             return launch(requests, k, *arguments)
+
+        def settled():
+            self.passes["waited for"] += len(engine.prefilling.queued)
+            settle()
 
         def made_up(kind, k, seconds, num_rounds, **rest):
             cost = 1.0 + k * (0.02, 0.6)[self.steps // 30 % 2] * self.rng.uniform(0.3, 1.7)
             observe(kind, k, cost * num_rounds, num_rounds, **rest)
 
         engine.launch, engine.controller.observe = counted, made_up  # type: ignore[method-assign]
+        engine.prefilling.settle = settled  # type: ignore[method-assign]
 
     def serve(self, cases: Sequence[Case], progress: Callable[[str], None] = lambda line: None) -> None:
         engine, coming, first = self.engine, list(reversed(cases)), self.steps
@@ -211,7 +215,7 @@ class Soak:
         return (
             f"{metrics.num_emitted_tokens} tokens, {scheduler.num_preemptions} preemptions, "
             f"{scheduler.allocator.num_evicted} pages evicted, acceptance length {metrics.mean_acceptance_length:.2f}, "
-            f"launches by drafts {dict(sorted(self.launches.items()))}, {self.rides} with prompts beside, "
+            f"launches by drafts {dict(sorted(self.launches.items()))}, passes over prompts {dict(self.passes)}, "
             f"aborted {dict(self.aborted)}, "
             f"{self.engine.runner.programs.num_compiled} programs"
         )

@@ -28,7 +28,6 @@ from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.engine import batch
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import fetch
 from jaxspec.engine.setup import drafter
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
@@ -52,7 +51,7 @@ class Raw:
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
         self.row_pages = self.engine.scheduler.pages_for(self.length + most)
         # As the engine does: attention's cost depends on it.
-        _, self.table_width = self.engine.catalogue.shape(1, self.row_pages, False)
+        _, self.table_width = self.engine.catalogue.shape(1, self.row_pages)
 
     def requests(self, k: int) -> list[Request]:
         return [
@@ -111,7 +110,7 @@ class Raw:
             engine.runner.cache = PagedKVCache(engine.runner.cache.target, new.target) if draft_alone else new
             return result
 
-        self.check(fetch(call()), k)
+        self.check(self.engine.runner.finish(call()), k)
         return call
 
     def check(self, result: LaunchResult, k: int) -> None:

@@ -30,8 +30,7 @@ def launch(
         # Behind a barrier, or the compiler would sum up where it updates, and copy the carry.
         state = lax.optimization_barrier(dataclasses.replace(state, round=None))
         early = jnp.sum(state.finish != RUNNING) >= control.max_ends
-        some = True if batch.chunks is not None else jnp.any(runnable(context, state))  # prompts wait for no row
-        return more & some & ~early & ~losing(batch, state)
+        return more & jnp.any(runnable(context, state)) & ~early & ~losing(batch, state)
 
     def body(carry):
         cache, state, _ = carry

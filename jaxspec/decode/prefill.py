@@ -22,8 +22,8 @@ SLICE = 16  # tokens of a row whose logits are computed at a time
 def prefill(
     config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk
 ) -> tuple[PagedKVCache, Logprobs | None]:
-    """Writes the chunk's keys and values, the target's and the draft's -> (caches, log-probabilities [B,T] of
-    chunk.next_tokens, where there are any)."""
+    """Writes the chunk's keys and values, the target's, and what the draft will read of them -> (caches,
+    log-probabilities [B,T] of chunk.next_tokens, where there are any)."""
     with jax.named_scope("prefill"):
         taps = config.reader.taps if config.reader else ()
         done = config.target.prefill(params["target"], cache.target, *chunk.arrays, taps=taps)
@@ -34,13 +34,14 @@ def prefill(
                 lambda h, t: logprobs(done.decoder.logits(h, backend), t, n), done.hidden, chunk.next_tokens
             )
         cache = remember(config, params, cache, done)
-    return draft_pages(config, params, cache, chunk), scores
+    return cache, scores
 
 
 def catch_up(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[PagedKVCache, None]:
-    """Writes the draft's keys and values only, of rows that went on without it."""
+    """Writes the draft's keys and values, of what the target has read."""
+    assert config.drafter is not None
     with jax.named_scope("catch_up"):
-        return draft_pages(config, params, cache, chunk), None
+        return dataclasses.replace(cache, draft=config.drafter.prefill(params, cache, chunk)), None
 
 
 def remember(config: DecodeConfig, params: Params, cache: PagedKVCache, done: Pass) -> PagedKVCache:
@@ -50,12 +51,6 @@ def remember(config: DecodeConfig, params: Params, cache: PagedKVCache, done: Pa
         return cache
     kept = config.reader.features(params, done.hidden, done.tapped)
     return dataclasses.replace(cache, features=features.write(cache, done.slots, kept))
-
-
-def draft_pages(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> PagedKVCache:
-    if config.drafter is None:
-        return cache
-    return dataclasses.replace(cache, draft=config.drafter.prefill(params, cache, chunk))
 
 
 def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:

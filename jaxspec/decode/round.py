@@ -16,12 +16,11 @@ from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode import branches
-from jaxspec.decode.prefill import draft_pages, remember
+from jaxspec.decode.prefill import remember
 from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeState
-from jaxspec.drafters.base import Chunk, History, Proposal
+from jaxspec.drafters.base import History, Proposal
 from jaxspec.drafters.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
-from jaxspec.models.paged import Part, chunk_part
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
@@ -51,11 +50,11 @@ class Scores(NamedTuple):
 
 def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[PagedKVCache, DecodeState]:
     """The caches and the state after every row that is runnable has gained 1..K_b+1 tokens."""
-    history, adjust, chunk = history_of(context, state), adjust_of(context, state), chunk_of(context, state)
+    history, adjust = history_of(context, state), adjust_of(context, state)
     with jax.named_scope("propose"):
         proposal, cache = propose(context, cache, history, adjust)
     with jax.named_scope("target"):
-        scores, cache = score(context, cache, history, proposal, chunk)
+        scores, cache = score(context, cache, history, proposal)
     with jax.named_scope("verify"):
         verdict, ending = verify(context, history, proposal, scores, adjust)
     if proposal.tree is not None:
@@ -79,14 +78,8 @@ def runnable(context: Context, state: DecodeState) -> Bool[Array, " B"]:
     return context.batch.live & (state.finish == RUNNING) & covered
 
 
-def chunk_of(context: Context, state: DecodeState) -> Chunk | None:
-    """What this round computes of prompts besides; None where the launch computes none."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, state.round, keepdims=False), context.batch.chunks)
-
-
 def history_of(context: Context, state: DecodeState) -> History:
-    live = runnable(context, state) & (state.round >= context.batch.ready)
-    wanted = num_wanted(context, state)
+    live, wanted = runnable(context, state), num_wanted(context, state)
     return History(state.tokens, state.num_tokens, state.draft_len, context.batch.block_table, wanted, live)
 
 
@@ -160,11 +153,9 @@ def only_likeliest(context: Context) -> bool:
     return not variant.noises and batch.processors is None and variant.logprobs is None
 
 
-def score(
-    context: Context, cache: PagedKVCache, history: History, proposal: Proposal, chunk: Chunk | None = None
-) -> tuple[Scores, PagedKVCache]:
+def score(context: Context, cache: PagedKVCache, history: History, proposal: Proposal) -> tuple[Scores, PagedKVCache]:
     """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (scores, the caches, the target's
-    written). A chunk of prompts rides along."""
+    written)."""
     target = context.config.target
     pending = rng.take_row(history.tokens, history.num_tokens - 1)
     tokens = jnp.concatenate([pending[:, None], proposal.tokens], axis=1)
@@ -174,13 +165,10 @@ def score(
     tokens = jnp.where(masked, pending[:, None], tokens)  # what nobody reads: no less a number than what is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
-    parts = [Part(tokens, positions, masked, history.block_table, branches.of_tree(history, proposal.tree))]
-    parts += [] if chunk is None else [chunk_part(*chunk.arrays)]
-    done, *beside = target.forward_together(params["target"], cache.target, parts, taps)
-    for part in (done, *beside):
-        cache = remember(context.config, params, cache, part)
-    if chunk is not None:
-        cache = draft_pages(context.config, params, cache, chunk)
+    where = positions, masked, history.block_table
+    of_tree = branches.of_tree(history, proposal.tree)
+    done = target.forward(params["target"], cache.target, tokens, *where, taps, of_tree)
+    cache = remember(context.config, params, cache, done)
     if only_likeliest(context):  # no logits are left to look at, but what they are made of
         lawful = jnp.all(jnp.isfinite(done.hidden), axis=-1)
         return Scores(done.decoder.likeliest(done.hidden, target.backend), lawful), cache

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxspec.config import MAX_ROUNDS
-from jaxspec.drafters.base import Chunk, Drafter
+from jaxspec.drafters.base import Drafter
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
@@ -158,8 +158,6 @@ class LaunchInput:
     block_table i32[B,N]: page ids; unassigned entries hold num_pages.
     processors: None where no row asks for any.
     rule_options f32[_]: the numbers of the rule's own options.
-    ready i32[B]: from which round on the row takes part; its prompt is in the caches then.
-    chunks: what each round computes of prompts besides, [MOST, ...]; None: the launch computes none.
     """
 
     tokens: jax.Array
@@ -172,8 +170,6 @@ class LaunchInput:
     processors: Processors | None
     rule_options: jax.Array
     control: Control
-    ready: jax.Array
-    chunks: Chunk | None = None
 
 
 @dataclasses.dataclass(frozen=True)

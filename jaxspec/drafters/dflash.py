@@ -25,7 +25,7 @@ from jaxspec.models.decoder import Layer, bind, module, ropes_of
 from jaxspec.models.families import layer_names
 from jaxspec.models.head import Head, product
 from jaxspec.models.layers import Backend, Rows
-from jaxspec.models.paged import PagedModel, chunk_part
+from jaxspec.models.paged import PagedModel, places
 from jaxspec.models.parameters import declare
 from jaxspec.sampling.rng import take_row
 from pallas_kernels.plain import rms_norm
@@ -75,13 +75,13 @@ class DFlashHead(Head):
     def __call__(self, x, past, pages, rows: Rows, backend: Backend):
         """x [B,T,E], the block; past [B,W,E], features of positions that the pages lack; rows: of both, past first, and
         the tree of the block -> (hidden [B,T,E], pages). T may be 0."""
-        c, ropes, written, count = self.config, [ropes_of(self.config, rows, backend)], [], x.shape[1]
+        c, ropes, written, count = self.config, ropes_of(self.config, rows, backend), [], x.shape[1]
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             norm = layer.input_norm[...]
             if not count:  # or a GPU's compiler, as all layers read the same, first puts their matrices side by side
                 past, norm = lax.optimization_barrier((past, norm))
             both = jnp.concatenate([past, rms_norm(norm, x, c.norm_eps)], axis=1)
-            mixed, layer_pages = layer.attention(both, both, layer_pages, [rows], ropes, backend, num_queries=count)
+            mixed, layer_pages = layer.attention(both, both, layer_pages, rows, ropes, backend, num_queries=count)
             written.append(layer_pages)
             if count:
                 x, _ = layer.feed_forward(x, mixed, backend)
@@ -174,7 +174,8 @@ class DFlash(Drafter):
 
     def prefill(self, params, cache, chunk: Chunk):
         head: Any = bind(self.model.config, params["draft"])
-        _, positions, masked, *_ = chunk_part(*chunk.arrays)
+        tokens, start, length, _ = chunk.arrays
+        positions, masked = places(tokens, start, length)
         past = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
         past = jnp.where(masked[:, :, None], 0, past)
         rows = self.model.rows(positions, masked, chunk.block_table)

@@ -61,7 +61,7 @@ class EagleHead(Head):
     def __call__(self, x, feature, pages, rows, backend):
         mixed = product(jnp.concatenate([x, feature], axis=-1), self.fc[...], backend)
         x = (mixed + self.fc_bias[...] if self.config.bias else mixed).astype(x.dtype)
-        x, _, pages, _ = through(list(self.layers), x, pages, (rows,), backend, entry=x)
+        x, _, pages, _ = through(list(self.layers), x, pages, rows, backend, entry=x)
         return x, x, pages  # no norm before the head of logits
 
 

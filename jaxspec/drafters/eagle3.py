@@ -100,7 +100,7 @@ class Eagle3Head(Head):
         normed = rms_norm(self.hidden_norm[...], feature, c.norm_eps)
         both = jnp.concatenate([rms_norm(self.token_norm[...], x, c.norm_eps), normed], axis=-1)
         x, norm = normed if c.norm_before_residual else feature, self.norm[...]
-        x, hidden, pages, _ = through(list(self.layers), x, pages, (rows,), backend, norm=norm, entry=both)
+        x, hidden, pages, _ = through(list(self.layers), x, pages, rows, backend, norm=norm, entry=both)
         return hidden, hidden if c.norm_output else x, pages
 
 

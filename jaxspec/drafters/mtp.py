@@ -67,7 +67,7 @@ class MtpHead(nnx.Module):
         parts = [rms_norm(self.token_norm[...], x, c.norm_eps), rms_norm(self.hidden_norm[...], feature, c.norm_eps)]
         both = jnp.concatenate(parts[::-1] if c.hidden_first else parts, axis=-1)
         x = product(both, self.fc[...], backend).astype(x.dtype)
-        _, hidden, pages, _ = through(list(self.layers), x, pages, (rows,), backend, norm=self.norm[...])
+        _, hidden, pages, _ = through(list(self.layers), x, pages, rows, backend, norm=self.norm[...])
         return hidden, hidden, pages
 
 

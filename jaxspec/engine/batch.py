@@ -101,12 +101,8 @@ def launch_input(
     worth: float = 0.0,
     rule_options: Sequence[float] = (),
     vocab_size: int = 0,
-    draft_lens: Sequence[int] | None = None,
-    ready: Sequence[int] = (),
-    chunks: Chunk | None = None,
 ) -> LaunchInput:
     """k: drafts a round of the program, used: its variant, shape: its (B, N); rows beyond the requests are not live.
-    ready, chunks: of LaunchInput; draft_lens: where they are not what the requests say.
     num_rounds, max_ends, worth: of Control; rule_options: of the rule asked for; vocab_size: V, where lists are
     long."""
     params, (rows, row_pages), room = [r.params for r in requests], shape, MANY if used.long_lists else FEW
@@ -116,7 +112,7 @@ def launch_input(
     return LaunchInput(
         tokens=padded([r.ids for r in requests], rows, row_pages * layout.page_size + 1, 0),
         num_tokens=column([r.num_tokens for r in requests], np.int32, 1),
-        draft_len=column(draft_lens or [r.draft_len for r in requests], np.int32),
+        draft_len=column([r.draft_len for r in requests], np.int32),
         live=column([True] * len(requests), np.bool_, False),
         block_table=padded([r.pages for r in requests], rows, row_pages, layout.num_pages),
         sampling=SamplingRows(
@@ -135,8 +131,6 @@ def launch_input(
         processors=processors(requests, rows, room, vocab_size) if used.processors else None,
         rule_options=filled(len(rule_options), rule_options, np.float32),
         control=Control(scalar(num_rounds, np.int32), scalar(max_ends, np.int32), scalar(worth, np.float32)),
-        ready=column(ready, np.int32),
-        chunks=chunks,
     )
 
 
@@ -229,13 +223,17 @@ class Piece(NamedTuple):
     length: int
 
 
-def pieces(requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape) -> list[Piece]:
-    """The next tokens of each request from its start on, the last (pending) token left out: as many as a pass takes,
-    those of the first requests first. A row reads what the rows before it write, so that a prompt may have several."""
+def pieces(
+    requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape, *, ends: Sequence[int] | None = None
+) -> list[Piece]:
+    """The next tokens of each request from its start to its end, by default up to the last (pending) token: as many as
+    a pass takes, those of the first requests first. A row reads what the rows before it write, so that a prompt may
+    have several."""
+    ends = [request.num_tokens - 1 for request in requests] if ends is None else ends
     cut = (
-        Piece(request, at, min(chunk.width, request.num_tokens - 1 - at))
-        for request, start in zip(requests, starts, strict=True)
-        for at in range(start, request.num_tokens - 1, chunk.width)
+        Piece(request, at, min(chunk.width, end - at))
+        for request, start, end in zip(requests, starts, ends, strict=True)
+        for at in range(start, end, chunk.width)
     )
     return list(itertools.islice(cut, chunk.rows))
 

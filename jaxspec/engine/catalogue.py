@@ -23,23 +23,21 @@ FEWEST_ROWS = 16  # of the launches that are warmed up, but for a single row's
 class Launch:
     """A launch's program.
 
-    k: drafts a round; rows, row_pages: B, N; riding: whether prompts are computed beside.
+    k: drafts a round; rows, row_pages: B, N.
     """
 
     k: int
     rows: int
     row_pages: int
-    riding: bool
     variant: Variant
 
     def __str__(self) -> str:
-        beside = ", prompts beside" if self.riding else ""
-        return f"launch, {self.rows} rows, {self.k} drafts a round{beside}, {self.variant}"
+        return f"launch, {self.rows} rows, {self.k} drafts a round, {self.variant}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """A pass over prompts: `prefill`, or `catch_up` for a draft that went without."""
+    """A pass over prompts: `prefill`, or `catch_up`, by which the draft reads them."""
 
     name: Literal["prefill", "catch_up"]
     shape: ChunkShape
@@ -65,19 +63,15 @@ class Open:
         """Nothing runs."""
         self.grown = (1, 1)
 
-    def shape(self, num_rows: int, num_pages: int, riding: bool) -> tuple[int, int]:
-        """(B, N) of a launch over so many rows, none of which comes to hold more pages; riding: with prompts beside."""
+    def shape(self, num_rows: int, num_pages: int) -> tuple[int, int]:
+        """(B, N) of a launch over so many rows, none of which comes to hold more pages."""
         pages = next(width for width in self.table_widths if width >= num_pages)
         self.grown = max(power_of_two(num_rows), self.grown[0]), max(pages, self.grown[1])
         return self.grown
 
-    def launch(self, k: int, shape: tuple[int, int], riding: bool, exact: Variant) -> tuple[int, Variant]:
+    def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> tuple[int, Variant]:
         """(K, variant) of the program for a batch that wants these."""
-        return k, self.variants.choose((k, *shape, riding), exact)
-
-    def rides(self, exact: Variant) -> bool:
-        """Whether prompts may be computed beside such a batch."""
-        return True
+        return k, self.variants.choose((k, *shape), exact)
 
     def prefill(self, name: str, shape: ChunkShape, exact: Variant) -> tuple[ChunkShape, Variant]:
         """The shape and the variant of a pass over prompts."""
@@ -88,8 +82,8 @@ class Closed(Open):
     """Of an engine that warms up: `launches` and `prefills` are all there are, and a page copy. The widest block table
     serves all.
 
-    ks: K, each that there is; rule: the acceptance rule asked for, or None; chunk, riding: the shapes of prompts, in
-    passes of their own and beside rows that decode; catches_up: whether a draft may have to.
+    ks: K, each that there is; rule: the acceptance rule asked for, or None; chunk: the shape of a pass over prompts;
+    catches_up: whether there is a draft that reads them.
     """
 
     def __init__(
@@ -100,24 +94,19 @@ class Closed(Open):
         max_num_seqs: int,
         row_pages: int,
         chunk: ChunkShape,
-        riding: ChunkShape | None,
         catches_up: bool,
     ) -> None:
         super().__init__((row_pages,))
         self.rows = row_counts(max_num_seqs)
-        self.launches = tuple(launches(sorted(ks), self.rows, row_pages, rule, rides=riding is not None))
+        self.launches = tuple(launches(sorted(ks), self.rows, row_pages, rule))
         self.prefills = tuple(prefills(chunk, row_pages, catches_up=catches_up))
 
-    def shape(self, num_rows: int, num_pages: int, riding: bool) -> tuple[int, int]:
-        least = self.rows[-1] if riding else num_rows
-        return next(rows for rows in self.rows if rows >= least), self.table_widths[0]
+    def shape(self, num_rows: int, num_pages: int) -> tuple[int, int]:
+        return next(rows for rows in self.rows if rows >= num_rows), self.table_widths[0]
 
-    def launch(self, k: int, shape: tuple[int, int], riding: bool, exact: Variant) -> tuple[int, Variant]:
-        serves = (p for p in self.launches if (p.rows, p.riding) == (shape[0], riding) and p.k >= k)
+    def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> tuple[int, Variant]:
+        serves = (p for p in self.launches if p.rows == shape[0] and p.k >= k)
         return next((p.k, p.variant) for p in serves if p.variant.covers(exact))
-
-    def rides(self, exact: Variant) -> bool:
-        return any(p.riding and p.variant.covers(exact) for p in self.launches)
 
     def prefill(self, name: str, shape: ChunkShape, exact: Variant) -> tuple[ChunkShape, Variant]:
         known = next(p for p in self.prefills if p.name == name and p.variant.covers(exact))
@@ -141,17 +130,13 @@ def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
     return Variant(frozenset(greedy)), sampled, whole
 
 
-def launches(
-    ks: Sequence[int], row_counts: Sequence[int], row_pages: int, rule: str | None, *, rides: bool
-) -> Iterator[Launch]:
+def launches(ks: Sequence[int], row_counts: Sequence[int], row_pages: int, rule: str | None) -> Iterator[Launch]:
     """The smallest first, where several serve."""
     greedy, sampled, whole = variants(rule)
     for rows in row_counts:
         for variant in (greedy, sampled):
-            yield from (Launch(k, rows, row_pages, False, variant) for k in ks)
-        yield from (Launch(k, rows, row_pages, False, whole) for k in sorted({ks[0], ks[-1]}))  # seldom, so few
-    if rides:
-        yield from (Launch(k, row_counts[-1], row_pages, True, v) for v in (greedy, sampled) for k in ks)
+            yield from (Launch(k, rows, row_pages, variant) for k in ks)
+        yield from (Launch(k, rows, row_pages, whole) for k in sorted({ks[0], ks[-1]}))  # seldom, so few
 
 
 def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator[Prefill]:
@@ -162,4 +147,4 @@ def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator
     yield from (Prefill("prefill", of(rows), row_pages, Variant()) for rows in sizes)
     yield Prefill("prefill", full, row_pages, Variant(logprobs=MAX_LOGPROBS))
     if catches_up:
-        yield Prefill("catch_up", full, row_pages, Variant())
+        yield from (Prefill("catch_up", of(rows), row_pages, Variant()) for rows in sizes)

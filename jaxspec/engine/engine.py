@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
+from jaxspec.decode.packing import Packed
 from jaxspec.decode.state import LaunchResult
-from jaxspec.engine import arrivals, batch, results, riding, setup
+from jaxspec.engine import arrivals, batch, results, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
 from jaxspec.engine.prefilling import Prefilling
@@ -27,6 +27,7 @@ from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
 
+AHEAD = 8  # for so many rows the prompt of one request more is read, which takes over where a row ends
 FEWER_ROUNDS = 16  # of a launch that the host may have to act on before all its rows have ended
 SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as if one by one
 
@@ -56,11 +57,10 @@ class Engine:
             num_drafts=max(self.runner.drafters),
             rule=speculative.rejection_sample_method if speculative else None,
         )
-        self.riding_shape = setup.riding_shape(config, device.platform)
         self.scheduler = Scheduler(
             PageAllocator(layout.num_pages),
             layout.page_size,
-            config.max_num_seqs + (riding.ahead(config.max_num_seqs) if self.riding_shape else 0),
+            config.max_num_seqs + config.max_num_seqs // AHEAD,
             self.num_drafts,
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
@@ -70,7 +70,7 @@ class Engine:
         self.catalogue = setup.catalogue(config, speculative, device, longest, lags=lags)
         chunk = setup.chunk_shape(config, device.platform)
         self.prefilling = Prefilling(self.roster, self.catalogue, chunk, self.lag, self.timed)
-        self.platform = facts(device.platform)
+        self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
         self.controller = Controller(
             tuple(self.runner.drafters),
             adaptive=speculative is not None and speculative.adaptive,
@@ -141,45 +141,30 @@ class Engine:
 
     def advance(self, num_rounds: int | None, streaming: bool) -> list[Request]:
         """What a step does; the requests that took part."""
+        self.prefilling.queued.clear()  # of a step that was interrupted
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()
         ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
+        due = lambda: self.prefilling.is_due(self.scheduler.running, has_room=len(ready()) < self.config.max_num_seqs)
         took_part = [r for r in self.scheduler.running if not r.prefilled]
-        riders = took_part if self.may_ride(took_part, ready()) else []
-        if not riders and self.wants_pass(took_part, ready()):
+        if due():
             self.prefill(took_part)
         while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
             self.prefill(rest)
         own = FEWER_ROUNDS if any(r.find_stop for r in ready()) else MAX_ROUNDS
         num_rounds = num_rounds or self.config.rounds_per_launch or own
-        unread = [r for r in self.scheduler.running if not r.prefilled]
-        if not riders and self.wants_pass(unread, ready()):  # soon
-            num_rounds = min(num_rounds, self.platform.rounds_per_chunk)
+        if due():  # they want their next pass soon
+            num_rounds = min(num_rounds, self.rounds_per_chunk)
         decoding = ready()
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
-            decoding, riders = ([r for r in some if r not in preempted] for some in (decoding, riders))
-            decoding = decoding[: self.config.max_num_seqs]
+            decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
         if decoding:  # or all have given way to an older one in prefill
-            with self.roster.blame([*decoding, *riders]):
-                self.decode(decoding, num_rounds, streaming, riders)
+            with self.roster.blame(decoding):
+                self.decode(decoding, num_rounds, streaming)
+        self.prefilling.settle()
         return [*took_part, *decoding]
-
-    def may_ride(self, requests: Sequence[Request], others: Sequence[Request]) -> bool:
-        """Whether these requests' prompts are computed in the passes of the others."""
-        if self.riding_shape is None or not requests or not others or any(r.wants_prompt_logprobs for r in requests):
-            return False
-        tokens = self.grown_shape(others, requests, True)[0] * (1 + self.controller.likely_k)
-        return tokens <= self.platform.riding_beside and self.catalogue.rides(batch.variant([*requests, *others]))
-
-    def wants_pass(self, requests: Sequence[Request], others: Sequence[Request]) -> bool:
-        """Whether these requests' prompts are to have a pass of their own now. While the others take all rows nobody
-        waits for them, and a pass is to be full."""
-        shape, have_rows = self.prefilling.shape, len(others) < self.config.max_num_seqs
-        return bool(requests) and (
-            have_rows or len(batch.pieces(requests, [r.target_len for r in requests], shape)) == shape.rows
-        )
 
     def admit(self) -> None:
         """Lets waiting requests in, and copies what samples of one prompt share in part. Each is packed by itself once:
@@ -194,17 +179,16 @@ class Engine:
                 batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """One pass over the next tokens of these requests' prompts."""
+        """One pass over the next tokens of these requests' prompts. Where nothing is drafted the draft does not read
+        them: where speculation does not pay, neither does that, and where it comes to, the draft catches up."""
         with self.roster.blame(requests):
-            self.prefilling.prefill(requests, self.grown_shape((), self.scheduler.running)[1])
+            pages = self.grown_shape(self.scheduler.running)[1]
+            self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
 
-    def decode(self, requests: list[Request], num_rounds: int, streaming: bool, riders: Sequence[Request] = ()) -> None:
-        """One launch over these requests, whose prompts are in the caches, and the riders' prompts."""
+    def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
+        """One launch over these requests, whose prompts are in the caches, or will be when the device comes to it."""
         short = streaming or num_rounds < PROBE_ROUNDS
-        room, shape = self.config.max_num_seqs - len(requests), self.riding_shape
-        if riders and shape and riding.plan(riders, shape, 1, room) is None:
-            riders = ()
-        kind = self.grown_shape(requests, (), bool(riders))[0], short, bool(riders)  # which cost more a round
+        kind = self.grown_shape(requests)[0], short  # a short launch costs more a round
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
         # Tokens of a seed that are drawn with a round's own numbers depend on the number of drafts.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
@@ -219,27 +203,23 @@ class Engine:
         with self.timed("prefill_seconds") as reading:
             if choice.k:
                 self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
+        queued = bool(self.prefilling.queued)
+        with self.timed("prefill_seconds" if queued else "decode_seconds") as packing:
+            started = self.launch(requests, choice.k, num_rounds, choice.worth)
+        self.prefilling.settle()
+        if not all(r.pages for r in requests):  # caches were lost, and what was started is worth nothing
+            return
         with self.timed("decode_seconds") as watch:
-            ride = riding.plan(riders, shape, num_rounds, room) if riders and shape else None
-            taking = [*requests, *(ride.joining if ride else ())]
-            result = self.launch(taking, choice.k, num_rounds, choice.worth, ride)
-        took = watch.seconds, int(result.num_rounds)
-        tokens = int(np.sum(result.num_new))
-        self.controller.observe(kind, result.num_speculative_tokens, *took, tokens=tokens, catch_up=reading.seconds)
-        for pieces in ride.passes[: took[1]] if ride else ():
-            self.prefilling.absorb(pieces, drafted=result.num_speculative_tokens > 0)
-        self.absorb([r for r in taking if r.prefilled], result)
+            result = self.runner.finish(started)
+        seconds = watch.seconds + (0.0 if queued else packing.seconds)
+        k, rounds, tokens = result.num_speculative_tokens, int(result.num_rounds), int(np.sum(result.num_new))
+        self.controller.observe(kind, k, seconds, rounds, tokens=tokens, catch_up=reading.seconds)
+        self.absorb(requests, result)
 
-    def launch(
-        self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0, ride: riding.Ride | None = None
-    ) -> LaunchResult:
-        """One launch of the device program over these requests."""
-        shape, spec = self.grown_shape(requests, ride.absent if ride else (), bool(ride)), self.speculative
-        riders: dict[str, Any] = {}
-        k, variant = self.catalogue.launch(k, shape, bool(ride), batch.variant(requests))
-        if ride and self.riding_shape:
-            sizes = self.layout, self.riding_shape, shape[1], self.lag
-            riders, num_rounds = riding.inputs(ride, requests, *sizes, drafted=k > 0), len(ride.passes)
+    def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Packed:
+        """Starts a launch of the device program over these requests."""
+        shape, spec = self.grown_shape(requests), self.speculative
+        k, variant = self.catalogue.launch(k, shape, batch.variant(requests))
         others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
         inputs = batch.launch_input(
             requests,
@@ -253,17 +233,15 @@ class Engine:
             worth=worth,
             rule_options=spec.rule_options if spec else (),
             vocab_size=self.limits.vocab_size,
-            **riders,
         )
-        return self.runner.execute(Plan("launch", (inputs,), k=k, variant=variant))
+        return self.runner.start(Plan("launch", (inputs,), k=k, variant=variant))
 
-    def grown_shape(
-        self, requests: Sequence[Request], beside: Sequence[Request] = (), rides: bool = False
-    ) -> tuple[int, int]:
-        """(B, N) of the next launch; beside: requests without a row; rides: whether prompts ride along. N has room for
-        what the rows may come to hold: for what they hold now it would soon be another program."""
-        pages = max(map(self.scheduler.most_pages, [*requests, *beside]))
-        return self.catalogue.shape(len(requests), pages, rides)
+    def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """(B, N) of the next launch. N has room for what the rows may come to hold: for what they hold now it would
+        soon be another program."""
+        return self.catalogue.shape(
+            min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
+        )
 
     def absorb(self, requests: Sequence[Request], result: LaunchResult) -> None:
         """Takes a launch's result in: tokens, lengths, counters, reasons to end. What has ended leaves."""

@@ -1,8 +1,9 @@
-"""Prompts into the caches: by passes of their own, or taken in after they have ridden along in those of others."""
+"""Prompts into the caches, by passes over pieces of several; and what the draft has to read of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,42 +19,76 @@ Timed = Callable[[str], AbstractContextManager[Any]]
 
 @dataclasses.dataclass
 class Prefilling:
-    """shape: of a pass; lag: how far the draft may be behind; timed: the engine's clock of a field of its timing."""
+    """A pass is queued: the device comes to it while the host packs what follows, and `settle` waits for it.
+
+    shape: of a pass; lag: how far the draft may be behind; timed: the engine's clock of a field of its timing.
+    queued: passes that nobody has waited for yet, with the requests that they are for.
+    """
 
     roster: Roster
     catalogue: Open
     shape: batch.ChunkShape
     lag: results.Lag
     timed: Timed
+    queued: list[tuple[list[Request], Any]] = dataclasses.field(default_factory=list)
 
-    def prefill(self, requests: Sequence[Request], row_pages: int) -> None:
-        """One pass: the next tokens of these requests, those of the first first, into both caches."""
+    def is_due(self, requests: Sequence[Request], *, has_room: bool) -> bool:
+        """Whether these requests' prompts are to have a pass now. Where there is no room for them among the rows that
+        decode nobody waits for them, and a pass is to be full."""
+        unread = [r for r in requests if not r.prefilled]
+        return bool(unread) and (has_room or len(self.pieces(unread)) == self.shape.rows)
+
+    def pieces(self, requests: Sequence[Request]) -> list[batch.Piece]:
+        return batch.pieces(requests, [r.target_len for r in requests], self.shape)
+
+    def prefill(self, requests: Sequence[Request], row_pages: int, *, drafted: bool) -> None:
+        """One pass: the next tokens of these requests, those of the first first; drafted: the draft is to read them,
+        too."""
         requests = [r for r in requests if r.finish_reason is None and not r.prefilled]
         if not requests:
             return
-        rows = batch.pieces(requests, [r.target_len for r in requests], self.shape)
-        shape, variant = self.catalogue.prefill("prefill", self.shape, batch.prefill_variant([r for r, *_ in rows]))
+        rows = self.pieces(requests)
+        taking_part = list(dict.fromkeys(request for request, *_ in rows))
+        shape, variant = self.catalogue.prefill("prefill", self.shape, batch.prefill_variant(taking_part))
         plan = Plan("prefill", (self.chunk(rows, shape, row_pages),), variant=variant)
         with self.timed("prefill_seconds"):
-            scores = self.roster.runner.execute(plan)
-        self.absorb(rows, scores)
-
-    def absorb(self, rows: Sequence[batch.Piece], scores: Any = None, *, drafted: bool = True) -> None:
-        """These pieces are in the caches now, the draft's too where they were drafted."""
+            started, scores = self.roster.runner.start(plan), None
+            if variant.logprobs is None:
+                self.queued.append((taking_part, started))
+            else:
+                scores = self.roster.runner.finish(started)
         for row, (request, _, length) in enumerate(rows):
             with self.roster.blame([request], device=False):
+                results.absorb_chunk(request, row, length, scores, self.lag)
+        if drafted:
+            self.catch_up(taking_part, row_pages)
+        for request in taking_part:
+            with self.roster.blame([request], device=False):
                 if request.finish_reason is None:
-                    results.absorb_chunk(request, row, length, scores, self.lag, drafted=drafted)
                     self.roster.scheduler.register(request)
 
     def catch_up(self, requests: Sequence[Request], row_pages: int) -> None:
-        """The draft reads what was decoded without it, but for what its first pass in the loop reads."""
+        """The draft reads what the target has read without it, but for what its first pass in the loop reads."""
         while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
-            rows = batch.pieces(behind, [r.draft_len + self.lag.lookahead for r in behind], self.shape)
+            starts = [r.draft_len + self.lag.lookahead for r in behind]
+            rows = batch.pieces(behind, starts, self.shape, ends=[r.target_len for r in behind])
             shape, variant = self.catalogue.prefill("catch_up", self.shape, NOTHING)
-            self.roster.runner.execute(Plan("catch_up", (self.chunk(rows, shape, row_pages),), variant=variant))
+            plan = Plan("catch_up", (self.chunk(rows, shape, row_pages),), variant=variant)
+            with self.timed("prefill_seconds"):
+                self.queued.append(([request for request, *_ in rows], self.roster.runner.start(plan)))
             for request, _, length in rows:
                 request.draft_len += length
+
+    def settle(self) -> None:
+        """Waits for what is queued. What fails there is the trouble of the requests that it was for."""
+        while self.queued:
+            requests, started = self.queued.pop(0)
+            with self.roster.blame(requests), self.timed("prefill_seconds"):
+                self.roster.runner.finish(started)
+            now = time.perf_counter()
+            for request in requests:
+                if request.prefilled:
+                    request.times.prefilled = request.times.prefilled or now
 
     def chunk(self, rows: Sequence[batch.Piece], shape: batch.ChunkShape, row_pages: int) -> Any:
         return batch.chunk_input(rows, self.roster.runner.decoding.target.layout, shape, row_pages=row_pages)

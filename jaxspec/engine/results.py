@@ -49,34 +49,20 @@ class Lag:
         """Positions that the draft's cache holds, where the device counted so many."""
         return target_len if self.most is None else max(min(length, self.limit), 0)
 
-    def after(self, request: Request, target_len: int, *, drafted: bool) -> int:
-        """Positions that the draft's cache holds when the target's holds these, the request's prompt having been read
-        so far; drafted: by the draft, too, which begins where the target does."""
-        if self.most is not None and not (drafted and request.draft_len >= self.read(request.target_len)):
-            return request.draft_len
-        return self.read(target_len)
-
-    def read(self, target_len: int) -> int:
-        """Positions that the draft's cache holds where it has read all that the target has."""
-        return self.held(target_len - self.lookahead, target_len)
-
     def too_far(self, request: Request) -> bool:
-        """Whether the draft has to read more before it can propose."""
+        """Whether the draft is further behind the target than a round's first pass reads."""
         if self.most is None or request.num_tokens >= self.limit:
             return False
-        return request.draft_len < request.num_tokens - 1 - self.most
+        return request.draft_len < request.target_len - self.most
 
 
-def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag, *, drafted: bool = True) -> None:
-    """length more tokens of the request are in the caches, the draft's too where it was drafted; scores:
-    log-probabilities of the chunk, or None."""
+def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag) -> None:
+    """length more tokens of the request are in the target's cache; scores: log-probabilities of the chunk, or None."""
     if request.wants_prompt_logprobs:
         n = request.params.prompt_logprobs or 0
         request.prompt_logprobs[request.target_len :] = token_logprobs(scores, row, length, n)
-    draft_len = lag.after(request, request.target_len + length, drafted=drafted)
-    vars(request).update(target_len=request.target_len + length, draft_len=draft_len)
-    if request.prefilled:
-        request.times.prefilled = request.times.prefilled or time.perf_counter()
+    target_len = request.target_len + length
+    vars(request).update(target_len=target_len, draft_len=lag.held(request.draft_len, target_len))
 
 
 def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> int:

@@ -42,16 +42,6 @@ class Plan:
     k: int = 0
     variant: Variant = NOTHING
 
-    @property
-    def answers(self) -> bool:
-        """Whether something comes back."""
-        return self.program == "launch" or self.variant.logprobs is not None
-
-
-def fetch(result: Packed) -> Any:
-    """The one transfer from device to host of a launch."""
-    return jax.device_get(result).unpack()
-
 
 class Runner:
     """models: "target" and, for a method that has one, "draft"."""
@@ -87,16 +77,22 @@ class Runner:
         """The model `name` has these parameters from now on."""
         self.params[name] = stored_for(self.backend, self.configs[name], copy.copy(params))
 
-    def execute(self, plan: Plan) -> Any:
-        """Runs a plan to its end -> what comes back, on the host; None where nothing does."""
+    def start(self, plan: Plan) -> Packed:
+        """Has the device run a plan behind what it was told before -> what `finish` waits for."""
         with TraceAnnotation(plan.program):
             self.cache, result = self.programs.run(
                 plan.program, self.config(plan), self.params, self.cache, *plan.arrays
             )
-            if plan.answers:
-                return fetch(result)
-            jax.block_until_ready(self.cache)  # what fails, fails here
-            return None
+        return result
+
+    def finish(self, result: Packed) -> Any:
+        """Waits for what was started -> what comes back, on the host; None where nothing does. What fails on the device
+        fails here."""
+        return jax.device_get(jax.block_until_ready(result)).unpack()
+
+    def execute(self, plan: Plan) -> Any:
+        """Runs a plan to its end, as `start` and `finish`."""
+        return self.finish(self.start(plan))
 
     def compile(self, plan: Plan) -> None:
         """Makes the plan's program, and runs nothing."""
@@ -106,7 +102,7 @@ class Runner:
         """The static description of the plan's program."""
         if plan.program == "copy_pages":
             return None
-        drafter = self.drafters[plan.k] if plan.program == "launch" else self.decoding.drafter
+        drafter = self.decoding.drafter if plan.program == "catch_up" else self.drafters[plan.k]
         return dataclasses.replace(self.decoding, variant=plan.variant, drafter=drafter)
 
     def empty_cache(self) -> PagedKVCache:

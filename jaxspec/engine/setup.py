@@ -136,7 +136,6 @@ def catalogue(config: EngineConfig, speculative: Speculation, device: Device, lo
         max_num_seqs=config.max_num_seqs,
         row_pages=most,
         chunk=chunk_shape(config, device.platform),
-        riding=riding_shape(config, device.platform),
         catches_up=lags,
     )
 
@@ -147,13 +146,6 @@ def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
     tokens = config.prefill_chunk or known.prefill_tokens
     width = min(known.piece, tokens)
     return ChunkShape(tokens // width, width, min(known.least_pieces, tokens // width))
-
-
-def riding_shape(config: EngineConfig, platform: str) -> ChunkShape | None:
-    """Of the prompts' pieces that ride along; always filled up, so that there is one program."""
-    tokens, chunk = facts(platform).riding_tokens, chunk_shape(config, platform)
-    rows = min(tokens // chunk.width, chunk.rows)
-    return ChunkShape(rows, chunk.width, rows) if rows else None
 
 
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from jaxspec.engine import batch, riding
+from jaxspec.engine import batch
 from jaxspec.engine.catalogue import Closed, Launch, Prefill
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import Plan
-
-NO_RIDE = riding.Ride([[]], {}, [], [])  # one pass, with no piece in it
 
 
 def warm_up(engine: Engine, report: Callable[[int, int, str], None] = lambda done, total, name: None) -> None:
@@ -51,11 +49,7 @@ def prefill(engine: Engine, program: Prefill) -> Plan:
 
 
 def launch(engine: Engine, program: Launch, rule_options: Any) -> Plan:
-    shape, riders = (program.rows, program.row_pages), {}
-    if program.riding and engine.riding_shape:
-        riders = riding.inputs(
-            NO_RIDE, [], engine.layout, engine.riding_shape, program.row_pages, engine.lag, drafted=False
-        )
+    shape = (program.rows, program.row_pages)
     inputs = batch.launch_input(
         [],
         program.k,
@@ -65,6 +59,5 @@ def launch(engine: Engine, program: Launch, rule_options: Any) -> Plan:
         num_rounds=0,
         rule_options=rule_options,
         vocab_size=engine.limits.vocab_size,
-        **riders,
     )
     return Plan("launch", (inputs,), k=program.k, variant=program.variant)

@@ -25,8 +25,6 @@ from jaxspec.models.layers import (
     Rows,
     attend,
     attend_densely,
-    joined,
-    parted,
     rotary_tables,
 )
 from jaxspec.models.parameters import Parameter, declare
@@ -36,7 +34,6 @@ from pallas_kernels.plain import rms_norm
 from pallas_kernels.streamed import once
 
 Params = Mapping[str, jax.Array]
-Parts = tuple[jax.Array, ...]
 
 
 class Layer(nnx.Module):
@@ -59,9 +56,9 @@ class Layer(nnx.Module):
         self.gate_up = matrix(c.width, 2 * c.mlp_width, axes=(None, "mlp"), parts=c.merged["gate_up"])
         self.down = matrix(c.mlp_width, c.width, axes=("mlp", None))
 
-    def attention(self, x, normed, pages, rows: Sequence[Rows], ropes, backend: Backend, **few: int):
-        """The first half: x [B,T,E] -> ([B,T,H*D], pages). normed: x by this layer's norm, or None. rows, ropes: of
-        each part of x (see `attend`). few: num_queries, as in `self_attention`, of a pass over pages."""
+    def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend, **few: int):
+        """The first half: x [B,T,E] -> ([B,T,H*D], pages). normed: x by this layer's norm, or None. few: num_queries,
+        as in `self_attention`, of a pass over pages."""
         c = self.config
         used = {"qkv": self.qkv, "next_out": self.out}
         if self.input_norm is not None:
@@ -74,8 +71,7 @@ class Layer(nnx.Module):
         axes = {name: parameter.declared.axes for name, parameter in used.items()}
         if normed is not None:
             weights["normed"] = normed
-        base = c.local_rope if self.window and c.local_rope else c.rope
-        tables = [each[base] for each in ropes]
+        tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
         options: dict[str, Any] = {
             "eps": c.norm_eps,
             "scale": c.query_scale,
@@ -83,7 +79,7 @@ class Layer(nnx.Module):
             "soft_cap": c.soft_cap,
         }
         if pages is None:
-            return attend_densely(x, weights, tables[0], backend, num_kv_heads=c.num_kv_heads, **options), None
+            return attend_densely(x, weights, tables, backend, num_kv_heads=c.num_kv_heads, **options), None
         return attend(x, weights, axes, pages, rows, tables, backend, **options, **few)
 
     def feed_forward(self, x, mixed, backend: Backend, **following: jax.Array):
@@ -106,27 +102,25 @@ def ropes_of(c: ModelConfig, rows: Rows, backend: Backend) -> dict[Rope, tuple[j
     return {r: tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
 
 
-def through(layers: Sequence[Layer], x, pages, rows: Sequence[Rows], backend: Backend, *, norm=None, entry=None):
+def through(layers: Sequence[Layer], x, pages, rows: Rows, backend: Backend, *, norm=None, entry=None):
     """x [B,T,E] through these layers -> (x, the same by `norm`, pages, what entered each layer and left the last).
 
-    rows: of each part of x, which may differ in shape, and are `joined`. Each attends by itself, to the same pages;
-    products read their matrices once for all. norm: of what comes after, or None. entry: what the first layer attends
-    with in x's place, normed already, or None.
+    norm: of what comes after, or None. entry: what the first one attends with in x's place, normed already, or None.
     """
-    ropes = [ropes_of(layers[0].config, each, backend) for each in rows]
+    ropes, eps = ropes_of(layers[0].config, rows, backend), layers[0].config.norm_eps
     following: list[dict[str, Any]] = [
         {"next_norm": layer.input_norm[...], "next_qkv": layer.qkv[...]} for layer in layers[1:]
     ]
     following.append({} if norm is None else {"next_norm": norm})
     normed, written, passed = entry, [], [x]
     for i, (layer, layer_pages, ahead) in enumerate(zip(layers, pages, following, strict=True)):
-        attending = x if i or entry is None else normed
+        attending = x if i or entry is None else entry
         mixed, layer_pages = layer.attention(attending, normed, layer_pages, rows, ropes, backend)
         x, normed = layer.feed_forward(x, mixed, backend, **ahead)
         written.append(layer_pages)
         passed.append(x)
     if norm is not None and normed is None:
-        normed = rms_norm(norm, x, layers[0].config.norm_eps)
+        normed = rms_norm(norm, x, eps)
     return x, normed, tuple(written), passed
 
 
@@ -150,15 +144,9 @@ class Decoder(Head):
 
         pages: of each layer, or None for a pass without a cache.
         """
-        (hidden,), pages, tapped = self.together((tokens,), pages, (rows,), backend, taps)
-        return hidden, pages, tuple(here for (here,) in tapped)
-
-    def together(self, tokens: Parts, pages, rows: Sequence[Rows], backend: Backend, taps: tuple[int, ...] = ()):
-        """The same of several parts: hidden and tapped have one entry a part."""
-        shapes, differentiable = [part.shape for part in tokens], None in pages
-        x = joined([self.embedded(part, backend, differentiable=differentiable) for part in tokens])
+        x = self.embedded(tokens, backend, differentiable=None in pages)
         _, hidden, pages, passed = through(list(self.layers), x, pages, rows, backend, norm=self.norm[...])
-        return parted(hidden, shapes), pages, tuple(parted(passed[i], shapes) for i in taps)
+        return hidden, pages, tuple(passed[i] for i in taps)
 
     def embedded(self, tokens, backend: Backend, *, differentiable: bool = False):
         """tokens i32[B,T] -> x [B,T,E] that enters the first layer."""

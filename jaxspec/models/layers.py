@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -17,7 +17,7 @@ from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import Rope
 from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, cut, per_shard
 from pallas_kernels.device import Device
-from pallas_kernels.plain import in_heads, linear, rms_norm
+from pallas_kernels.plain import project, rms_norm
 from pallas_kernels.self_attention import self_attention
 
 
@@ -94,53 +94,26 @@ def attend(
     weights: dict[str, jax.Array],
     axes: Mapping[str, tuple[str | None, ...]],
     pages: jax.Array,
-    rows: Sequence[Rows],
-    tables: Sequence[tuple[jax.Array, jax.Array]],
+    rows: Rows,
+    tables: tuple[jax.Array, jax.Array],
     backend: Backend,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The first half of a layer on every device's heads: `self_attention` of x [B,T,E] -> ([B,T,H*D], pages).
 
     weights: norm and qkv, and where the family has them bias, q_norm, k_norm; normed where x is normed already;
-    next_out, the matrix of the next product. axes: the parameters' logical ones. rows, tables: of each part of x; where
-    there are several, they lie one after the other as `joined` has them, and so does the result.
+    next_out, the matrix of the next product. axes: the parameters' logical ones.
     """
 
     def shard(x, weights, pages, where, tables):
-        parts: list[dict[str, Any]] = [{}]
-        shapes, mixed = [cos.shape[:2] for cos, _ in tables], []
-        if len(shapes) > 1:  # one product for all, which reads the matrix once
-            normed = weights.pop("normed", None)
-            norm = weights.pop("norm", None)
-            projected = linear(weights["qkv"], rms_norm(norm, x, options["eps"]) if normed is None else normed)
-            parts = [{"projected": part} for part in parted(projected, shapes)]
-        for x_part, more, at, (cos, sin) in zip(parted(x, shapes), parts, where, tables, strict=True):
-            how = options | backend.how()
-            of_part, pages = self_attention(x_part, **weights, **more, pages=pages, **at, cos=cos, sin=sin, **how)
-            mixed.append(of_part)
-        return joined(mixed), pages
+        cos, sin = tables
+        return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
 
     heads = P(None, None, MODEL_AXES)
     specs = {name: cut(axes.get(name, ())) for name in weights}
-    names = ("slots", "block_table", "kv_len", "num_keys", "tree")
-    where = [{name: getattr(each, name) for name in names} for each in rows]
+    where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
     run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P()), (heads, PAGES_SPEC))
-    return run(x, weights, pages, where, list(tables))
-
-
-def joined(parts: Sequence[jax.Array]) -> jax.Array:
-    """Parts [B,T,_] one after the other [1,_,_]; a single one as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    return jnp.concatenate([part.reshape(1, -1, part.shape[-1]) for part in parts], axis=1)
-
-
-def parted(x: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """What `joined` made one, in parts again, of these shapes (B, T)."""
-    if len(shapes) == 1:
-        return [x]
-    ends = np.cumsum([rows * tokens for rows, tokens in shapes])[:-1]
-    return [part.reshape(*shape, -1) for part, shape in zip(jnp.split(x, ends, axis=1), shapes, strict=True)]
+    return run(x, weights, pages, where, tables)
 
 
 def attend_densely(
@@ -163,8 +136,7 @@ def attend_densely(
         raise UnsupportedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
     normed = rms_norm(weights["norm"], x, eps)
     bias, q_norm, k_norm = (weights.get(name) for name in ("bias", "q_norm", "k_norm"))
-    projected = linear(weights["qkv"], normed)
-    query, key, value = in_heads(projected, bias, q_norm, k_norm, *tables, num_kv_heads, eps)
+    query, key, value = project(normed, weights["qkv"], bias, q_norm, k_norm, *tables, num_kv_heads, eps)
     seen = None if window is None else (window - 1, 0)
     options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": seen}
     mixed = jax.nn.dot_product_attention(query, key, value, implementation=backend.dense_attention, **options)

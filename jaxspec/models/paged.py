@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -31,16 +30,6 @@ class Branches(NamedTuple):
     positions: jax.Array
     first: jax.Array
     seen: jax.Array
-
-
-class Part(NamedTuple):
-    """Tokens of a pass: the arguments of `PagedModel.forward` that differ from part to part."""
-
-    tokens: jax.Array
-    positions: jax.Array
-    masked: jax.Array
-    block_table: jax.Array
-    branches: Branches | None = None
 
 
 class Pass(NamedTuple):
@@ -85,22 +74,9 @@ class PagedModel:
         Rows whose tokens are all masked are not computed. A masked token may only stand after the unmasked ones of its
         row.
         """
-        part = Part(tokens, positions, masked, block_table, branches)
-        return self.forward_together(params, pages, (part,), taps)[0]
-
-    def forward_together(
-        self, params: Params, pages: tuple[jax.Array, ...], parts: Sequence[Part], taps: tuple[int, ...] = ()
-    ) -> list[Pass]:
-        """One pass over several parts that differ in shape -> the Pass of each, its pages those after all of them. No
-        part may see what another writes."""
-        rows, decoder = [self.rows(*part[1:]) for part in parts], bind(self.config, params)
-        tokens = tuple(part.tokens for part in parts)
-        hidden, pages, tapped = decoder.together(tokens, pages, rows, self.backend, taps)
-        of_part = zip(hidden, rows, strict=True)
-        return [
-            Pass(decoder, mine, pages, tuple(tap[i] for tap in tapped), where.slots)
-            for i, (mine, where) in enumerate(of_part)
-        ]
+        rows, decoder = self.rows(positions, masked, block_table, branches), bind(self.config, params)
+        hidden, pages, tapped = decoder(tokens, pages, rows, self.backend, taps)
+        return Pass(decoder, hidden, pages, tapped, rows.slots)
 
     def rows(
         self, positions: jax.Array, masked: jax.Array, block_table: jax.Array, branches: Branches | None = None
@@ -144,10 +120,10 @@ class PagedModel:
 
     def prefill(self, params, pages, tokens, start, length, block_table, *, taps: tuple[int, ...] = ()) -> Pass:
         """A prompt chunk: tokens i32[B,T] at positions start[b]..., of which length[b] are real. As `forward`."""
-        return self.forward_together(params, pages, (chunk_part(tokens, start, length, block_table),), taps)[0]
+        return self.forward(params, pages, tokens, *places(tokens, start, length), block_table, taps)
 
 
-def chunk_part(tokens: jax.Array, start: jax.Array, length: jax.Array, block_table: jax.Array) -> Part:
-    """As the arguments of `PagedModel.prefill`."""
+def places(tokens: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(positions, masked) of a prompt chunk, its arguments as those of `PagedModel.prefill`."""
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-    return Part(tokens, start[:, None] + offset, offset >= length[:, None], block_table)
+    return start[:, None] + offset, offset >= length[:, None]

@@ -17,7 +17,6 @@ def self_attention(
     *,
     norm: jax.Array | None = None,
     normed: jax.Array | None = None,
-    projected: jax.Array | None = None,
     eps: float,
     bias: jax.Array | None = None,
     q_norm: jax.Array | None = None,
@@ -42,9 +41,8 @@ def self_attention(
       block_table: i32[B, N], page ids, as in `paged_attention`.
       kv_len: i32[B], as in `paged_attention`: token t of row b stands at position `kv_len[b] - T + t`.
       cos, sin: f32[B, T, D / 2], the tokens' rotary angles.
-      norm: f32[E], scale of the RMSNorm of x; None where normed or projected is given.
+      norm: f32[E], scale of the RMSNorm of x; None where normed is given.
       normed: [B, T, E], x normed by it, where it is there already; or None.
-      projected: [B, T, ...], the product of that with qkv, where it is there already; or None.
       eps: of all norms.
       bias: of qkv, or None.
       q_norm, k_norm: f32[D], scales of RMSNorms of the heads; None for none.
@@ -78,7 +76,6 @@ def self_attention(
         x,
         norm,
         normed,
-        projected,
         qkv,
         bias,
         q_norm,

@@ -6,37 +6,40 @@ import jax.numpy as jnp
 from pallas_kernels import _few_rows
 from pallas_kernels._one_row import linear
 from pallas_kernels.device import Device
-from pallas_kernels.paged_attention.gpu import paged_attention
+from pallas_kernels.paged_attention.gpu import MAX_ROWS, paged_attention
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.heads import heads
 
+MAX_TOKENS = 256  # of a pass; prompt chunks are other work
+
 
 def fits(
-    x, norm, normed, projected, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, *_,
-    device: Device, **options,
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, *_,
+    num_queries: int, device: Device, **options,
 ) -> bool:  # fmt: skip
-    """What the kernels cover."""
-    d, head_dim = pages.shape[3], 2 * cos.shape[-1]
+    """What the kernels cover, and are meant for."""
+    (b, t, _), (_, _, g2, d), head_dim = x.shape, pages.shape, 2 * cos.shape[-1]
+    rows = num_queries * (qkv.shape[1] // (g2 // 2 * head_dim) - 2)
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
-    return unpadded and x.dtype == pages.dtype == jnp.bfloat16
+    few = rows <= MAX_ROWS and b * t <= MAX_TOKENS
+    return unpadded and few and x.dtype == pages.dtype == jnp.bfloat16
 
 
 def self_attention(
-    x, norm, normed, projected, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
     next_out=None, num_keys=None, tree=None, *, num_queries, eps, scale, window, soft_cap, device,
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
-    if b * t == 1 and projected is None:
+    if b * t == 1:
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
         return one_token.self_attention(*arrays, eps=eps, **options)
-    if projected is not None:
-        parts = projected.reshape(1, b * t, -1)
+    normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(b * t, e)
+    if _few_rows.covers(b * t, qkv, device=device):
+        parts = _few_rows.product(normed, qkv, device=device)
     else:
-        normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(b * t, e)
-        few = _few_rows.covers(b * t, qkv, device=device)
-        parts = _few_rows.product(normed, qkv, device=device) if few else linear(qkv, normed)[None]
+        parts = linear(qkv, normed)[None]
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
     if tree is None and num_queries == t and whole_rows.covers(t, parts, pages, block_table, device):
         mixed, pages = whole_rows.attention(

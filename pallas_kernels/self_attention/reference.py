@@ -6,19 +6,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.plain import in_heads, linear, rms_norm
+from pallas_kernels.plain import linear, project, rms_norm
 
 
 def self_attention(
-    x, norm, normed, projected, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
+    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
     next_out=None, num_keys=None, tree=None, *,
     num_queries, eps, scale, window, soft_cap, device=None, implementation=None, linear=linear,
 ):  # fmt: skip
     how: dict[str, Any] = {"platform": device, "implementation": implementation}
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
-    if projected is None:
-        projected = linear(qkv, rms_norm(norm, x, eps) if normed is None else normed)
-    query, key, value = in_heads(projected, bias, q_norm, k_norm, cos, sin, g, eps, device)
+    normed = rms_norm(norm, x, eps) if normed is None else normed
+    query, key, value = project(normed, qkv, bias, q_norm, k_norm, cos, sin, g, eps, device, linear)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))

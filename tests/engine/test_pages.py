@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -234,7 +233,7 @@ def test_samples_speculate_like_the_first():
 
 def test_others_go_on_beside_a_long_prompt():
     engine = own(prefill_chunk=16)
-    engine.platform = dataclasses.replace(engine.platform, rounds_per_chunk=2)
+    engine.rounds_per_chunk = 2
     prompts, sampling = (LONG[:3], repeating(41, 9, 5)), tuple(params((50, 8)))
     short = engine.add(prompts[0], sampling[0])
     engine.step(4)

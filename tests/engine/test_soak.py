@@ -35,4 +35,4 @@ def test_random_requests_get_what_they_would_get_alone(method):
     assert soak.engine.scheduler.num_preemptions > 0
     assert soak.engine.scheduler.allocator.num_evicted > 0
     assert min(soak.launches[k] for k in (0, 2, 4)) > 0
-    assert soak.rides > 0
+    assert 0 < soak.passes["queued"] <= soak.passes["waited for"]

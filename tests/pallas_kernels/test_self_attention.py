@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import self_attention
 from pallas_kernels.forms import function
-from pallas_kernels.plain import linear, rms_norm
+from pallas_kernels.plain import rms_norm
 from pallas_kernels.tree import packed
 from tests.pallas_kernels.flavours import kernel
 from tests.sizes import cases
@@ -47,7 +47,6 @@ CASES = [
     Case(b=3, t=4, h=4, g=2, d=32, n=9, bias=True, soft_cap=5.0),
     Case(b=3, t=4, h=4, g=2, d=32, n=1, norms=True, window=3),  # hardly a key but the new ones, some out of the window
     Case(b=2, t=1, h=14, g=1, d=128, n=3, norms=True, bias=True),
-    Case(b=3, t=40, h=8, g=2, d=32, n=9, norms=True),  # pieces of prompts: more queries than a program has
 ]
 
 
@@ -75,7 +74,6 @@ def random_arguments(case, dtype, seed=0):
         "x": normal(b, t, width),
         "norm": about_one(width),
         "normed": None,
-        "projected": None,
         "qkv": normal(width, (h + 2 * g) * d, scale=width**-0.5),
         "bias": normal((h + 2 * g) * d) if case.bias else None,
         "q_norm": about_one(d) if case.norms else None,
@@ -120,18 +118,6 @@ def test_x_may_be_normed_already(name, case):
     expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
     x = arguments["x"]
     arguments |= {"normed": rms_norm(arguments["norm"], x, 1e-6), "x": jnp.full_like(x, jnp.nan)}
-    check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
-
-
-@pytest.mark.parametrize("name", FLAVOURS)
-@cases("case", CASES[2:4], quick=CASES[2:3], ids=str)
-def test_the_product_may_be_there_already(name, case):
-    """Where a pass has several parts, whose tokens share one product."""
-    arguments, live = random_arguments(case, "bfloat16")
-    expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
-    x = arguments["x"]
-    projected = linear(arguments["qkv"], rms_norm(arguments["norm"], x, 1e-6))
-    arguments |= {"projected": projected, "x": jnp.full_like(x, jnp.nan)}
     check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
 
 
