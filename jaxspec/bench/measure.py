@@ -19,6 +19,7 @@ from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
+from jaxspec.engine.runner import fetch
 from jaxspec.loading import compute_dtype
 from jaxspec.models.decoder import weight_bytes
 from jaxspec.parallel.mesh import device_name
@@ -152,7 +153,7 @@ class Point:
         }
         if "round" in self.options.stages:
             launch = raw.launch(k)
-            emitted = float(np.mean(raw.engine.runner.finish(launch()).emitted[: self.batch_size]))
+            emitted = float(np.mean(fetch(launch()).emitted[: self.batch_size]))
             sample = self.per_round(launch)
             yield self.row("round", sample, least["score"] + drafting, k, acceptance_length=emitted)
         for stage in least:

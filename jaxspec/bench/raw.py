@@ -28,6 +28,7 @@ from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.engine import batch
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
+from jaxspec.engine.runner import fetch
 from jaxspec.engine.setup import drafter
 from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
@@ -110,7 +111,7 @@ class Raw:
             engine.runner.cache = PagedKVCache(engine.runner.cache.target, new.target) if draft_alone else new
             return result
 
-        self.check(self.engine.runner.finish(call()), k)
+        self.check(fetch(call()), k)
         return call
 
     def check(self, result: LaunchResult, k: int) -> None:

@@ -12,7 +12,7 @@ from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
 from jaxspec.decode.packing import Packed
 from jaxspec.decode.state import LaunchResult
-from jaxspec.engine import arrivals, batch, results, setup
+from jaxspec.engine import arrivals, batch, results, runner, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
 from jaxspec.engine.prefilling import Prefilling
@@ -173,7 +173,7 @@ class Engine:
         for at in range(0, len(copies), batch.COPIES):
             with self.roster.blame(admitted):
                 some = copies[at : at + batch.COPIES]
-                self.runner.execute(Plan("copy_pages", batch.copied_pages(some, self.layout)))
+                self.prefilling.queue(admitted, Plan("copy_pages", batch.copied_pages(some, self.layout)))
         for request in admitted:
             with self.roster.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
@@ -210,7 +210,7 @@ class Engine:
         if not all(r.pages for r in requests):  # caches were lost, and what was started is worth nothing
             return
         with self.timed("decode_seconds") as watch:
-            result = self.runner.finish(started)
+            result = runner.fetch(started)
         seconds = watch.seconds + (0.0 if queued else packing.seconds)
         k, rounds, tokens = result.num_speculative_tokens, int(result.num_rounds), int(np.sum(result.num_new))
         self.controller.observe(kind, k, seconds, rounds, tokens=tokens, catch_up=reading.seconds)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxspec.engine import batch, results
+import jax
+
+from jaxspec.engine import batch, results, runner
 from jaxspec.engine.catalogue import Open
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster
@@ -50,13 +52,8 @@ class Prefilling:
         rows = self.pieces(requests)
         taking_part = list(dict.fromkeys(request for request, *_ in rows))
         shape, variant = self.catalogue.prefill("prefill", self.shape, batch.prefill_variant(taking_part))
-        plan = Plan("prefill", (self.chunk(rows, shape, row_pages),), variant=variant)
-        with self.timed("prefill_seconds"):
-            started, scores = self.roster.runner.start(plan), None
-            if variant.logprobs is None:
-                self.queued.append((taking_part, started))
-            else:
-                scores = self.roster.runner.finish(started)
+        started = self.queue(taking_part, Plan("prefill", (self.chunk(rows, shape, row_pages),), variant=variant))
+        scores = None if variant.logprobs is None else runner.fetch(started)
         for row, (request, _, length) in enumerate(rows):
             with self.roster.blame([request], device=False):
                 results.absorb_chunk(request, row, length, scores, self.lag)
@@ -74,17 +71,23 @@ class Prefilling:
             rows = batch.pieces(behind, starts, self.shape, ends=[r.target_len for r in behind])
             shape, variant = self.catalogue.prefill("catch_up", self.shape, NOTHING)
             plan = Plan("catch_up", (self.chunk(rows, shape, row_pages),), variant=variant)
-            with self.timed("prefill_seconds"):
-                self.queued.append(([request for request, *_ in rows], self.roster.runner.start(plan)))
+            self.queue([request for request, *_ in rows], plan)
             for request, _, length in rows:
                 request.draft_len += length
+
+    def queue(self, requests: Sequence[Request], plan: Plan) -> Any:
+        """Has the device run a plan for these requests -> what comes back."""
+        with self.timed("prefill_seconds"):
+            started = self.roster.runner.start(plan)
+        self.queued.append((list(requests), started))
+        return started
 
     def settle(self) -> None:
         """Waits for what is queued. What fails there is the trouble of the requests that it was for."""
         while self.queued:
             requests, started = self.queued.pop(0)
             with self.roster.blame(requests), self.timed("prefill_seconds"):
-                self.roster.runner.finish(started)
+                jax.block_until_ready(started)
             now = time.perf_counter()
             for request in requests:
                 if request.prefilled:

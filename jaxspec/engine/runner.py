@@ -1,4 +1,4 @@
-"""The device side of an engine: parameters, caches, programs. It executes what the engine planned; it knows no request.
+"""The device side of an engine: parameters, caches, programs. It runs what the engine planned; it knows no request.
 
 A plan is small and holds no device array, so that several processes can execute the same one.
 """
@@ -43,6 +43,11 @@ class Plan:
     variant: Variant = NOTHING
 
 
+def fetch(result: Packed) -> Any:
+    """The one transfer from device to host of a launch. What failed on the device fails here."""
+    return jax.device_get(result).unpack()
+
+
 class Runner:
     """models: "target" and, for a method that has one, "draft"."""
 
@@ -78,21 +83,12 @@ class Runner:
         self.params[name] = stored_for(self.backend, self.configs[name], copy.copy(params))
 
     def start(self, plan: Plan) -> Packed:
-        """Has the device run a plan behind what it was told before -> what `finish` waits for."""
+        """Has the device run a plan behind what it was told before -> what comes back: `fetch` waits for it."""
         with TraceAnnotation(plan.program):
             self.cache, result = self.programs.run(
                 plan.program, self.config(plan), self.params, self.cache, *plan.arrays
             )
         return result
-
-    def finish(self, result: Packed) -> Any:
-        """Waits for what was started -> what comes back, on the host; None where nothing does. What fails on the device
-        fails here."""
-        return jax.device_get(jax.block_until_ready(result)).unpack()
-
-    def execute(self, plan: Plan) -> Any:
-        """Runs a plan to its end, as `start` and `finish`."""
-        return self.finish(self.start(plan))
 
     def compile(self, plan: Plan) -> None:
         """Makes the plan's program, and runs nothing."""

@@ -6,24 +6,20 @@ import jax.numpy as jnp
 from pallas_kernels import _few_rows
 from pallas_kernels._one_row import linear
 from pallas_kernels.device import Device
-from pallas_kernels.paged_attention.gpu import MAX_ROWS, paged_attention
+from pallas_kernels.paged_attention.gpu import paged_attention
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.heads import heads
 
-MAX_TOKENS = 256  # of a pass; prompt chunks are other work
-
 
 def fits(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, *_,
-    num_queries: int, device: Device, **options,
+    device: Device, **options,
 ) -> bool:  # fmt: skip
-    """What the kernels cover, and are meant for."""
-    (b, t, _), (_, _, g2, d), head_dim = x.shape, pages.shape, 2 * cos.shape[-1]
-    rows = num_queries * (qkv.shape[1] // (g2 // 2 * head_dim) - 2)
+    """What the kernels cover."""
+    d, head_dim = pages.shape[3], 2 * cos.shape[-1]
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
-    few = rows <= MAX_ROWS and b * t <= MAX_TOKENS
-    return unpadded and few and x.dtype == pages.dtype == jnp.bfloat16
+    return unpadded and x.dtype == pages.dtype == jnp.bfloat16
 
 
 def self_attention(

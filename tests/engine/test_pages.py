@@ -42,14 +42,14 @@ def computed(monkeypatch):
     """computed(engine) -> a list to which every prefill adds the number of its tokens."""
 
     def watch(engine: Engine) -> list[int]:
-        lengths, execute = [], engine.runner.execute
+        lengths, start = [], engine.runner.start
 
         def counted(plan):
             if plan.program == "prefill":
                 lengths.append(int(plan.arrays[0].length.sum()))
-            return execute(plan)
+            return start(plan)
 
-        monkeypatch.setattr(engine.runner, "execute", counted)
+        monkeypatch.setattr(engine.runner, "start", counted)
         return lengths
 
     return watch

@@ -120,7 +120,7 @@ def lowered_self_attention(rows, heads, row_pages=64, device=A100):
     return lowered(lambda *a: self_attention(**dict(zip(arguments, a, strict=True)), **options), *arguments.values())
 
 
-@cases("rows", [(1, 1), (1, 5), (16, 1), (16, 2)], quick=[(1, 1), (16, 2)], ids=str)
+@cases("rows", [(1, 1), (1, 5), (16, 1), (16, 2), (8, 64)], quick=[(1, 1), (16, 2)], ids=str)
 @cases("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 256)], quick=[(9, 3, 64)], ids=str)
 def test_self_attention(rows, heads):
     assert "xla.gpu.triton" in lowered_self_attention(rows, heads)

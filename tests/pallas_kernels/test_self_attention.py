@@ -47,6 +47,7 @@ CASES = [
     Case(b=3, t=4, h=4, g=2, d=32, n=9, bias=True, soft_cap=5.0),
     Case(b=3, t=4, h=4, g=2, d=32, n=1, norms=True, window=3),  # hardly a key but the new ones, some out of the window
     Case(b=2, t=1, h=14, g=1, d=128, n=3, norms=True, bias=True),
+    Case(b=3, t=40, h=8, g=2, d=32, n=9, norms=True),  # pieces of prompts: more queries than a program has
 ]
 
 
