@@ -77,7 +77,7 @@ def test_every_batch_has_a_program(rule):
             Variant(greedy.rules, processors=True): (4 if k else 0, whole),
             whole: (4 if k else 0, whole),
         }.items():
-            assert found.launch(k, shape, False, wanted) == (most, variant)
+            assert found.launch(k, shape, wanted) == (most, variant)
 
 
 # What is compiled
