@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import TokenLogprobs
+from jaxspec.engine.runner import fetch
 from jaxspec.sampling_params import SamplingParams
 from tests.lively_models import FAMILY, new_engine, params, repeating, serve, target
 from tests.models import forward
@@ -109,7 +110,7 @@ def test_a_batch_that_asks_for_none_has_a_program_without_them():
     engine.admit()
     engine.prefill(requests)
     engine.scheduler.grow(4)
-    result = engine.launch(requests, 2, 4)
+    result = fetch(engine.launch(requests, 2, 4))
     assert result.logprobs is None
     hlo = [program.result().as_text() for key, program in engine.runner.programs.compiled.items() if key[0] == "launch"]
     assert len(hlo) == 1
