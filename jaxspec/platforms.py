@@ -99,7 +99,8 @@ PLATFORMS = {
         head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton's blocks are powers of two
         memory_share=0.75,
         short_row=WHOLE_KEYS,
-        least_pieces=4,  # a pass over 256 tokens takes no longer than reading the weights
+        piece=32,
+        least_pieces=8,  # a pass over 256 tokens takes no longer than reading the weights
         dense_attention="cudnn",
     ),
     "tpu": Platform(
