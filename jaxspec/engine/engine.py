@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
-from jaxspec.decode.packing import Packed
 from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import arrivals, batch, results, runner, setup
 from jaxspec.engine.account import stopwatch
@@ -200,24 +199,29 @@ class Engine:
             first = any(not r.output for r in requests)
             num_rounds = 1 if first else min(num_rounds, self.controller.rounds_within(SHOWN_EVERY, kind, choice.k))
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
-        with self.timed("prefill_seconds") as reading:
-            if choice.k:
-                self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
-        queued = bool(self.prefilling.queued)
-        with self.timed("prefill_seconds" if queued else "decode_seconds") as packing:
-            started = self.launch(requests, choice.k, num_rounds, choice.worth)
-        self.prefilling.settle()
-        if not all(r.pages for r in requests):  # caches were lost, and what was started is worth nothing
+        reading = self.catch_up(requests) if choice.k else 0.0
+        plan = self.launch(requests, choice.k, num_rounds, choice.worth)
+        self.prefilling.settle()  # only now: the device has come to it while the launch was packed
+        if not all(r.pages for r in requests):  # the caches were lost
             return
         with self.timed("decode_seconds") as watch:
-            result = runner.fetch(started)
-        seconds = watch.seconds + (0.0 if queued else packing.seconds)
-        k, rounds, tokens = result.num_speculative_tokens, int(result.num_rounds), int(np.sum(result.num_new))
-        self.controller.observe(kind, k, seconds, rounds, tokens=tokens, catch_up=reading.seconds)
+            result = runner.fetch(self.runner.start(plan))
+        rounds, tokens = int(result.num_rounds), int(np.sum(result.num_new))
+        self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=reading)
         self.absorb(requests, result)
 
-    def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Packed:
-        """Starts a launch of the device program over these requests."""
+    def catch_up(self, requests: Sequence[Request]) -> float:
+        """The draft reads what it lacks of these requests -> the seconds that this took."""
+        if not any(map(self.lag.too_far, requests)):
+            return 0.0
+        self.prefilling.settle()  # others' prompts are not to count
+        before = self.timing.prefill_seconds
+        self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
+        self.prefilling.settle()
+        return self.timing.prefill_seconds - before
+
+    def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Plan:
+        """One launch of the device program over these requests."""
         shape, spec = self.grown_shape(requests), self.speculative
         k, variant = self.catalogue.launch(k, shape, batch.variant(requests))
         others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
@@ -234,7 +238,7 @@ class Engine:
             rule_options=spec.rule_options if spec else (),
             vocab_size=self.limits.vocab_size,
         )
-        return self.runner.start(Plan("launch", (inputs,), k=k, variant=variant))
+        return Plan("launch", (inputs,), k=k, variant=variant)
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
         """(B, N) of the next launch. N has room for what the rows may come to hold: for what they hold now it would

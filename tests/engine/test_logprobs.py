@@ -110,7 +110,7 @@ def test_a_batch_that_asks_for_none_has_a_program_without_them():
     engine.admit()
     engine.prefill(requests)
     engine.scheduler.grow(4)
-    result = fetch(engine.launch(requests, 2, 4))
+    result = fetch(engine.runner.start(engine.launch(requests, 2, 4)))
     assert result.logprobs is None
     hlo = [program.result().as_text() for key, program in engine.runner.programs.compiled.items() if key[0] == "launch"]
     assert len(hlo) == 1
