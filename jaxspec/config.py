@@ -130,12 +130,13 @@ class SpeculativeConfig:
             one_of("rejection_sample_method", self.rejection_sample_method, rules.NAMES)
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
+        if self.draft_tensor_parallel_size is not None:
+            whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
         object.__setattr__(self, "synthetic_acceptance_rates", self.synthetic_rates())
         self.set_posterior()
         refuse_unsupported(
             self,
             {
-                "draft_tensor_parallel_size": "the draft is sharded like the target",
                 "quantization": "leave it out",
                 "suffix_decoding_max_cached_requests": "what other requests said is not kept",
             },

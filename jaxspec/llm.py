@@ -25,11 +25,20 @@ from jaxspec.engine.warming import warm_up
 from jaxspec.errors import UserError
 from jaxspec.job import Job, failures
 from jaxspec.keywords import EngineOptions
-from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load, load_draft
+from jaxspec.loading import (
+    check_same_tokenizer,
+    compute_dtype,
+    draft_config,
+    draft_degree,
+    enable_compilation_cache,
+    laid,
+    load,
+    load_draft,
+)
 from jaxspec.models.layers import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.progress import generation_progress, wanted, warm_up_progress
 from jaxspec.prompts import Ask, Prompt, asks, named, readable
 from jaxspec.sampling_params import SamplingParams
@@ -67,7 +76,7 @@ class LLM:
         self.config, speculative = EngineConfig(**options), SpeculativeConfig.of(speculative_config)
         self._kept = enable_compilation_cache() if self.config.compilation_cache else None
         leave_out_absent_tpu()
-        self._mesh = make_mesh(self.config.tensor_parallel_size)
+        self._placement = make_placement(self.config.tensor_parallel_size)
         self._source = checkpoints.resolve(model, revision=self.config.revision)
         self.target = self._load(self._source, self.config.dtype)
         self.tokenizer = checkpoints.load_tokenizer(
@@ -86,7 +95,7 @@ class LLM:
             check_same_tokenizer(self._source, self.tokenizer, source)
             draft = self._load_draft(source, speculative)
         self.engine = Engine(
-            self.target, self.config, mesh=self._mesh, speculative=speculative, draft=draft, device=here()
+            self.target, self.config, placement=self._placement, speculative=speculative, draft=draft, device=here()
         )
         self.engine.runner.programs.folder = self._kept and self._kept / "programs"
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
@@ -98,18 +107,24 @@ class LLM:
                 warm_up(self.engine, report)
 
     def _load(self, source: checkpoints.Source, dtype: str) -> Model:
-        backend = Backend(here(), self._mesh, self.config.kernels)  # refuses before anything is loaded
+        backend = Backend(here(), self._placement, self.config.kernels)  # refuses before anything is loaded
         compute = compute_dtype(dtype, backend.device)
-        read = lambda: load(source, compute, self._mesh).stored_for(backend)
+        read = lambda: load(source, compute, self._placement).stored_for(backend)
         if self._kept is None:
             return read()
-        return load_widened(source, compute, backend, self._mesh, self._kept / "widened", read)
+        return load_widened(source, compute, backend, self._placement, self._kept / "widened", read)
 
     def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
-        backend = Backend(here(), self._mesh, self.config.kernels)
-        dtype = compute_dtype(speculative.dtype or self.config.dtype, backend.device)
-        draft = load_draft(source, dtype, self._mesh, self.target, self._source.name, speculative.method)
-        return draft.stored_for(backend)
+        degree, device, which = self.config.tensor_parallel_size, here(), (self._source.name, speculative.method)
+        dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
+        if degree > 1:
+            config = draft_config(source, self.target.config, *which)
+            size = speculative.draft_tensor_parallel_size or draft_degree(config, degree, dtype, device)
+            logger.info("the draft is cut over %d of %d devices", size, degree)
+            self._placement = make_placement(degree, draft_size=size)
+            self.target = laid(self.target, self._placement)
+        draft = load_draft(source, dtype, self._placement.draft, self.target, *which)
+        return draft.stored_for(Backend(device, self._placement.draft, self.config.kernels))
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
         """Another LLM on the same target, whose weights the two share, that speculates in another way."""

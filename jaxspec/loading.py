@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from jaxspec.drafters.heads import Found, Reading, flattened
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import abstract_params
+from jaxspec.models.decoder import abstract_params, parameters
+from jaxspec.parallel.placement import Placement, divisors
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device
 
@@ -32,11 +34,11 @@ def compute_dtype(name: str, device: Device) -> Any:
     return jnp.dtype(auto if name == "auto" else name)
 
 
-def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Model:
+def load(source: Any, dtype: Any, placement: Any, target: Model | None = None) -> Model:
     """target: of the draft that is loaded, which may read ids in its table. Raises UserError where that does not fit,
     else as loading does."""
     config = checkpoints.load_config(source)
-    abstract, theirs = abstract_params(config, dtype, mesh), {}
+    abstract, theirs = abstract_params(config, dtype, placement), {}
     if borrowed := [name for name, p in abstract.items() if p.borrowed]:
         if target is None:
             raise UserError(
@@ -44,13 +46,33 @@ def load(source: Any, dtype: Any, mesh: Any, target: Model | None = None) -> Mod
                 "this as the draft"
             )
         check_table(target.config, source.name, config)
-        theirs = {name: jnp.asarray(target.params[name], dtype) for name in borrowed}  # no copy, where dtypes agree
+        as_mine = lambda name: jax.device_put(jnp.asarray(target.params[name], dtype), abstract[name].sharding)
+        theirs = {name: as_mine(name) for name in borrowed}  # no copy where they agree
         abstract = {name: p for name, p in abstract.items() if name not in theirs}
     return Model(config, checkpoints.load_params(source, config, abstract) | theirs)
 
 
+def draft_config(
+    source: checkpoints.Source, target: ModelConfig, target_name: str, method: str | None = None
+) -> ModelConfig:
+    """Of the draft that `load_draft` would load, without its weights."""
+    reading = read_draft(source, target, target_name, method)
+    return checkpoints.load_config(source) if reading is None else reading.config
+
+
+def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -> int:
+    """Into how many parts a draft beside a target of this degree is best cut: what a part saves of reading weights
+    against the two sums a layer that it costs."""
+    known, heads = facts(device.platform), math.gcd(config.num_heads, config.num_kv_heads)
+    columns = config.mlp_width // config.merged["gate_up"]["gate"]
+    able = [d for d in divisors(degree) if not (heads % d or columns % d or config.features_width % d)]
+    read = sum(p.nbytes for p in parameters(config, dtype).values() if p.head or p.kind != "table")
+    sums = 2 * config.num_layers * known.all_reduce
+    return min(able, key=lambda d: read / d / known.bandwidth + (sums if d > 1 else 0.0))
+
+
 def load_draft(
-    source: checkpoints.Source, dtype: Any, mesh: Any, target: Model, target_name: str, method: str | None = None
+    source: checkpoints.Source, dtype: Any, placement: Any, target: Model, target_name: str, method: str | None = None
 ) -> Model:
     """A draft for this target, of whichever method it is; method: the one it should be, or None.
 
@@ -58,10 +80,10 @@ def load_draft(
     """
     reading = read_draft(source, target.config, target_name, method)
     if reading is None:
-        return load(source, dtype, mesh, target)
+        return load(source, dtype, placement, target)
     if reading.remark:
         logger.warning("%s", reading.remark)
-    abstract = abstract_params(reading.config, dtype, mesh)
+    abstract = abstract_params(reading.config, dtype, placement)
     return Model(reading.config, heads.load(source.path, reading, abstract))
 
 
@@ -80,6 +102,12 @@ def read_draft(
     checkpoint = Found(source.name, flattened(raw), shapes, target, target_name, checkpoints.parse_config)
     with told(source.path):
         return methods.implementation(found).read(checkpoint)
+
+
+def laid(model: Model, placement: Placement) -> Model:
+    """The model as it lies there: no copy where it does already."""
+    lies = {name: placement.of_parameter(p.axes, p.shape) for name, p in parameters(model.config).items()}
+    return Model(model.config, {name: jax.device_put(x, lies[name]) for name, x in model.params.items()})
 
 
 def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:

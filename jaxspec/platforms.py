@@ -24,6 +24,8 @@ class Platform:
     memory_share: of a device's memory, that JAX gives to programs where nobody tells it otherwise.
     cache_bytes: of the pages; None for what is left of the device's memory.
     short_row: tokens; rows that end within have a narrower block table, whose attention is faster. 0 for none.
+    bandwidth, all_reduce: bytes a second that a pass reads its weights at, and seconds that a small sum over devices
+      takes, about: by which a draft's degree is chosen.
     prefill_tokens: of prompts, in one pass over several; more would make it no faster.
     piece: tokens of a row of such a pass, which a prompt is cut into.
     least_pieces: of a pass; fewer would make it no faster.
@@ -40,6 +42,8 @@ class Platform:
     memory_share: float = 1.0
     cache_bytes: int | None = None
     short_row: int = 0
+    bandwidth: float = 1e12
+    all_reduce: float = 5e-6
     prefill_tokens: int = 2048
     piece: int = 64
     least_pieces: int = 1
@@ -87,6 +91,8 @@ CPU_COMPILER_OPTIONS = {
 PLATFORMS = {
     "cpu": Platform(
         dtype="float32",
+        bandwidth=2e10,
+        all_reduce=1e-4,
         cache_bytes=1 << 30,  # host memory is shared with everything else: a fixed, modest pool
         prefill_tokens=256,
         piece=16,
@@ -98,6 +104,8 @@ PLATFORMS = {
     "gpu": Platform(
         head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton's blocks are powers of two
         memory_share=0.75,
+        bandwidth=3e12,
+        all_reduce=1e-5,
         short_row=WHOLE_KEYS,
         piece=32,
         least_pieces=8,  # a pass over 256 tokens takes no longer than reading the weights

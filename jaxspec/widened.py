@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -21,23 +20,29 @@ from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.layers import Backend
 from jaxspec.models.storage import OutputFirst, matrices
+from jaxspec.parallel.placement import Placement
 
 LARGEST = 1 << 27  # bytes of the model's file: widened, it is several times as large
 
 
 def load_widened(
-    source: checkpoints.Source, dtype: Any, backend: Backend, mesh: Mesh, folder: Path, load: Callable[[], Model]
+    source: checkpoints.Source,
+    dtype: Any,
+    backend: Backend,
+    placement: Placement,
+    folder: Path,
+    load: Callable[[], Model],
 ) -> Model:
     """What `load` gives, stored for this backend; from the folder where it is there, else put there for the next time.
     Only models that programs read output-first, which is a CPU's float32, and that come from a GGUF file."""
-    wide = backend.streams and dtype == np.float32 and mesh.size == 1
+    wide = backend.streams and dtype == np.float32 and placement.alone
     if source.kind != "gguf" or not wide or source.path.stat().st_size > LARGEST:
         return load()
     path = folder / f"{hashlib.sha256(str(source.path.resolve()).encode()).hexdigest()}.safetensors"
     wanted = fingerprint(source.path)
     if (stored := read(path, wanted)) is not None:
         config = checkpoints.load_config(source)
-        known = abstract_params(config, dtype, mesh)  # in the order of load's: programs go by it
+        known = abstract_params(config, dtype, placement)  # in the order of load's: programs go by it
         arrays = {name: jax.device_put(stored[name], p.sharding) for name, p in known.items()}
         return Model(config, OutputFirst(arrays, matrices(config)))
     model = load()

@@ -22,6 +22,11 @@ def whole(product, device):
     return lax.optimization_barrier(product) if on_tpu else product
 
 
+def total(product, axes):
+    """What devices have computed in part, added up over these mesh axes; as it is where there are none."""
+    return lax.psum(product, axes) if axes else product
+
+
 def rms_norm(scale, x, eps):
     """x / rms(x) * scale over the last axis, in float32."""
     h = x.astype(jnp.float32)

@@ -26,7 +26,7 @@ from jaxspec.engine.runner import fetch
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
-from jaxspec.parallel.mesh import make_mesh, sharding
+from jaxspec.parallel.placement import make_placement
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import rules
 from pallas_kernels.device import here
@@ -108,7 +108,7 @@ def blend(a: Model, b: Model, share: float) -> Model:
 
 def paged(model: Model, num_pages: int) -> PagedModel:
     layout = cache_layout(model.config, page_size=PAGE_SIZE, num_pages=num_pages, dtype=jnp.float32, platform=PLATFORM)
-    return PagedModel(model.config, layout, model.config.max_model_len, Backend(here(), make_mesh()))
+    return PagedModel(model.config, layout, model.config.max_model_len, Backend(here(), make_placement()))
 
 
 class Launches:
@@ -135,7 +135,7 @@ class Launches:
         self.settings, self.length, self.num_drafts, self.prompt = tuple(settings), length, num_drafts, tuple(prompt)
         self.rows_each, self.rows = rows_each, rows_each * len(settings)
         self.row_pages = -(-(len(prompt) + length + num_drafts) // PAGE_SIZE)
-        num_pages, mesh = self.rows * self.row_pages, make_mesh()
+        num_pages, mesh = self.rows * self.row_pages, make_placement()
         self.params: dict[str, Any] = {"target": target.params}
         drafter: Any = None
         lookup, draft = draft if isinstance(draft, tuple) and isinstance(draft[1], Model) else (None, draft)
@@ -155,7 +155,7 @@ class Launches:
         self.layout = self.config.target.layout
         layouts = [self.layout, *([paged(draft, num_pages).layout] if isinstance(draft, Model) else [])]
         self.cache = PagedKVCache(*(allocate(layout, mesh) for layout in layouts))
-        self.place = lambda tree: jax.device_put(tree, sharding(mesh))
+        self.place = lambda tree: jax.device_put(tree, mesh.sharding())
         self.cache = self.prefill(self.requests(self.settings))
         arguments = self.arguments(np.zeros(rows_each, int), self.settings)
         lowered = lower("launch", self.config, self.params, self.cache, arguments)

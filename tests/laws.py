@@ -12,7 +12,7 @@ from scipy import stats
 
 from jaxspec.cache.pages import allocate
 from jaxspec.models.paged import PagedModel
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ def next_logits(model: PagedModel, params, prompt: Sequence[int], length: int) -
         done = model.forward(params, pages, tokens, jnp.asarray(positions), tokens < 0, jnp.asarray(table))
         return done.decoder.logits(done.hidden[:, start - 1 :], model.backend)
 
-    logits = np.asarray(jax.jit(run)(params, allocate(model.layout, make_mesh()), tokens), np.float64)
+    logits = np.asarray(jax.jit(run)(params, allocate(model.layout, make_placement()), tokens), np.float64)
     logits = logits.reshape(*(size,) * (length - 1), length, size)
     # Position i does not depend on what follows it: take the first of those continuations.
     return [logits[(slice(None),) * i + (0,) * (length - 1 - i) + (i,)] for i in range(length)]

@@ -13,7 +13,7 @@ from jaxspec.drafters import dspark, eagle3, medusa, methods, mlp_speculator
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from tests import tiny_models
 from tests.lively_models import OPTIONS, noisy, target
 
@@ -52,7 +52,7 @@ def head(kind: str, tensor_parallel_size: int = 1) -> Model:
     config = KINDS[kind][1](beside.config)
     if config.method == "draft_model":
         return Model(config, noisy(beside).params)
-    return Model(config, random_params(config, jnp.float32, make_mesh(tensor_parallel_size), seed=1))
+    return Model(config, random_params(config, jnp.float32, make_placement(tensor_parallel_size), seed=1))
 
 
 def engine(kind: str, k: int, *, spec: dict | None = None, **options) -> Engine:

@@ -174,7 +174,6 @@ WRONG = [
     (EngineConfig, {"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
 ]
 LATER = [
-    (SpeculativeConfig, {"draft_tensor_parallel_size": 1}),
     (SpeculativeConfig, {"quantization": "int8"}),
     (EngineConfig, {"enable_lora": True}),
     (EngineConfig, {"pipeline_parallel_size": 2}),

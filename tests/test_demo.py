@@ -17,7 +17,7 @@ from jaxspec.demo.options import Options
 from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.models.decoder import random_params
 from jaxspec.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 
 pytestmark = pytest.mark.real
 
@@ -29,7 +29,7 @@ def write_draft(folder):
     small = {"num_layers": 1, "windows": (None,), "width": 64, "num_heads": 1, "num_kv_heads": 1, "mlp_width": 64}
     config = dataclasses.replace(config, **small)
     fingerprint = checkpoints.fingerprint(checkpoints.load_tokenizer(source))
-    checkpoints.save(folder, random_params(config, jnp.bfloat16, make_mesh()), config, fingerprint=fingerprint)
+    checkpoints.save(folder, random_params(config, jnp.bfloat16, make_placement()), config, fingerprint=fingerprint)
     return str(folder)
 
 

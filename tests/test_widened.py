@@ -14,7 +14,7 @@ from jaxspec import widened
 from jaxspec.loading import load
 from jaxspec.models.layers import Backend
 from jaxspec.models.storage import OutputFirst
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import here
 from tests.checkpoints.files import write_gguf
 
@@ -31,7 +31,7 @@ class Asked:
 
     def __init__(self, source, folder, dtype="float32", devices=1) -> None:
         self.count, self.source, self.folder, self.dtype = 0, source, folder, np.dtype(dtype)
-        self.mesh = make_mesh(devices)
+        self.mesh = make_placement(devices)
         self.backend = Backend(here(), self.mesh)
 
     def load(self):

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.engine import Engine, Model
+from jaxspec.loading import laid
 from jaxspec.models import families
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import random_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device, here
 
@@ -49,7 +50,7 @@ FAMILIES |= {
 @functools.cache
 def model(config: ModelConfig, seed: int = 0, tensor_parallel_size: int = 1, scale: float = 1.0) -> Model:
     """Random weights; scale multiplies the embedding table, which flattens (< 1) or sharpens the distributions."""
-    params = random_params(config, jnp.float32, make_mesh(tensor_parallel_size), seed)
+    params = random_params(config, jnp.float32, make_placement(tensor_parallel_size), seed)
     return Model(config, params | {"embed": params["embed"] * scale})
 
 
@@ -64,16 +65,19 @@ def engine(
     draft: Model | None = None,
     *,
     tensor_parallel_size: int = 1,
+    draft_tensor_parallel_size: int | None = None,
     device: Device | None = None,
     **options,
 ) -> Engine:
-    mesh = make_mesh(tensor_parallel_size)
+    placement = make_placement(tensor_parallel_size, draft_size=draft_tensor_parallel_size)
+    if tensor_parallel_size > 1:
+        target, draft = laid(target, placement), draft and laid(draft, placement.draft)
     if isinstance(speculative, dict):
         speculative = {"adaptive": False, **speculative}  # the number of drafts is the test's choice
     return Engine(
         target,
         EngineConfig(tensor_parallel_size=tensor_parallel_size, **options),
-        mesh=mesh,
+        placement=placement,
         speculative=SpeculativeConfig.of(speculative),
         draft=draft,
         device=device or here(),

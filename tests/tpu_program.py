@@ -25,7 +25,7 @@ from jaxspec.engine.setup import Model, cache_layouts, drafters, paged_models, t
 from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.mesh import make_mesh, sharding
+from jaxspec.parallel.placement import make_placement
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
 from tests import hlo
@@ -63,7 +63,7 @@ class Program:
         **options: Any,
     ) -> None:
         devices = list(self.devices(chip))
-        self.mesh = make_mesh(len(devices), devices)
+        self.mesh = make_placement(len(devices), devices)
         configs = {"target": target} | ({"draft": draft} if draft else {})
         self.models = {n: Model(c, abstract_params(c, self.dtype, self.mesh)) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
@@ -126,7 +126,7 @@ class Program:
     def compile(self, name: str, *arrays: Any) -> Any:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), no_compilation_cache():
             packed = pack(arrays)
-            words = jax.ShapeDtypeStruct(packed.words.shape, jnp.int32, sharding=sharding(self.mesh))
+            words = jax.ShapeDtypeStruct(packed.words.shape, jnp.int32, sharding=self.mesh.sharding())
             packed = dataclasses.replace(packed, words=words)
             arguments = name, self.config, self.params, self.cache, packed
             if self.kept is None:

@@ -22,7 +22,7 @@ from jaxspec.bench.setup import Setup, load
 from jaxspec.engine.runner import fetch
 from jaxspec.loading import compute_dtype
 from jaxspec.models.decoder import weight_bytes
-from jaxspec.parallel.mesh import device_name
+from jaxspec.parallel.placement import device_name
 from jaxspec.progress import say
 from pallas_kernels.device import here
 

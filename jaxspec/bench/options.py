@@ -87,6 +87,8 @@ class Options:
       temperature: 0 is greedy.
       kernels: reference or pallas; the platform's best.
       launches: Timed launches a figure.
+      tensor_parallel_size: Devices that the target is cut over.
+      draft_tensor_parallel_size: Parts that the draft is cut into; what pays most.
     """
 
     preset: str | None = None
@@ -103,6 +105,8 @@ class Options:
     temperature: float = 0.0
     kernels: str | None = None
     launches: int = 12
+    tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
     load: Load = Load()
 
     def __post_init__(self) -> None:

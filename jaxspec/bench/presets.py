@@ -12,7 +12,7 @@ from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.rope import llama3_factors
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 
 # Columns as in the public config.json files; stretch: Llama 3's rope factor, 1 where there is none.
 COLUMNS = (
@@ -110,4 +110,4 @@ def split(names: str) -> tuple[str, str | None]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Counted from the shapes; nothing is allocated. A tied embedding counts once."""
-    return sum(a.size for a in abstract_params(config, "bfloat16", make_mesh()).values())
+    return sum(a.size for a in abstract_params(config, "bfloat16", make_placement()).values())

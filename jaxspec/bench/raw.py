@@ -30,7 +30,6 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
 from jaxspec.engine.setup import drafter
-from jaxspec.parallel.mesh import sharding
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import rules
 from pallas_kernels.paged_attention import paged_attention
@@ -73,7 +72,7 @@ class Raw:
         ]
 
     def place(self, tree: Any) -> Any:
-        return jax.device_put(tree, sharding(self.engine.runner.mesh))
+        return jax.device_put(tree, self.engine.runner.placement.sharding())
 
     def inputs(self, k: int) -> LaunchInput:
         """Of a launch of ROUNDS rounds."""

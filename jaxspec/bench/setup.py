@@ -20,7 +20,7 @@ from jaxspec.engine.engine import Engine, Model
 from jaxspec.errors import UserError
 from jaxspec.models.decoder import abstract_params, random_params
 from jaxspec.models.layers import Backend
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import Placement, make_placement
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device, here
 
@@ -36,7 +36,7 @@ class Setup:
     options: Options
     device: Device
     dtype: Any
-    mesh: Any
+    placement: Any
     target: Model
     draft: Model | None
     tokenizer: Any
@@ -60,7 +60,7 @@ class Setup:
                 kernels=self.options.kernels,
                 **options,
             ),
-            mesh=self.mesh,
+            placement=self.placement,
             speculative=speculative,
             draft=models.get("draft"),
             device=self.device,
@@ -70,7 +70,7 @@ class Setup:
 
     def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:
         """Raises UserError where the pool does not fit beside what the device holds already."""
-        stats = memory(self.mesh.devices.flat[0])
+        stats = memory(self.placement.first_device)
         if stats is None:
             return
         sizes = {"page_size": page_size, "num_pages": num_pages, "dtype": self.dtype, "platform": self.device.platform}
@@ -107,42 +107,57 @@ def load(options: Options) -> Setup:
     """Random weights of a preset, born on the device in the compute dtype; or a real model and draft."""
     loading.enable_compilation_cache()
     device = here()
-    dtype, mesh = loading.compute_dtype(options.dtype, device), make_mesh()
+    dtype, placement = loading.compute_dtype(options.dtype, device), placed(options, device)
     names = (options.model or presets.split(options.preset or "")[0], options.draft_name)
+    places = placement, placement.draft
     models: list[Model | None] = [None, None]
     tokenizer: Any = None
     for i, name in enumerate(names):
         if name is not None and options.preset is not None:
             config = presets.preset(name, models[0].config if models[0] else None)
-            check_weights_fit(name, config, dtype, mesh)
-            models[i] = Model(config, random_params(config, dtype, mesh, seed=i))
+            check_weights_fit(name, config, dtype, places[i])
+            models[i] = Model(config, random_params(config, dtype, places[i], seed=i))
     if options.model is not None:
-        models, tokenizer = real(options.model, options.draft, dtype, mesh)
+        models, tokenizer = real(options.model, options.draft, dtype, placement)
         for name, model in zip(names, models, strict=True):
             if name and model:
                 options.check_context(name, model.config)
     target, draft = models
     assert target is not None
-    backend = Backend(device, mesh, options.kernels)
-    target, draft = target.stored_for(backend), draft and draft.stored_for(backend)
-    return Setup(options, device, dtype, mesh, target, draft, tokenizer, Programs(mesh))
+    own, drafts = (Backend(device, place, options.kernels) for place in places)
+    target, draft = target.stored_for(own), draft and draft.stored_for(drafts)
+    return Setup(options, device, dtype, placement, target, draft, tokenizer, Programs(placement))
 
 
-def check_weights_fit(name: str, config: Any, dtype: Any, mesh: Any) -> None:
-    stats = memory(mesh.devices.flat[0])
-    need = sum(a.nbytes for a in abstract_params(config, dtype, mesh).values())
+def placed(options: Options, device: Device) -> Placement:
+    """Where the target lies, and by its axes the draft."""
+    size, draft_size = options.tensor_parallel_size, options.draft_tensor_parallel_size
+    if draft_size is None and size > 1 and options.draft_name:
+        dtype = loading.compute_dtype(options.dtype, device)
+        if options.preset is not None:
+            config = presets.preset(options.draft_name, presets.preset(presets.split(options.preset)[0]))
+        else:
+            config = checkpoints.load_config(checkpoints.resolve(options.draft_name))
+        draft_size = loading.draft_degree(config, size, dtype, device)
+    return make_placement(size, draft_size=draft_size)
+
+
+def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> None:
+    stats = memory(placement.first_device)
+    shards = abstract_params(config, dtype, placement).values()
+    need = sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in shards)
     if stats and need > (free := stats["bytes_limit"] - stats["bytes_in_use"]):
         raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")
 
 
-def real(model: str, draft: str | None, dtype: Any, mesh: Any) -> tuple[list[Model | None], Any]:
+def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[list[Model | None], Any]:
     """(target and draft, tokenizer), as LLM loads them."""
     source = checkpoints.resolve(model)
     tokenizer = checkpoints.load_tokenizer(source)
-    target = loading.load(source, dtype, mesh)
+    target = loading.load(source, dtype, placement)
     models: list[Model | None] = [target, None]
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
         loading.check_same_tokenizer(source, tokenizer, draft_source)
-        models[1] = loading.load(draft_source, dtype, mesh, target)
+        models[1] = loading.load(draft_source, dtype, placement.draft, target)
     return models, tokenizer

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.parallel.mesh import sharding
+from jaxspec.parallel.placement import Placement
 from jaxspec.shapes import Array, Float, Int
 
 
@@ -20,14 +19,19 @@ def write(cache: PagedKVCache, slots: Int[Array, " _"], features: Float[Array, "
 
 
 def read(
-    cache: PagedKVCache, positions: Int[Array, "B T"], block_table: Int[Array, "B N"], mesh: Mesh | None = None
+    cache: PagedKVCache,
+    positions: Int[Array, "B T"],
+    block_table: Int[Array, "B N"],
+    placement: Placement | None = None,
 ) -> Float[Array, "B T M"]:
-    """The features of these positions of each row; of those that have no page, what happens to be there. mesh: whole on
-    each of its devices, else cut as the pages are."""
+    """The features of these positions of each row; of those that have no page, what happens to be there. placement:
+    whole on each of its devices, else cut as the pages are."""
     (pages,) = cache.features
     page_size, width = pages.shape[1:]
     page = jnp.take_along_axis(block_table, jnp.clip(positions, 0) // page_size, axis=1, mode="clip")
     slots = page * page_size + positions % page_size
     found = jnp.take(pages.reshape(-1, width), slots, axis=0, mode="clip")
     # Gathered here, once, or the compiler would cut whatever is made of them.
-    return found if mesh is None or mesh.size == 1 else lax.with_sharding_constraint(found, sharding(mesh))
+    if placement is None or placement.alone:
+        return found
+    return lax.with_sharding_constraint(found, placement.sharding())

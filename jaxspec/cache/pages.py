@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh
 
-from jaxspec.parallel.mesh import FEATURES_SPEC, PAGES_SPEC, sharding
+from jaxspec.parallel.placement import Placement
 from jaxspec.platforms import facts
 
 
@@ -117,16 +116,17 @@ def copy_pages(
     return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
 
 
-def pages_format(mesh: Mesh, rank: int = 4) -> Format:
+def pages_format(placement: Placement, rank: int = 4) -> Format:
     """Row by row, as kernels read them. Left the choice, the TPU compiler takes an order that pads less, and then each
     launch copies all pages into the other and back."""
-    return Format(Layout(tuple(range(rank))), sharding(mesh, PAGES_SPEC if rank == 4 else FEATURES_SPEC))
+    spec = placement.of_pages if rank == 4 else placement.of_features
+    return Format(Layout(tuple(range(rank))), placement.sharding(spec))
 
 
-def allocate(layout: CacheLayout | FeatureLayout, mesh: Mesh) -> tuple[jax.Array, ...]:
+def allocate(layout: CacheLayout | FeatureLayout, placement: Placement) -> tuple[jax.Array, ...]:
     """Zeroed pages, born where and how they lie."""
     zeros = jax.jit(
         lambda: tuple(jnp.zeros(layout.shape, layout.dtype) for _ in range(layout.num_layers)),
-        out_shardings=(pages_format(mesh, len(layout.shape)),) * layout.num_layers,
+        out_shardings=(pages_format(placement, len(layout.shape)),) * layout.num_layers,
     )
     return zeros()

@@ -13,7 +13,7 @@ from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.drafters.methods import METHODS
 
 WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "tree", "lengths", "rates", "dtype", "stages")
-HOW = ("temperature", "kernels", "launches")
+HOW = ("temperature", "kernels", "launches", "tensor_parallel_size", "draft_tensor_parallel_size")
 OWN = {
     "model": Own(help=MODEL_HELP),
     "batch_sizes": Own(flags=("--batch-size",), kind=str),

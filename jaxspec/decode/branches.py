@@ -38,7 +38,7 @@ def rank(
     candidates are those that the target is likely to draw, not only those that are likely."""
     config, rows = context.config, context.batch.sampling
     width = (config.drafter and config.drafter.tree_width) or 1
-    variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.target.backend
+    variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.drafting
     logits = head.logits(hidden, backend)
     logits = fit_vocabulary(logits.reshape(*hidden.shape[:2], -1), vocab_size, head.vocabulary)
     if adjust is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Sharding
 
 from jaxspec.cache.pages import copy_pages
 from jaxspec.decode import stored
@@ -21,7 +21,7 @@ from jaxspec.decode.loop import launch
 from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.prefill import catch_up, prefill
 from jaxspec.decode.state import LaunchResult, Variant
-from jaxspec.parallel.mesh import sharding
+from jaxspec.parallel.placement import Placement
 from jaxspec.platforms import facts
 from jaxspec.sampling.logprobs import Logprobs
 
@@ -45,7 +45,7 @@ class Programs:
     num_compiled: programs; num_waits, compile_seconds: of runs that had to wait for theirs.
     """
 
-    mesh: Mesh
+    placement: Placement
     folder: Path | None = None
     num_compiled: int = 0
     num_waits: int = 0
@@ -84,7 +84,7 @@ class Programs:
                 del self.compiled[key]
 
     def make(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[..., Any]:
-        placed = jax.device_put(packed, sharding(self.mesh))
+        placed = jax.device_put(packed, self.placement.sharding())
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
             with contextlib.suppress(ValueError, NotImplementedError):  # jax does not export all that it compiles
                 return from_disk(self.folder, kept, name, config, params, cache, placed)

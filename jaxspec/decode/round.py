@@ -120,7 +120,7 @@ def choose(
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
     """A drafter's `Choose`: the draft behind the first i of `drafts`, and its distribution where a rule needs that."""
     config, rows = context.config, context.batch.sampling
-    variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.target.backend
+    variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.drafting
     certain = config.greedy_draft or not variant.noises
     if certain and adjust is None:
         return head.likeliest(hidden, backend, vocab_size), None

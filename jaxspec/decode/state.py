@@ -81,6 +81,11 @@ class DecodeConfig:
         return self.drafter.num_speculative_tokens if self.drafter else 0
 
     @property
+    def drafting(self) -> Any:
+        """The backend of the draft's passes."""
+        return self.target.backend if self.drafter is None else self.drafter.backend
+
+    @property
     def position_limit(self) -> int:
         """Drafting stops short of both models' context lengths."""
         own = self.drafter.max_model_len if self.drafter else None

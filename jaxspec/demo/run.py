@@ -184,7 +184,7 @@ def answer(way: Way, prompt: Any, max_tokens: int) -> Run:
 
 def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> dict[str, Any]:
     """The JSON document, but for what only some runs have."""
-    from jaxspec.parallel.mesh import device_name
+    from jaxspec.parallel.placement import device_name
 
     llm = ways["plain"].llm
     methods: dict[str, Any] = {}

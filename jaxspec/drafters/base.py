@@ -89,7 +89,12 @@ Rank = Callable[
     [Any, Float[Array, "B k _"], Int[Array, "B k D"], Any], tuple[Int[Array, "B k w"], Float[Array, "B k w"]]
 ]
 
-Params = Mapping[str, Any]  # {"target": ..., "draft": ...}
+Params = Mapping[str, Any]  # {"target": ..., "draft": ..., "lent": ...}
+
+
+def lender(params: Params) -> Mapping[str, Any]:
+    """The target's parameters, as a draft reads them: some in a copy that lies as the draft does."""
+    return {**params["target"], **params["lent"]} if "lent" in params else params["target"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +102,11 @@ class Drafter(abc.ABC):
     """A proposal method for num_speculative_tokens = K tokens a round. Each says what it needs by what it overrides."""
 
     num_speculative_tokens: int
+
+    @property
+    def backend(self) -> Any:
+        """Where its passes run: its model's."""
+        return self.model.backend  # type: ignore[attr-defined]
 
     @property
     def max_model_len(self) -> int | None:

@@ -20,6 +20,7 @@ from jaxspec.drafters.ngram import NGram
 class Combined(Drafter):
     lookup: NGram
     draft: Drafter
+    backend = property(lambda self: self.draft.backend)
 
     # What the drafter needs, this needs.
     max_model_len = property(lambda self: self.draft.max_model_len)

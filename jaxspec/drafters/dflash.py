@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, lender
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import Found, Reading
 from jaxspec.errors import UnsupportedError
@@ -148,7 +148,7 @@ class DFlash(Drafter):
     def block(self, params, cache, history: History) -> Block:
         count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
         head: Any = bind(config, params["draft"])
-        target = bind(self.target.config, params["target"])
+        target = bind(self.target.config, lender(params))
         last = history.num_tokens - 1  # the pending token's position
         start = jnp.clip(history.draft_len, jnp.maximum(last - self.most - 1, 0), last)
         in_step = history.draft_len >= last - self.max_lag
@@ -160,7 +160,7 @@ class DFlash(Drafter):
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
         unread = past_at >= last[:, None]
         masked = jnp.concatenate([unread, block >= silent + wanted[:, None]], axis=1) | ~history.live[:, None]
-        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table, backend.mesh))
+        past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table, backend.placement))
         pending = take_row(history.tokens, last)
         x = target.embedded(jnp.where(block == 0, pending[:, None], head.config.mask_id), backend)
         rows = self.model.rows(positions, masked, history.block_table)
@@ -176,7 +176,7 @@ class DFlash(Drafter):
         head: Any = bind(self.model.config, params["draft"])
         tokens, start, length, _ = chunk.arrays
         positions, masked = places(tokens, start, length)
-        past = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
+        past = features.read(cache, positions, chunk.block_table, self.model.backend.placement)
         past = jnp.where(masked[:, :, None], 0, past)
         rows = self.model.rows(positions, masked, chunk.block_table)
         return head(past[:, :0], past, cache.draft, rows, self.model.backend)[1]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank, lender
 from jaxspec.drafters.chain import Step, at_once, chain
 from jaxspec.drafters.tree import Nodes, Shape, grown, nodes_at
 from jaxspec.models.decoder import bind
@@ -90,10 +90,10 @@ class FeatureChain(Drafter):
         positions = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
         masked = (positions > last[:, None]) | ~history.live[:, None]
         tokens = jnp.take_along_axis(history.tokens, positions + 1, axis=1, mode="clip")
-        known = features.read(cache, positions, table, self.model.backend.mesh)
+        known = features.read(cache, positions, table, self.model.backend.placement)
         hidden, carried, pages = self.entries(params, cache.draft, tokens, known, positions, masked, table)
         at = jnp.maximum(last, 0) - start
-        logits = head if head.has_head else bind(self.target.config, params["target"])
+        logits = head if head.has_head else bind(self.target.config, lender(params))
         return Step(logits, take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
 
     def first(self, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -115,12 +115,12 @@ class FeatureChain(Drafter):
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         positions = (chunk.start - 1 + first)[:, None] + offset
         masked = offset >= (chunk.length - first)[:, None]
-        known = features.read(cache, positions, chunk.block_table, self.model.backend.mesh)
+        known = features.read(cache, positions, chunk.block_table, self.model.backend.placement)
         return self.entries(params, cache.draft, tokens, known, positions, masked, chunk.block_table)[2]
 
     def entries(self, params, pages, tokens, feature, positions, masked, table, branches=None):
         """tokens i32[B,T] with the features [B,T,M] of the positions before them."""
-        target, backend = bind(self.target.config, params["target"]), self.model.backend
+        target, backend = bind(self.target.config, lender(params)), self.model.backend
         head: Any = bind(self.model.config, params["draft"])
         # What nobody reads is no less a number than what is.
         feature = jnp.where(masked[:, :, None], jnp.zeros_like(feature), feature)
@@ -152,12 +152,12 @@ class FeatureBlock(FeatureChain):
         real = positions <= last[:, None]
         known = jnp.take_along_axis(history.tokens, positions + 1, axis=1, mode="clip")
         tokens = jnp.where(real, known, mask)
-        kept = features.read(cache, positions, table, backend.mesh)
+        kept = features.read(cache, positions, table, backend.placement)
         feature = jnp.where(real[:, :, None], kept, head.masks(backend).astype(kept.dtype))
         end = last + jnp.maximum(history.num_wanted, 1) - 1
         masked = (positions > end[:, None]) | (~history.live | (last < 0))[:, None]
         hidden, _, pages = self.entries(params, cache.draft, tokens, feature, positions, masked, table)
         at = (jnp.maximum(last, 0) - start)[:, None] + jnp.arange(count)
         hidden = jnp.take_along_axis(hidden, jnp.minimum(at, positions.shape[1] - 1)[:, :, None], axis=1)
-        drafts, probs = at_once(head if head.has_head else bind(self.target.config, params["target"]), hidden, choose)
+        drafts, probs = at_once(head if head.has_head else bind(self.target.config, lender(params)), hidden, choose)
         return self.proposal(history, drafts, probs, last, in_step), pages

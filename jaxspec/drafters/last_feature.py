@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank
+from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank, lender
 from jaxspec.drafters.chain import Step
 from jaxspec.drafters.tree import Nodes, Shape, grown
 from jaxspec.models.decoder import bind
@@ -69,12 +69,12 @@ class LastFeature(Drafter):
         """(a step from a state and a token, the first state, the pending token)."""
         own: Any = bind(self.model.config, params["draft"])
         last = jnp.maximum(history.num_tokens - 2, 0)
-        known = features.read(cache, last[:, None], history.block_table, self.model.backend.mesh)
+        known = features.read(cache, last[:, None], history.block_table, self.model.backend.placement)
         state = self.begin(own, known[:, 0])
 
         def step(state, token, i) -> Step:
             head, hidden, state = self.draft(own, state, token, i)
-            return Step(bind(self.target.config, params["target"]) if head is None else head, hidden, state)
+            return Step(bind(self.target.config, lender(params)) if head is None else head, hidden, state)
 
         return step, state, take_row(history.tokens, history.num_tokens - 1)
 

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
@@ -21,6 +20,7 @@ from jaxspec.engine.runner import Plan, Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
+from jaxspec.parallel.placement import Placement
 from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify.rules import RULES
@@ -40,14 +40,14 @@ class Engine:
         target: Model,
         config: EngineConfig,
         *,
-        mesh: Mesh,
+        placement: Placement,
         speculative: SpeculativeConfig | None = None,
         draft: Model | None = None,
         device: Device = CPU,
     ) -> None:
         self.config, self.speculative = config, speculative
         models = {"target": target} | ({"draft": draft} if draft else {})
-        self.runner = Runner(models, config, speculative, mesh, device)
+        self.runner = Runner(models, config, speculative, placement, device)
         self.layout = layout = self.runner.decoding.target.layout
         self.lag = results.Lag.of(self.runner.decoding)
         self.limits = arrivals.Limits(

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import jax
 from jax.profiler import TraceAnnotation
-from jax.sharding import Mesh
 
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.config import EngineConfig, SpeculativeConfig
@@ -22,6 +21,7 @@ from jaxspec.engine import setup
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import Params
 from jaxspec.models.storage import stored_for
+from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
 
 NOTHING = Variant()
@@ -56,15 +56,17 @@ class Runner:
         models: dict[str, Model],
         config: EngineConfig,
         speculative: SpeculativeConfig | None,
-        mesh: Mesh,
+        placement: Placement,
         device: Device,
     ) -> None:
-        self.paged = paged = setup.paged_models(models, config, speculative, mesh, device)
-        self.mesh, self.backend = mesh, paged["target"].backend
+        self.paged = paged = setup.paged_models(models, config, speculative, placement, device)
+        self.placement = placement
         self.configs = {name: model.config for name, model in models.items()}
         self.params: dict[str, Params] = {}
         for name, model in models.items():
             self.use(name, model.params)
+        if lent := setup.lent(models, setup.placements(models, placement)):
+            self.params["lent"] = lent
         self.layouts = setup.cache_layouts(paged)
         self.cache = self.empty_cache()
         self.drafters = setup.drafters(speculative, paged)
@@ -75,12 +77,12 @@ class Runner:
             reader=drafter if drafter and drafter.features_width else None,
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
-        self.programs = Programs(mesh)
+        self.programs = Programs(placement)
         self.draft_cost = setup.draft_cost(models)
 
     def use(self, name: str, params: Params) -> None:
         """The model `name` has these parameters from now on."""
-        self.params[name] = stored_for(self.backend, self.configs[name], copy.copy(params))
+        self.params[name] = stored_for(self.paged[name].backend, self.configs[name], copy.copy(params))
 
     def start(self, plan: Plan) -> Packed:
         """Has the device run a plan behind what it was told before -> what comes back: `fetch` waits for it."""
@@ -102,7 +104,8 @@ class Runner:
         return dataclasses.replace(self.decoding, variant=plan.variant, drafter=drafter)
 
     def empty_cache(self) -> PagedKVCache:
-        return PagedKVCache(**{name: allocate(layout, self.mesh) for name, layout in self.layouts.items()})
+        places = setup.placements(self.layouts, self.placement)
+        return PagedKVCache(**{name: allocate(layout, places[name]) for name, layout in self.layouts.items()})
 
     @property
     def lost(self) -> bool:

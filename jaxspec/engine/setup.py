@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
 
 from jaxspec.cache import budget
 from jaxspec.cache.pages import CacheLayout, FeatureLayout, cache_layout
@@ -19,11 +19,11 @@ from jaxspec.engine.batch import ChunkShape
 from jaxspec.engine.catalogue import Closed, Open
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params, compute_dtype, weight_bytes
+from jaxspec.models.decoder import Params, compute_dtype, parameters, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.storage import stored_for
-from jaxspec.parallel.mesh import check_divides
+from jaxspec.parallel.placement import Placement, check_divides
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device
 from pallas_kernels.paged_attention import OP as PAGED_ATTENTION
@@ -48,23 +48,55 @@ class Model:
 
 
 def paged_models(
-    models: dict[str, Model], config: EngineConfig, speculative: Speculation, mesh: Mesh, device: Device
+    models: dict[str, Model], config: EngineConfig, speculative: Speculation, placement: Placement, device: Device
 ) -> dict[str, PagedModel]:
     """The models over pages, with as many for each as memory allows. Raises UserError for what does not fit."""
     own = models["target"].config.max_model_len
     longest = config.max_model_len or own
     if longest > own:
         raise UserError(f"max_model_len={longest} exceeds the model's own {own}")
-    for model in models.values():
+    places = placements(models, placement)
+    for name, model in models.items():
         heads = {"num_heads": model.config.num_heads, "num_key_value_heads": model.config.num_kv_heads}
         block = model.config.merged["gate_up"]["gate"]
-        check_divides(heads | {f"intermediate_size / {block}": model.config.mlp_width // block}, mesh.size)
-    check_divides({"the features of a position": features_width(models)}, mesh.size)
-    backend = Backend(device, mesh, config.kernels)
-    layouts = page_layouts(models, config, speculative, mesh, device.platform, longest)
+        sizes = heads | {f"intermediate_size / {block}": model.config.mlp_width // block}
+        if name == "draft" and (width := features_width(models)):
+            sizes["the features of a position"] = width
+        check_divides(sizes, places[name].degree, OPTION[name])
+    layouts = page_layouts(models, config, speculative, places, device.platform, longest)
     return {
-        name: PagedModel(model.config, layouts[name], context(name, model.config, speculative, longest), backend)
+        name: PagedModel(
+            model.config,
+            layouts[name],
+            context(name, model.config, speculative, longest),
+            Backend(device, places[name], config.kernels),
+        )
         for name, model in models.items()
+    }
+
+
+OPTION = {"target": "tensor_parallel_size", "draft": "draft_tensor_parallel_size"}
+
+
+def placements(names: Iterable[str], placement: Placement) -> dict[str, Placement]:
+    """Where each part of a PagedKVCache lies: features as the draft, which reads them."""
+    return {name: placement if name == "target" else placement.draft for name in names}
+
+
+def lent(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
+    """Of the target's tables those that a head beside it reads, in a copy that lies as the draft does; none where the
+    two lie alike."""
+    if "draft" not in models or not models["draft"].config.features_width:
+        return {}
+    target, draft = models["target"], models["draft"].config
+    if places["draft"].degree == places["target"].degree:
+        return {}
+    tables = () if getattr(draft, "has_table", False) else ("embed", "embed_in")
+    wanted = lambda name, p: name in tables or (p.head and draft.borrows_head)
+    return {
+        name: jax.device_put(target.params[name], places["draft"].of_parameter(p.axes, p.shape))
+        for name, p in parameters(target.config).items()
+        if wanted(name, p)
     }
 
 
@@ -78,7 +110,7 @@ def page_layouts(
     models: dict[str, Model],
     config: EngineConfig,
     speculative: Speculation,
-    mesh: Mesh,
+    places: Mapping[str, Placement],
     platform: str,
     longest: int,
 ) -> dict[str, CacheLayout]:
@@ -90,11 +122,12 @@ def page_layouts(
 
     pages = config.num_pages
     if pages is None:
-        each: list[CacheLayout | FeatureLayout] = [layout(model, 1) for model in models.values()]
-        each.append(FeatureLayout(features_width(models), page_size, 1, models["target"].dtype))
-        page_bytes = [layout.stored_bytes(mesh.size, platform) for layout in each]
+        each: list[tuple[str, CacheLayout | FeatureLayout]] = [(name, layout(m, 1)) for name, m in models.items()]
+        if width := features_width(models):
+            each.append(("draft", FeatureLayout(width, page_size, 1, models["target"].dtype)))
+        page_bytes = [layout.stored_bytes(places[name].degree, platform) for name, layout in each]
         temporary = temporary_bytes(models, config, speculative, platform)
-        memory = budget.free_memory(mesh.devices.flat[0], config.memory_utilization, temporary)
+        memory = budget.free_memory(places["target"].first_device, config.memory_utilization, temporary)
         # Beyond what all rows can use, prefix reuse takes as much again.
         most = config.max_num_seqs * -(-(longest + 64) // page_size) * (2 if config.enable_prefix_caching else 1)
         pages = min(budget.num_pages(memory, *page_bytes), most)

@@ -16,20 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.head import Head, product
-from jaxspec.models.layers import (
-    Backend,
-    Rows,
-    attend,
-    attend_densely,
-    rotary_tables,
-)
+from jaxspec.models.layers import Backend, Rows, attend, attend_densely, rotary_tables, second_half
 from jaxspec.models.parameters import Parameter, declare
-from jaxspec.parallel.mesh import param_sharding
-from pallas_kernels.feed_forward import feed_forward
+from jaxspec.parallel.placement import Placement
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.streamed import once
 
@@ -86,14 +78,13 @@ class Layer(nnx.Module):
         """The second half: x [B,T,E], mixed [B,T,H*D] -> (x, the same by next_norm or None). following: next_norm and
         next_qkv, of the next layer; after the last there is the model's norm."""
         c = self.config
-        post: dict[str, Any] = {}
+        own = {"out": self.out, "gate_up": self.gate_up, "down": self.down, "norm": self.mlp_norm}
         if c.sandwich_norm:
-            names = ("post_attention_norm", "post_mlp_norm")
-            post = {name: getattr(self, name)[...] for name in names}
-        weights: dict[str, Any] = {"out": self.out[...], "gate_up": self.gate_up[...], "down": self.down[...]}
+            own |= {name: getattr(self, name) for name in ("post_attention_norm", "post_mlp_norm")}
+        weights = {name: parameter[...] for name, parameter in own.items()} | following
+        axes = {name: parameter.declared.axes for name, parameter in own.items()} | {"next_qkv": self.qkv.declared.axes}
         options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"]}
-        weights |= {"norm": self.mlp_norm[...], **following}
-        return feed_forward(x, mixed, **weights, **post, **options, **backend.how(cut=True))
+        return second_half(x, mixed, weights, axes, backend, **options)
 
 
 def ropes_of(c: ModelConfig, rows: Rows, backend: Backend) -> dict[Rope, tuple[jax.Array, jax.Array]]:
@@ -205,9 +196,9 @@ def parameters(config: ModelConfig, dtype: Any = "float32") -> dict[str, Paramet
     return {dotted(path): leaf.declared for path, leaf in abstract.items()}
 
 
-def abstract_params(config: ModelConfig, dtype: Any, mesh: Mesh) -> dict[str, Parameter]:
+def abstract_params(config: ModelConfig, dtype: Any, placement: Placement) -> dict[str, Parameter]:
     """The same, each with where it lies: what a checkpoint has to fill."""
-    lies = lambda p: dataclasses.replace(p, sharding=param_sharding(mesh, p.axes, p.shape))
+    lies = lambda p: dataclasses.replace(p, sharding=placement.of_parameter(p.axes, p.shape))
     return {name: lies(p) for name, p in parameters(config, dtype).items()}
 
 
@@ -220,10 +211,10 @@ def weight_bytes(config: ModelConfig, params: Params, *, logits: bool = True) ->
 
 
 def random_params(
-    config: ModelConfig, dtype: Any, mesh: Mesh, seed: int = 0, *, known: Params | None = None
+    config: ModelConfig, dtype: Any, placement: Placement, seed: int = 0, *, known: Params | None = None
 ) -> dict[str, jax.Array]:
     """Random weights of a plausible scale, for tests and benchmarks, beside those that are known."""
-    abstract = {name: p for name, p in abstract_params(config, dtype, mesh).items() if name not in (known or {})}
+    abstract = {name: p for name, p in abstract_params(config, dtype, placement).items() if name not in (known or {})}
 
     def leaf(index: int, p: Parameter) -> jax.Array:
         if p.kind == "ids":  # a reduced vocabulary has the first ids

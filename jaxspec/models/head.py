@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import Backend, matmul_precision
 from jaxspec.models.parameters import declare
-from jaxspec.parallel.mesh import param_sharding, sharding
+from jaxspec.parallel.placement import per_shard
 from jaxspec.shapes import Array, Float
 from pallas_kernels.likeliest_token import likeliest_token
 from pallas_kernels.plain import likeliest
@@ -84,9 +85,9 @@ class Head(nnx.Module):
         """x [..., E] -> the id i32[...] of the largest logit, of the first vocab_size; of a reduced vocabulary, what
         that id is in the target's."""
         c = self.config
-        # On CPU the table is streamed, over several devices it is cut.
-        if c.tied and not c.logit_soft_cap and backend.alone and not backend.streams:
-            return likeliest_token(x, self.embed[...], num_ids=vocab_size, **backend.how())
+        if c.tied and not c.logit_soft_cap and backend.whole and not backend.streams:  # on CPU the table is streamed
+            find = lambda x, table: likeliest_token(x, table, num_ids=vocab_size, **backend.how())
+            return per_shard(find, backend.placement, (P(), P()), P())(x, self.embed[...])
         found = likeliest(self.logits(x, backend)[..., :vocab_size])
         return jnp.take(self.d2t[...], found, mode="clip") if c.reduced_vocab_size else found
 
@@ -110,11 +111,11 @@ def whole(logits: jax.Array, backend: Backend) -> jax.Array:
     Over several they are first asked for in the parts that these compute, or else the compiler gathers the weights
     instead; and as a table, since the TPU compiler pads a third axis to many times its size.
     """
-    mesh = backend.mesh
-    if mesh is None or mesh.size == 1:
+    placement = backend.placement
+    if placement is None or placement.degree == 1:
         return logits
     table = logits.reshape(-1, logits.shape[-1])
-    parts = param_sharding(mesh, (None, "vocab"), table.shape)
-    for placed in (parts, sharding(mesh)):
+    parts = placement.of_parameter((None, "vocab"), table.shape)
+    for placed in (parts, placement.sharding()):
         table = lax.with_sharding_constraint(table, placed)
     return table.reshape(logits.shape)

@@ -10,23 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import Rope
-from jaxspec.parallel.mesh import MODEL_AXES, PAGES_SPEC, cut, per_shard
+from jaxspec.parallel.placement import Placement, per_shard
 from pallas_kernels.device import Device
+from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.plain import project, rms_norm
 from pallas_kernels.self_attention import self_attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Static facts about where a program runs: what it is compiled for, mesh, choice of kernels."""
+    """Static facts about where a program runs: what it is compiled for, where the model lies, choice of kernels."""
 
     device: Device
-    mesh: Mesh | None = None
+    placement: Placement | None = None
     kernels: str | None = None  # as EngineConfig has it
     dense_attention: Literal["xla", "cudnn"] = "xla"  # of passes without a cache
 
@@ -36,20 +36,26 @@ class Backend:
 
     @property
     def alone(self) -> bool:
-        return self.mesh is None or self.mesh.size == 1
+        return self.placement is None or self.placement.alone
 
     @property
     def streams(self) -> bool:
         """Whether products stream matrices that lie output-first (see `jaxspec.models.storage`)."""
         return self.device.platform == "cpu" and self.kernels is None and self.alone
 
-    def how(self, *, cut: bool = False) -> dict[str, Any]:
-        """The keyword arguments that every op takes.
+    @property
+    def whole(self) -> bool:
+        """Whether every device has all of the model."""
+        return self.placement is None or self.placement.degree == 1
 
-        cut: it is called outside `per_shard`, with arrays that lie over several devices. The compiler cuts plain jnp
-        for them, but no kernel.
-        """
-        plain = not self.alone and (cut or self.device.platform == "cpu")  # there, matrices do not lie output-first
+    @property
+    def sum_over(self) -> tuple[str, ...]:
+        """As `Placement.sum_over`."""
+        return () if self.placement is None else self.placement.sum_over
+
+    def how(self) -> dict[str, Any]:
+        """The keyword arguments that every op takes."""
+        plain = not self.alone and self.device.platform == "cpu"  # there, matrices do not lie output-first
         return {"platform": self.device, "implementation": "reference" if plain else self.kernels}
 
 
@@ -109,11 +115,32 @@ def attend(
         cos, sin = tables
         return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
 
-    heads = P(None, None, MODEL_AXES)
-    specs = {name: cut(axes.get(name, ())) for name in weights}
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
-    run = per_shard(shard, backend.mesh, (P(), specs, PAGES_SPEC, P(), P()), (heads, PAGES_SPEC))
+    if (lies := backend.placement) is None:
+        return shard(x, weights, pages, where, tables)
+    specs = {name: lies.cut(axes.get(name, ())) for name in weights}
+    run = per_shard(shard, lies, (P(), specs, lies.of_pages, P(), P()), (lies.of_heads, lies.of_pages))
     return run(x, weights, pages, where, tables)
+
+
+def second_half(
+    x: jax.Array,
+    mixed: jax.Array,
+    weights: dict[str, jax.Array],
+    axes: Mapping[str, tuple[str | None, ...]],
+    backend: Backend,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The second half of a layer, on every device's heads and columns: `feed_forward` of x [B,T,E] and mixed [B,T,H*D].
+    weights: its arrays by name. axes: the parameters' logical ones."""
+
+    def shard(x, mixed, weights):
+        return feed_forward(x, mixed, **weights, **options, sum_over=backend.sum_over, **backend.how())
+
+    if (lies := backend.placement) is None:
+        return shard(x, mixed, weights)
+    specs = {name: lies.cut(axes.get(name, ())) for name in weights}
+    return per_shard(shard, lies, (P(), lies.of_heads, specs), P())(x, mixed, weights)
 
 
 def attend_densely(

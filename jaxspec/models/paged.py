@@ -13,7 +13,7 @@ from jaxspec.cache.pages import CacheLayout
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Params, bind
 from jaxspec.models.layers import Backend, Rows
-from jaxspec.parallel.mesh import PAGES_SPEC, per_shard
+from jaxspec.parallel.placement import per_shard
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.slot_mapping import slot_mapping
 from pallas_kernels.tree import packed
@@ -115,7 +115,8 @@ class PagedModel:
             kv = jnp.take(pages.reshape(-1, *pages.shape[2:]), place.reshape(-1), axis=0, mode="clip")
             return kv_write(pages, kv, slots, **self.backend.how())
 
-        run = per_shard(shard, self.backend.mesh, (PAGES_SPEC, P(), P()), PAGES_SPEC)
+        lies = self.backend.placement
+        run = shard if lies is None else per_shard(shard, lies, (lies.of_pages, P(), P()), lies.of_pages)
         return tuple(run(layer, place, slots) for layer in pages)
 
     def prefill(self, params, pages, tokens, start, length, block_table, *, taps: tuple[int, ...] = ()) -> Pass:

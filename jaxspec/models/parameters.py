@@ -18,7 +18,7 @@ class Parameter:
     """An abstract array. JAX, which asks for shape, dtype and sharding, takes it for one.
 
     kind: "matrix", [I, O] of a product; "table", whose rows are looked up; "bias"; "norm"; "ids" of another vocabulary.
-    axes: of each dimension the logical axis (`jaxspec.parallel.mesh`), None where it is not cut.
+    axes: of each dimension the logical axis (`jaxspec.parallel.placement`), None where it is not cut.
     parts: where it merges several of a checkpoint's, each with its columns in a group (see `ModelConfig.merged`).
     head: whether it is read for logits only.
     borrowed: whether it is the target's, so that no draft's checkpoint has it.

@@ -105,11 +105,11 @@ def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]
 
 
 def first_params(
-    config: ModelConfig, target: Model, ids: dict[str, np.ndarray], mesh: Any, *, seed: int, from_target: bool
+    config: ModelConfig, target: Model, ids: dict[str, np.ndarray], placement: Any, *, seed: int, from_target: bool
 ) -> dict[str, jax.Array]:
-    """The draft's float32 parameters on mesh, and the target's table as it is; ids: of `vocabulary`."""
+    """The draft's float32 parameters on placement, and the target's table as it is; ids: of `vocabulary`."""
     borrowed = {name: target.params[name] for name, p in parameters(config).items() if p.borrowed}
-    params = random_params(config, jnp.float32, mesh, seed, known=borrowed)
+    params = random_params(config, jnp.float32, placement, seed, known=borrowed)
     place = lambda name, x: jax.device_put(jnp.asarray(x, params[name].dtype), params[name].sharding)
     params |= {name: place(name, x) for name, x in ids.items()}
     if not from_target:

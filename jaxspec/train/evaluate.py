@@ -15,7 +15,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.errors import UserError
 from jaxspec.llm import LLM
 from jaxspec.outputs import SpecDecodeMetrics
-from jaxspec.parallel.mesh import device_name
+from jaxspec.parallel.placement import device_name
 from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify.rules import UNSEEDED

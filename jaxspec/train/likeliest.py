@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.decoder import bind, whole
 from jaxspec.models.layers import Backend
-from jaxspec.parallel.mesh import sharding
+from jaxspec.parallel.placement import Placement
 from jaxspec.progress import say, token_progress
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.train.ahead import ahead
@@ -35,7 +34,7 @@ def kept(
     *,
     batch_size: int,
     backend: Backend,
-    devices: Mesh,
+    devices: Placement,
 ) -> np.ndarray:
     """The target's n likeliest ids at every position of the first `count` rows, as records [count] that are read from
     disk when they are indexed: ids [T, n], likeliest first, and log_p f16[T, n], of the softmax over all ids.
@@ -58,7 +57,7 @@ def kept(
     what = f"the target's {n} likeliest ids of {count * length:,} tokens"
     say(f"{what}: {count * record.itemsize / 1e9:.2f} GB in {path}" + " (found there)" * (done >= count))
 
-    params, place = jax.device_put(target.params, sharding(devices)), place_rows(devices)
+    params, place = jax.device_put(target.params, devices.sharding()), place_rows(devices)
 
     @jax.jit
     def find(params, tokens):

@@ -18,7 +18,6 @@ from checkpoints import orbax
 from checkpoints.reading import read_json, told
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
-from jaxspec.parallel.mesh import sharding
 from jaxspec.progress import say, training_progress
 from jaxspec.train.ahead import ahead
 from jaxspec.train.loss import computed
@@ -91,7 +90,7 @@ def check_folder(options: TrainOptions) -> None:
 
 def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax.History, started: float) -> None:
     """target, batch: of `teacher`."""
-    o, everywhere = setup.options, sharding(setup.devices)
+    o, everywhere = setup.options, setup.devices.sharding()
     state, at, begun = first_state(setup.draft, o, everywhere), 0, history.last
     if begun is not None:
         state, at = history.load(begun, state), begun

@@ -25,7 +25,7 @@ def make_measure(
     num_speculative_tokens: int,
     max_tokens: int,
     stop_ids: Sequence[int],
-    mesh: Any,
+    placement: Any,
     device: Device,
 ) -> Callable[[Params], SpecDecodeMetrics]:
     """measure(draft's params, those that differ from `draft`'s) -> counters of greedy answers to all prompts. Programs
@@ -41,7 +41,7 @@ def make_measure(
             num_pages=len(prompts) * -(-(longest + 2 * num_speculative_tokens) // page_size),
             enable_prefix_caching=False,  # pages of an earlier draft must not be found
         ),
-        mesh=mesh,
+        placement=placement,
         speculative=SpeculativeConfig(
             model="the draft in training", num_speculative_tokens=num_speculative_tokens, adaptive=False
         ),

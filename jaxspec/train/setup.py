@@ -15,7 +15,7 @@ from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load
 from jaxspec.models.decoder import parameters
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.progress import say
 from jaxspec.train import build, data, likeliest
 from jaxspec.train.loss import computed, own_ids_first
@@ -47,8 +47,8 @@ class Setup:
     fingerprint: str
     device: Device
     dtype: Any
-    mesh: Any  # of the engine
-    devices: Any  # mesh over all devices, which share a step's rows
+    placement: Any  # of the engine
+    devices: Any  # placement over all devices, which share a step's rows
 
     @property
     def frozen(self) -> dict[str, jax.Array]:
@@ -69,10 +69,10 @@ def prepare(options: TrainOptions) -> Setup:
     rows = data.packed(data.training(shards), options.seed, options.length)
     data.chosen(len(rows), options.seed, 0, options.batch_size)  # refuses too few
     source = checkpoints.resolve(options.target)
-    tokenizer, mesh = checkpoints.load_tokenizer(source), make_mesh()
+    tokenizer, placement = checkpoints.load_tokenizer(source), make_placement()
     dtype = compute_dtype(options.dtype, device)
     say(f"loading {options.target} ...")
-    target = load(source, dtype, mesh)
+    target = load(source, dtype, placement)
     if (most := int(shards.tokens.max())) >= target.config.vocab_size:
         raise UserError(
             f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
@@ -86,20 +86,21 @@ def prepare(options: TrainOptions) -> Setup:
         begun = checkpoints.resolve(options.init_from)
         build.check_begun(checkpoints.load_config(begun), target.config, options)
         check_same_tokenizer(source, tokenizer, begun)
-        draft = load(begun, jnp.float32, mesh, target)
+        draft = load(begun, jnp.float32, placement, target)
     else:
-        draft = new_draft(options, target, shards, mesh)
+        draft = new_draft(options, target, shards, placement)
     ids = {name: draft.params[name] for name, p in parameters(draft.config).items() if p.kind == "ids"}
     stop_ids = checkpoints.load_stop_ids(source, tokenizer)
     digest = checkpoints.fingerprint(tokenizer)
-    return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, device, dtype, mesh, make_mesh(count))
+    everywhere = make_placement(count)
+    return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, device, dtype, placement, everywhere)
 
 
-def new_draft(options: TrainOptions, target: Model, shards: data.Shards, mesh: Any) -> Model:
+def new_draft(options: TrainOptions, target: Model, shards: data.Shards, placement: Any) -> Model:
     config = build.draft_config(target.config, options)
     ids = build.vocabulary(data.frequencies(shards, config.vocab_size), config)
     seed, from_target = options.seed, options.init_from_target
-    return Model(config, build.first_params(config, target, ids, mesh, seed=seed, from_target=from_target))
+    return Model(config, build.first_params(config, target, ids, placement, seed=seed, from_target=from_target))
 
 
 def teacher(setup: Setup) -> tuple[Model, Callable[[int], dict[str, np.ndarray]]]:
@@ -142,6 +143,6 @@ def measurer(setup: Setup) -> Any:
         num_speculative_tokens=o.num_speculative_tokens,
         max_tokens=o.eval_tokens,
         stop_ids=setup.stop_ids,
-        mesh=setup.mesh,
+        placement=setup.placement,
         device=setup.device,
     )

@@ -19,7 +19,7 @@ from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
 from jaxspec.models.layers import Backend
-from jaxspec.parallel.mesh import MODEL_AXES, sharding
+from jaxspec.parallel.placement import AXES
 from jaxspec.platforms import facts
 from jaxspec.train.loss import TOLD, loss_sums
 from jaxspec.train.options import TrainOptions, loss_weights
@@ -123,7 +123,7 @@ def first_state(draft: Model, options: TrainOptions, placed: Any) -> State:
     return jax.device_put(State(own, make_optimizer(options, draft.config).init(own)), placed)
 
 
-def place_rows(mesh: Any) -> Callable[[Any], Any]:
+def place_rows(placement: Any) -> Callable[[Any], Any]:
     """Puts a batch's rows on the devices, each a share of them."""
-    spread = sharding(mesh, P(MODEL_AXES))
+    spread = placement.sharding(P(AXES))
     return lambda batch: jax.device_put(batch, spread)

@@ -20,6 +20,7 @@ def feed_forward(
     next_qkv: jax.Array | None = None,
     activation: str = "silu",
     block: int,
+    sum_over: tuple[str, ...] = (),
     implementation: str | None = None,
     platform: Where = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -36,6 +37,7 @@ def feed_forward(
       next_qkv: [E, ...], the matrix that the next op reads first, if it does: a kernel may ask for it ahead.
       activation: "silu" or "gelu_tanh".
       block: divides F.
+      sum_over: the mesh axes over which heads and F are cut, within `jax.shard_map`: both products are then added up.
       implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
         there is one for them).
       platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
@@ -55,5 +57,5 @@ def feed_forward(
     if f % block:
         raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
     arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv)
-    options = {"eps": eps, "activation": activation, "block": block}
+    options = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over}
     return OP.run(implementation, platform, *arrays, **options)

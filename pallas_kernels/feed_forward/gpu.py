@@ -13,6 +13,7 @@ from pallas_kernels import _few_rows, _one_row, _split_product
 from pallas_kernels._split_product import split_product
 from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
+from pallas_kernels.plain import total
 
 
 def num_rows(x) -> int:
@@ -27,11 +28,11 @@ def fits(x, *_, device: Device, **options) -> bool:
 
 def feed_forward(
     x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv=None, *,
-    eps, activation, block, device,
+    eps, activation, block, sum_over=(), device,
 ):  # fmt: skip
     rows, matrices = num_rows(x), (out, gate_up, down)
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
-    if plain and rows == 1 and _split_product.covers(*matrices):
+    if plain and not sum_over and rows == 1 and _split_product.covers(*matrices):
         columns, _ = _split_product.tile(*down.shape)
         first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, device=device)
         both = split_product(x.reshape(-1), gate_up, norm=norm, parts=first["parts"], device=device)
@@ -42,13 +43,15 @@ def feed_forward(
         return done["out"].reshape(x.shape), None
     if plain and _few_rows.covers(rows, *matrices, device=device):
         product = functools.partial(_few_rows.product, device=device)
-        parts = product(mixed.reshape(rows, -1), out, then=gate_up)
+        added_up = lambda parts: total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
+        parts = added_up(product(mixed.reshape(rows, -1), out, then=gate_up))
         flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, device=device)
-        parts = product(product(normed, gate_up, gated=(activation, block), then=down), down, then=next_qkv)
+        gated = product(normed, gate_up, gated=(activation, block), then=down)
+        parts = added_up(product(gated, down, then=next_qkv))
         if next_norm is None:
             return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
         flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, device=device)
         return flat.reshape(x.shape), normed.reshape(x.shape)
     arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
-    options = {"eps": eps, "activation": activation, "block": block, "linear": _one_row.linear}
+    options = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over, "linear": _one_row.linear}
     return reference.feed_forward(*arrays, **options)

@@ -21,7 +21,7 @@ from jaxspec.models.decoder import random_params
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.outputs import SpecDecodeMetrics
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU
 
 PARAMETERS = {
@@ -93,7 +93,7 @@ def test_bytes_of_a_pass(name, windows):
     config = presets.preset(name)
     if windows:
         config = dataclasses.replace(config, windows=windows)
-    params = random_params(config, jnp.bfloat16, make_mesh())
+    params = random_params(config, jnp.bfloat16, make_placement())
     layout = cache_layout(config, page_size=16, num_pages=12, dtype=jnp.bfloat16, platform="cpu")
     model = PagedModel(config, layout, 128, Backend(CPU))
     e, f, h, g, d = config.width, config.mlp_width, config.num_heads, config.num_kv_heads, config.head_dim
@@ -111,14 +111,14 @@ def test_bytes_of_a_pass(name, windows):
     numbers = (weights - config.num_layers * 4 * (2 * e + 2 * d) - 4 * e) / 2
     assert floors.pass_flop(model, params, 15) == pytest.approx(2 * 15 * numbers, rel=0.02)
     if windows is None:  # all pages of the pool, as they are allocated
-        pool = sum(page.nbytes for page in allocate(layout, make_mesh()))
+        pool = sum(page.nbytes for page in allocate(layout, make_placement()))
         assert floors.page_bytes(model, 1, layout.num_pages * layout.page_size) == pool
 
 
 def test_flop_of_prefill():
     """Counted product by product over every token and every key that it sees."""
     config = presets.preset("tiny")
-    params = random_params(config, jnp.float32, make_mesh())
+    params = random_params(config, jnp.float32, make_placement())
     e, f, h, g, d = config.width, config.mlp_width, config.num_heads, config.num_kv_heads, config.head_dim
     context, rows = 64, 3
     products = 2 * (e * (h + 2 * g) * d + h * d * e + 3 * e * f) * context

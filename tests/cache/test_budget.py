@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxspec.cache import budget
 from jaxspec.cache.pages import allocate, cache_layout
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.platforms import facts
 from tests import tiny_models
 
@@ -73,7 +73,7 @@ def test_a_tpu_stores_heads_by_eights(heads, devices, stored):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_page_bytes_are_what_is_allocated(dtype):
     layout = cache_layout(tiny_models.BASE, page_size=16, num_pages=5, dtype=dtype, platform="cpu")
-    pages = allocate(layout, make_mesh())
+    pages = allocate(layout, make_placement())
     assert len(pages) == tiny_models.BASE.num_layers
     assert all(leaf.shape == layout.shape and leaf.dtype == jnp.dtype(dtype) for leaf in pages)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(pages)) == layout.page_bytes * 5

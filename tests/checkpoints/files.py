@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import checkpoints
 from jaxspec.models import families
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from tests.golden.families import FAMILIES, FOLDER
 
 # Golden model -> GGUF architecture. (A Mistral file says "llama" and does not tell its window.)
@@ -49,7 +49,7 @@ def hf(folder: Path) -> checkpoints.Source:
 def load(path: Path, dtype: str = "float32", devices: int = 1):
     source = checkpoints.resolve(str(path))
     config = checkpoints.load_config(source)
-    return config, checkpoints.load_params(source, config, abstract_params(config, dtype, make_mesh(devices)))
+    return config, checkpoints.load_params(source, config, abstract_params(config, dtype, make_placement(devices)))
 
 
 def assert_same(ours: dict[str, jax.Array], theirs: dict[str, jax.Array], **tolerance: float) -> None:

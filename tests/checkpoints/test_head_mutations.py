@@ -17,7 +17,7 @@ from checkpoints import heads, safetensors
 from jaxspec.errors import UserError
 from jaxspec.loading import read_draft
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same
 from tests.checkpoints.test_mutations import mutated_bytes, mutated_json, reads_or_says_why, steady
 from tests.drafters.references import mtp
@@ -45,7 +45,7 @@ def read(name: str, folder: Path, target: Path) -> None:
     method = "mtp" if METHODS[name][0] is mtp else None
     beside, source = (checkpoints.resolve(str(path)) for path in (target, folder))
     if reading := read_draft(source, checkpoints.load_config(beside), target.name, method):
-        heads.load(folder, reading, abstract_params(reading.config, "float32", make_mesh()))
+        heads.load(folder, reading, abstract_params(reading.config, "float32", make_placement()))
 
 
 @cases("name", METHODS, quick=QUICK)

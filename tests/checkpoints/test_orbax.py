@@ -15,7 +15,7 @@ import checkpoints
 from checkpoints import orbax
 from jaxspec.convert import convert
 from jaxspec.models.decoder import abstract_params, parameters
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from tests import tiny_models
 from tests.checkpoints.files import assert_same, fails, load, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import TEXTS, byte_level_meta
@@ -95,7 +95,7 @@ def test_a_hugging_face_folder_keeps_its_dtype(dtype, stored, tmp_path):
 def saved(tmp_path):
     config, params = load(FOLDER / "llama2")
     checkpoints.save(tmp_path / "ckpt", params, config)
-    return checkpoints.resolve(str(tmp_path / "ckpt")), config, abstract_params(config, "float32", make_mesh())
+    return checkpoints.resolve(str(tmp_path / "ckpt")), config, abstract_params(config, "float32", make_placement())
 
 
 def test_a_missing_array_is_named(saved):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from checkpoints import safetensors
-from jaxspec.parallel import mesh
-from jaxspec.parallel.mesh import MODEL_AXES
+from jaxspec.parallel.placement import make_placement
 from tests.checkpoints import files
 from tests.checkpoints.files import assert_same, fails, load, rewrite, shard
 from tests.golden.families import FAMILIES, FOLDER
@@ -66,10 +63,7 @@ def test_shards_on_two_devices_hold_the_same_weights(family, tmp_path):
 def test_every_byte_is_read_once(devices, monkeypatch):
     """Also where a model is sharded over one axis of the mesh only, and pairs of devices hold the same part."""
     if devices == "2 of 4":
-        grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), MODEL_AXES)
-        monkeypatch.setitem(mesh.LOGICAL_AXES, "heads", MODEL_AXES[:1])
-        monkeypatch.setitem(mesh.LOGICAL_AXES, "mlp", MODEL_AXES[:1])
-        monkeypatch.setattr(files, "make_mesh", lambda _: grid)
+        monkeypatch.setattr(files, "make_placement", lambda _: make_placement(4, draft_size=2).draft)
     read, sizes = safetensors.Shards.read, []
     monkeypatch.setattr(safetensors.Shards, "read", lambda *args: sizes.append((x := read(*args)).nbytes) or x)
     load(FOLDER / "llama2", devices=devices)

@@ -19,7 +19,6 @@ from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.drafters.base import Chunk
 from jaxspec.engine import batch, runner
 from jaxspec.engine.engine import Engine
-from jaxspec.parallel.mesh import sharding
 from jaxspec.platforms import PLATFORMS
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
@@ -55,7 +54,7 @@ def arguments(engine: Engine):
     used, drafts = batch.variant([request]), engine.num_drafts
     inputs = batch.launch_input([request], drafts, used, engine.layout, (2, 4), num_rounds=4)
     engine.abort(request)
-    return jax.device_put(pack((inputs,)), sharding(engine.runner.mesh))
+    return jax.device_put(pack((inputs,)), engine.runner.placement.sharding())
 
 
 def config(engine: Engine, variant: str) -> DecodeConfig:

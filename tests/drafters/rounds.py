@@ -17,7 +17,7 @@ from jaxspec.config import SpeculativeConfig
 from jaxspec.decode import round
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.loading import load, load_draft
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from tests.drafters.references import common
 from tests.drafters.references.common import Features
 from tests.tiny_models import engine
@@ -60,7 +60,7 @@ class Pair:
 
     @classmethod
     def read(cls, target_folder: Any, head_folder: Any, method: str | None = None) -> Pair:
-        mesh = make_mesh()
+        mesh = make_placement()
         target = load(checkpoints.resolve(str(target_folder)), jnp.dtype("float32"), mesh)
         source = checkpoints.resolve(str(head_folder))
         return cls(target, load_draft(source, jnp.dtype("float32"), mesh, target, target_folder.name, method))

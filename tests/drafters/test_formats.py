@@ -20,7 +20,7 @@ from jaxspec.drafters.heads import Reading
 from jaxspec.errors import UserError
 from jaxspec.loading import load, load_draft, read_draft
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same, fails
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp
 from tests.drafters.references.common import Shape
@@ -43,7 +43,7 @@ def read(folder: Path, target: Path, method: str | None = None) -> Reading:
 
 def parameters(folder: Path, target: Path, method: str | None = None) -> dict[str, Any]:
     reading = read(folder, target, method)
-    return heads.load(folder, reading, abstract_params(reading.config, "float32", make_mesh()))
+    return heads.load(folder, reading, abstract_params(reading.config, "float32", make_placement()))
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
@@ -260,13 +260,13 @@ def test_several_layers(kind, target, tmp_path, caplog):
     one, three = (within(target, tmp_path / str(n), kind=kind, layers=n) for n in (1, 3))
     assert read(one, target, "mtp").config.layers_there == 1
     assert read(three, target, "mtp").config.layers_there == 3
-    sources, dtype, mesh = [checkpoints.resolve(str(path)) for path in (one, three)], np.dtype("float32"), make_mesh()
-    models = [load(source, dtype, mesh) for source in sources]
+    sources, dtype = [checkpoints.resolve(str(path)) for path in (one, three)], np.dtype("float32")
+    models = [load(source, dtype, make_placement()) for source in sources]
     assert_same(models[1].params, models[0].params)
     found = []
     for source, model in zip(sources, models, strict=True):
         assert "layers for multi-token prediction" not in caplog.text
-        found.append(load_draft(source, dtype, mesh, model, source.name, "mtp").params)
+        found.append(load_draft(source, dtype, make_placement(), model, source.name, "mtp").params)
     assert "3 has 3 layers for multi-token prediction: the first makes every draft, the others none" in caplog.text
     assert_same(found[1], found[0])
 

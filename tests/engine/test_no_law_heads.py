@@ -9,7 +9,7 @@ import pytest
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.results import NO_NUMBERS
 from jaxspec.models.decoder import random_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.sampling_params import SamplingParams
 from tests import lively_heads, tiny_models
 from tests.engine.test_no_law import CONFIG, POISON, PROMPTS, poisoned, served
@@ -27,7 +27,7 @@ ASKED = [  # greedy, and each rule; the last has one id, so that its text is kno
 
 def engine(kind: str, target: Model, damaged: bool) -> Engine:
     config = lively_heads.KINDS[kind][1](CONFIG)
-    params = random_params(config, jnp.float32, make_mesh(), seed=2)
+    params = random_params(config, jnp.float32, make_placement(), seed=2)
     if damaged:
         floats = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
         params = jax.tree.map(lambda x: x * jnp.nan if floats(x) else x, params)

@@ -13,7 +13,7 @@ from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind
 from jaxspec.models.layers import Backend, Rows
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import here
 
 PAGE_SIZE = 8
@@ -37,7 +37,7 @@ def run(config: ModelConfig, params, tokens: np.ndarray, chunks: Sequence[int]) 
     b, n = tokens.shape[0], -(-tokens.shape[1] // PAGE_SIZE)
     dtype = params["embed"].dtype
     layout = cache_layout(config, page_size=PAGE_SIZE, num_pages=b * n, dtype=dtype, platform=jax.default_backend())
-    pages = allocate(layout, make_mesh())
+    pages = allocate(layout, make_placement())
     block_table = jnp.asarray(np.random.default_rng(0).permutation(b * n).reshape(b, n), jnp.int32)
     parts, start = [], 0
     for length in chunks:

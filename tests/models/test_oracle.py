@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import checkpoints
 from jaxspec.models import families
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from tests.golden.families import FAMILIES, FOLDER, POSITIONS, SHARED, save_model, torch_logits, torch_model
 from tests.models.forward import run
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4  # relative, of the norm over all positions
 def load(folder, dtype="float32"):
     source = checkpoints.resolve(str(folder))
     config = checkpoints.load_config(source)
-    return config, checkpoints.load_params(source, config, abstract_params(config, dtype, make_mesh()))
+    return config, checkpoints.load_params(source, config, abstract_params(config, dtype, make_placement()))
 
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -89,7 +89,7 @@ def smollm2():
         source,
         config,
         tokenizer,
-        checkpoints.load_params(source, config, abstract_params(config, "float32", make_mesh())),
+        checkpoints.load_params(source, config, abstract_params(config, "float32", make_placement())),
     )
 
 

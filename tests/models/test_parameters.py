@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.decoder import abstract_params, describe, parameters, random_params, weight_bytes
-from jaxspec.parallel.mesh import MODEL_AXES, make_mesh
+from jaxspec.parallel.placement import AXES, make_placement
 from tests import tiny_models
 
 GEMMA = tiny_models.FAMILIES["gemma3"]
@@ -61,7 +61,7 @@ def test_a_tied_table_is_the_head():
 
 def test_bytes_of_a_draft_pass():
     """The rare ids' two products are read for logits only, the target's table not at all."""
-    params = random_params(DRAFT, jnp.bfloat16, make_mesh())
+    params = random_params(DRAFT, jnp.bfloat16, make_placement())
     size = lambda *names: sum(params[name].nbytes for name in names)
     whole = sum(x.nbytes for x in params.values())
     assert weight_bytes(DRAFT, params) == whole - size("embed")
@@ -72,18 +72,18 @@ def test_where_they_lie():
     """On two devices; a vocabulary that two do not divide stays whole."""
     odd = dataclasses.replace(tiny_models.FAMILIES["llama3"], vocab_size=63)
     try:
-        mesh = make_mesh(2)
+        mesh = make_placement(2)
     except ValueError:
         pytest.skip("wants 2 devices: --xla_force_host_platform_device_count")
     lies = {name: p.sharding.spec for name, p in abstract_params(odd, "float32", mesh).items()}
     assert lies["embed"] == lies["head"] == P(None, None)
-    assert abstract_params(DRAFT, "float32", mesh)["rare_head"].sharding.spec == P(None, MODEL_AXES)
-    assert lies["layers.0.qkv"] == P(None, MODEL_AXES)
-    assert lies["layers.1.out"] == lies["layers.1.down"] == P(MODEL_AXES, None)
+    assert abstract_params(DRAFT, "float32", mesh)["rare_head"].sharding.spec == P(None, AXES)
+    assert lies["layers.0.qkv"] == P(None, AXES)
+    assert lies["layers.1.out"] == lies["layers.1.down"] == P(AXES, None)
     assert lies["layers.0.mlp_norm"] == P(None)
 
 
 def test_random_ids_are_the_first():
-    params = random_params(DRAFT, jnp.float32, make_mesh())
+    params = random_params(DRAFT, jnp.float32, make_placement())
     np.testing.assert_array_equal(params["d2t"], np.arange(24))
     np.testing.assert_array_equal(params["t2d"], np.minimum(np.arange(64), 24))

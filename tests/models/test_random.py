@@ -5,12 +5,12 @@ import numpy as np
 
 from jaxspec.bench.presets import preset
 from jaxspec.models.decoder import normal, random_params
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 
 
 def test_random_weights():
     config = preset("tiny")
-    first, again, other = (random_params(config, jnp.float32, make_mesh(), seed) for seed in (0, 0, 1))
+    first, again, other = (random_params(config, jnp.float32, make_placement(), seed) for seed in (0, 0, 1))
     large = [name for name in first if not name.endswith("norm")]
     assert len(large) > config.num_layers
     seen = {np.asarray(params[name]).tobytes() for params in (first, other) for name in large}
@@ -24,6 +24,6 @@ def test_random_weights():
 def test_a_program_a_shape():
     """Not one a weight: compiling those would take longer than anything else."""
     normal.cache_clear()
-    params = random_params(preset("tiny"), jnp.float32, make_mesh())
+    params = random_params(preset("tiny"), jnp.float32, make_placement())
     shapes = {w.shape for name, w in params.items() if not name.endswith("norm")}
     assert normal.cache_info().currsize == len(shapes) < len(params) / 2

@@ -8,12 +8,12 @@ import pytest
 from jaxspec.models.decoder import weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.storage import OutputFirst, stored_for
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU, Device
 from tests import tiny_models
 from tests.models import forward
 
-STREAMS = Backend(CPU, make_mesh())
+STREAMS = Backend(CPU, make_placement())
 CONFIG = tiny_models.FAMILIES["llama3"]  # with a head of its own
 
 
@@ -59,7 +59,7 @@ def test_several_devices_and_bfloat16_leave_them_as_they_are():
     assert stored_for(STREAMS, CONFIG, params) is params
     if jax.device_count() < 2:
         pytest.skip("wants 2 devices: --xla_force_host_platform_device_count")
-    assert not Backend(CPU, make_mesh(2)).streams
+    assert not Backend(CPU, make_placement(2)).streams
 
 
 def test_a_pass_is_the_same():

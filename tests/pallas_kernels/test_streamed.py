@@ -10,7 +10,7 @@ import pytest
 from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.models.decoder import abstract_params, bind
 from jaxspec.models.layers import Backend, Rows
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import feed_forward, paged_attention, plain, streamed
 from pallas_kernels.device import CPU
@@ -105,9 +105,9 @@ def test_keys_are_read_where_they_lie(tokens):
 def test_rotary_tables_are_computed_once():
     """Not in every layer, for every head, wherever they are read."""
     config = tiny_models.BASE
-    params = abstract_params(config, "float32", make_mesh())
+    params = abstract_params(config, "float32", make_placement())
     layout = cache_layout(config, page_size=4, num_pages=8, dtype="float32", platform="cpu")
-    pages = jax.eval_shape(lambda: allocate(layout, make_mesh()))
+    pages = jax.eval_shape(lambda: allocate(layout, make_placement()))
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def cosines(implementation):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jaxspec.parallel.mesh import FEATURES_SPEC, PAGES_SPEC, make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.sampling_params import SamplingParams
 from tests import lively_heads, tiny_models
 from tests.lively_models import (
@@ -43,17 +43,18 @@ def test_two_devices_give_the_same_tokens(method):
         assert method == "plain" or sum(c["num_accepted_tokens"] for c in counters) > 0
 
 
-@cases("kind", lively_heads.KINDS, quick=["eagle3"])
-def test_drafts_of_two_devices_are_those_of_one(kind):
-    """Accepted by lot, so that they are the text. Each device has half of the features of a position."""
+@cases(("kind", "own"), [(k, own) for k in lively_heads.KINDS for own in (1, 2)], quick=[("eagle3", 1), ("eagle3", 2)])
+def test_drafts_of_two_devices_are_those_of_one(kind, own):
+    """Accepted by lot, so that they are the text. Each device has its part of the features of a position."""
     lots = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.9, 0.8, 0.7)}
-    one, two = (lively_heads.engine(kind, K, spec=lots, tensor_parallel_size=degree) for degree in (1, 2))
+    one = lively_heads.engine(kind, K, spec=lots)
+    two = lively_heads.engine(kind, K, spec=lots, tensor_parallel_size=2, draft_tensor_parallel_size=own)
     sampling = [SamplingParams(max_tokens=20, seed=i, temperature=0.0) for i in range(5)]
     assert texts(serve(two, PROMPTS, sampling, rounds=4)) == texts(serve(one, PROMPTS, sampling, rounds=4))
     assert two.metrics.num_accepted_tokens > 20
     for leaf in two.runner.cache.features:
-        assert leaf.sharding.spec == FEATURES_SPEC
-        assert {s.data.shape[2] for s in leaf.addressable_shards} == {leaf.shape[2] // 2}
+        assert leaf.sharding.spec == two.runner.placement.draft.of_features
+        assert {s.data.shape[2] for s in leaf.addressable_shards} == {leaf.shape[2] // own}
 
 
 @pytest.mark.parametrize("family", ["llama", "loops", "qwen2"])
@@ -74,7 +75,7 @@ def test_caches_are_halved_and_stay_so():
 
     def check():
         for leaf in jax.tree.leaves(two.runner.cache):
-            assert leaf.sharding.spec == PAGES_SPEC
+            assert not leaf.sharding.is_fully_replicated
             pages, page, heads, size = leaf.shape
             assert [s.data.shape for s in leaf.addressable_shards] == [(pages, page, heads // 2, size)] * 2
 
@@ -104,11 +105,11 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused():
 def test_a_drafts_heads_must_divide_too():
     config = tiny_models.dataclasses.replace(tiny_models.small(), num_heads=1, num_kv_heads=1)
     narrow = tiny_models.Model(config, first_layer(target("llama", 2)).params)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide num_heads=1"):
+    with pytest.raises(ValueError, match="draft_tensor_parallel_size=2 does not divide num_heads=1"):
         tiny_models.engine(target("llama", 2), {"model": "x"}, narrow, tensor_parallel_size=2, **OPTIONS)
 
 
 def test_more_devices_than_there_are():
     with pytest.raises(ValueError, match=r"tensor_parallel_size=9 needs that many devices, 8 found: lower it"):
-        make_mesh(9)
-    assert make_mesh(8).shape == {"tp_draft": 8, "tp_rest": 1}
+        make_placement(9)
+    assert make_placement(8).mesh.shape == {"tp_draft": 8, "tp_rest": 1}

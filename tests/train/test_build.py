@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.train.build import coordinates, draft_config, first_params, target_layers, vocabulary
 from jaxspec.train.options import TrainOptions
 from tests import lively_models, tiny_models
@@ -35,7 +35,7 @@ def options(**given) -> TrainOptions:
 def params(**given):
     config = draft_config(TARGET.config, options(**given))
     ids = vocabulary(np.arange(TARGET.config.vocab_size), config)
-    return config, ids, first_params(config, TARGET, ids, make_mesh(), seed=3, from_target=True)
+    return config, ids, first_params(config, TARGET, ids, make_placement(), seed=3, from_target=True)
 
 
 def test_the_frequent_ids_come_first():
@@ -108,7 +108,7 @@ def test_a_head_of_its_own_is_taken_over_too(vocab_size):
     untied = lively_models.wrong(TARGET)
     config = draft_config(untied.config, options(width=32, layers=1, vocab_size=vocab_size, rare_ids=0))
     ids = vocabulary(np.arange(TARGET.config.vocab_size), config)
-    own = first_params(config, untied, ids, make_mesh(), seed=3, from_target=True)
+    own = first_params(config, untied, ids, make_placement(), seed=3, from_target=True)
     kept = ids["d2t"] if ids else np.arange(TARGET.config.vocab_size)
     np.testing.assert_array_equal(own["head"], untied.params["head"][:, kept])
 

@@ -14,7 +14,7 @@ import pytest
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import whole
 from jaxspec.models.layers import Backend
-from jaxspec.parallel.mesh import make_mesh
+from jaxspec.parallel.placement import make_placement
 from jaxspec.train import likeliest
 from jaxspec.train.data import Rows
 from jaxspec.train.likeliest import kept, top
@@ -29,7 +29,7 @@ ROWS = Rows(TOKENS, np.ones(TOKENS.shape, bool))
 
 
 def fill(folder, *, target=TARGET, rows=ROWS, count=COUNT, n=N):
-    return kept(folder, target, rows, count, n, batch_size=8, backend=BACKEND, devices=make_mesh(8))
+    return kept(folder, target, rows, count, n, batch_size=8, backend=BACKEND, devices=make_placement(8))
 
 
 @pytest.fixture(scope="module")

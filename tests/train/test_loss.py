@@ -14,7 +14,7 @@ import pytest
 
 from jaxspec.models.decoder import whole
 from jaxspec.models.layers import Backend
-from jaxspec.parallel.mesh import make_mesh, sharding
+from jaxspec.parallel.placement import make_placement
 from jaxspec.train import loss as losses
 from jaxspec.train import step as steps
 from jaxspec.train.build import vocabulary
@@ -185,7 +185,7 @@ def test_parts_of_a_batch_make_the_same_step(accumulate, n, tmp_path):
 
     def after(parts):
         options = runs.options(tmp_path, "x", batch_size=4, accumulate=parts, warmup=0, steps=10)
-        state = steps.first_state(REDUCED, options, sharding(make_mesh()))
+        state = steps.first_state(REDUCED, options, make_placement().sharding())
         step = steps.make_step(ORDERED.config, REDUCED.config, options, BACKEND, jnp.float32)
         state, metrics = step(state, 0.01, (ids, ORDERED.params if n is None else {}), batch)
         return state, metrics
@@ -230,7 +230,7 @@ def test_a_step_lowers_for_accelerators(platform, n, tmp_path):
     ids = {name: REDUCED.params[name] for name in IDS}
     backend = Backend(named(platform), None, "reference")
     step = steps.make_step(ORDERED.config, REDUCED.config, options, backend, jnp.bfloat16)
-    state = steps.first_state(REDUCED, options, sharding(make_mesh()))
+    state = steps.first_state(REDUCED, options, make_placement().sharding())
     target, told = {name: x.astype(jnp.bfloat16) for name, x in ORDERED.params.items()}, {}
     if n is not None:
         target, told = {}, {"ids": np.zeros((4, 12, n), np.uint16), "log_p": np.zeros((4, 12, n), np.float16)}
