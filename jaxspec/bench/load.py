@@ -118,4 +118,4 @@ def floor_ms(point: Any, engine: Engine, wishes: Sequence[Wish], rows: int) -> f
     keys = round(sum(w.max_tokens * (len(w.prompt) + w.max_tokens / 2) for w in wishes) / tokens)
     together = min(rows, len(wishes))
     a_pass = type(point)(point.setup, point.limits, together, keys).floor_of_pass(model, "target", 1)
-    return point.limits.flop_ms(prefill) + tokens / together * a_pass
+    return point.limits.flop_ms(prefill) / model.backend.degree + tokens / together * a_pass

@@ -221,7 +221,8 @@ class Point:
         moved = chunks * weight_bytes(config, params, logits=False)
         computed = self.limits.flop_ms(floors.prefill_flop(config, params, self.batch_size, count))
         speed = 1e3 * self.batch_size * count / sample.ms
-        return self.row("prefill", sample, max(computed, self.limits.bytes_ms(moved)), tokens_per_second=speed)
+        floor = max(computed, self.limits.bytes_ms(moved)) / raw.engine.runner.decoding.target.backend.degree
+        return self.row("prefill", sample, floor, tokens_per_second=speed)
 
     def pass_ms(self, raw: Raw, name: str, tokens: int = 1) -> float:
         """A pass of the target or the draft over so many tokens a row; 0 for a draft that is no model."""
@@ -232,10 +233,11 @@ class Point:
         return self.floor_of_pass(paged, name, tokens)
 
     def floor_of_pass(self, paged: Any, name: str, tokens: int) -> float:
-        """What it has to read, or to compute, whichever takes longer."""
+        """What each device has to read, or to compute, whichever takes longer."""
         model: Any = self.setup.target if name == "target" else self.setup.draft
         moved = self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
-        return max(moved, self.limits.flop_ms(floors.pass_flop(paged, model.params, self.batch_size * tokens)))
+        computed = self.limits.flop_ms(floors.pass_flop(paged, model.params, self.batch_size * tokens))
+        return max(moved, computed) / paged.backend.degree
 
     def drafting_ms(self, drafter: Any) -> float:
         """The drafter's passes of a round; 0 for one that has no weights."""
@@ -243,7 +245,9 @@ class Point:
             return 0.0
         params = self.setup.target.params, self.setup.draft.params
         moved = self.limits.bytes_ms(floors.drafting_bytes(drafter, *params, self.batch_size, self.context))
-        return max(moved, self.limits.flop_ms(floors.drafting_flop(drafter, *params, self.batch_size)))
+        computed = self.limits.flop_ms(floors.drafting_flop(drafter, *params, self.batch_size))
+        return max(moved, computed) / drafter.backend.degree
 
     def pages_ms(self, raw: Raw) -> float:
-        return self.limits.bytes_ms(floors.page_bytes(raw.engine.runner.decoding.target, self.batch_size, self.context))
+        target = raw.engine.runner.decoding.target
+        return self.limits.bytes_ms(floors.page_bytes(target, self.batch_size, self.context)) / target.backend.degree

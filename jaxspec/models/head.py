@@ -85,7 +85,7 @@ class Head(nnx.Module):
         """x [..., E] -> the id i32[...] of the largest logit, of the first vocab_size; of a reduced vocabulary, what
         that id is in the target's."""
         c = self.config
-        if c.tied and not c.logit_soft_cap and backend.whole and not backend.streams:  # on CPU the table is streamed
+        if c.tied and not c.logit_soft_cap and backend.degree == 1 and not backend.streams:  # on CPU the table is streamed
             find = lambda x, table: likeliest_token(x, table, num_ids=vocab_size, **backend.how())
             return per_shard(find, backend.placement, (P(), P()), P())(x, self.embed[...])
         found = likeliest(self.logits(x, backend)[..., :vocab_size])
@@ -112,7 +112,7 @@ def whole(logits: jax.Array, backend: Backend) -> jax.Array:
     instead; and as a table, since the TPU compiler pads a third axis to many times its size.
     """
     placement = backend.placement
-    if placement is None or placement.degree == 1:
+    if placement is None or backend.degree == 1:
         return logits
     table = logits.reshape(-1, logits.shape[-1])
     parts = placement.of_parameter((None, "vocab"), table.shape)

@@ -44,9 +44,9 @@ class Backend:
         return self.device.platform == "cpu" and self.kernels is None and self.alone
 
     @property
-    def whole(self) -> bool:
-        """Whether every device has all of the model."""
-        return self.placement is None or self.placement.degree == 1
+    def degree(self) -> int:
+        """Into how many parts the model is cut."""
+        return 1 if self.placement is None else self.placement.degree
 
     @property
     def sum_over(self) -> tuple[str, ...]:
