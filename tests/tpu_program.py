@@ -25,7 +25,7 @@ from jaxspec.engine.setup import Model, cache_layouts, drafters, paged_models, t
 from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.placement import make_placement
+from jaxspec.parallel.placement import Placement, make_placement
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
 from tests import hlo
@@ -59,13 +59,15 @@ class Program:
         variant: Variant = Variant(),
         *,
         num_drafts: int = 4,
+        draft_degree: int | None = None,
         tree: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
         devices = list(self.devices(chip))
-        self.mesh = make_placement(len(devices), devices)
+        self.placement = make_placement(len(devices), devices, draft_size=draft_degree)
         configs = {"target": target} | ({"draft": draft} if draft else {})
-        self.models = {n: Model(c, abstract_params(c, self.dtype, self.mesh)) for n, c in configs.items()}
+        places = setup.placements(configs, self.placement)
+        self.models = {n: Model(c, abstract_params(c, self.dtype, places[n])) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
         drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})
         self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts)
@@ -76,7 +78,8 @@ class Program:
         drafter = drafters(self.speculative, paged)[num_drafts]
         reader = drafter if drafter and drafter.features_width else None
         self.config = DecodeConfig(paged["target"], drafter, variant, reader=reader)
-        self.cache = PagedKVCache(**{name: self.pages(layout) for name, layout in self.layouts.items()})
+        places = setup.placements(self.layouts, self.placement)
+        self.cache = PagedKVCache(**{name: self.pages(layout, places[name]) for name, layout in self.layouts.items()})
 
     def devices(self, chip: str):
         return tpu_mesh(chip).devices.flat
@@ -91,14 +94,15 @@ class Program:
 
     def paged(self, num_pages: int):
         options = EngineConfig(**vars(self.options) | {"num_pages": num_pages})
-        return paged_models(self.models, options, self.speculative, self.mesh, self.device)
+        return paged_models(self.models, options, self.speculative, self.placement, self.device)
 
     def pool(self, memory: int) -> int:
         """Pages that the engine would find room for."""
         weights = sum(map(per_device, jax.tree.leaves(self.params)))
         free = int(self.options.memory_utilization * memory) - weights - self.reserved
-        layouts = cache_layouts(self.paged(num_pages=1)).values()
-        return budget.num_pages(free, *(x.stored_bytes(self.mesh.size, self.device.platform) for x in layouts))
+        layouts = cache_layouts(self.paged(num_pages=1))
+        places, platform = setup.placements(layouts, self.placement), self.device.platform
+        return budget.num_pages(free, *(x.stored_bytes(places[n].degree, platform) for n, x in layouts.items()))
 
     @property
     def reserved(self) -> int:
@@ -118,15 +122,15 @@ class Program:
         leaves = jax.tree.leaves(self.cache)
         return {math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))}
 
-    def pages(self, layout: CacheLayout | FeatureLayout) -> tuple[jax.ShapeDtypeStruct, ...]:
-        lies = pages_format(self.mesh, len(layout.shape))
+    def pages(self, layout: CacheLayout | FeatureLayout, placement: Placement) -> tuple[jax.ShapeDtypeStruct, ...]:
+        lies = pages_format(placement, len(layout.shape))
         page = jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=lies)
         return (page,) * layout.num_layers
 
     def compile(self, name: str, *arrays: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), no_compilation_cache():
+        with jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh), no_compilation_cache():
             packed = pack(arrays)
-            words = jax.ShapeDtypeStruct(packed.words.shape, jnp.int32, sharding=self.mesh.sharding())
+            words = jax.ShapeDtypeStruct(packed.words.shape, jnp.int32, sharding=self.placement.sharding())
             packed = dataclasses.replace(packed, words=words)
             arguments = name, self.config, self.params, self.cache, packed
             if self.kept is None:
@@ -175,7 +179,7 @@ def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hl
     """In place, within `temporary` bytes a device, without the host, and no page or slice of a weight moved for
     nothing; -> the program."""
     memory, read = compiled.memory_analysis(), hlo.Program(compiled.as_text())
-    stored = [layout.num_pages * layout.stored_bytes(program.mesh.size, "tpu") for layout in program.layouts.values()]
+    stored = [layout.num_pages * layout.stored_bytes(program.placement.mesh.size, "tpu") for layout in program.layouts.values()]
     assert memory.alias_size_in_bytes == sum(stored)
     table = re.search(r"input_output_alias=\{(.*?)\}, entry", read.text).group(1)
     aliased = {int(out or 0): int(at) for out, at in re.findall(r"\{(\d*)\}: \((\d+), \{\}, ", table)}

@@ -85,7 +85,8 @@ class Head(nnx.Module):
         """x [..., E] -> the id i32[...] of the largest logit, of the first vocab_size; of a reduced vocabulary, what
         that id is in the target's."""
         c = self.config
-        if c.tied and not c.logit_soft_cap and backend.degree == 1 and not backend.streams:  # on CPU the table is streamed
+        # On CPU the table is streamed.
+        if c.tied and not c.logit_soft_cap and backend.degree == 1 and not backend.streams:
             find = lambda x, table: likeliest_token(x, table, num_ids=vocab_size, **backend.how())
             return per_shard(find, backend.placement, (P(), P()), P())(x, self.embed[...])
         found = likeliest(self.logits(x, backend)[..., :vocab_size])

@@ -48,7 +48,7 @@ def test_the_launch(chip):
         assert hlo.kernels(read.loop, kernel) == hlo.kernels(read.all, kernel) == layers
     # Of what is split, nothing but each pass's logits is ever put together.
     several = {"all-reduce": sums(layers, 1 + drafts), "all-gather": 1 + drafts}
-    assert hlo.collectives(read.all) == Counter(several if whole.mesh.size > 1 else {})
+    assert hlo.collectives(read.all) == Counter(several if whole.placement.mesh.size > 1 else {})
     assert not set(hlo.collectives(set(read.all) - set(read.loop)))
 
 
@@ -76,12 +76,12 @@ def test_a_head_beside_its_target(method, num_drafts, chip):
     assert len(whole.cache.features) == 1
     # 32,000 ids in four parts are no whole lanes: that head is turned once a launch, into VMEM, which it leaves while
     # the target takes that.
-    turned = head.width * head.head_size // whole.mesh.size if head.head_size % (128 * whole.mesh.size) else 0
+    turned = head.width * head.head_size // whole.placement.mesh.size if head.head_size % (128 * whole.placement.mesh.size) else 0
     # Where its devices put logits together, those of 16 positions a row take 156 MB, twice.
     compiled = whole.launch()
     read = check_loop(whole, compiled, TEMPORARY if num_drafts == K else 500_000_000, but=turned)
     found, passes = hlo.collectives(read.all), 1 + (2 if num_drafts == K else 1)
-    if whole.mesh.size > 1:
+    if whole.placement.mesh.size > 1:
         assert set(found) == {"all-reduce", "all-gather"}
         assert found["all-gather"] <= 1 + passes
     else:
@@ -95,7 +95,7 @@ def test_a_tree(chip):
     head = preset("eagle3", target)
     tree = {"tree_width": 4, "tree_depth": 4, "tree_nodes": 17}
     whole = Program(chip, target, head, tree=tree, max_model_len=4096)
-    turned = head.width * head.head_size // whole.mesh.size if head.head_size % (128 * whole.mesh.size) else 0
+    turned = head.width * head.head_size // whole.placement.mesh.size if head.head_size % (128 * whole.placement.mesh.size) else 0
     read = check_loop(whole, whole.launch(), 600_000_000, but=turned)
     layers = target.num_layers
     assert hlo.kernels(read.loop, "kv_write") >= 2 * layers  # once what the pass makes, once what is moved
