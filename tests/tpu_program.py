@@ -33,7 +33,7 @@ from tests.compilation_cache import no_compilation_cache
 from tests.tpu_topology import tpu_mesh
 
 # What a program may use of a chip's memory: "Ran out of memory ... exceeds available HBM (15.75G)".
-MEMORY = {"v5e": int(15.75 * 2**30), "v6e": int(31.25 * 2**30)}
+MEMORY = {"v5e": int(15.75 * 2**30), "v6e": int(31.25 * 2**30), "v5p": int(95.74 * 2**30)}
 LARGE = 1 << 20  # elements: a weight, not a norm
 
 
@@ -179,7 +179,8 @@ def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hl
     """In place, within `temporary` bytes a device, without the host, and no page or slice of a weight moved for
     nothing; -> the program."""
     memory, read = compiled.memory_analysis(), hlo.Program(compiled.as_text())
-    stored = [layout.num_pages * layout.stored_bytes(program.placement.mesh.size, "tpu") for layout in program.layouts.values()]
+    places = setup.placements(program.layouts, program.placement)
+    stored = [x.num_pages * x.stored_bytes(places[name].degree, "tpu") for name, x in program.layouts.items()]
     assert memory.alias_size_in_bytes == sum(stored)
     table = re.search(r"input_output_alias=\{(.*?)\}, entry", read.text).group(1)
     aliased = {int(out or 0): int(at) for out, at in re.findall(r"\{(\d*)\}: \((\d+), \{\}, ", table)}

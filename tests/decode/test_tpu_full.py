@@ -58,11 +58,22 @@ def test_prefill(chip):
     several = chip == "v5e:2x2"
     whole = program(chip, num_layers=2 if several else None)  # all of them take minutes and show no more
     read = check(whole, whole.prefill(), whole.reserved)
-    layers = layer_passes(whole, 1)
+    layers = whole.models["target"].config.num_layers
     assert hlo.kernels(read.all, "kv_write") == layers
-    # Nobody reads what the last layer of each model attends to, nor its MLP.
-    assert hlo.kernels(read.all, "paged_attention") == layers - 2
-    assert hlo.collectives(read.all) == Counter({"all-reduce": sums(layers - 2, 2)} if several else {})
+    # Nobody reads what the last layer attends to, nor its MLP.
+    assert hlo.kernels(read.all, "paged_attention") == layers - 1
+    assert hlo.collectives(read.all) == Counter({"all-reduce": sums(layers - 1, 1)} if several else {})
+
+
+@pytest.mark.parametrize("chip", ["v5e:2x4", "v5p:2x2x2"])
+def test_a_draft_that_is_whole_on_every_chip(chip):
+    """Eight chips: a round pays for the target's sums, and the draft for none. It fits, with the pages that there is
+    room for."""
+    target, draft = preset("qwen3-32b"), preset("qwen3-0.6b")
+    whole = Program(chip, target, draft, num_drafts=K, draft_degree=1, max_model_len=4096)
+    read = check_loop(whole, whole.launch(), TEMPORARY)
+    assert hlo.collectives(read.all) == Counter({"all-reduce": sums(target.num_layers, 1), "all-gather": 1})
+    assert not [i for i in read.all if hlo.collectives([i]) and "/propose/" in i.line]
 
 
 @pytest.mark.parametrize("chip", ["v6e:1x1", "v5e:2x2"])
@@ -76,7 +87,8 @@ def test_a_head_beside_its_target(method, num_drafts, chip):
     assert len(whole.cache.features) == 1
     # 32,000 ids in four parts are no whole lanes: that head is turned once a launch, into VMEM, which it leaves while
     # the target takes that.
-    turned = head.width * head.head_size // whole.placement.mesh.size if head.head_size % (128 * whole.placement.mesh.size) else 0
+    size = whole.placement.mesh.size
+    turned = head.width * head.head_size // size if head.head_size % (128 * size) else 0
     # Where its devices put logits together, those of 16 positions a row take 156 MB, twice.
     compiled = whole.launch()
     read = check_loop(whole, compiled, TEMPORARY if num_drafts == K else 500_000_000, but=turned)
@@ -95,7 +107,8 @@ def test_a_tree(chip):
     head = preset("eagle3", target)
     tree = {"tree_width": 4, "tree_depth": 4, "tree_nodes": 17}
     whole = Program(chip, target, head, tree=tree, max_model_len=4096)
-    turned = head.width * head.head_size // whole.placement.mesh.size if head.head_size % (128 * whole.placement.mesh.size) else 0
+    size = whole.placement.mesh.size
+    turned = head.width * head.head_size // size if head.head_size % (128 * size) else 0
     read = check_loop(whole, whole.launch(), 600_000_000, but=turned)
     layers = target.num_layers
     assert hlo.kernels(read.loop, "kv_write") >= 2 * layers  # once what the pass makes, once what is moved

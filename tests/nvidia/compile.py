@@ -52,13 +52,14 @@ gpu_device_info {{
 }}
 """
 LAUNCH = re.compile(r"\] (\S+) grid: \[.*?\] threads: \[(\d+), (\d+), (\d+)\] +shared_memory: (\d+) bytes")
+SENT = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 USED = re.compile(
     r"entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers(?:.*? (\d+) bytes smem)?", re.DOTALL
 )
 
 
-def mesh(name: str) -> Mesh:
-    """One GPU that is not here."""
+def mesh(name: str, count: int = 1) -> Mesh:
+    """So many GPUs of one host that is not here."""
     gpu = GPUS[name]
     major, minor = gpu.device.capability
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
@@ -66,7 +67,7 @@ def mesh(name: str) -> Mesh:
     text = TARGET.format(
         name=name, gpu=gpu, facts=facts, major=major, minor=minor, features=features, registers=registers
     )
-    topology = topologies.get_topology_desc(name, "cuda", target_config=text, topology="1x1x1")
+    topology = topologies.get_topology_desc(name, "cuda", target_config=text, topology=f"1x1x{count}")
     return Mesh(np.array(topology.devices), ("model",), axis_types=(AxisType.Auto,))
 
 
@@ -75,8 +76,10 @@ def compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, dict[str,
     with tempfile.TemporaryDirectory() as folder:
         program = lowered.compile(compiler_options={"xla_dump_to": folder})
         kernels = read(Path(folder))
-    memory = program.memory_analysis()
+    memory, sent = program.memory_analysis(), [line for line in program.as_text().splitlines() if SENT.search(line)]
     return program, {
+        "sums": sum("all-reduce" in SENT.search(line)[1] for line in sent),
+        "sent_to_propose": sum("/propose/" in line for line in sent),
         "kernels": kernels,
         "triton": program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"'),
         "temporary": memory.temp_size_in_bytes,

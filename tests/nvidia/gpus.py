@@ -89,6 +89,7 @@ class Compiled:
     aliased: donated arguments that it writes in place.
     pages, weights: all of them.
     reserved: what the engine keeps for temporary memory.
+    sums: over several GPUs; sent_to_propose: whatever these send one another for drafts.
     """
 
     kernels: tuple[Kernel, ...]
@@ -98,6 +99,8 @@ class Compiled:
     pages: int = 0
     weights: int = 0
     reserved: int = 0
+    sums: int = 0
+    sent_to_propose: int = 0
 
 
 def compiled(gpu: str, cases: str, *beginnings: str) -> dict[str, Compiled]:

@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from jaxspec.accelerators import ACCELERATORS
 from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
+from jaxspec.engine import setup
 from jaxspec.verify import rules
-from tests.nvidia.compile import compile
+from tests.nvidia.compile import compile, mesh
 from tests.nvidia.gpus import GPUS
 from tests.tpu_program import Program, first_layers
 
@@ -28,6 +29,11 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "one row": {"target": ("smollm2-135m", 2), "draft": ("smollm2-135m", 1), **SMALL, "max_num_seqs": 1},
     "eagle3": {"target": ("qwen3-8b", 2), "draft": ("eagle3", None), **SMALL, "max_num_seqs": 1},
     "dflash": {"target": ("qwen3-8b", 2), "draft": ("dflash", None), "num_drafts": 15, **SMALL, "max_num_seqs": 1},
+    "two GPUs": {"target": ("qwen3-8b", 2), "draft": QWEN, "draft_degree": 1, "gpus": 2, **SMALL},
+    "two GPUs, one row": {
+        **{"target": ("qwen3-8b", 2), "draft": QWEN, "draft_degree": 2, "gpus": 2},
+        **SMALL | {"max_num_seqs": 1},
+    },
     "whole": {"target": ("qwen3-0.6b", None), "draft": ("smollm2-135m", None), "max_model_len": 4096},
 }
 
@@ -35,8 +41,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 class GpuProgram(Program):
     """`compile` gives what `gpus.Compiled` wants to know of the program."""
 
-    def __init__(self, gpu: str, mesh: Mesh, target: Any, draft: Any = None, **options: Any) -> None:
-        self.gpus, self.device = mesh, GPUS[gpu].device
+    def __init__(self, gpu: str, target: Any, draft: Any = None, gpus: int = 1, **options: Any) -> None:
+        self.gpus, self.device = mesh(gpu, gpus), GPUS[gpu].device
         config = lambda name, layers, *beside: first_layers(preset(name, *beside), layers)
         model = config(*target)
         super().__init__(gpu, model, config(*draft, model) if draft else None, **{"num_drafts": DRAFTS} | options)
@@ -48,14 +54,15 @@ class GpuProgram(Program):
         return ACCELERATORS[GPUS[chip].facts].programs_memory
 
     def compiled(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-        pages = sum(layout.num_pages * layout.stored_bytes(1, "gpu") for layout in self.layouts.values())
+        places = setup.placements(self.layouts, self.placement)
+        pages = sum(x.num_pages * x.stored_bytes(places[n].degree, "gpu") for n, x in self.layouts.items())
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
         return compile(lowered)[1] | {"pages": pages, "weights": weights, "reserved": self.reserved}
 
 
-def cases(name: str, mesh: Mesh) -> dict[str, Callable[[], dict[str, Any]]]:
+def cases(name: str, _: Mesh) -> dict[str, Callable[[], dict[str, Any]]]:
     def build(step: str, options: dict[str, Any]) -> dict[str, Any]:
-        built = GpuProgram(name, mesh, **options)
+        built = GpuProgram(name, **options)
         if options is PROGRAMS["few layers"]:
             built.kept = Path(tempfile.mkdtemp())
         return getattr(built, step)()

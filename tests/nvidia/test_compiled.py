@@ -95,6 +95,21 @@ def test_heads_beside_their_target(gpu):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("gpu", ["L4", "H100"])
+def test_two_gpus(gpu):
+    """Each runs the kernels on its part. Two sums a layer, one for the rows of the table; a draft that is whole on each
+    sends nothing."""
+    found = compiled(gpu, "tests.nvidia.programs", "two GPUs")
+    for case, program in found.items():
+        check_program(gpu, case, program)
+    assert found["two GPUs, launch"].sums == 2 * 2 + 1
+    assert found["two GPUs, launch"].sent_to_propose == 0
+    assert found["two GPUs, one row, launch"].sent_to_propose > 0
+    names = {kernel.name.split("__")[0] for kernel in ours(found["two GPUs, launch"])}
+    assert names >= ({"add_and_norm", "product", "heads"} if gpu == "H100" else {"heads"})
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu", ["L4", "T4"])
 def test_whole_models(gpu):
     """All layers, and a pool as large as the engine would make it there: compiling shows that it fits."""
