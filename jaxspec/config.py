@@ -34,6 +34,8 @@ class SpeculativeConfig:
         before it prompt lookup where that finds something, and it elsewhere.
       model, revision: the draft: a hub id, a local folder or a .gguf file.
       num_speculative_tokens: Drafts a round. K, at least 1.
+      draft_tensor_parallel_size: into how many parts the draft is cut, a divisor of tensor_parallel_size; 1: each
+        device has all of it. Default: the one that is expected to be fastest.
       max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
       dtype: the draft's; default the target's.
       parallel_drafting: the draft fills all K places in one pass (PARD, P-EAGLE). None: where it was trained to.

@@ -135,7 +135,7 @@ def test_one_that_did_not_warm_up_counts_what_requests_waited_for():
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["draft_model", "ngram+eagle3"])
 def test_the_soak_compiles_nothing(method):
-    """Rows give way and come back; and prompts ride along, where nobody wants more than greedy text."""
+    """Rows give way and come back; and prompts are queued ahead of launches."""
     rng = np.random.default_rng(5)
     requests = draw(rng, 60)
     for i, case in enumerate(requests[40:], 40):
