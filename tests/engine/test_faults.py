@@ -89,6 +89,65 @@ def test_an_error_ends_those_it_hit(program, after, donated, monkeypatch):
     check_usable(engine)
 
 
+class Late:
+    """What a program gives that fails after it was started."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def block_until_ready(self) -> None:
+        raise self.error
+
+
+def fail_late(engine: Engine, monkeypatch, program: str, error: BaseException, ended: list[Request]) -> None:
+    """The first run of `program` fails when it is waited for; ended: whom the launch would have had, too."""
+    start, failing = engine.runner.start, [True]
+
+    def started(plan):
+        result = start(plan)
+        if plan.program == program and failing:
+            failing.clear()
+            ended.extend(r for r in engine.scheduler.running if r.prefilled)
+            return Late(error)
+        return result
+
+    monkeypatch.setattr(engine.runner, "start", started)
+
+
+@pytest.mark.parametrize("program", ["prefill", "copy_pages", "catch_up"])
+def test_what_fails_while_a_launch_is_packed_is_not_the_launchs_trouble(program, monkeypatch):
+    """The device is waited for only then. Rows that were decoding get their tokens all the same."""
+    engine, decoding = own(), []
+    older = engine.add(PROMPTS[3], SAMPLING[3])
+    while not older.output:
+        engine.step(2)
+    fail_late(engine, monkeypatch, program, RuntimeError("late"), decoding)
+    requests = [*add_all(engine), older]
+    finish(engine)
+    hit = [r for r in requests if r.finish_reason == "error"]
+    assert hit
+    assert {r.error for r in hit} == {"RuntimeError: late"}
+    assert older in decoding
+    if program != "catch_up":  # which is for the rows that decode
+        assert older not in hit
+    expected = [*plain(PROMPTS, SAMPLING), plain(PROMPTS, SAMPLING)[3]]
+    for request, tokens in zip(requests, expected, strict=True):
+        assert request.output == (tokens[: len(request.output)] if request in hit else tokens)
+    check_usable(engine)
+
+
+@pytest.mark.parametrize("program", ["prefill", "catch_up"])
+def test_an_interrupt_while_the_device_is_waited_for(program, monkeypatch):
+    engine = own()
+    fail_late(engine, monkeypatch, program, KeyboardInterrupt(), [])
+    requests = add_all(engine)
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    finish(engine)
+    assert texts(requests) == plain(PROMPTS, SAMPLING)
+    check_usable(engine)
+
+
 @cases("donated", [False, True], quick=[True])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_interrupt_loses_nothing(program, donated, monkeypatch):
