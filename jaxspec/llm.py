@@ -120,8 +120,8 @@ class LLM:
         if degree > 1:
             config = draft_config(source, self.target.config, *which)
             size = speculative.draft_tensor_parallel_size or draft_degree(config, degree, dtype, device)
-            logger.info("the draft is cut over %d of %d devices", size, degree)
             self._placement = make_placement(degree, draft_size=size)
+            logger.info("the draft is cut over %d of %d devices", size, degree)
             self.target = laid(self.target, self._placement)
         draft = load_draft(source, dtype, self._placement.draft, self.target, *which)
         return draft.stored_for(Backend(device, self._placement.draft, self.config.kernels))

@@ -20,7 +20,7 @@ from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params, parameters
-from jaxspec.parallel.placement import Placement, divisors
+from jaxspec.parallel.placement import Placement, check_divides, divisors
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device
 
@@ -38,6 +38,7 @@ def load(source: Any, dtype: Any, placement: Any, target: Model | None = None) -
     """target: of the draft that is loaded, which may read ids in its table. Raises UserError where that does not fit,
     else as loading does."""
     config = checkpoints.load_config(source)
+    check_divides(config.cut_sizes, placement.degree, of_draft=target is not None)
     abstract, theirs = abstract_params(config, dtype, placement), {}
     if borrowed := [name for name, p in abstract.items() if p.borrowed]:
         if target is None:
@@ -63,9 +64,7 @@ def draft_config(
 def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -> int:
     """Into how many parts a draft beside a target of this degree is best cut: what a part saves of reading weights
     against the two sums a layer that it costs."""
-    known, heads = facts(device.platform), math.gcd(config.num_heads, config.num_kv_heads)
-    columns = config.mlp_width // config.merged["gate_up"]["gate"]
-    able = [d for d in divisors(degree) if not (heads % d or columns % d or config.features_width % d)]
+    known, able = facts(device.platform), divisors(math.gcd(degree, *config.cut_sizes.values()))
     read = sum(p.nbytes for p in parameters(config, dtype).values() if p.head or p.kind != "table")
     sums = 2 * config.num_layers * known.all_reduce
     return min(able, key=lambda d: read / d / known.bandwidth + (sums if d > 1 else 0.0))
@@ -83,6 +82,7 @@ def load_draft(
         return load(source, dtype, placement, target)
     if reading.remark:
         logger.warning("%s", reading.remark)
+    check_divides(reading.config.cut_sizes, placement.degree, of_draft=True)
     abstract = abstract_params(reading.config, dtype, placement)
     return Model(reading.config, heads.load(source.path, reading, abstract))
 

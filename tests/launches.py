@@ -167,8 +167,10 @@ class Launches:
         assert [piece.length for piece in rows] == [len(self.prompt) - 1] * self.rows
         chunk = batch.chunk_input(rows, self.layout, shape, row_pages=self.row_pages)
         packed = self.place(pack((chunk,)))
-        program = lower("prefill", self.config, self.params, self.cache, packed).compile()
-        return program(self.params, self.cache, packed)[0]
+        cache = self.cache
+        for name in ("prefill", "catch_up") if self.config.drafter else ("prefill",):
+            cache, _ = lower(name, self.config, self.params, cache, packed).compile()(self.params, cache, packed)
+        return cache
 
     def make_requests(self, settings: tuple[Setting, ...]) -> list[Request]:
         """Rows by setting: rows_each of the first, then of the second..."""

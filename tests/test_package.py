@@ -53,8 +53,8 @@ ARROWS = {
     "decode verify.rules",
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
-    "loading": "checkpoints pallas_kernels platforms models drafters engine.setup",
-    "widened": "checkpoints decode.stored engine.setup models",
+    "loading": "checkpoints pallas_kernels platforms models drafters engine.setup parallel",
+    "widened": "checkpoints decode.stored engine.setup models parallel",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
     "prompts job widened",
     "async_llm": "config keywords outputs sampling_params engine prompts job llm",

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import jax
-
 from jaxspec.engine import batch, results, runner
 from jaxspec.engine.catalogue import Open
 from jaxspec.engine.request import Request
@@ -87,7 +85,7 @@ class Prefilling:
         while self.queued:
             requests, started = self.queued.pop(0)
             with self.roster.blame(requests), self.timed("prefill_seconds"):
-                jax.block_until_ready(started)
+                runner.wait(started)
             now = time.perf_counter()
             for request in requests:
                 if request.prefilled:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -19,7 +20,7 @@ from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import setup
 from jaxspec.engine.setup import Model
-from jaxspec.models.decoder import Params
+from jaxspec.models.decoder import Params, parameters
 from jaxspec.models.storage import stored_for
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
@@ -48,6 +49,28 @@ def fetch(result: Packed) -> Any:
     return jax.device_get(result).unpack()
 
 
+def wait(result: Packed) -> None:
+    """Until the device has done what was started. What failed there fails here."""
+    jax.block_until_ready(result)
+
+
+def lent(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
+    """Of the target's tables those that a head beside it reads, in a copy that lies as the draft does; none where the
+    two lie alike."""
+    if "draft" not in models or not models["draft"].config.features_width:
+        return {}
+    target, draft = models["target"], models["draft"].config
+    if places["draft"].degree == places["target"].degree:
+        return {}
+    tables = () if getattr(draft, "has_table", False) else ("embed", "embed_in")
+    wanted = lambda name, p: name in tables or (p.head and draft.borrows_head)
+    return {
+        name: jax.device_put(target.params[name], places["draft"].of_parameter(p.axes, p.shape))
+        for name, p in parameters(target.config).items()
+        if wanted(name, p)
+    }
+
+
 class Runner:
     """models: "target" and, for a method that has one, "draft"."""
 
@@ -65,8 +88,8 @@ class Runner:
         self.params: dict[str, Params] = {}
         for name, model in models.items():
             self.use(name, model.params)
-        if lent := setup.lent(models, setup.placements(models, placement)):
-            self.params["lent"] = lent
+        if tables := lent(models, setup.placements(models, placement)):
+            self.params["lent"] = tables
         self.layouts = setup.cache_layouts(paged)
         self.cache = self.empty_cache()
         self.drafters = setup.drafters(speculative, paged)

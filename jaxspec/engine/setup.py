@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-
 from jaxspec.cache import budget
 from jaxspec.cache.pages import CacheLayout, FeatureLayout, cache_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
@@ -19,7 +17,7 @@ from jaxspec.engine.batch import ChunkShape
 from jaxspec.engine.catalogue import Closed, Open
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params, compute_dtype, parameters, weight_bytes
+from jaxspec.models.decoder import Params, compute_dtype, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.storage import stored_for
@@ -57,12 +55,7 @@ def paged_models(
         raise UserError(f"max_model_len={longest} exceeds the model's own {own}")
     places = placements(models, placement)
     for name, model in models.items():
-        heads = {"num_heads": model.config.num_heads, "num_key_value_heads": model.config.num_kv_heads}
-        block = model.config.merged["gate_up"]["gate"]
-        sizes = heads | {f"intermediate_size / {block}": model.config.mlp_width // block}
-        if name == "draft" and (width := features_width(models)):
-            sizes["the features of a position"] = width
-        check_divides(sizes, places[name].degree, OPTION[name])
+        check_divides(model.config.cut_sizes, places[name].degree, of_draft=name == "draft")
     layouts = page_layouts(models, config, speculative, places, device.platform, longest)
     return {
         name: PagedModel(
@@ -75,29 +68,9 @@ def paged_models(
     }
 
 
-OPTION = {"target": "tensor_parallel_size", "draft": "draft_tensor_parallel_size"}
-
-
 def placements(names: Iterable[str], placement: Placement) -> dict[str, Placement]:
     """Where each part of a PagedKVCache lies: features as the draft, which reads them."""
     return {name: placement if name == "target" else placement.draft for name in names}
-
-
-def lent(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
-    """Of the target's tables those that a head beside it reads, in a copy that lies as the draft does; none where the
-    two lie alike."""
-    if "draft" not in models or not models["draft"].config.features_width:
-        return {}
-    target, draft = models["target"], models["draft"].config
-    if places["draft"].degree == places["target"].degree:
-        return {}
-    tables = () if getattr(draft, "has_table", False) else ("embed", "embed_in")
-    wanted = lambda name, p: name in tables or (p.head and draft.borrows_head)
-    return {
-        name: jax.device_put(target.params[name], places["draft"].of_parameter(p.axes, p.shape))
-        for name, p in parameters(target.config).items()
-        if wanted(name, p)
-    }
 
 
 def context(name: str, model: ModelConfig, speculative: Speculation, longest: int) -> int:

@@ -115,6 +115,14 @@ class ModelConfig:
         return ()
 
     @property
+    def cut_sizes(self) -> dict[str, int]:
+        """What a degree of tensor parallelism has to divide, by name."""
+        block, width = self.merged["gate_up"]["gate"], self.features_width
+        sizes = {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
+        sizes |= {f"intermediate_size / {block}": self.mlp_width // block}
+        return sizes | ({"the features of a position": width} if width else {})
+
+    @property
     def borrows_head(self) -> bool:
         """Whether its logits are made by its target's head."""
         return False

@@ -115,10 +115,11 @@ def per_shard(fn: Callable, placement: Placement | None, in_specs: tuple, out_sp
     return jax.shard_map(fn, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def check_divides(sizes: Mapping[str, int], degree: int, option: str = "tensor_parallel_size") -> None:
+def check_divides(sizes: Mapping[str, int], degree: int, *, of_draft: bool = False) -> None:
     """Raises UserError naming the size that this degree does not divide, and the degrees that would do."""
     for name, size in sizes.items():
         if size % degree:
+            option = "draft_tensor_parallel_size" if of_draft else "tensor_parallel_size"
             able = ", ".join(str(d) for d in divisors(math.gcd(*sizes.values())) if degree % d == 0)
             raise UserError(f"{option}={degree} does not divide {name}={size}: {able} would do")
 

@@ -10,6 +10,7 @@ import pytest
 from jaxspec.config import MAX_ROUNDS
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
+from jaxspec.engine.runner import fetch
 from tests.lively_models import OPTIONS, PROMPTS, engine, new_engine, params, plain, texts
 
 K = 4
@@ -31,7 +32,7 @@ def start(engine: Engine, prompts, sampling) -> list[Request]:
 def launch(engine: Engine, requests: list[Request], rounds: int = MAX_ROUNDS):
     """One launch, its result taken in; (result, tokens that each row gained)."""
     known = [r.num_tokens for r in requests]
-    result = engine.launch(requests, engine.num_drafts, rounds)
+    result = fetch(engine.runner.start(engine.launch(requests, engine.num_drafts, rounds)))
     engine.absorb(requests, result)
     return result, [r.num_tokens - n for r, n in zip(requests, known, strict=True)]
 

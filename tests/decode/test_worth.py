@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.config import MAX_ROUNDS
 from jaxspec.decode.loop import PATIENCE
+from jaxspec.engine.runner import fetch
 from tests.decode.test_round import K, start
 from tests.lively_models import PROMPTS, engine, params, plain, texts
 from tests.sizes import cases
@@ -23,7 +24,7 @@ def launches(method: str, worth: float, num_tokens: int = 24) -> tuple[list[int]
     requests = start(shared, prompts, params((num_tokens,) * 3))
     rounds = []
     while going := [r for r in requests if not r.finish_reason]:
-        result = shared.launch(going, K, MAX_ROUNDS, worth)
+        result = fetch(shared.runner.start(shared.launch(going, K, MAX_ROUNDS, worth)))
         rounds.append(int(result.num_rounds))
         shared.absorb(going, result)
     return rounds, texts(requests)

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.runner import fetch
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp, pard
@@ -143,7 +144,7 @@ def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch
     paused = served.add(PROMPT[:13], SamplingParams(temperature=0.0, max_tokens=60))
     for rounds_without in (3, CHUNK + 5):
         served.step(1)
-        served.absorb([paused], served.launch([paused], 0, rounds_without))
+        served.absorb([paused], fetch(served.runner.start(served.launch([paused], 0, rounds_without))))
     while served.busy:
         served.step()
     jax.effects_barrier()
