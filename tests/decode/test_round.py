@@ -103,8 +103,8 @@ def emptied() -> Engine:
 def test_what_a_round_writes(wanted):
     """K_b + 1 positions of the target, K_b of the draft (at least the pending token), nothing after them."""
     fresh = emptied()
-    requests = start(fresh, PROMPTS[2:4], params((20, 20), num_speculative_tokens=wanted))
-    requests[1].num_speculative_tokens = K  # so that the program drafts, whatever the first row wants
+    requests = start(fresh, PROMPTS[2:4], params((20, 20)))
+    requests[0].num_speculative_tokens = wanted  # only now: the draft reads no prompt of a row that wants none
     before = [r.num_tokens for r in requests]
     launch(fresh, requests, rounds=1)
     used = [np.abs(np.asarray(leaf)).sum(axis=(2, 3)) > 0 for leaf in jax.tree.leaves(fresh.runner.cache)]
