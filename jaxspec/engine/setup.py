@@ -56,9 +56,7 @@ def paged_models(
     if longest > own:
         raise UserError(f"max_model_len={longest} exceeds the model's own {own}")
     for model in models.values():
-        heads = {"num_heads": model.config.num_heads, "num_key_value_heads": model.config.num_kv_heads}
-        block = model.config.merged["gate_up"]["gate"]
-        check_divides(heads | {f"intermediate_size / {block}": model.config.mlp_width // block}, mesh.size)
+        check_divides(divided(model.config), mesh.size)
     check_divides({"the features of a position": features_width(models)}, mesh.size)
     backend = Backend(device, mesh, config.kernels)
     layouts = page_layouts(models, config, speculative, mesh, device.platform, longest)
@@ -66,6 +64,13 @@ def paged_models(
         name: PagedModel(model.config, layouts[name], context(name, model.config, speculative, longest), backend)
         for name, model in models.items()
     }
+
+
+def divided(config: ModelConfig) -> dict[str, int]:
+    """What tensor parallelism cuts of a model, by name, and so has to divide."""
+    block = config.merged["gate_up"]["gate"]
+    heads = {"num_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads}
+    return heads | {f"intermediate_size / {block}": config.mlp_width // block}
 
 
 def context(name: str, model: ModelConfig, speculative: Speculation, longest: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.errors import UserError
@@ -34,6 +34,11 @@ def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[Any] | None = Non
         )
     grid = np.array(devices[:tensor_parallel_size]).reshape(tensor_parallel_size, 1)
     return Mesh(grid, MODEL_AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def absent_mesh(tensor_parallel_size: int) -> Any:
+    """The same of devices that need not be here: says how arrays would lie, and holds none."""
+    return AbstractMesh((tensor_parallel_size, 1), MODEL_AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def sharding(mesh: Mesh, spec: P = P()) -> NamedSharding:
