@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
 import checkpoints
 from checkpoints import heads
+from jaxspec import fit
 from jaxspec.accelerators import Accelerator, accelerator
+from jaxspec.bench import presets
 from jaxspec.cache import budget
 from jaxspec.cache.pages import FeatureLayout, cache_layout
+from jaxspec.chips import chips
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import Reading
@@ -51,10 +55,7 @@ def describe(
     if draft is not None:
         draft_source = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
         try:
-            # A target that is its own draft has a head for that in its checkpoint.
-            own_draft = draft_source.kind == "hf" and draft_source.path == source.path
-            method = methods.within(heads.contents(source.path)[1]) if own_draft else None
-            reading = read_draft(draft_source, configs["target"], source.name, method)
+            reading = drafting(source, configs["target"], draft_source)
             configs["draft"] = reading.config if reading else checkpoints.load_config(draft_source)
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(configs["target"], draft_source.name, configs["draft"])
@@ -71,6 +72,36 @@ def describe(
     options = options if max_num_seqs is None else dataclasses.replace(options, max_num_seqs=max_num_seqs)
     document["programs"] = programs(configs, options, chip)
     return document | pool(configs, document, chip, absent)
+
+
+def drafting(source: checkpoints.Source, target: ModelConfig, draft: checkpoints.Source) -> Reading | None:
+    """How a head is read, as `read_draft` does."""
+    # A target that is its own draft has a head for that in its checkpoint.
+    own = draft.kind == "hf" and draft.path == source.path
+    method = methods.within(heads.contents(source.path)[1]) if own else None
+    return read_draft(draft, target, source.name, method)
+
+
+def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[str, Any]:
+    """Whether both fit on the chips of that name: `fit.document`, and the models' names. No device is looked for, and
+    a model may be a preset of `jaxspec bench`: only shapes are read.
+
+    options: of `fit.Asked`. Raises: UserError for unknown names, and for what no engine can be made with.
+    """
+    found = chips(name)
+    public = lambda name, table: name in table and not Path(name).exists()
+    of_target = None if public(model, presets.TABLE) else checkpoints.resolve(model, weights=False)
+    target = checkpoints.load_config(of_target) if of_target else presets.preset(model)
+    config = None
+    if draft is not None and public(draft, presets.TABLE | presets.HEADS):
+        config = presets.preset(draft, target)
+    elif draft is not None:
+        of_draft = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
+        reading = drafting(of_target, target, of_draft) if of_target else read_draft(of_draft, target, model)
+        config = reading.config if reading else checkpoints.load_config(of_draft)
+    if config is not None:
+        check_table(target, str(draft), config)
+    return {"model": model, "draft": draft} | fit.document(fit.Asked(target, config, found, **options))
 
 
 def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Device) -> list[str]:
@@ -219,3 +250,38 @@ def show(document: dict[str, Any]) -> None:
     if document["draft_fits"] is not None:
         row("draft fits", "yes" if document["draft_fits"] else document["draft_problem"])
     Console().print(table)
+
+
+def show_chips(document: dict[str, Any]) -> None:
+    """What `on_chips` says, as a table on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    found, of, k = document["fit"], document["chips"], document["num_speculative_tokens"]
+    table = Table(show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    gb = lambda size: f"{size / 1e9:.2f} GB"
+    names = [document["model"], *([document["draft"]] if document["draft"] else [])]
+    cuts = [document["tensor_parallel_size"], document["draft_tensor_parallel_size"]]
+    parts = zip(names, cuts, (found["target_weights"], found["draft_weights"]), strict=False)
+    pages = {"target": found["target_page"], "draft": found["draft_page"], "features": found["features_page"]}
+    each = f"{of['memory_bytes'] / 1e9:.0f} GB at {of['bandwidth_bytes_per_second'] / 1e9:,.0f} GB/s"
+    rows = {"chips": f"{of['name']}, each {each}; hosts: {of['hosts']}"}
+    rows["dtype"] = found["dtype"]
+    rows["memory"] = f"{gb(found['memory'])} a device for the engine, of which"
+    rows |= {f"  {name}": f"{gb(size)} of weights, cut over {degree}" for name, degree, size in parts}
+    rows["  temporary"] = f"{gb(found['temporary'])}: {document['max_num_seqs']} rows, {k} drafts a round"
+    rows["  left"] = gb(found["free"])
+    page = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in pages.items() if size)
+    rows["page"] = f"{found['page_size']} tokens a device: {page}"
+    rows["pages that fit"] = f"{found['pages']} = {found['tokens']} tokens of context in all"
+    rows["one row"] = f"at most {found['longest_context']} tokens"
+    rows["rows"] = f"{found['rows']} of {document['max_model_len']} tokens at once"
+    would = " or ".join(document["would_fit"]) or "no single change of dtype, context, rows or chips"
+    rows["fits"] = "yes" if document["fits"] else f"no: {'; '.join(found['problems'])}; {would} would"
+    for label, said in rows.items():
+        table.add_row(Text(label, style="bold"), Text(said))
+    console = Console()
+    Console(width=min(console.width, 80)).print(table)

@@ -38,8 +38,9 @@ LOWER: dict[str, dict[str, str]] = {
     "--tokens": {"100000000": "100"},
     "--steps": {"5000": "2"},
     "--port": {"8000": "0"},
-    "--max-model-len": {"4096": "256", "2048": "256"},
+    "--max-model-len": {"16384": "256", "4096": "256", "2048": "256"},
     "--max-num-seqs": {"64": "8"},
+    "--tensor-parallel-size": {"8": "2"},
     "--concurrency": {"1,100": "1,2"},
 }
 # Command -> options that are added where they have no value there.

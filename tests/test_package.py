@@ -32,6 +32,8 @@ ARROWS = {
     "jaxspec": "config outputs sampling_params llm async_llm one_call",
     "keywords": "",
     "accelerators": "platforms pallas_kernels",
+    "chips": "accelerators",
+    "fit": "accelerators cache chips config engine.setup loading models parallel platforms",
     "embedded": "",
     "options": "",
     "shapes": "",
@@ -62,9 +64,8 @@ ARROWS = {
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
     "convert": "models drafters.methods checkpoints",
-    "info": "accelerators config platforms cache models pallas_kernels drafters.methods drafters.heads engine.setup "
-    "engine.catalogue "
-    "checkpoints loading",
+    "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.methods "
+    "drafters.heads engine.setup engine.catalogue checkpoints loading",
     "demo": "config embedded outputs sampling_params parallel models progress checkpoints engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "verify.rules engine progress checkpoints loading",

@@ -9,10 +9,11 @@ import typer
 
 from jaxspec.accelerators import ACCELERATORS
 from jaxspec.cli.shared import MODEL_HELP, AsJson
+from jaxspec.errors import UserError
 
 
 def info(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP + " With --chips also a preset of jaxspec bench.")],
     draft: Annotated[str | None, typer.Option(help="Tell whether this draft fits the model.")] = None,
     device: Annotated[
         str | None,
@@ -21,15 +22,54 @@ def info(
         ),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Rows of the engine whose programs are listed; with --json by their names.")
+        int | None,
+        typer.Option(
+            help="Rows of the engine whose programs are listed, with --json by their names; with --chips those that "
+            "temporary memory is for."
+        ),
+    ] = None,
+    chips: Annotated[
+        str | None,
+        typer.Option(help="Tell from shapes alone whether both fit on several, as v5e:2x4 or H200:4: bytes a device."),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="With --chips: devices that the model is cut over. Default: all of them.")
+    ] = None,
+    draft_tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="With --chips: of these, that the draft is cut over. Default: 1.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="With --chips: of both. Default: the platform's own.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="With --chips: tokens of the longest row. Default: the model's own.")
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option("-k", "--num-speculative-tokens", help="With --chips: drafts a round.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a model is and what it needs, without loading its weights."""
+    options = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "draft_tensor_parallel_size": draft_tensor_parallel_size,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and chips is None:
+        name = next(iter(given))
+        raise UserError(f"--{name.replace('_', '-')} {given[name]} is for --chips: give both, or neither")
+    if chips is not None and device is not None:
+        raise UserError(f"--device {device!r} beside --chips {chips!r}: give one of them")
+
     from jaxspec import info
 
-    document = info.describe(model, draft, device, max_num_seqs)
+    if chips is None:
+        document, show = info.describe(model, draft, device, max_num_seqs), info.show
+    else:
+        given |= {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
+        document, show = info.on_chips(model, draft, chips, **given), info.show_chips
     if as_json:
         print(json.dumps(document))
     else:
-        info.show(document)
+        show(document)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.errors import UserError
@@ -101,6 +101,12 @@ def make_placement(
         )
     grid = np.array(devices[:size]).reshape(draft_size, size // draft_size)
     return Placement(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2))
+
+
+def absent(size: int) -> Placement:
+    """A target over so many devices that need not be here: says how arrays would lie, and holds none."""
+    mesh: Any = AbstractMesh((size, 1), AXES, axis_types=(AxisType.Auto,) * 2)
+    return Placement(mesh)
 
 
 def divisors(number: int) -> list[int]:
