@@ -10,6 +10,8 @@ from collections import Counter
 import pytest
 
 from jaxspec.bench.presets import preset
+from jaxspec.chips import chips
+from jaxspec.fit import Asked, fit
 from tests import hlo
 from tests.tpu_program import Program, check, check_loop, first_layers
 
@@ -71,7 +73,13 @@ def test_a_draft_that_is_whole_on_every_chip(chip):
     room for."""
     target, draft = preset("qwen3-32b"), preset("qwen3-0.6b")
     whole = Program(chip, target, draft, num_drafts=K, draft_degree=1, max_model_len=4096)
-    read = check_loop(whole, whole.launch(), TEMPORARY)
+    compiled = whole.launch()
+    read = check_loop(whole, compiled, TEMPORARY)
+    said, memory = fit(Asked(target, draft, chips(chip), max_model_len=4096)), compiled.memory_analysis()
+    weights = memory.argument_size_in_bytes - memory.alias_size_in_bytes  # and some words of the batch
+    assert weights == pytest.approx(said.target_weights + said.draft_weights, rel=0.001)
+    a_page = said.target_page + said.draft_page
+    assert memory.alias_size_in_bytes == whole.layouts["target"].num_pages * a_page
     assert hlo.collectives(read.all) == Counter({"all-reduce": sums(target.num_layers, 1), "all-gather": 1})
     assert not [i for i in read.all if hlo.collectives([i]) and "/propose/" in i.line]
 
