@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import _split_product, feed_forward
 from pallas_kernels.device import here
@@ -62,6 +64,30 @@ def test_a_few_rows(name, shape, rows):
     normed = check(name, shape, rows, "bfloat16", next_norm=next_norm)
     assert (normed is not None) == (name == "gpu" or here().shares_much)
     assert check(name, shape, rows, "bfloat16", "gelu_tanh") is None
+
+
+@pytest.mark.parametrize("name", FLAVOURS[:2])
+@cases("rows", [(1, 1), (1, 5), (16, 1), (1, 97)], quick=[(1, 1)], ids=str)
+def test_parts_of_two_devices_are_added_up(name, rows):
+    """Each has half of the heads and of the columns; what it gives is the whole, normed for the next layer too."""
+    shape = SHAPES[0]
+    x, mixed, out, gate_up, down, norm = random_arguments(shape, rows, "bfloat16")
+    options = {"eps": 1e-6, "activation": "silu", "block": shape[3], "sum_over": ("parts",)}
+    mesh = jax.make_mesh((2,), ("parts",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def part(x, mixed, out, gate_up, down, norm):
+        return kernel("feed_forward", name, **options)(x, mixed, out, norm, gate_up, down, None, None, norm)
+
+    specs = (P(), P(None, None, "parts"), P("parts", None), P(None, "parts"), P("parts", None), P())
+    run = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    y, normed = jax.jit(run)(x, mixed, out, gate_up, down, norm)
+    wide = [array.astype(jnp.float32) for array in (x, mixed, out, norm, gate_up, down)]
+    whole = {"eps": 1e-6, "activation": "silu", "block": shape[3]}
+    expected, _ = function("feed_forward", "reference")(*wide, None, None, None, **whole)
+    assert relative_error(y, expected) < TOLERANCE["bfloat16"]
+    assert (normed is not None) == (name == "gpu" and rows != (1, 97))
+    if normed is not None:
+        assert relative_error(normed, rms_norm(norm, expected, 1e-6)) < TOLERANCE["bfloat16"]
 
 
 @cases("rows", [(1, 1), (3, 5), (1, 97)], quick=[(3, 5)], ids=str)

@@ -43,7 +43,7 @@ def test_two_devices_give_the_same_tokens(method):
         assert method == "plain" or sum(c["num_accepted_tokens"] for c in counters) > 0
 
 
-@cases(("kind", "own"), [(k, own) for k in lively_heads.KINDS for own in (1, 2)], quick=[("eagle3", 1), ("eagle3", 2)])
+@cases(("kind", "own"), [(k, own) for k in lively_heads.KINDS for own in (1, 2)], quick=[("eagle3", 1)])
 def test_drafts_of_two_devices_are_those_of_one(kind, own):
     """Accepted by lot, so that they are the text. Each device has its part of the features of a position."""
     lots = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.9, 0.8, 0.7)}
