@@ -134,6 +134,8 @@ class SpeculativeConfig:
             one_of("dtype", self.dtype, DTYPES)
         if self.draft_tensor_parallel_size is not None:
             whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
+            if not self.has_parameters:
+                raise UserError(f"draft_tensor_parallel_size: method={self.method!r} has no draft that could be cut")
         object.__setattr__(self, "synthetic_acceptance_rates", self.synthetic_rates())
         self.set_posterior()
         refuse_unsupported(

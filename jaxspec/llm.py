@@ -117,7 +117,7 @@ class LLM:
     def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
         degree, device, which = self.config.tensor_parallel_size, here(), (self._source.name, speculative.method)
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
-        if degree > 1:
+        if degree > 1 or speculative.draft_tensor_parallel_size:
             config = draft_config(source, self.target.config, *which)
             size = speculative.draft_tensor_parallel_size or draft_degree(config, degree, dtype, device)
             self._placement = make_placement(degree, draft_size=size)

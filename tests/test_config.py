@@ -171,6 +171,16 @@ WRONG = [
     (EngineConfig, {"memory_utilization": "1"}, "memory_utilization='1' must be a number"),
     (EngineConfig, {"enable_prefix_caching": 1}, "enable_prefix_caching=1 must be True or False"),
     (EngineConfig, {"page_size": 2**20, "num_pages": 2**20}, "are more than 2147483647 tokens: lower one"),
+    (
+        SpeculativeConfig,
+        {"model": "x", "draft_tensor_parallel_size": 0},
+        "draft_tensor_parallel_size=0 is below 1",
+    ),
+    (
+        SpeculativeConfig,
+        {"method": "ngram", "draft_tensor_parallel_size": 2},
+        "draft_tensor_parallel_size: method='ngram' has no draft that could be cut",
+    ),
     (EngineConfig, {"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
 ]
 LATER = [

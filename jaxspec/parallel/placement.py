@@ -97,7 +97,7 @@ def make_placement(
     if draft_size < 1 or size % draft_size:
         able = ", ".join(map(str, divisors(size)))
         raise UserError(
-            f"draft_tensor_parallel_size={draft_size} does not divide tensor_parallel_size={size}: {able} do"
+            f"draft_tensor_parallel_size={draft_size} does not divide tensor_parallel_size={size}: use one of {able}"
         )
     grid = np.array(devices[:size]).reshape(draft_size, size // draft_size)
     return Placement(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2))
@@ -127,7 +127,7 @@ def check_divides(sizes: Mapping[str, int], degree: int, *, of_draft: bool = Fal
         if size % degree:
             option = "draft_tensor_parallel_size" if of_draft else "tensor_parallel_size"
             able = ", ".join(str(d) for d in divisors(math.gcd(*sizes.values())) if degree % d == 0)
-            raise UserError(f"{option}={degree} does not divide {name}={size}: {able} would do")
+            raise UserError(f"{option}={degree} does not divide {name}={size}: use one of {able}")
 
 
 def device_name() -> str:

@@ -124,12 +124,12 @@ def test_a_small_draft_is_whole_on_every_device():
 
 
 def test_what_does_not_divide_is_named():
-    said = r"draft_tensor_parallel_size=3 does not divide tensor_parallel_size=4: 1, 2, 4 do"
+    said = r"draft_tensor_parallel_size=3 does not divide tensor_parallel_size=4: use one of 1, 2, 4"
     with pytest.raises(ValueError, match=said):
         make_placement(4, draft_size=3)
     odd = dataclasses.replace(CONFIG, num_heads=6, num_kv_heads=6, mlp_width=66)
     model = tiny_models.Model(odd, {name: x for name, x in tiny_models.model(odd).params.items() if "." not in name})
     degrees = {"tensor_parallel_size": 4, "draft_tensor_parallel_size": 4}
-    said = r"draft_tensor_parallel_size=4 does not divide num_heads=6: 1, 2 would do"
+    said = r"draft_tensor_parallel_size=4 does not divide num_heads=6: use one of 1, 2"
     with pytest.raises(ValueError, match=said):
         tiny_models.engine(target(), {"model": "x"}, model, **degrees, **OPTIONS)
