@@ -66,8 +66,12 @@ def on_one(method: str, sampling: tuple) -> list[list[int]]:
     return texts(engine(method, 1, 1), sampling)
 
 
-@cases("degrees", DEGREES[1:], quick=[(4, 2)], ids=str)
-@cases("method", ["draft_model", "eagle3", "ngram"], quick=["eagle3"])
+@cases(
+    ("method", "degrees"),
+    [(m, d) for m in ("draft_model", "eagle3") for d in DEGREES[1:]] + [("ngram", (n, n)) for n in (2, 4, 8)],
+    quick=[("eagle3", (4, 2))],
+    ids=str,
+)
 def test_tokens_are_those_of_one_device(method, degrees):
     found = engine(method, *degrees)
     for sampling in (GREEDY, SEEDED):

@@ -43,7 +43,11 @@ def test_two_devices_give_the_same_tokens(method):
         assert method == "plain" or sum(c["num_accepted_tokens"] for c in counters) > 0
 
 
-@cases(("kind", "own"), [(k, own) for k in lively_heads.KINDS for own in (1, 2)], quick=[("eagle3", 1)])
+@cases(
+    ("kind", "own"),
+    [*((kind, 2) for kind in lively_heads.KINDS), ("eagle3", 1), ("dflash", 1), ("mtp", 1), ("pard", 1)],
+    quick=[("eagle3", 1)],
+)
 def test_drafts_of_two_devices_are_those_of_one(kind, own):
     """Accepted by lot, so that they are the text. Each device has its part of the features of a position."""
     lots = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.9, 0.8, 0.7)}
