@@ -174,8 +174,7 @@ class DFlash(Drafter):
 
     def prefill(self, params, cache, chunk: Chunk):
         head: Any = bind(self.model.config, params["draft"])
-        tokens, start, length, _ = chunk.arrays
-        positions, masked = places(tokens, start, length)
+        positions, masked = places(chunk.tokens, chunk.start, chunk.length)
         past = features.read(cache, positions, chunk.block_table, self.model.backend.placement)
         past = jnp.where(masked[:, :, None], 0, past)
         rows = self.model.rows(positions, masked, chunk.block_table)

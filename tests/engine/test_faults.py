@@ -89,6 +89,17 @@ def test_an_error_ends_those_it_hit(program, after, donated, monkeypatch):
     check_usable(engine)
 
 
+def check_that_an_interrupt_loses_nothing(engine: Engine) -> None:
+    """One comes out of a step; who steps again gets every token."""
+    requests = add_all(engine)
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine)
+    finish(engine)
+    assert texts(requests) == plain(PROMPTS, SAMPLING)
+    assert all(r.finish_reason == "length" for r in requests)
+    check_usable(engine)
+
+
 class Late:
     """What a program gives that fails after it was started."""
 
@@ -140,12 +151,7 @@ def test_what_fails_while_a_launch_is_packed_is_not_the_launchs_trouble(program,
 def test_an_interrupt_while_the_device_is_waited_for(program, monkeypatch):
     engine = own()
     fail_late(engine, monkeypatch, program, KeyboardInterrupt(), [])
-    requests = add_all(engine)
-    with pytest.raises(KeyboardInterrupt):
-        finish(engine)
-    finish(engine)
-    assert texts(requests) == plain(PROMPTS, SAMPLING)
-    check_usable(engine)
+    check_that_an_interrupt_loses_nothing(engine)
 
 
 @cases("donated", [False, True], quick=[True])
@@ -154,13 +160,7 @@ def test_an_interrupt_loses_nothing(program, donated, monkeypatch):
     """It comes out of step; who steps again gets every token, whether the device had the caches or not."""
     engine = own()
     break_once(engine, monkeypatch, program, KeyboardInterrupt(), donated=donated)
-    requests = add_all(engine)
-    with pytest.raises(KeyboardInterrupt):
-        finish(engine)
-    finish(engine)
-    assert texts(requests) == plain(PROMPTS, SAMPLING)
-    assert all(r.finish_reason == "length" for r in requests)
-    check_usable(engine)
+    check_that_an_interrupt_loses_nothing(engine)
 
 
 def test_an_interrupt_between_a_launch_and_its_taking_in(monkeypatch):
