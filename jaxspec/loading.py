@@ -19,7 +19,7 @@ from jaxspec.drafters.heads import Found, Reading, flattened
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import abstract_params, parameters
+from jaxspec.models.decoder import abstract_params, parameters, weight_bytes
 from jaxspec.parallel.placement import Placement, check_divides, divisors
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device
@@ -65,7 +65,8 @@ def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -
     """Into how many parts a draft beside a target of this degree is best cut: what a part saves of reading weights
     against the two sums a layer that it costs."""
     known, able = facts(device.platform), divisors(math.gcd(degree, *config.cut_sizes.values()))
-    read = sum(p.nbytes for p in parameters(config, dtype).values() if p.head or p.kind != "table")
+    shapes: Any = parameters(config, dtype)
+    read = weight_bytes(config, shapes)
     sums = 2 * config.num_layers * known.all_reduce
     return min(able, key=lambda d: read / d / known.bandwidth + (sums if d > 1 else 0.0))
 
@@ -106,6 +107,8 @@ def read_draft(
 
 def laid(model: Model, placement: Placement) -> Model:
     """The model as it lies there: no copy where it does already."""
+    if placement.alone:  # its matrices may be turned for the CPU, too
+        return model
     lies = {name: placement.of_parameter(p.axes, p.shape) for name, p in parameters(model.config).items()}
     return Model(model.config, {name: jax.device_put(x, lies[name]) for name, x in model.params.items()})
 

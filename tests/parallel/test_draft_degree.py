@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.bench.presets import HEADS
-from jaxspec.loading import draft_degree
+from jaxspec.loading import draft_degree, laid
 from jaxspec.models.decoder import random_params
 from jaxspec.parallel.placement import divisors, make_placement
 from jaxspec.sampling_params import SamplingParams
@@ -125,6 +125,10 @@ def test_a_small_draft_is_whole_on_every_device():
     assert draft_degree(wide, 8, "bfloat16", Device("gpu")) == 8
     three = dataclasses.replace(wide, num_heads=48, num_kv_heads=6)
     assert draft_degree(three, 8, "bfloat16", Device("gpu")) == 2, "the largest that divides its heads"
+
+
+def test_on_one_device_a_model_stays_as_it_is():
+    assert laid(target(), make_placement()) is target()
 
 
 def test_what_does_not_divide_is_named():
