@@ -41,6 +41,7 @@ LOWER: dict[str, dict[str, str]] = {
     "--max-model-len": {"16384": "256", "4096": "256", "2048": "256"},
     "--max-num-seqs": {"64": "8"},
     "--tensor-parallel-size": {"8": "2"},
+    "--chips": {"v5e:2x4": "v5e:1x2"},
     "--concurrency": {"1,100": "1,2"},
 }
 # Command -> options that are added where they have no value there.

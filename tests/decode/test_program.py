@@ -268,7 +268,7 @@ def test_what_needs_no_other_program():
     first = SamplingParams(max_tokens=20, seed=1, temperature=0.8)
     serve([(1, 2, 3), (4, 5)], [first] * 2)
     known = engine.runner.programs.num_compiled
-    assert known == 2  # a prefill and a launch
+    assert known == 3  # a prefill, the draft's, and a launch
     cases = [
         SamplingParams(max_tokens=5, seed=2, temperature=1.7),
         SamplingParams(max_tokens=12, seed=2**63, stop_token_ids=[5, 6]),
