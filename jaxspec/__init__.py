@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; a test holds that it is
     from jaxspec.outputs import RequestOutput as RequestOutput
     from jaxspec.outputs import SpecDecodeMetrics as SpecDecodeMetrics
     from jaxspec.outputs import StreamOutput as StreamOutput
+    from jaxspec.parallel.hosts import join_hosts as join_hosts
     from jaxspec.sampling_params import SamplingParams as SamplingParams
 else:
     # Public name -> the module it lives in. Loaded on first use: `import checkpoints` first must be no circle.
@@ -30,6 +31,7 @@ else:
         "LLM": "jaxspec.llm",
         "AsyncLLM": "jaxspec.async_llm",
         "generate": "jaxspec.one_call",
+        "join_hosts": "jaxspec.parallel.hosts",
         "SamplingParams": "jaxspec.sampling_params",
         "SpeculativeConfig": "jaxspec.config",
         "EngineConfig": "jaxspec.config",

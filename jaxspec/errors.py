@@ -14,3 +14,7 @@ class MisfitError(UserError):
 
 class UnsupportedError(UserError, NotImplementedError):
     """It could be served by a program that did more than this one does."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as an interrupt does."""

@@ -19,6 +19,7 @@ import jax
 import checkpoints
 from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.decode.stored import sources
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request, said
 from jaxspec.engine.warming import warm_up
@@ -28,17 +29,17 @@ from jaxspec.keywords import EngineOptions
 from jaxspec.loading import (
     check_same_tokenizer,
     compute_dtype,
-    draft_config,
-    draft_degree,
+    draft_source,
     enable_compilation_cache,
     laid,
     load,
     load_draft,
+    placed,
 )
 from jaxspec.models.layers import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
-from jaxspec.parallel.placement import make_placement
+from jaxspec.parallel.hosts import together
 from jaxspec.progress import generation_progress, wanted, warm_up_progress
 from jaxspec.prompts import Ask, Prompt, asks, named, readable
 from jaxspec.sampling_params import SamplingParams
@@ -55,6 +56,9 @@ class LLM:
       model: hub id, local folder (safetensors or orbax), .gguf file, or the name of an embedded model.
       speculative_config: a SpeculativeConfig or a dict of its options; None decodes plainly.
       options: those of EngineConfig (dtype, max_model_len, max_num_seqs, tensor_parallel_size, ...).
+
+    In a job of several processes (jaxspec.join_hosts) it is made with the same arguments in each. Process 0 gets a
+    model over the devices of all; in the others it does not return: they do what process 0 decides, and end with it.
 
     What else it holds (engine, target, stop_ids, observers) are parts that may change.
 
@@ -76,22 +80,27 @@ class LLM:
         self.config, speculative = EngineConfig(**options), SpeculativeConfig.of(speculative_config)
         self._kept = enable_compilation_cache() if self.config.compilation_cache else None
         leave_out_absent_tpu()
-        self._placement = make_placement(self.config.tensor_parallel_size)
-        self._source = checkpoints.resolve(model, revision=self.config.revision)
-        self.target = self._load(self._source, self.config.dtype)
-        self.tokenizer = checkpoints.load_tokenizer(
-            checkpoints.resolve(self.config.tokenizer, weights=False) if self.config.tokenizer else self._source
-        )
-        self.stop_ids = checkpoints.load_stop_ids(self._source, self.tokenizer)
-        self._begin(speculative, started)
+        with together(listed(model, self.config, speculative)) as self._peers:
+            self._source = checkpoints.resolve(model, revision=self.config.revision)
+            self._placement = placed(self._source, self.config, speculative)
+            self.target = self._load(self._source, self.config.dtype)
+            self.tokenizer = checkpoints.load_tokenizer(
+                checkpoints.resolve(self.config.tokenizer, weights=False) if self.config.tokenizer else self._source
+            )
+            self.stop_ids = checkpoints.load_stop_ids(self._source, self.tokenizer)
+            self._begin(speculative, started)
+            if self._peers:
+                self._peers.agree({"its configuration": self.engine.runner.configs, "pages": self.engine.layout})
+        self.engine.runner.peers = self._peers
+        if self._peers and self._peers.rank:
+            self._peers.follow(self.engine.runner.execute)
+            raise SystemExit  # process 0 is done: whatever comes next is for that one
 
     def _begin(self, speculative: SpeculativeConfig | None, started: float) -> None:
         """Makes the engine, and what belongs to one."""
         draft = None
         if speculative and speculative.has_parameters:
-            source = self._source
-            if speculative.model:
-                source = checkpoints.resolve(speculative.model, revision=speculative.revision)
+            source = draft_source(self._source, speculative)
             check_same_tokenizer(self._source, self.tokenizer, source)
             draft = self._load_draft(source, speculative)
         self.engine = Engine(
@@ -115,21 +124,21 @@ class LLM:
         return load_widened(source, compute, backend, self._placement, self._kept / "widened", read)
 
     def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
-        degree, device, which = self.config.tensor_parallel_size, here(), (self._source.name, speculative.method)
+        device, which = here(), (self._source.name, speculative.method)
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
-        if degree > 1 or speculative.draft_tensor_parallel_size:
-            config = draft_config(source, self.target.config, *which)
-            size = speculative.draft_tensor_parallel_size or draft_degree(config, degree, dtype, device)
-            self._placement = make_placement(degree, draft_size=size)
-            logger.info("the draft is cut over %d of %d devices", size, degree)
-            self.target = laid(self.target, self._placement)
         draft = load_draft(source, dtype, self._placement.draft, self.target, *which)
         return draft.stored_for(Backend(device, self._placement.draft, self.config.kernels))
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
-        """Another LLM on the same target, whose weights the two share, that speculates in another way."""
-        started, other = time.perf_counter(), copy.copy(self)
-        other._begin(SpeculativeConfig.of(speculative_config), started)
+        """Another LLM on the same target, whose weights the two share, that speculates in another way. Raises UserError
+        where the devices are those of several processes."""
+        if self._peers:
+            raise UserError("several processes run one engine: start them anew with the other speculative_config")
+        started, other, speculative = time.perf_counter(), copy.copy(self), SpeculativeConfig.of(speculative_config)
+        other._placement = placed(self._source, self.config, speculative)
+        if other._placement != self._placement:
+            other.target = laid(self.target, other._placement)
+        other._begin(speculative, started)
         return other
 
     @property
@@ -295,3 +304,10 @@ class LLM:
         folder, self._profile = self._profile, None
         jax.profiler.stop_trace()
         return folder
+
+
+def listed(model: str, config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:
+    """What every process of a job has to be given alike, by name."""
+    drafts = dataclasses.asdict(speculative) if speculative else {}
+    own = {f"speculative_config.{name}": value for name, value in drafts.items()}
+    return {"model": model, **dataclasses.asdict(config), **own, "source code": sources()}

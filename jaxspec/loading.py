@@ -14,15 +14,16 @@ import checkpoints
 from checkpoints import heads
 from checkpoints.reading import told
 from checkpoints.sources import cache_folder
+from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import Found, Reading, flattened
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params, parameters, weight_bytes
-from jaxspec.parallel.placement import Placement, check_divides, divisors
+from jaxspec.parallel.placement import Placement, check_divides, divisors, make_placement
 from jaxspec.platforms import facts
-from pallas_kernels.device import Device
+from pallas_kernels.device import Device, here
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,26 @@ def draft_config(
     """Of the draft that `load_draft` would load, without its weights."""
     reading = read_draft(source, target, target_name, method)
     return checkpoints.load_config(source) if reading is None else reading.config
+
+
+def draft_source(source: checkpoints.Source, speculative: SpeculativeConfig) -> checkpoints.Source:
+    """source: the target's, within which the draft may be."""
+    if not speculative.model:
+        return source
+    return checkpoints.resolve(speculative.model, revision=speculative.revision)
+
+
+def placed(source: checkpoints.Source, config: EngineConfig, speculative: SpeculativeConfig | None) -> Placement:
+    """Where a target of this source lies, and by its axes the draft, as was asked for or is expected to be fastest."""
+    degree, asked = config.tensor_parallel_size, speculative.draft_tensor_parallel_size if speculative else None
+    if speculative is None or not speculative.has_parameters or not (degree > 1 or asked):
+        return make_placement(degree)
+    target, device = checkpoints.load_config(source), here()
+    draft = draft_config(draft_source(source, speculative), target, source.name, speculative.method)
+    dtype = compute_dtype(speculative.dtype or config.dtype, device)
+    size = asked or draft_degree(draft, degree, dtype, device)
+    logger.info("the draft is cut over %d of %d devices", size, degree)
+    return make_placement(degree, draft_size=size)
 
 
 def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -> int:

@@ -11,10 +11,13 @@ from typing import Any
 from jaxspec.errors import UserError
 from jaxspec.options import flag
 
+quiet = False  # in a process whose progress is another's
 
-def say(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr, flush=True)
+
+def say(text: str, *, always: bool = False) -> None:
+    """A line on standard error. always: be it quiet or not."""
+    if always or not quiet:
+        print(text, file=sys.stderr, flush=True)
 
 
 def wanted(progress: bool, use_tqdm: Any) -> bool:

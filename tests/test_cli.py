@@ -104,7 +104,7 @@ def test_convert(capsys, folder, tmp_path):
         (["--presence-penalty", "3"], "presence_penalty=3.0 must lie in [-2, 2]; 0 turns it off"),
         (["--frequency-penalty", "-3"], "frequency_penalty=-3.0 must lie in [-2, 2]"),
         (["-k", "0"], "num_speculative_tokens=0 is below 1"),
-        (["--method", "none", "-k", "3"], "--method none decodes plainly: leave --draft and -k out"),
+        (["--method", "none", "-k", "3"], "--method none decodes plainly: leave --num-speculative-tokens out"),
         (["--model", "org/x", "--method", "draft_model"], "method='draft_model' needs model="),
         (["--method", "ngram", "--draft", "x"], "method='ngram' uses no draft model"),
         (["--model", "./[bold]no such[/bold].gguf"], "./[bold]no such[/bold].gguf does not exist"),

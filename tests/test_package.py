@@ -29,7 +29,7 @@ ARROWS = {
     "checkpoints": "embedded models.config models.families models.parameters models.limits",
     "errors": "",
     # __init__: for types only, public names are loaded on first use
-    "jaxspec": "config outputs sampling_params llm async_llm one_call",
+    "jaxspec": "config outputs sampling_params llm async_llm one_call parallel.hosts",
     "keywords": "",
     "accelerators": "platforms pallas_kernels",
     "chips": "accelerators",
@@ -40,7 +40,7 @@ ARROWS = {
     "outputs": "",
     "detokenizer": "",
     "progress": "options",
-    "parallel": "",
+    "parallel": "options progress",
     "tree_options": "options drafters.methods",
     "config": "options tree_options drafters.methods verify.rules",
     "sampling_params": "options",
@@ -55,10 +55,10 @@ ARROWS = {
     "decode verify.rules",
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
-    "loading": "checkpoints pallas_kernels platforms models drafters engine.setup parallel",
+    "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
     "widened": "checkpoints decode.stored engine.setup models parallel",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
-    "prompts job widened",
+    "prompts job widened decode.stored",
     "async_llm": "config keywords outputs sampling_params engine prompts job llm",
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
@@ -238,8 +238,8 @@ def test_import_is_light():
 def test_public_names():
     assert set(jaxspec.__all__) >= {"LLM", "AsyncLLM", "SamplingParams", "SpeculativeConfig", "EngineConfig"}
     assert set(jaxspec.__all__) >= {"RequestOutput", "CompletionOutput", "SpecDecodeMetrics", "StreamOutput", "Logprob"}
-    assert set(jaxspec.__all__) >= {"generate", "UserError", "__version__"}
-    assert len(jaxspec.__all__) <= 14
+    assert set(jaxspec.__all__) >= {"generate", "join_hosts", "UserError", "__version__"}
+    assert len(jaxspec.__all__) <= 15
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name) is not None
         assert name in dir(jaxspec)

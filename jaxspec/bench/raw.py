@@ -21,6 +21,7 @@ from jaxspec.bench.setup import Setup
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import SpeculativeConfig
 from jaxspec.decode.loop import begin, start_state
+from jaxspec.decode.packing import pack
 from jaxspec.decode.programs import compiler_options
 from jaxspec.decode.round import Scores, history_of, propose, score, verify
 from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
@@ -100,13 +101,13 @@ class Raw:
         return self.launching(dataclasses.replace(self.config(0), target=drafter.model), 0, draft_alone=True)
 
     def launching(self, config: DecodeConfig, k: int, *, draft_alone: bool = False) -> Call:
-        engine, inputs = self.engine, self.inputs(k)
+        engine, packed = self.engine, pack((self.inputs(k),))
 
         def call() -> Any:
             params, cache = engine.runner.params, engine.runner.cache
             if draft_alone:
                 params, cache = {"target": params["draft"]}, PagedKVCache(cache.draft)
-            new, result = engine.runner.programs.run("launch", config, params, cache, inputs)
+            new, result = engine.runner.programs.run("launch", config, params, cache, packed)
             engine.runner.cache = PagedKVCache(engine.runner.cache.target, new.target) if draft_alone else new
             return result
 
@@ -137,7 +138,7 @@ class Raw:
         def call() -> Any:
             for chunk in chunks:
                 engine.runner.cache, _ = engine.runner.programs.run(
-                    "prefill", config, engine.runner.params, engine.runner.cache, chunk
+                    "prefill", config, engine.runner.params, engine.runner.cache, pack((chunk,))
                 )
             return engine.runner.cache
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from jaxspec.errors import UserError
 from jaxspec.platforms import PLATFORMS, facts
 
@@ -18,6 +22,13 @@ def num_pages(memory_bytes: int, *page_bytes: int) -> int:
             f"{sum(page_bytes) / 1e6:.1f} MB: raise memory_utilization or take a smaller model"
         )
     return pages
+
+
+def least_of_all(number: int) -> int:
+    """Of what all processes give here; their caches have to be one."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
 def memory(device: Any) -> dict[str, int] | None:

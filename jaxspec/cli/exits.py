@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from jaxspec.errors import UserError
+from jaxspec.errors import Terminated, UserError
 from jaxspec.parallel.absent import other_platforms
 from jaxspec.progress import say
 
@@ -32,10 +32,6 @@ USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, which typer does 
 NO_ROOM = "RESOURCE_EXHAUSTED"  # what XLA says where memory is short
 OUR_FAULT = "not your input's fault: please report it with the traceback above"
 LESS = "ask for less at a time: a smaller model, fewer rows, a shorter context or fewer drafts"
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as an interrupt does."""
 
 
 def status(run: Callable[[], Any]) -> int:
@@ -93,7 +89,7 @@ def keeping(what: Callable[[], str]) -> Iterator[None]:
 
 def tell(line: str) -> None:
     line = " ".join(line.split())
-    say("jaxspec: " + (line if len(line) <= LONGEST else line[:LONGEST] + " ..."))
+    say("jaxspec: " + (line if len(line) <= LONGEST else line[:LONGEST] + " ..."), always=True)
 
 
 def usage(error: Any) -> str:

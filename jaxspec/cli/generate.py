@@ -13,8 +13,8 @@ import typer
 
 from jaxspec import embedded
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.shared import MODEL_HELP, AsJson
-from jaxspec.config import SpeculativeConfig
+from jaxspec.cli.shared import MODEL_HELP, AsJson, HostOptions, join
+from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.errors import UserError
 from jaxspec.progress import say
@@ -32,6 +32,7 @@ SAMPLING = (
     *("max_tokens", "temperature", "seed", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "n", "min_tokens", "stop", "logprobs"),
 )
+DRAFTED = ("num_speculative_tokens", "draft_tensor_parallel_size")
 OWN = {
     "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens"), default=None),
     "max_tokens": Own(default=128),
@@ -51,22 +52,26 @@ def generate(
     method: Annotated[
         Method | None, typer.Option(help="Default: draft_model with --draft, both with the embedded pair, else ngram.")
     ] = None,
-    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, ("num_speculative_tokens",), OWN)],
+    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, DRAFTED, OWN)],
     sampling: Annotated[dict[str, Any], Fields(SamplingParams, SAMPLING, OWN)],
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put in the template.")] = False,
     as_json: AsJson = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is complete.")] = False,
+    engine: Annotated[dict[str, Any], Fields(EngineConfig, ("tensor_parallel_size",), OWN)],
+    hosts: HostOptions,
 ) -> None:
     """Complete prompts. One prompt streams to the terminal."""
     # Options are checked before the model is loaded.
-    speculative = speculation(model, method, draft, drafts.get("num_speculative_tokens"))
+    speculative = speculation(model, method, draft, drafts)
     if "logprobs" in sampling and not as_json:
         raise UserError(f"--logprobs {sampling['logprobs']} is shown in the JSON document only: add --json")
     params = SamplingParams(**sampling)
+    options = EngineConfig(max_num_seqs=min(len(prompts) * params.n, 16), **engine)
+    join(hosts)
     from jaxspec.llm import LLM
 
     say(f"loading {model} ...")
-    llm = LLM(model, speculative_config=speculative, max_num_seqs=min(len(prompts) * params.n, 16))
+    llm = LLM(model, speculative_config=speculative, **dataclasses.asdict(options))
     inputs: list[Any] = [llm.render_chat([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)
     if len(prompts) * params.n == 1 and not (as_json or no_stream):
         failed = stream(llm, inputs[0], params)
@@ -101,20 +106,22 @@ def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
             yield f"[{'.'.join(map(str, places))}] " if places else "", completion.text
 
 
-def speculation(model: str, method: Method | None, draft: str | None, k: int | None) -> SpeculativeConfig | None:
-    """The speculation that --method, --draft and -k ask for. Where they ask for nothing: prompt lookup, and a trained
-    draft too where the model has one."""
+def speculation(
+    model: str, method: Method | None, draft: str | None, others: dict[str, Any]
+) -> SpeculativeConfig | None:
+    """The speculation that --method, --draft and the other options of DRAFTED ask for. Where they ask for nothing:
+    prompt lookup, and a trained draft too where the model has one."""
     from checkpoints.sources import DRAFTS
 
     if method == "none":
-        if draft is not None or k is not None:
-            raise UserError("--method none decodes plainly: leave --draft and -k out")
+        if draft is not None or others:
+            given = ["--draft"] * (draft is not None) + ["--" + name.replace("_", "-") for name in others]
+            raise UserError(f"--method none decodes plainly: leave {' and '.join(given)} out")
         return None
     needs_draft = method is None or methods.METHODS[methods.split(str(method))[1]].parameters is not None
     if draft is None and needs_draft and model in DRAFTS:
         draft, method = DRAFTS[model], method or Method("ngram+draft_model")
-    chosen: dict[str, Any] = {} if k is None else {"num_speculative_tokens": k}
-    return SpeculativeConfig(method=None if method is None else str(method), model=draft, **chosen)
+    return SpeculativeConfig(method=None if method is None else str(method), model=draft, **others)
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams) -> str | None:

@@ -14,8 +14,8 @@ import typer
 
 from jaxspec.cli.exits import STOPPED
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.generate import Method, speculation
-from jaxspec.cli.shared import MODEL_HELP
+from jaxspec.cli.generate import DRAFTED, Method, speculation
+from jaxspec.cli.shared import MODEL_HELP, HostOptions, join
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.errors import UserError
 from jaxspec.progress import say
@@ -47,24 +47,26 @@ def serve(
     method: Annotated[
         Method | None, typer.Option(help="Default: draft_model with --draft, both with the embedded pair, else ngram.")
     ] = None,
-    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, ("num_speculative_tokens",), OWN)],
+    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, DRAFTED, OWN)],
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="All of speculation's options as an object, as in vLLM.")
     ] = None,
     server: Annotated[dict[str, Any], Fields(ServerConfig, SERVER, OWN)],
     engine: Annotated[dict[str, Any], Fields(EngineConfig, ENGINE, OWN)],
+    hosts: HostOptions,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
     # Options, and the socket, are checked before the model is loaded.
-    speculative = speculation_of(speculative_config, model, method, draft, drafts.get("num_speculative_tokens"))
+    speculative = speculation_of(speculative_config, model, method, draft, drafts)
     config, options = ServerConfig(**{"api_key": os.environ.get(API_KEY) or None} | server), EngineConfig(**engine)
     with extra("serve"):
         from jaxspec.server import run
-    with run.bound(config) as listening:
+    with run.bound(config) if join(hosts) else contextlib.nullcontext() as listening:
         from jaxspec.async_llm import AsyncLLM
 
         say(f"loading {model} ...")
         llm = AsyncLLM(model, speculative_config=speculative, **dataclasses.asdict(options))
+        assert listening is not None  # else this process has done what another decided, and has ended
         host, port, *_ = listening.getsockname()
         if config.host not in LOOPBACK and not config.api_key:
             say(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
@@ -77,13 +79,15 @@ def serve(
 
 
 def speculation_of(
-    text: str | None, model: str, method: Method | None, draft: str | None, k: int | None
+    text: str | None, model: str, method: Method | None, draft: str | None, others: dict[str, Any]
 ) -> SpeculativeConfig | None:
     """What --speculative-config says, or the other options."""
     if text is None:
-        return speculation(model, method, draft, k)
-    if (method, draft, k) != (None, None, None):
-        raise UserError("--speculative-config says all of speculation: leave --draft, --method and -k out")
+        return speculation(model, method, draft, others)
+    if (method, draft, others) != (None, None, {}):
+        given = {"method": method, "draft": draft, **others}
+        listed = " and ".join("--" + name.replace("_", "-") for name, value in given.items() if value is not None)
+        raise UserError(f"--speculative-config says all of speculation: leave {listed} out")
     try:
         found = json.loads(text)
     except ValueError as error:

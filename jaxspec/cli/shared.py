@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+import os
+import sys
+from typing import Annotated, Any
 
 import typer
 
-from jaxspec.cli.fields import sentences
+from jaxspec import progress
+from jaxspec.cli.fields import Fields, sentences
 from jaxspec.config import EngineConfig
+from jaxspec.parallel import hosts
+from jaxspec.parallel.hosts import Hosts
 
 MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
 DTYPE_HELP = sentences(EngineConfig)["dtype"]
 
 Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+HostOptions = Annotated[dict[str, Any], Fields(Hosts, tuple(field.name for field in dataclasses.fields(Hosts)))]
+
+
+def join(given: dict[str, Any]) -> bool:
+    """Makes the command's process one of several, where it is -> whether it is the one that serves and prints."""
+    if hosts.join(Hosts(**given)):
+        # What libraries for collectives say on standard output is not the command's result.
+        own = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding)
+    found = hosts.peers()
+    leads = found is None or found.rank == 0
+    progress.quiet = not leads
+    return leads

@@ -52,9 +52,9 @@ class Programs:
     compile_seconds: float = 0.0
     compiled: dict[Any, Future] = dataclasses.field(default_factory=dict)  # which threads share
 
-    def run(self, name: str, config: Any, params: Any, cache: Any, *arrays: Any) -> Any:
-        """Calls the program `name` with pytrees of small numpy arrays -> (cache, the rest, packed on the device)."""
-        packed = pack(arrays)  # numpy: the call itself sends it
+    def run(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Any:
+        """Calls the program `name` with packed numpy arrays, which the call itself sends -> (cache, the rest, packed on
+        the device)."""
         started = time.perf_counter()
         program, waited = self.compile(name, config, params, cache, packed)
         if waited:
@@ -84,7 +84,8 @@ class Programs:
                 del self.compiled[key]
 
     def make(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[..., Any]:
-        placed = jax.device_put(packed, self.placement.sharding())
+        words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=self.placement.sharding())
+        placed = dataclasses.replace(packed, words=words)
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
             with contextlib.suppress(ValueError, NotImplementedError):  # jax does not export all that it compiles
                 return from_disk(self.folder, kept, name, config, params, cache, placed)

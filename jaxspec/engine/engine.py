@@ -10,13 +10,14 @@ import numpy as np
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
 from jaxspec.decode.state import LaunchResult
-from jaxspec.engine import arrivals, batch, results, runner, setup
+from jaxspec.engine import arrivals, batch, results, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
+from jaxspec.engine.plans import Plan
 from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster
-from jaxspec.engine.runner import Plan, Runner
+from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
@@ -205,7 +206,7 @@ class Engine:
         if not all(r.pages for r in requests):  # the caches were lost
             return
         with self.timed("decode_seconds") as watch:
-            result = runner.fetch(self.runner.start(plan))
+            result = self.runner.fetch(self.runner.start(plan))
         rounds, tokens = int(result.num_rounds), int(np.sum(result.num_new))
         self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=reading)
         self.absorb(requests, result)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxspec.engine import batch, results, runner
+from jaxspec.engine import batch, results
 from jaxspec.engine.catalogue import Open
+from jaxspec.engine.plans import NOTHING, Plan
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster
-from jaxspec.engine.runner import NOTHING, Plan
 
 Timed = Callable[[str], AbstractContextManager[Any]]
 
@@ -51,7 +51,7 @@ class Prefilling:
         taking_part = list(dict.fromkeys(request for request, *_ in rows))
         shape, variant = self.catalogue.prefill("prefill", self.shape, batch.prefill_variant(taking_part))
         started = self.queue(taking_part, Plan("prefill", (self.chunk(rows, shape, row_pages),), variant=variant))
-        scores = None if variant.logprobs is None else runner.fetch(started)
+        scores = None if variant.logprobs is None else self.roster.runner.fetch(started)
         for row, (request, _, length) in enumerate(rows):
             with self.roster.blame([request], device=False):
                 results.absorb_chunk(request, row, length, scores, self.lag)
@@ -85,7 +85,7 @@ class Prefilling:
         while self.queued:
             requests, started = self.queued.pop(0)
             with self.roster.blame(requests), self.timed("prefill_seconds"):
-                runner.wait(started)
+                self.roster.runner.wait(started)
             now = time.perf_counter()
             for request in requests:
                 if request.prefilled:

@@ -1,47 +1,36 @@
 """The device side of an engine: parameters, caches, programs. It runs what the engine planned; it knows no request.
 
-A plan is small and holds no device array, so that several processes can execute the same one.
+Of several processes that of rank 0 has the engine, and tells its plans to the others' runners before it runs them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 from jax.profiler import TraceAnnotation
 
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.decode import wire
 from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.programs import Programs
-from jaxspec.decode.state import DecodeConfig, Variant
+from jaxspec.decode.state import DecodeConfig
 from jaxspec.engine import setup
+from jaxspec.engine.plans import Plan
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import Params, parameters
 from jaxspec.models.storage import stored_for
+from jaxspec.parallel.peers import Peers
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
 
-NOTHING = Variant()
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """One run of a device program.
-
-    program: a name in decode.programs.FUNCTIONS.
-    k: drafts a round of a launch.
-    variant: the code paths that its rows need.
-    arrays: its arguments next to parameters and caches, pytrees of numpy arrays.
-    """
-
-    program: Literal["launch", "prefill", "catch_up", "copy_pages"]
-    arrays: tuple[Any, ...]
-    k: int = 0
-    variant: Variant = NOTHING
+RENEW = Plan("renew")
 
 
 def fetch(result: Packed) -> Any:
@@ -72,7 +61,9 @@ def lent(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[s
 
 
 class Runner:
-    """models: "target" and, for a method that has one, "draft"."""
+    """models: "target" and, for a method that has one, "draft". peers: the processes that run what this one does."""
+
+    peers: Peers | None = None
 
     def __init__(
         self,
@@ -109,11 +100,36 @@ class Runner:
 
     def start(self, plan: Plan) -> Packed:
         """Has the device run a plan behind what it was told before -> what comes back: `fetch` waits for it."""
-        with TraceAnnotation(plan.program):
-            self.cache, result = self.programs.run(
-                plan.program, self.config(plan), self.params, self.cache, *plan.arrays
-            )
+        packed = plan.arrays if isinstance(plan.arrays, Packed) else pack(plan.arrays)
+        with TraceAnnotation(plan.program), self.together():
+            self.tell(plan, packed)
+            config = self.config(plan)
+            self.cache, result = self.programs.run(plan.program, config, self.params, self.cache, packed)
         return result
+
+    def fetch(self, result: Packed) -> Any:
+        with self.together():
+            return fetch(result)
+
+    def wait(self, result: Packed) -> None:
+        with self.together():
+            wait(result)
+
+    def tell(self, plan: Plan, packed: Packed) -> None:
+        if self.peers is not None:
+            self.peers.tell(wire.to_bytes(plan.program, plan.k, plan.variant, packed))
+
+    def together(self) -> AbstractContextManager[None]:
+        """What a device does is done by those of all processes, and what fails on one fails for all."""
+        return contextlib.nullcontext() if self.peers is None else self.peers.together()
+
+    def execute(self, told: bytes) -> None:
+        """Does what another process does, too."""
+        program, k, variant, packed = wire.from_bytes(told)
+        if program == RENEW.program:
+            self.renew()
+        else:
+            self.start(Plan(program, packed, k, variant))  # type: ignore[arg-type]
 
     def compile(self, plan: Plan) -> None:
         """Makes the plan's program, and runs nothing."""
@@ -137,6 +153,7 @@ class Runner:
 
     def renew(self) -> None:
         """Empty caches in place of what is there."""
+        self.tell(RENEW, pack(()))
         for leaf in jax.tree.leaves(self.cache):
             if not leaf.is_deleted():
                 leaf.delete()  # before new pages take the same space

@@ -103,7 +103,7 @@ def page_layouts(
         memory = budget.free_memory(places["target"].first_device, config.memory_utilization, temporary)
         # Beyond what all rows can use, prefix reuse takes as much again.
         most = config.max_num_seqs * -(-(longest + 64) // page_size) * (2 if config.enable_prefix_caching else 1)
-        pages = min(budget.num_pages(memory, *page_bytes), most)
+        pages = budget.least_of_all(min(budget.num_pages(memory, *page_bytes), most))
     return {name: layout(model, pages) for name, model in models.items()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.engine import batch
 from jaxspec.engine.catalogue import Closed, Launch, Prefill
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.runner import Plan
+from jaxspec.engine.plans import Plan
 
 
 def warm_up(engine: Engine, report: Callable[[int, int, str], None] = lambda done, total, name: None) -> None:

@@ -40,7 +40,8 @@ class Placement:
 
     @property
     def first_device(self) -> Any:
-        return self.mesh.devices.flat[0]
+        """Of this process."""
+        return self.mesh.local_devices[0]
 
     @property
     def draft(self) -> Placement:
@@ -84,8 +85,8 @@ class Placement:
 def make_placement(
     tensor_parallel_size: int = 1, devices: Sequence[Any] | None = None, *, draft_size: int | None = None
 ) -> Placement:
-    """A target over the first devices, whose draft (`Placement.draft`) is cut into draft_size parts, as many by
-    default.
+    """A target over the first devices, of several processes as many of each, whose draft (`Placement.draft`) is cut
+    into draft_size parts, as many by default.
 
     Raises: UserError when there are fewer devices than asked for, or draft_size does not divide them.
     """
@@ -99,8 +100,25 @@ def make_placement(
         raise UserError(
             f"draft_tensor_parallel_size={draft_size} does not divide tensor_parallel_size={size}: use one of {able}"
         )
-    grid = np.array(devices[:size]).reshape(draft_size, size // draft_size)
+    # The parts of a draft lie side by side, within a process where they can.
+    grid = np.array(shared(devices, size)).reshape(size // draft_size, draft_size).T
     return Placement(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2))
+
+
+def shared(devices: Sequence[Any], size: int) -> list[Any]:
+    """So many of them, of each process as many. Raises UserError where that is not possible."""
+    of: dict[int, list[Any]] = {}
+    for device in devices:
+        of.setdefault(device.process_index, []).append(device)
+    each = size // len(of)
+    if size % len(of) or each > min(map(len, of.values())):
+        most = min(map(len, of.values()))
+        able = ", ".join(str(n * len(of)) for n in range(1, most + 1))
+        raise UserError(
+            f"tensor_parallel_size={size} cannot be shared evenly by {len(of)} processes with {most} devices: use one "
+            f"of {able}"
+        )
+    return [device for mine in of.values() for device in mine[:each]]
 
 
 def absent(size: int) -> Placement:

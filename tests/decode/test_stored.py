@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.decode import programs, stored
 from jaxspec.engine import batch
-from jaxspec.engine.runner import Plan
+from jaxspec.engine.plans import Plan
 from jaxspec.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.lively_models import OPTIONS, PROMPTS, noisy, plain, serve, target, texts

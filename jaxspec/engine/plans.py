@@ -1,0 +1,27 @@
+"""What the engine decides on: one run of a device program."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxspec.decode.packing import Packed
+from jaxspec.decode.state import Variant
+
+NOTHING = Variant()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """It is small and holds no device array, so that several processes can execute the same one.
+
+    program: a name in decode.programs.FUNCTIONS; "renew": empty caches instead.
+    arrays: its arguments next to parameters and caches, pytrees of numpy arrays, or packed already.
+    k: drafts a round of a launch.
+    variant: the code paths that its rows need.
+    """
+
+    program: Literal["launch", "prefill", "catch_up", "copy_pages", "renew"]
+    arrays: tuple[Any, ...] | Packed = ()
+    k: int = 0
+    variant: Variant = NOTHING

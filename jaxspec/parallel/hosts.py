@@ -1,0 +1,277 @@
+"""Several machines as one: a process on each, which JAX makes one of. Process 0 takes requests and decides; the others
+run the same programs on their devices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxspec.errors import UserError
+from jaxspec.options import number, options, whole
+from jaxspec.parallel.peers import Peers, connection, difference
+
+logger = logging.getLogger(__name__)
+
+MOST_PROCESSES = 4096
+LARGEST_HELLO = 1 << 16  # bytes
+RETRY = 0.2  # seconds
+
+
+@options
+class Hosts:
+    """Which process of a job this one is.
+
+    Args:
+      coordinator: HOST:PORT at which process 0 can be reached. On Cloud TPU and Slurm none of these options is needed.
+      num_processes: How many processes there are, one a host.
+      process_id: This one's number, from 0.
+      join_timeout: Seconds that the others may take to come.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    join_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        which = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
+        if missing := [name for name, value in which.items() if value is None]:
+            if len(missing) < len(which):
+                raise UserError(f"{missing[0]} is missing: give all of {', '.join(which)}, or none")
+        else:
+            address(self.coordinator)
+            count = whole("num_processes", self.num_processes, 1, MOST_PROCESSES)
+            whole("process_id", self.process_id, 0, count - 1, hint=f": there are num_processes={count}, from 0")
+        if not 0 < number("join_timeout", self.join_timeout) <= 1e6:
+            raise UserError(f"join_timeout={self.join_timeout} must lie in (0, 1e6], in seconds")
+
+
+_peers: Peers | None = None  # this process's; JAX, too, can be told only once
+
+
+def peers() -> Peers | None:
+    """The other processes of this one's job; None where it is alone.
+
+    Raises: UserError where JAX was told of others and jaxspec was not.
+    """
+    import jax
+
+    if _peers is None and jax.distributed.is_initialized() and jax.process_count() > 1:
+        raise UserError(
+            f"jax.distributed was initialised for {jax.process_count()} processes: call jaxspec.join_hosts() in its "
+            "place, which does so too"
+        )
+    return _peers
+
+
+@contextlib.contextmanager
+def together(values: Mapping[str, Any]) -> Iterator[Peers | None]:
+    """What all processes of the job do, each with these values, and nobody goes on alone; yields the others. Raises
+    UserError, in a process that has others, where they run a model already."""
+    found = peers()
+    if found is None:
+        yield None
+        return
+    found.take()
+    found.agree(values)
+    with found.together():
+        yield found
+
+
+def join_hosts(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    join_timeout: float = 300.0,
+) -> None:
+    """Makes this process one of a job's, in place of `jax.distributed.initialize`: call it before anything uses a
+    device. Then `LLM(...)`, the same in each, gives a model over the devices of all to process 0; in the others it does
+    what that one decides, until that one ends, and ends the process.
+
+    coordinator ("HOST:PORT" at process 0), num_processes, process_id: on Cloud TPU and Slurm they are found out, and
+    where there are no others nothing is done. join_timeout: seconds that the others may take to come.
+
+    Raises: UserError where the others do not come or are of another version, or what is missing was not found out.
+    """
+    wanted = Hosts(
+        coordinator=coordinator, num_processes=num_processes, process_id=process_id, join_timeout=join_timeout
+    )
+    if not join(wanted):
+        raise UserError("nothing here tells of other processes: give coordinator, num_processes and process_id")
+
+
+def join(hosts: Hosts) -> bool:
+    """Whether this process was told, or found out, which it is of how many."""
+    global _peers
+    local_ids = None
+    if hosts.coordinator is None:
+        if (found := surroundings(hosts.join_timeout)) is None:
+            return False
+        where, count, rank, local_ids = found
+    else:
+        assert hosts.num_processes is not None
+        assert hosts.process_id is not None
+        where, count, rank = hosts.coordinator, hosts.num_processes, hosts.process_id
+    if _peers is not None:
+        raise UserError("this process has joined its job already: join once")
+    if count == 1:
+        return True
+    meet = gather if rank == 0 else visit
+    port, connections = meet(where, count, rank, hosts.join_timeout, versions())
+    found_peers = Peers(rank, connections)
+    with found_peers.together():
+        start(f"{where.rpartition(':')[0]}:{port}", count, rank, local_ids)
+    _peers = found_peers
+    return True
+
+
+def start(where: str, count: int, rank: int, local_ids: Any) -> None:
+    import jax
+
+    # It would take SIGTERM for itself, and tell of a preemption that nobody waits for.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        where, count, rank, local_device_ids=local_ids, cluster_detection_method="deactivate", initialization_timeout=60
+    )
+
+
+def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
+    """(HOST:PORT of process 0, how many, which, ids of its devices or None), as Cloud TPU, Slurm and the like tell;
+    None where nothing does, or this process is alone."""
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(timeout))
+    except Exception as error:  # a machine that looks like one of several, and has nobody who could tell
+        logger.info("who else is here could not be found out: %r", error)
+        return None
+    where, count, rank, local_ids = found
+    if where is None or count is None or rank is None or count == 1:
+        return None
+    return where, count, rank, local_ids
+
+
+def versions() -> dict[str, str]:
+    """What all processes must have the same of."""
+    return {name: metadata.version(name) for name in ("jaxspec", "jax", "jaxlib")}
+
+
+def address(text: Any) -> tuple[str, int]:
+    """ "HOST:PORT" -> both. Raises UserError for what is none."""
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UserError(f"coordinator={text!r:.80} must be HOST:PORT, such as 10.0.0.1:8476")
+    return host.strip("[]"), int(port)
+
+
+def gather(
+    where: str, count: int, rank: int, timeout: float, mine: Mapping[str, str]
+) -> tuple[int, dict[int, Connection]]:
+    """Process 0 waits for the others, and looks whether they belong here -> (port for JAX, by process the way to it).
+    Raises UserError, in all of them, where one does not, or does not come."""
+    host, port = address(where)
+    found: dict[int, Connection] = {}
+    mine = {**mine, "num_processes": str(count)}
+
+    def refuse(line: str) -> UserError:
+        for other in found.values():
+            answer(other, {"refused": line})
+        return UserError(line)
+
+    try:
+        server = socket.create_server((host, port), family=family(host), backlog=count)
+    except OSError as error:
+        raise UserError(
+            f"process 0 cannot listen at {where} ({error}): give its own address, and a free port"
+        ) from None
+    with server:
+        until = time.monotonic() + timeout
+        while len(found) < count - 1:
+            server.settimeout(max(until - time.monotonic(), 1e-3))
+            try:
+                sock, _ = server.accept()
+            except TimeoutError:
+                missing = next(i for i in range(1, count) if i not in found)
+                raise refuse(
+                    f"process {missing} did not come to {where} within {timeout:g} seconds: start all, or raise "
+                    "join_timeout"
+                ) from None
+            other = connection(sock)
+            hello = heard(other)
+            if not isinstance(hello, dict) or not isinstance(hello.get("process_id"), int):  # some other program
+                other.close()
+                continue
+            their_rank = hello.pop("process_id")
+            twice = their_rank in found or not 0 < their_rank < count
+            line = difference(mine, hello, their_rank)
+            found[-1 if twice else their_rank] = other
+            if line or twice:
+                raise refuse(line or f"two processes have process_id={their_rank}: give each its own")
+    with socket.create_server((host, 0), family=family(host)) as free:
+        number = free.getsockname()[1]
+    for other in found.values():
+        answer(other, {"port": number})
+    return number, found
+
+
+def visit(
+    where: str, count: int, rank: int, timeout: float, mine: Mapping[str, str]
+) -> tuple[int, dict[int, Connection]]:
+    """As `gather`, for another process than 0."""
+    until, reason = time.monotonic() + timeout, "no answer"
+    while True:
+        try:
+            sock = socket.create_connection(address(where), timeout=max(until - time.monotonic(), 1e-3))
+            break
+        except OSError as error:  # it is not there yet, nor perhaps its name
+            reason = str(error)
+        if time.monotonic() + RETRY > until:
+            raise UserError(
+                f"process 0 did not answer at {where} within {timeout:g} seconds ({reason}): start it, or raise "
+                "join_timeout"
+            )
+        time.sleep(RETRY)
+    found = connection(sock)
+    answer(found, {**mine, "num_processes": str(count), "process_id": rank})
+    told = heard(found, until - time.monotonic() + timeout)  # it may wait for others
+    if not isinstance(told, dict):
+        raise UserError(f"process 0 at {where} went away before all were there: see what it says")
+    if "refused" in told:
+        raise UserError(str(told["refused"]))
+    return int(told["port"]), {0: found}
+
+
+def family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def answer(other: Connection, said: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        other.send_bytes(json.dumps(said).encode())
+
+
+def heard(other: Connection, patience: float = 5.0) -> Any:
+    """One frame of JSON; None where there is none in time, or it is no such thing."""
+    try:
+        set_patience(other, max(patience, 1.0))
+        found = json.loads(other.recv_bytes(LARGEST_HELLO))
+        set_patience(other, 0)
+        return found
+    except (OSError, EOFError, ValueError):
+        return None
+
+
+def set_patience(other: Connection, seconds: float) -> None:
+    """How long it may take until something comes; 0: any time."""
+    with socket.socket(fileno=os.dup(other.fileno())) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
