@@ -27,6 +27,7 @@ from jaxspec.models.parameters import Parameter
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
 FINGERPRINT = "tokenizer.sha256"
+CHUNK = 1 << 22  # bytes that are read at a time: a device that needs a part of an array reads no more than that
 
 
 def save(
@@ -106,7 +107,10 @@ def stored_dtype(folder: Path) -> str:
 def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
     import orbax.checkpoint.experimental.v1 as ocp
 
-    ocp.save(path, dict(arrays))
+    options = ocp.options.ArrayOptions
+    saving = options.Saving(storage_options=options.Saving.StorageOptions(chunk_byte_size=CHUNK))
+    with ocp.Context(array_options=options(saving=saving)):
+        ocp.save(path, dict(arrays))
 
 
 def stored_arrays(path: Path) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def write_model(
     seed: int = 0,
     layers: int = 2,
     width: int = 32,
+    kv_heads: int = 2,
     vocab_size: int = 320,
     rope_theta: float = 10000.0,
     chat: bool = True,
@@ -52,7 +53,7 @@ def write_model(
 ) -> Path:
     """A random Llama of `layers` layers. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    mlp, heads, kv_heads, head_dim = 48, 4, 2, 8
+    mlp, heads, head_dim = 48, 4, 8
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

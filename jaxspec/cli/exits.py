@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import typer
 
 from jaxspec.errors import Terminated, UserError
+from jaxspec.parallel import hosts
 from jaxspec.parallel.absent import other_platforms
 from jaxspec.progress import say
 
@@ -71,6 +72,7 @@ def leave(code: int, *, at_once: bool) -> NoReturn:
     """Ends the process. Where it did not end well, at once: threads of the compiler that are still at work crash in a
     Python that is being taken down, and those of orbax wait ten minutes for what will not come."""
     if at_once and code:
+        hosts.leave(code)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

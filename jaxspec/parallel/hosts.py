@@ -73,6 +73,12 @@ def peers() -> Peers | None:
     return _peers
 
 
+def leave(status: int) -> None:
+    """Before a process that may have others ends at once: they are told, and it ends here."""
+    if _peers is not None:
+        _peers.end(f"process {_peers.rank} ended with status {status}", status, said=True)
+
+
 @contextlib.contextmanager
 def together(values: Mapping[str, Any]) -> Iterator[Peers | None]:
     """What all processes of the job do, each with these values, and nobody goes on alone; yields the others. Raises

@@ -121,22 +121,23 @@ class Peers:
 
     def fail(self, error: BaseException) -> NoReturn:
         time.sleep(PATIENCE)  # where another was lost this is what came of it, and what ends all is that
-        if isinstance(error, KeyboardInterrupt):
-            self.end(f"process {self.rank} was interrupted", 143 if isinstance(error, Terminated) else 130)
-        if isinstance(error, UserError | OSError):
-            self.end(f"process {self.rank}: {error}", 2)
-        traceback.print_exception(error)
-        self.end(f"process {self.rank}: {type(error).__name__}: {error}", 1)
+        said = "was interrupted" if isinstance(error, KeyboardInterrupt) else None
+        if said is None and not isinstance(error, UserError | OSError) and not self.ending.locked():
+            traceback.print_exception(error)
+            said = f"failed: {type(error).__name__}: {error}"
+        self.end(f"process {self.rank} {said}" if said else f"process {self.rank}: {error}", status_of(error))
 
-    def end(self, line: str, status: int) -> NoReturn:
-        """Ends this process, and the others. At once: what runs on a device without all of them has no end."""
+    def end(self, line: str, status: int, *, said: bool = False) -> NoReturn:
+        """Ends this process, and the others. At once: what runs on a device without all of them has no end. said: this
+        process has said why."""
         if not self.ending.acquire(blocking=False):
             threading.Event().wait()  # another thread is about to end it
         line = " ".join(line.split())
         for other in self.connections:
             with contextlib.suppress(OSError):
                 self.send(other, FAILED + json.dumps([line, status]).encode())
-        say(f"jaxspec: {line}: all processes end", always=True)
+        if not said:
+            say(f"jaxspec: {line}: all processes end", always=True)
         if self.rank == 0:  # jax's service is in this process: the others would tell of its end, at length
             until = time.monotonic() + 2 * PATIENCE
             for event in self.gone.values():
@@ -175,6 +176,12 @@ class Peers:
             self.gone[other].set()
             if not self.done:
                 self.end(f"process {other} was lost", 1)
+
+
+def status_of(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 143 if isinstance(error, Terminated) else 130
+    return 2 if isinstance(error, UserError | OSError) else 1
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], other: int) -> str | None:

@@ -144,8 +144,9 @@ def check_divides(sizes: Mapping[str, int], degree: int, *, of_draft: bool = Fal
     for name, size in sizes.items():
         if size % degree:
             option = "draft_tensor_parallel_size" if of_draft else "tensor_parallel_size"
-            able = ", ".join(str(d) for d in divisors(math.gcd(*sizes.values())) if degree % d == 0)
-            raise UserError(f"{option}={degree} does not divide {name}={size}: use one of {able}")
+            # A draft's divides the target's, too: what divides its own does.
+            able = [d for d in divisors(math.gcd(*sizes.values())) if degree % d == 0 or not of_draft]
+            raise UserError(f"{option}={degree} does not divide {name}={size}: use one of {', '.join(map(str, able))}")
 
 
 def device_name() -> str:
