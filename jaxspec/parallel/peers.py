@@ -83,12 +83,13 @@ class Peers:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
-        if threading.current_thread() is threading.main_thread():
-            for kind in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(kind, stop)
+        main = threading.current_thread() is threading.main_thread()
+        before = {kind: signal.signal(kind, stop) for kind in (signal.SIGINT, signal.SIGTERM) if main}
         with self.together():
             while (frame := self.inbox[0].get())[:1] == PLAN:
                 execute(frame[1:])
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
     def finish(self) -> None:
         """Process 0 is done, and the others may leave."""

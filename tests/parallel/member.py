@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 import checkpoints
 from checkpoints import gguf, safetensors
-from jaxspec import LLM, SamplingParams, join_hosts
+from jaxspec import LLM, SamplingParams, UserError, join_hosts
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.placement import make_placement
 
@@ -78,6 +79,14 @@ def bytes_read(path: str, count: int) -> dict[str, Any]:
     return {"read": read[0], "held": sum(shard.data.nbytes for shard in shards), "whole": whole}
 
 
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    raise AssertionError("it was done")
+
+
 def by_system() -> int:
     with open("/proc/self/io", encoding="ascii") as file:
         return int(file.readline().split()[1])
@@ -90,4 +99,6 @@ if __name__ == "__main__":
         print(json.dumps(bytes_read(given[0], int(count))))
     else:
         options = OPTIONS | json.loads(given[1])
-        print(json.dumps(serve(LLM(given[0], tensor_parallel_size=len(jax.devices()), **options))))
+        llm = LLM(given[0], tensor_parallel_size=len(jax.devices()), **options)
+        again = [lambda: llm.speculating(None), lambda: LLM(given[0], **options), lambda: join_hosts(where, 2, 0)]
+        print(json.dumps(serve(llm) | {"refused": list(map(refusal, again))}))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 
 import checkpoints
@@ -123,6 +124,11 @@ def test_the_same_tokens(folder, name):
     assert seen["preemptions"] > 0
     assert seen["pages"] == member.OPTIONS["num_pages"]
     assert seen["accepted"] > 0
+    assert seen["refused"] == [
+        "several processes run one engine: start them anew with the other speculative_config",
+        "these processes run a model already: one LLM is made in a job of several processes",
+        "this process has joined its job already: join once",
+    ]
     for _, out, _ in ended[1:]:
         assert "{" not in out, "it is for process 0 to go on with the script"
 
@@ -167,6 +173,29 @@ def test_one_that_ends_ends_all(folder, count, number, rank, line, status):
         assert code == status
         assert "Traceback" not in err
         assert "F0000" not in err
+
+
+@pytest.mark.thorough
+def test_a_server(folder):
+    """Process 0 has it. Told to end, be it by way of another process, it answers what it has, and all end well."""
+    own = ["--port", "0", "--no-warm-up", "--max-num-seqs", "2", "--num-pages", "64"]
+    words = commands(folder, own, own, words=("serve", str(folder / "target"), "--method", "ngram"))
+    for line in words:
+        del line[line.index("--model") : line.index("--model") + 2]
+    with job(words) as found:
+        url = next(line for line in found.processes[0].stderr if line.startswith("serving ")).split()[-1]
+        client = openai.OpenAI(base_url=url, api_key="none")
+        ask = lambda tokens: client.completions.create(
+            model=str(folder / "target"), prompt="Count", max_tokens=tokens, temperature=0, stream=tokens > 100
+        )
+        first = ask(8).choices[0].text
+        assert ask(8).choices[0].text == first
+        pieces = iter(ask(200))
+        next(pieces)
+        found.processes[1].send_signal(signal.SIGTERM)
+        assert len(list(pieces)) > 1
+        ended = found.wait(LONGEST)
+    assert [(status, out) for status, out, _ in ended] == [(0, "")] * 2, ended
 
 
 @pytest.mark.thorough
