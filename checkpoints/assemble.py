@@ -38,12 +38,18 @@ class TensorFile(Protocol):
     def read(self, name: str, index: Index) -> np.ndarray: ...
 
 
-def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
+def stored_shape(config: ModelConfig, parameter: Parameter, part: str) -> tuple[int, ...]:
     """The shape that a file's tensor must have to be `part` of a parameter, or all of it."""
     if not part:
         return parameter.shape[::-1] if parameter.kind == "matrix" else parameter.shape
     columns = dict(parameter.parts)
-    return (parameter.shape[-1] * columns[part] // sum(columns.values()), *parameter.shape[:-1])
+    rows = parameter.shape[-1] * columns[part] // sum(columns.values())
+    return (rows // copies(config, part), *parameter.shape[:-1])
+
+
+def copies(config: ModelConfig, part: str) -> int:
+    """How often each group of a file's rows stands in the parameter: of keys and values `kv_copies` times."""
+    return config.kv_copies if part in ("k", "v") else 1
 
 
 def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, file: TensorFile) -> None:
@@ -54,7 +60,7 @@ def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, 
     found, used = file.shapes(), set()
     for where, parameter in abstract.items():
         for part, name in table.sources(where).items():
-            expected = stored_shape(parameter, part)
+            expected = stored_shape(config, parameter, part)
             if name not in found:
                 raise UserError(f"{file.where}: tensor {name} is missing (the model needs it for {where})")
             if found[name] != expected:
@@ -96,12 +102,12 @@ def assemble(
                     raise UnsupportedError(f"{file.where}: tensor {names[part]} is stored as {x.dtype}: {needed} read")
                 return edit(parameter, part, x)
 
-            params[where] = place(where, parameter, read)
+            params[where] = place(config, where, parameter, read)
             advance(parameter.nbytes)
     return params
 
 
-def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
+def place(config: ModelConfig, where: str, parameter: Parameter, read: Read) -> jax.Array:
     """One parameter: read in the file's order by each device's part, then turned and converted on the devices."""
     turned = parameter.kind == "matrix"  # tables and vectors are stored as they are
     sharding = parameter.sharding or SingleDeviceSharding(jax.devices()[0])
@@ -117,7 +123,7 @@ def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
         index = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
-            pieces[key] = merge(where, parameter, index, read)
+            pieces[key] = merge(config, where, parameter, index, read)
         return pieces[key]
 
     array = jax.make_array_from_callback(shape, stored, piece)
@@ -132,7 +138,7 @@ def turn(turned: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.A
     return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if turned else x).astype(dtype), out_shardings=sharding)
 
 
-def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndarray:
+def merge(config: ModelConfig, where: str, parameter: Parameter, index: Index, read: Read) -> np.ndarray:
     """The slice `index` of a parameter in the file's order; of a merged one, its parts in groups of rows."""
     if not parameter.parts:
         return read("", index)
@@ -143,8 +149,10 @@ def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndar
     first, last = rows.start // group, rows.stop // group
 
     def groups(part: str, size: int) -> np.ndarray:
-        x = read(part, (slice(first * size, last * size), *rest))
-        return x.reshape(last - first, size, *x.shape[1:])
+        n = copies(config, part)
+        x = read(part, (slice(first // n * size, -(-last // n) * size), *rest))
+        x = x.reshape(-1, size, *x.shape[1:])
+        return x if n == 1 else np.repeat(x, n, axis=0)[first % n :][: last - first]
 
     x = np.concatenate([groups(part, size) for part, size in sizes.items()], axis=1)
     return x.reshape(-1, *x.shape[2:])

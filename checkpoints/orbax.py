@@ -91,7 +91,16 @@ def load_config(folder: Path) -> ModelConfig:
 def load_params(
     folder: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """Parameters with the shapes, dtypes and shardings of `abstract`. Raises: UserError as `load_arrays` does."""
+    """Parameters with the shapes, dtypes and shardings of `abstract`.
+
+    Raises: UserError where key-value heads were to be copied, else as `load_arrays` does.
+    """
+    if config.kv_copies > 1:
+        own = config.num_kv_heads // config.kv_copies
+        raise UserError(
+            f"{folder} has {own} key-value heads, and none is copied from there: use a tensor_parallel_size of at most "
+            f"{own}, or the model's safetensors or GGUF file"
+        )
     return load_arrays(folder / PARAMS, abstract)
 
 

@@ -16,10 +16,8 @@ from jaxspec.errors import UserError
 from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.placement import absent
+from jaxspec.parallel.placement import absent, check_divides, divisors
 from jaxspec.platforms import facts
-
-KV_HEADS = "num_key_value_heads"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,8 @@ def fit(asked: Asked) -> Fit:
     kind, speculative = asked.chips.kind, asked.speculative
     platform, dtype = facts(kind.platform), compute_dtype(asked.dtype, kind.device)
     cuts = {"target": asked.degree, "draft": asked.draft_tensor_parallel_size}
-    configs = {"target": asked.target} | ({"draft": asked.draft} if asked.draft else {})
+    given = {"target": asked.target} | ({"draft": asked.draft} if asked.draft else {})
+    configs = {name: config.copied_for(cuts[name]) for name, config in given.items()}
     weights = {name: weight_bytes(config, dtype, cuts[name]) for name, config in configs.items()}
     page = {name: page_bytes(config, dtype, cuts[name], kind.platform) for name, config in configs.items()}
     width = asked.draft.features_width if asked.draft else 0
@@ -114,13 +113,10 @@ def fit(asked: Asked) -> Fit:
     # A row holds its drafts, too, until they are verified.
     drafts = speculative.num_speculative_tokens if speculative else 0
     row = -(-(asked.longest + drafts) // platform.page_size)
-    problems = refusals(asked)
-    if pages < row:
-        need = memory - free + row * all_pages
-        problems.append(
-            f"{need / 1e9:.2f} GB a device are needed for a row of {asked.longest} tokens, {memory / 1e9:.2f} GB are "
-            "there"
-        )
+    need = memory - free + row * all_pages
+    lacks = (
+        f"{need / 1e9:.2f} GB a device are needed for a row of {asked.longest} tokens, {memory / 1e9:.2f} GB are there"
+    )
     return Fit(
         dtype=dtype.name,
         memory=memory,
@@ -136,7 +132,7 @@ def fit(asked: Asked) -> Fit:
         tokens=pages * platform.page_size,
         longest_context=min(max(pages * platform.page_size - drafts, 0), asked.target.max_model_len),
         rows=pages // row,
-        problems=tuple(problems),
+        problems=(lacks,) if pages < row else (),
     )
 
 
@@ -147,10 +143,9 @@ def weight_bytes(config: ModelConfig, dtype: Any, degree: int) -> int:
 
 
 def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str) -> int:
-    """Of a page of all layers, on each of so many devices. A key-value head is cut no further: more devices than heads
-    have copies."""
+    """Of a page of all layers, on each of so many devices."""
     layout = cache_layout(config, page_size=facts(platform).page_size, num_pages=1, dtype=dtype, platform=platform)
-    return layout.stored_bytes(min(degree, config.num_kv_heads), platform)
+    return layout.stored_bytes(degree, platform)
 
 
 def check_degrees(asked: Asked) -> None:
@@ -160,41 +155,17 @@ def check_degrees(asked: Asked) -> None:
             f"tensor_parallel_size={asked.degree} needs that many devices, {asked.chips.name} has {asked.chips.count}: "
             "lower it"
         )
-    check_degree("tensor_parallel_size", asked.degree, asked.target.cut_sizes, asked.chips.count)
+    check_divides(asked.target, asked.degree, most=asked.chips.count)
     if asked.draft is not None:
         # A draft of smaller degree is cut over the first axis of the target's mesh.
-        sizes = asked.draft.cut_sizes | {"tensor_parallel_size": asked.degree}
-        check_degree("draft_tensor_parallel_size", asked.draft_tensor_parallel_size, sizes, asked.degree)
-
-
-def check_degree(name: str, degree: int, sizes: dict[str, int], most: int) -> None:
-    if 1 <= degree <= most and not undivided(degree, sizes):
-        return
-    reason = f"does not divide {undivided(degree, sizes)[0]}" if 1 <= degree <= most else f"must lie in 1..{most}"
-    fitting = ", ".join(str(n) for n in range(1, most + 1) if not undivided(n, sizes))
-    raise UserError(f"{name}={degree} {reason}: use one of {fitting}")
-
-
-def undivided(degree: int, sizes: dict[str, int]) -> list[str]:
-    """What of these it does not divide; key-value heads that are fewer are copied, as often as each other."""
-    copied = degree % sizes[KV_HEADS] == 0
-    return [f"{name}={size}" for name, size in sizes.items() if size % degree and not (name == KV_HEADS and copied)]
-
-
-def refusals(asked: Asked) -> list[str]:
-    """Of what can be counted, what `LLM` refuses."""
-    found, host = [], asked.chips.kind.host
-    if asked.degree > host:
-        found.append(
-            f"tensor_parallel_size={asked.degree} takes {-(-asked.degree // host)} hosts of {host}, an engine has one"
-        )
-    degrees = {"tensor_parallel_size": (asked.degree, asked.target)}
-    if asked.draft is not None:
-        degrees["draft_tensor_parallel_size"] = (asked.draft_tensor_parallel_size, asked.draft)
-    for name, (degree, config) in degrees.items():
-        if degree > config.num_kv_heads:
-            found.append(f"{name}={degree} exceeds {KV_HEADS}={config.num_kv_heads}, which an engine does not copy")
-    return found
+        degree = asked.draft_tensor_parallel_size
+        if degree < 1 or asked.degree % degree:
+            able = ", ".join(map(str, divisors(asked.degree)))
+            raise UserError(
+                f"draft_tensor_parallel_size={degree} does not divide tensor_parallel_size={asked.degree}: use one of "
+                f"{able}"
+            )
+        check_divides(asked.draft, degree, most=asked.degree, of_draft=True)
 
 
 def document(asked: Asked) -> dict[str, Any]:
@@ -232,7 +203,6 @@ def remedies(asked: Asked, found: Fit) -> list[str]:
 def changes(asked: Asked, found: Fit) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
     """Kinds of remedies: each of (what to say, what to change), the least change first."""
     have = asked.chips
-    most = min(have.count, have.kind.host)  # an engine has one host
 
     def numbers(name: str, values: Iterable[int]) -> Iterable[tuple[str, dict[str, Any]]]:
         return ((f"--{name.replace('_', '-')} {value}", {name: value}) for value in values)
@@ -245,10 +215,10 @@ def changes(asked: Asked, found: Fit) -> Iterator[Iterable[tuple[str, dict[str, 
     yield numbers("max_model_len", [found.longest_context] if 0 < found.longest_context < asked.longest else [])
     yield numbers("max_num_seqs", (asked.max_num_seqs >> i for i in range(1, asked.max_num_seqs.bit_length())))
     if asked.draft is not None:
-        yield numbers("draft_tensor_parallel_size", range(asked.draft_tensor_parallel_size + 1, most + 1))
-    yield numbers("tensor_parallel_size", range(asked.degree + 1, most + 1))
-    yield numbers("tensor_parallel_size", range(min(asked.degree - 1, most), 0, -1))
-    yield other(Chips(have.kind, n) for n in range(have.count + 1, have.kind.host + 1))
+        yield numbers("draft_tensor_parallel_size", range(asked.draft_tensor_parallel_size + 1, have.count + 1))
+    yield numbers("tensor_parallel_size", range(asked.degree + 1, have.count + 1))
+    yield numbers("tensor_parallel_size", range(asked.degree - 1, 0, -1))
+    yield other(Chips(have.kind, n) for n in range(have.count + 1, 4 * max(have.count, have.kind.host) + 1))
     larger = [kind for kind in KNOWN if kind.platform == have.kind.platform and kind.memory > have.kind.memory]
     larger.sort(key=lambda kind: (kind.memory, -kind.bandwidth))
     yield other(Chips(kind, have.count) for kind in larger)

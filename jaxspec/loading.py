@@ -39,7 +39,8 @@ def load(source: Any, dtype: Any, placement: Any, target: Model | None = None) -
     """target: of the draft that is loaded, which may read ids in its table. Raises UserError where that does not fit,
     else as loading does."""
     config = checkpoints.load_config(source)
-    check_divides(config.cut_sizes, placement.degree, of_draft=target is not None)
+    check_divides(config, placement.degree, of_draft=target is not None)
+    config = config.copied_for(placement.degree)
     abstract, theirs = abstract_params(config, dtype, placement), {}
     if borrowed := [name for name, p in abstract.items() if p.borrowed]:
         if target is None:
@@ -104,7 +105,7 @@ def load_draft(
         return load(source, dtype, placement, target)
     if reading.remark:
         logger.warning("%s", reading.remark)
-    check_divides(reading.config.cut_sizes, placement.degree, of_draft=True)
+    check_divides(reading.config, placement.degree, of_draft=True)
     abstract = abstract_params(reading.config, dtype, placement)
     return Model(reading.config, heads.load(source.path, reading, abstract))
 
@@ -121,7 +122,7 @@ def read_draft(
         raise UserError(f"method={wanted!r}, but {source.name!r} is a checkpoint of method {found!r}: leave method out")
     if methods.METHODS[found].parameters == "model":
         return None
-    checkpoint = Found(source.name, flattened(raw), shapes, target, target_name, checkpoints.parse_config)
+    checkpoint = Found(source.name, flattened(raw), shapes, target.copied_for(1), target_name, checkpoints.parse_config)
     with told(source.path):
         return methods.implementation(found).read(checkpoint)
 

@@ -114,7 +114,7 @@ def load(options: Options) -> Setup:
     tokenizer: Any = None
     for i, name in enumerate(names):
         if name is not None and options.preset is not None:
-            config = presets.preset(name, models[0].config if models[0] else None)
+            config = presets.preset(name, models[0].config if models[0] else None).copied_for(places[i].degree)
             check_weights_fit(name, config, dtype, places[i])
             models[i] = Model(config, random_params(config, dtype, places[i], seed=i))
     if options.model is not None:

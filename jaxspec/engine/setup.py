@@ -55,7 +55,7 @@ def paged_models(
         raise UserError(f"max_model_len={longest} exceeds the model's own {own}")
     places = placements(models, placement)
     for name, model in models.items():
-        check_divides(model.config.cut_sizes, places[name].degree, of_draft=name == "draft")
+        check_divides(model.config, places[name].degree, of_draft=name == "draft")
     layouts = page_layouts(models, config, speculative, places, device.platform, longest)
     return {
         name: PagedModel(

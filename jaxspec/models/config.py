@@ -66,6 +66,7 @@ class ModelConfig:
     rare_width: int = 0
     embed_width: int | None = None
     mask_id: int | None = None  # of a draft that fills all places at once: what stands in them
+    kv_copies: int = 1  # that G counts of each key-value head of the files, see copied_for
 
     def __post_init__(self) -> None:
         if self.family not in tuple(FAMILIES):  # what a file says need not be hashable
@@ -122,6 +123,14 @@ class ModelConfig:
         sizes |= {f"intermediate_size / {block}": self.mlp_width // block}
         return sizes | ({"the features of a position": width} if width else {})
 
+    def copied_for(self, degree: int) -> ModelConfig:
+        """The same model for so many devices: where it has fewer key-value heads, each counts as often as it takes for
+        a device to have one, with its share of the query heads. Heads beside a target have no copies."""
+        own = self.num_kv_heads // self.kv_copies
+        few = self.method == "draft_model" and degree > own and degree % own == 0 and self.num_heads % degree == 0
+        copies = degree // own if few else 1
+        return dataclasses.replace(self, num_kv_heads=own * copies, kv_copies=copies)
+
     @property
     def borrows_head(self) -> bool:
         """Whether its logits are made by its target's head."""
@@ -159,7 +168,7 @@ class ModelConfig:
         TPU's lanes, 128, or as narrow as it takes to give each of up to eight shards as many.
         """
         qkv = {"q": self.heads_per_group * self.head_dim, "k": self.head_dim, "v": self.head_dim}
-        shards = min(self.num_kv_heads, 8)
+        shards = min(self.num_kv_heads, 8) if self.kv_copies == 1 else self.num_kv_heads
         widths = [2**i for i in range(7, -1, -1) if self.mlp_width % (2**i * shards) == 0]
         block = widths[0] if widths else math.gcd(self.mlp_width, 128)
         return {"qkv": qkv, "qkv_bias": qkv, "gate_up": {"gate": block, "up": block}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
+from jaxspec import LLM
 from jaxspec.parallel.placement import make_placement
 from jaxspec.sampling_params import SamplingParams
 from tests import lively_heads, tiny_models
@@ -21,6 +22,7 @@ from tests.lively_models import (
     target,
     texts,
 )
+from tests.model_folders import write_model
 from tests.sizes import cases
 
 K = 3
@@ -102,8 +104,32 @@ def test_a_vocabulary_that_does_not_divide_is_replicated():
 
 
 def test_a_degree_that_does_not_divide_the_heads_is_refused():
-    with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide num_key_value_heads=2"):
-        tiny_models.engine(tiny_models.model(tiny_models.BASE, 0, 4), tensor_parallel_size=4, **OPTIONS)
+    with pytest.raises(ValueError, match="tensor_parallel_size=8 does not divide num_heads=4: use one of 1, 2, 4"):
+        tiny_models.engine(tiny_models.model(tiny_models.BASE, 0, 1), tensor_parallel_size=8, **OPTIONS)
+
+
+@pytest.mark.parametrize("own", [1, 4])
+def test_key_value_heads_that_are_fewer_are_copied(tmp_path, own):
+    """Two of them over four devices, and so those of the draft: each device has one, and tokens are the same."""
+    target = str(write_model(tmp_path / "target"))
+    chosen = {"model": str(write_model(tmp_path / "draft", layers=1)), "num_speculative_tokens": K}
+    prompts = {"prompts": [[1, 5, 9, 13, 5, 9], [1, 7]], "progress": False}
+    params = [SamplingParams(max_tokens=16, temperature=0), SamplingParams(max_tokens=16, seed=3)]
+    options = {"max_num_seqs": 2, "max_model_len": 64, "dtype": "float32"}
+
+    def texts(cut, **more):
+        llm = LLM(target, speculative_config=chosen | cut, **options, **more)
+        found = [o.outputs[0].token_ids for o in llm.generate(**prompts, sampling_params=params)]
+        return llm.engine.runner, found
+
+    _, expected = texts({})
+    four, found = texts({"draft_tensor_parallel_size": own}, tensor_parallel_size=4)
+    assert found == expected
+    for name, degree in (("target", 4), ("draft", own)):
+        heads = four.configs[name].num_kv_heads
+        assert (heads, four.configs[name].kv_copies) == ((4, 2) if degree == 4 else (2, 1))
+        leaf = jax.tree.leaves(getattr(four.cache, name))[0]
+        assert {s.data.shape[2] for s in leaf.addressable_shards} == {2 * heads // degree}
 
 
 def test_a_drafts_heads_must_divide_too():
