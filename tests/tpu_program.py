@@ -67,6 +67,7 @@ class Program:
         self.placement = make_placement(len(devices), devices, draft_size=draft_degree)
         configs = {"target": target} | ({"draft": draft} if draft else {})
         places = setup.placements(configs, self.placement)
+        configs = {name: config.copied_for(places[name].degree) for name, config in configs.items()}
         self.models = {n: Model(c, abstract_params(c, self.dtype, places[n])) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
         drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})

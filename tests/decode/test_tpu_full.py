@@ -82,6 +82,8 @@ def test_a_draft_that_is_whole_on_every_chip(chip):
     assert memory.alias_size_in_bytes == whole.layouts["target"].num_pages * a_page
     assert hlo.collectives(read.all) == Counter({"all-reduce": sums(target.num_layers, 1), "all-gather": 1})
     assert not [i for i in read.all if hlo.collectives([i]) and "/propose/" in i.line]
+    read = check(whole, whole.prefill(), whole.reserved)
+    assert hlo.collectives(read.all) == Counter({"all-reduce": sums(target.num_layers - 1, 1)})
 
 
 @pytest.mark.parametrize("chip", ["v6e:1x1", "v5e:2x2"])
@@ -110,8 +112,8 @@ def test_a_head_beside_its_target(method, num_drafts, chip):
 
 @pytest.mark.parametrize("chip", ["v6e:1x1", "v5e:2x2"])
 def test_a_tree(chip):
-    """The accepted path is moved in place, in every layer and among the features."""
-    target = preset("qwen3-8b")
+    """The accepted path is moved in place, in every layer and among the features. A third of the layers show it."""
+    target = first_layers(preset("qwen3-8b"), 12)
     head = preset("eagle3", target)
     tree = {"tree_width": 4, "tree_depth": 4, "tree_nodes": 17}
     whole = Program(chip, target, head, tree=tree, max_model_len=4096)
