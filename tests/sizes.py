@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,3 +17,9 @@ def cases(names: str | tuple[str, ...], values: Iterable, *, quick: Sequence, **
     arguments = lambda value: value if isinstance(names, tuple) else (value,)
     again = lambda value: pytest.param(*arguments(value), marks=pytest.mark.thorough)
     return pytest.mark.parametrize(names, [v if v in quick else again(v) for v in values], **options)
+
+
+def of_today(values: Iterable) -> list:
+    """One of these, another every day: each takes long, and shows little that the others do not."""
+    values = list(values)
+    return [values[datetime.date.today().toordinal() % len(values)]]

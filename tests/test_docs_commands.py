@@ -40,7 +40,8 @@ LOWER: dict[str, dict[str, str]] = {
     "--port": {"8000": "0"},
     "--max-model-len": {"16384": "256", "4096": "256", "2048": "256"},
     "--max-num-seqs": {"64": "8"},
-    "--tensor-parallel-size": {"8": "2"},
+    "--tensor-parallel-size": {"8": "2", "16": "2"},
+    "--num-processes": {"4": "1"},
     "--chips": {"v5e:2x4": "v5e:1x2"},
     "--concurrency": {"1,100": "1,2"},
 }
@@ -61,6 +62,7 @@ STANDS_FOR = {
     embedded.MODEL: "target",
     embedded.DRAFT: "draft",
     "Qwen/Qwen3-8B": "target",
+    "Qwen/Qwen3-32B": "target",
     "Qwen/Qwen3-0.6B": "draft",
     "my-draft": "draft",
     "my-heads": "heads",

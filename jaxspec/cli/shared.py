@@ -25,12 +25,12 @@ HostOptions = Annotated[dict[str, Any], Fields(Hosts, tuple(field.name for field
 
 def join(given: dict[str, Any]) -> bool:
     """Makes the command's process one of several, where it is -> whether it is the one that serves and prints."""
-    if hosts.join(Hosts(**given)):
-        # What libraries for collectives say on standard output is not the command's result.
-        own = os.dup(1)
-        os.dup2(2, 1)
-        sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding)
-    found = hosts.peers()
-    leads = found is None or found.rank == 0
-    progress.quiet = not leads
-    return leads
+    hosts.join(Hosts(**given))
+    if (others := hosts.peers()) is None:
+        return True
+    # What libraries for collectives say on standard output is not the command's result.
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding)
+    progress.quiet = others.rank > 0
+    return others.rank == 0

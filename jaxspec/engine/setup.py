@@ -57,7 +57,7 @@ def paged_models(
     for name, model in models.items():
         check_divides(model.config, places[name].degree, of_draft=name == "draft")
         if model.config.num_kv_heads % places[name].degree:
-            raise ValueError(f"the {name} was loaded for fewer than {places[name].degree} devices")
+            raise RuntimeError(f"the {name} was loaded for fewer than {places[name].degree} devices")
     layouts = page_layouts(models, config, speculative, places, device.platform, longest)
     return {
         name: PagedModel(

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models import hf
 from jaxspec.models.families import FAMILIES, GGUF
-from jaxspec.models.limits import check_numbers, number, short, token_ids
+from jaxspec.models.limits import check_numbers, check_vocabulary, number, short, token_ids
 from jaxspec.models.rope import PLAIN_ROPE, Rope, rope_tables
 
 # GGUF key, after the architecture's name, that changes what a model computes -> the only value that is supported.
@@ -74,24 +74,13 @@ class ModelConfig:
         check_numbers(self)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key-value heads")
+        if self.num_kv_heads % self.kv_copies:
+            raise UserError(f"num_kv_heads={self.num_kv_heads} are no kv_copies={self.kv_copies} of each")
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
         if len(self.windows) != self.num_layers:
             raise UserError(f"{len(self.windows)} sliding windows for {self.num_layers} layers: one a layer is needed")
-        if self.reduced_vocab_size is not None and not 2 <= self.reduced_vocab_size <= self.vocab_size:
-            raise UserError(
-                f"reduced_vocab_size={self.reduced_vocab_size} must lie in 2..{self.vocab_size}, vocab_size"
-            )
-        if self.tied and (self.reduced_vocab_size or self.rare_vocab_size or self.embed_width):
-            raise UserError(
-                "tied=True, but a draft with fewer ids, or its target's table, has a head of its own: one of an "
-                "earlier version has to be trained again"
-            )
-        if not 0 <= self.rare_vocab_size < self.head_size or (self.rare_vocab_size > 0) != (self.rare_width > 0):
-            raise UserError(
-                f"rare_vocab_size={self.rare_vocab_size} must lie in 0..{self.head_size - 1}, and rare_width="
-                f"{self.rare_width} be above 0 where it is"
-            )
+        check_vocabulary(self)
         if self.query_scale == 0.0:
             object.__setattr__(self, "query_scale", self.head_dim**-0.5)
 
@@ -127,7 +116,7 @@ class ModelConfig:
         """The same model for so many devices: where it has fewer key-value heads, each counts as often as it takes for
         a device to have one, with its share of the query heads. Heads beside a target have no copies."""
         own = self.num_kv_heads // self.kv_copies
-        few = self.method == "draft_model" and degree > own and degree % own == 0 and self.num_heads % degree == 0
+        few = self.method == "draft_model" and degree % own == 0 == self.num_heads % degree
         copies = degree // own if few else 1
         return dataclasses.replace(self, num_kv_heads=own * copies, kv_copies=copies)
 

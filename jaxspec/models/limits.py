@@ -35,6 +35,7 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "rare_width": (int, 0, 2**20),
     "embed_width": (int, 1, 2**20),
     "mask_id": (int, 0, INT32),
+    "kv_copies": (int, 1, 2**16),
 }
 OPTIONAL = (
     "window",
@@ -100,3 +101,21 @@ def check_numbers(config: Any) -> None:
             raise UserError(
                 f"{len(rope.factors)} factors of rope for head_dim {config.head_dim}: {config.head_dim // 2} are needed"
             )
+
+
+def check_vocabulary(config: Any) -> None:
+    """The ids that a draft proposes: as many as there are, and with a head of their own."""
+    if config.reduced_vocab_size is not None and not 2 <= config.reduced_vocab_size <= config.vocab_size:
+        raise UserError(
+            f"reduced_vocab_size={config.reduced_vocab_size} must lie in 2..{config.vocab_size}, vocab_size"
+        )
+    if config.tied and (config.reduced_vocab_size or config.rare_vocab_size or config.embed_width):
+        raise UserError(
+            "tied=True, but a draft with fewer ids, or its target's table, has a head of its own: one of an "
+            "earlier version has to be trained again"
+        )
+    if not 0 <= config.rare_vocab_size < config.head_size or (config.rare_vocab_size > 0) != (config.rare_width > 0):
+        raise UserError(
+            f"rare_vocab_size={config.rare_vocab_size} must lie in 0..{config.head_size - 1}, and rare_width="
+            f"{config.rare_width} be above 0 where it is"
+        )

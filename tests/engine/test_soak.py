@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import datetime
 import zlib
 
 import numpy as np
@@ -13,15 +12,14 @@ import numpy as np
 from jaxspec.decode.state import Variant
 from jaxspec.drafters.methods import LOOKUP
 from jaxspec.verify import rules
-from tests.sizes import cases
+from tests.sizes import cases, of_today
 from tests.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_engine
 
 EVERYTHING = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True)
 SOME = [name for name in METHODS if not name.startswith(LOOKUP) or name in ("ngram+draft_model", "ngram+eagle3")]
-TODAY = SOME[datetime.date.today().toordinal() % len(SOME)]
 
 
-@cases("method", SOME, quick=[TODAY])
+@cases("method", SOME, quick=of_today(SOME))
 def test_random_requests_get_what_they_would_get_alone(method):
     rng = np.random.default_rng(zlib.crc32(method.encode()))  # the same when other methods come
     cases = draw(rng, 34)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-
 import pytest
 
 from jaxspec.accelerators import ACCELERATORS
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
-from tests.sizes import cases
+from tests.sizes import cases, of_today
 
 MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32", "heads of 256")  # see ops.py
 # Of ours: what the compiler makes itself it chooses anew, and without spills, where the GPU is there.
@@ -54,13 +52,8 @@ def test_every_op(gpu):
     assert {kernel.name.split("__")[0] for program in found.values() for kernel in ours(program)} == MEANT[gpu]
 
 
-# T4's plain forms take minutes, and say no more; of the others one a day, as each takes a minute or two.
-WITH_KERNELS = [gpu for gpu in GPUS if gpu != "T4"]
-TODAY = WITH_KERNELS[datetime.date.today().toordinal() % len(WITH_KERNELS)]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("gpu", [TODAY])
+@pytest.mark.parametrize("gpu", of_today(gpu for gpu in GPUS if gpu != "T4"))  # whose plain forms say no more
 def test_every_op_of_other_models(gpu):
     for case, program in compiled(gpu, "tests.nvidia.ops", *OTHERS).items():
         check(gpu, case, program)
@@ -80,14 +73,14 @@ def test_the_device_program(gpu):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", of_today(GPUS))
 def test_other_device_programs(gpu):
     for case, program in compiled(gpu, "tests.nvidia.programs", "sampling", "one row").items():
         check_program(gpu, case, program)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("gpu", ["L4", "H100"])
+@pytest.mark.parametrize("gpu", of_today(["L4", "H100"]))
 def test_heads_beside_their_target(gpu):
     """Features are written in place, like keys and values."""
     for case, program in compiled(gpu, "tests.nvidia.programs", "eagle3", "dflash").items():
