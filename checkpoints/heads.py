@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 
 from checkpoints.assemble import assemble
 from checkpoints.names import Table
-from checkpoints.orbax import appearing
+from checkpoints.orbax import FINGERPRINT, appearing
 from checkpoints.reading import read_json
 from checkpoints.safetensors import Shards
 from checkpoints.sources import TOKENIZER_FILES
@@ -77,6 +78,31 @@ def load(
         own = 0 if how.absolute_ids else np.arange(abstract["d2t"].shape[0])
         params |= both_ways(folder, np.asarray(params["d2t"], np.int64) + own, abstract)
     return params
+
+
+def tensors(
+    known: Mapping[str, Parameter], params: Mapping[str, jax.Array], names: Mapping[str, Place]
+) -> dict[str, np.ndarray]:
+    """The parameters as tensors of these names: what `load` reads back."""
+
+    def stored(where: str, part: str) -> np.ndarray:
+        x, columns = np.asarray(params[where]), dict(known[where].parts)
+        if part:
+            order = list(columns)
+            start = sum(columns[name] for name in order[: order.index(part)])
+            groups = x.reshape(*x.shape[:-1], -1, sum(columns.values()))
+            x = groups[..., start : start + columns[part]].reshape(*x.shape[:-1], -1)
+        return np.ascontiguousarray(np.moveaxis(x, 0, -1) if known[where].kind == "matrix" else x)
+
+    return {name: stored(*place) for name, place in names.items() if place[0] in params}
+
+
+def save(folder: Path, config: Mapping[str, Any], named: Mapping[str, np.ndarray], fingerprint: str) -> None:
+    """A head's folder, or these files of one; fingerprint: of its target's tokenizer."""
+    with appearing(folder, replaced=("model.safetensors", "config.json", FINGERPRINT)) as partial:
+        save_file(dict(named), partial / "model.safetensors")
+        (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        (partial / FINGERPRINT).write_text(fingerprint + "\n", encoding="utf-8")
 
 
 def both_ways(folder: Path, theirs: np.ndarray, abstract: Mapping[str, Parameter]) -> dict[str, jax.Array]:

@@ -19,6 +19,7 @@ from checkpoints.reading import read_json, told
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.progress import say, training_progress
+from jaxspec.train import methods
 from jaxspec.train.ahead import ahead
 from jaxspec.train.loss import computed
 from jaxspec.train.options import TrainOptions
@@ -111,7 +112,7 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
         found = measure(params)
         length, best = found.mean_acceptance_length, history.best
         if best is None or length > best:
-            orbax.save(o.out, params, config, fingerprint=setup.fingerprint, replace=True)
+            methods.implementation(o.method).save(o.out, params, config, setup.fingerprint)
         history.save(at, state, {METRIC: length})
         accepted = [n / max(found.num_drafts, 1) for n in found.num_accepted_tokens_per_pos]
         journal.add({"step": at, METRIC: length, "accepted_per_position": accepted})

@@ -20,6 +20,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, bind, whole
 from jaxspec.models.layers import Backend
 from jaxspec.shapes import Array, Float, Int
+from jaxspec.train import methods
 
 PIECE = 1 << 28  # logits that are held at a time
 NEVER = -1e4  # log-probability of what cannot be; finite, because 0 x inf is no number
@@ -113,20 +114,24 @@ def loss_sums(
     draft: Params,
     target: Params,
     batch: Mapping[str, jax.Array],
+    k: int = 1,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """-> (weighted loss, {"tv", "agree", "lost"}), all summed over the positions that count.
 
     configs: (target as `own_ids_first` made it, draft); draft: float32, computed in dtype; batch: tokens i32[B,T]; mask
     bool[B,T], of those that the draft shall predict from the tokens before them; and ids and log_p [B,T,n] of `stored`.
-    Without these the target is computed here. agree: both find the same id likeliest; lost: the target's probability of
-    ids that the draft lacks, as far as they are listed.
+    Without these the target is computed here. k: drafts of a round, for a head that learns each; what is told is of the
+    first. agree: both find the same id likeliest; lost: the target's probability of ids that the draft lacks, as far as
+    they are listed.
     """
     draft_config, tokens, listed = configs[1], batch["tokens"], "ids" in batch
-    hidden = whole(draft_config, computed(draft, dtype), tokens, backend)[1]
+    method = methods.implementation(draft_config.method)
+    hidden, seen = method.passes(configs, computed(draft, dtype), target, tokens, backend, k)
     if listed:
         said = {name: batch[name] for name in ("ids", "log_p")}
     else:
-        said = {"hidden": whole(configs[0], target, tokens, backend)[1]}
+        said = {"hidden": whole(configs[0], target, tokens, backend)[1] if seen is None else seen}
+    said = jax.tree.map(lambda x: jnp.roll(x, 1 - method.AHEAD, axis=1), said)  # beside the entries that predict it
 
     def teach(said: Mapping[str, jax.Array]) -> Teacher:
         if listed:
@@ -136,16 +141,21 @@ def loss_sums(
     @jax.checkpoint
     def sums(draft, teacher, hidden, counted):
         # Converted here, so that the pieces' gradients of the table are added up in float32.
-        logits = bind(draft_config, computed(draft, dtype)).logits(hidden, backend)
-        each = distances(weights, teacher, logits)
-        summed = {name: jnp.sum(jnp.where(counted, x, 0.0)) for name, x in each.items()}
-        return sum(weight * summed[name] for name, weight in weights.items()), {name: summed[name] for name in TOLD}
+        head, loss = bind(draft_config, computed(draft, dtype)), jnp.float32(0)
+        told: dict[str, jax.Array] = {}
+        for i, share in enumerate(method.shares(k)):
+            each = distances(weights, teacher, head.logits(hidden[:, :, i], backend))
+            summed = {name: jnp.sum(jnp.where(counted, x, 0.0)) for name, x in each.items()}
+            loss += share * sum(weight * summed[name] for name, weight in weights.items())
+            told = told or {name: summed[name] for name in TOLD}
+        return loss, told
 
     def add(total, piece):
         said, hidden, counted = piece
         return jax.tree.map(jnp.add, total, sums(draft, teach(said), hidden, counted)), None
 
-    follows = jnp.pad(batch["mask"][:, 1:], ((0, 0), (0, 1)))  # the last token predicts nothing
+    ahead = method.AHEAD
+    follows = jnp.pad(batch["mask"][:, ahead:], ((0, 0), (0, ahead)))  # the last entries predict nothing
     rows, length = tokens.shape
     pieces = num_pieces(rows, length, draft_config.head_size if listed else configs[0].vocab_size)
     zero = (jnp.float32(0), dict.fromkeys(TOLD, jnp.float32(0)))

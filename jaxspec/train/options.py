@@ -9,6 +9,7 @@ from jaxspec.config import DTYPES, one_of
 from jaxspec.errors import UserError
 from jaxspec.options import LARGEST_ON_HOST, options, whole
 from jaxspec.train.data_options import shares
+from jaxspec.train.methods import METHODS
 
 LOSSES = ("kl", "rkl", "tv")
 # Forward KL teaches from the first step on, where total variation, which is what is wanted (1 - acceptance), has next
@@ -27,6 +28,7 @@ class TrainOptions:
       data: The folder of training data that the target wrote.
       out: The folder to write; it is then the draft's name.
       target: The model that the draft is for.
+      method: "draft_model", a small model of its own, or "eagle3", a head that reads the target's hidden states.
       layers: Of the draft; two.
       width: Of the draft; two thirds of the target's.
       heads: Query heads; as many as fit the width. Their size is always the target's.
@@ -39,7 +41,8 @@ class TrainOptions:
       init_from_target: Begin with the target's layers and embeddings. Evenly spaced layers, where the shapes agree;
         embeddings projected where the widths differ. False: random.
       init_from: Begin with this draft, and train it further. Its shape and its vocabulary stay.
-      top_n: Likeliest ids that the target teaches, found once; 0: all, in every step. They are kept on disk beside the
+      top_n: Likeliest ids that the target teaches, found once; 0: all, in every step. Default: 64, and 0 for a head,
+        which needs the target in every step anyway. They are kept on disk beside the
         data; all other ids count as one.
       steps: Steps of the optimiser.
       minutes: Make only as many steps as fit.
@@ -54,7 +57,7 @@ class TrainOptions:
       eval_every: Steps between measurements and checkpoints.
       eval_prompts: Held-out prompts of a measurement.
       eval_tokens: Longest answer to each.
-      num_speculative_tokens: Drafts a round when measuring.
+      num_speculative_tokens: Drafts a round when measuring; a head learns as many, one from the other.
       seed: Of the first weights and of the order of the data.
       dtype: auto, float32, bfloat16 or float16; masters are float32. "auto": as EngineConfig has it.
       resume: Go on where a run into --out was ended.
@@ -65,6 +68,7 @@ class TrainOptions:
     data: Path
     out: Path
     target: str
+    method: str = "draft_model"
     layers: int | None = None
     width: int | None = None
     heads: int | None = None
@@ -75,7 +79,7 @@ class TrainOptions:
     rare_width: int | None = None
     init_from_target: bool = True
     init_from: str | None = None
-    top_n: int = 64
+    top_n: int | None = None
     steps: int = 2000
     minutes: float | None = None
     batch_size: int = 32
@@ -105,8 +109,9 @@ class TrainOptions:
                 whole(name, value, least)
         whole("length", self.length, 2)
         whole("num_speculative_tokens", self.num_speculative_tokens, 1)
-        for name in ("warmup", "top_n"):
-            whole(name, getattr(self, name), 0)
+        whole("warmup", self.warmup, 0)
+        if self.top_n is not None:
+            whole("top_n", self.top_n, 0)
         whole("seed", self.seed, 0, LARGEST_ON_HOST)
         for name in ("learning_rate", "clip", "minutes"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
@@ -117,6 +122,7 @@ class TrainOptions:
             raise UserError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         if self.init_from and not self.init_from_target:
             raise UserError(f"init_from={self.init_from} and init_from_target=False exclude each other: leave one out")
+        one_of("method", self.method, METHODS)
         one_of("dtype", self.dtype, DTYPES)
         loss_weights(self.loss)
 

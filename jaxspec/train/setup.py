@@ -17,13 +17,14 @@ from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilat
 from jaxspec.models.decoder import parameters
 from jaxspec.parallel.placement import make_placement
 from jaxspec.progress import say
-from jaxspec.train import build, data, likeliest
+from jaxspec.train import build, data, likeliest, methods
 from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.step import dense_backend
 from pallas_kernels.device import Device, here
 
+TOP_N = 64  # ids that the target teaches, unless told otherwise
 LONGEST_PROMPT = 128  # of measurements, in tokens
 
 
@@ -78,7 +79,7 @@ def prepare(options: TrainOptions) -> Setup:
             f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
             "generate the data with this target"
         )
-    if options.top_n > target.config.vocab_size:
+    if (options.top_n or 0) > target.config.vocab_size:
         raise UserError(
             f"--top-n {options.top_n} exceeds the target's {target.config.vocab_size} ids: lower it, or give 0 for all"
         )
@@ -88,7 +89,8 @@ def prepare(options: TrainOptions) -> Setup:
         check_same_tokenizer(source, tokenizer, begun)
         draft = load(begun, jnp.float32, placement, target)
     else:
-        draft = new_draft(options, target, shards, placement)
+        counts = data.frequencies(shards, target.config.vocab_size)
+        draft = methods.implementation(options.method).new(options, target, counts, placement)
     ids = {name: draft.params[name] for name, p in parameters(draft.config).items() if p.kind == "ids"}
     stop_ids = checkpoints.load_stop_ids(source, tokenizer)
     digest = checkpoints.fingerprint(tokenizer)
@@ -96,25 +98,24 @@ def prepare(options: TrainOptions) -> Setup:
     return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, device, dtype, placement, everywhere)
 
 
-def new_draft(options: TrainOptions, target: Model, shards: data.Shards, placement: Any) -> Model:
-    config = build.draft_config(target.config, options)
-    ids = build.vocabulary(data.frequencies(shards, config.vocab_size), config)
-    seed, from_target = options.seed, options.init_from_target
-    return Model(config, build.first_params(config, target, ids, placement, seed=seed, from_target=from_target))
-
-
 def teacher(setup: Setup) -> tuple[Model, Callable[[int], dict[str, np.ndarray]]]:
     """(the target as the steps take it, batch(step) of `loss_sums`). Where its likeliest ids are kept, the batches hold
     what it says, and it has no parameters."""
     o, rows, target = setup.options, setup.rows, setup.target
     told: np.ndarray | None = None
-    if o.top_n:
+    reads = methods.implementation(o.method).READS
+    top_n = (0 if reads else TOP_N) if o.top_n is None else o.top_n
+    if reads and top_n:
+        raise UserError(
+            f"--top-n {top_n}: --method {o.method} computes the target in every step, which tells all ids: leave it out"
+        )
+    if top_n:
         told = likeliest.kept(
             o.data,
             target,
             rows,
             min(len(rows), o.steps * o.batch_size),
-            o.top_n,
+            top_n,
             batch_size=o.batch_size // o.accumulate,
             backend=dense_backend(target.config, setup.device, setup.dtype),
             devices=setup.devices,

@@ -21,6 +21,7 @@ from jaxspec.models.decoder import parameters
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import AXES
 from jaxspec.platforms import facts
+from jaxspec.train import methods
 from jaxspec.train.loss import TOLD, loss_sums
 from jaxspec.train.options import TrainOptions, loss_weights
 from pallas_kernels.device import Device
@@ -77,7 +78,8 @@ def make_step(
 
     def sums(params, fixed, batch):
         frozen, target_params = fixed
-        return loss_sums(configs, weights, backend, dtype, {**params, **frozen}, target_params, batch)
+        k = options.num_speculative_tokens
+        return loss_sums(configs, weights, backend, dtype, {**params, **frozen}, target_params, batch, k)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: State, rate, fixed: tuple[Params, Params], batch):
@@ -90,7 +92,7 @@ def make_step(
         told = dict.fromkeys(("loss", *TOLD), jnp.float32(0))
         zero = (told, jax.tree.map(jnp.zeros_like, state.params))
         (told, grads), _ = lax.scan(part, zero, jax.tree.map(split, batch))
-        count = jnp.maximum(jnp.sum(batch["mask"][:, 1:]), 1)
+        count = jnp.maximum(jnp.sum(batch["mask"][:, methods.implementation(draft.method).AHEAD :]), 1)
         told, grads = jax.tree.map(lambda x: x / count, (told, grads))
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         updates = jax.tree.map(lambda x: rate * x, updates)

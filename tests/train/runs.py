@@ -15,10 +15,10 @@ from tests import model_folders
 VOCAB, LENGTH, PROMPT = 320, 64, 8
 
 
-def write(root: Path, *, texts: int = 8, copies: int = 8) -> None:
+def write(root: Path, *, texts: int = 8, copies: int = 8, layers: int = 2) -> None:
     """root/target and root/data: `texts` greedy answers, each of them `copies` times, so that a draft can learn them by
     heart and the held-out prompts are among them."""
-    model_folders.write_model(root / "target", vocab_size=VOCAB)
+    model_folders.write_model(root / "target", vocab_size=VOCAB, layers=layers)
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": ids.tolist()} for ids in rng.integers(5, VOCAB, (texts, PROMPT))]
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH - PROMPT, ignore_eos=True)

@@ -1,0 +1,35 @@
+"""Training a draft that is a small model of its own: it reads tokens only, so that one pass says all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints import orbax
+from jaxspec.engine.setup import Model
+from jaxspec.models.decoder import whole
+from jaxspec.train import build
+from jaxspec.train.options import TrainOptions
+
+AHEAD, READS = 1, False
+
+
+def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    config = build.draft_config(target.config, options)
+    ids = build.vocabulary(counts, config)
+    seed, from_target = options.seed, options.init_from_target
+    return Model(config, build.first_params(config, target, ids, placement, seed=seed, from_target=from_target))
+
+
+def passes(configs, draft, target, tokens, backend, k):
+    return whole(configs[1], draft, tokens, backend)[1][:, :, None], None
+
+
+def shares(k: int) -> tuple[float, ...]:
+    return (1.0,)
+
+
+def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    orbax.save(folder, params, config, fingerprint=fingerprint, replace=True)
