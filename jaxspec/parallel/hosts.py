@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 MOST_PROCESSES = 4096
 LARGEST_HELLO = 1 << 16  # bytes
 RETRY = 0.2  # seconds
+FOUND_OUT = ("gcetpu", "gketpu", "slurm", "ompi")  # JAX's names; others write lines of their own while they look
 
 
 @options
@@ -152,12 +153,15 @@ def start(where: str, count: int, rank: int, local_ids: Any) -> None:
 
 
 def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
-    """(HOST:PORT of process 0, how many, which, ids of its devices or None), as Cloud TPU, Slurm and the like tell;
-    None where nothing does, or this process is alone."""
+    """(HOST:PORT of process 0, how many, which, ids of its devices or None), as Cloud TPU, Slurm or Open MPI tell; None
+    where nothing does, or this process is alone."""
     from jax._src.clusters import ClusterEnv
 
     try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(timeout))
+        known = (kind for kind in ClusterEnv._cluster_types if kind.name in FOUND_OUT and kind.is_env_present())
+        if (kind := next(known, None)) is None:
+            return None
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, kind.name, int(timeout))
     except Exception as error:  # a machine that looks like one of several, and has nobody who could tell
         logger.info("who else is here could not be found out: %r", error)
         return None
