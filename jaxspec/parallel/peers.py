@@ -187,7 +187,7 @@ def status_of(error: BaseException) -> int:
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], other: int) -> str | None:
     """The first value that differs between process 0 and another, in words."""
-    for name in mine.keys() | theirs.keys():
+    for name in dict.fromkeys([*mine, *theirs]):
         here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if here != there:
             return f"process {other} has {name}={there:.200}, process 0 {here:.200}: start all with the same"
