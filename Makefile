@@ -17,12 +17,11 @@ ARGS ?=
 demo: $(VENV)/.demo
 	$(BIN)/jaxspec demo $(ARGS)
 
-# Half as many workers again as there are cores, as some wait for what they have started; but more than eight cost more
-# memory and start-up than they save. Each begins with a part of the files in their order, so that what the tests of a
-# file share is mostly compiled by one. A test that does not end ends its worker, which prints where it was, and fails;
-# the others go on.
-PYTEST := $(BIN)/python -m pytest -n $$($(BIN)/python -c "import os; print(min(3 * os.cpu_count() // 2, 8))") \
-  --dist worksteal -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
+# More than eight workers cost more memory and start-up than they save. Each begins with a part of the files in their
+# order, so that what the tests of a file share is mostly compiled by one; in the end it holds some 7 GB. A test that
+# does not end ends its worker, which prints where it was, and fails; the others go on.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal \
+  -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not thorough" $(ARGS)
