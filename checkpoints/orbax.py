@@ -116,9 +116,9 @@ def stored_dtype(folder: Path) -> str:
 def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
     import orbax.checkpoint.experimental.v1 as ocp
 
-    options = ocp.options.ArrayOptions
-    saving = options.Saving(storage_options=options.Saving.StorageOptions(chunk_byte_size=CHUNK))
-    with ocp.Context(array_options=options(saving=saving)):
+    how = ocp.Context()
+    how.array.saving.storage_options.chunk_byte_size = CHUNK
+    with how:
         ocp.save(path, dict(arrays))
 
 
