@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxspec.decode.packing import Packed
+from jaxspec.decode.plans import Plan
 from jaxspec.decode.state import Control, LaunchInput, RowLimits, Variant
 from jaxspec.drafters.base import Chunk
 from jaxspec.sampling.distribution import SamplingRows
@@ -23,17 +24,17 @@ CLASSES: dict[str, Any] = {
 ARRAY = object()  # stands for each array where arguments are described
 
 
-def to_bytes(program: str, k: int, variant: Variant, packed: Packed) -> bytes:
-    """packed: numpy words."""
-    head = described(program, k, variant, packed.structure, packed.leaves)
+def to_bytes(plan: Plan, packed: Packed) -> bytes:
+    """packed: the plan's arrays, in numpy words."""
+    head = described(plan.program, plan.k, plan.variant, packed.structure, packed.leaves)
     return len(head).to_bytes(4, "little") + head + packed.words.tobytes()
 
 
-def from_bytes(told: bytes) -> tuple[str, int, Variant, Packed]:
-    """The same again. Raises ValueError, KeyError or TypeError for what is no such thing."""
+def from_bytes(told: bytes) -> Plan:
+    """The plan again, its arrays packed. Raises ValueError, KeyError or TypeError for what is none."""
     end = 4 + int.from_bytes(told[:4], "little")
-    *what, packed = read(told[4:end])
-    return (*what, dataclasses.replace(packed, words=np.frombuffer(told[end:], np.int32)))  # type: ignore[return-value]
+    plan, packed = read(told[4:end])
+    return dataclasses.replace(plan, arrays=dataclasses.replace(packed, words=np.frombuffer(told[end:], np.int32)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,10 +45,12 @@ def described(program: str, k: int, variant: Variant, structure: Any, leaves: An
 
 
 @functools.lru_cache(maxsize=256)
-def read(head: bytes) -> tuple[str, int, Variant, Packed]:
+def read(head: bytes) -> tuple[Plan, Packed]:
+    """The plan without its arrays, and these without their words."""
     program, k, variant, arrays, leaves = json.loads(head)
     shapes = tuple((tuple(shape), dtype) for shape, dtype in leaves)
-    return program, k, from_json(variant), Packed(None, jax.tree.structure(from_json(arrays)), shapes)
+    packed = Packed(None, jax.tree.structure(from_json(arrays)), shapes)
+    return Plan(program, k=k, variant=from_json(variant)), packed
 
 
 def as_json(x: Any) -> Any:

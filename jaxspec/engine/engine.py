@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
+from jaxspec.decode.plans import Plan
 from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import arrivals, batch, results, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
-from jaxspec.engine.plans import Plan
 from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from jaxspec.decode.plans import NOTHING, Plan
 from jaxspec.engine import batch, results
 from jaxspec.engine.catalogue import Open
-from jaxspec.engine.plans import NOTHING, Plan
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster
 

@@ -19,10 +19,10 @@ from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode import wire
 from jaxspec.decode.packing import Packed, pack
+from jaxspec.decode.plans import Plan
 from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import DecodeConfig
 from jaxspec.engine import setup
-from jaxspec.engine.plans import Plan
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import Params, parameters
 from jaxspec.models.storage import stored_for
@@ -117,7 +117,7 @@ class Runner:
 
     def tell(self, plan: Plan, packed: Packed) -> None:
         if self.peers is not None:
-            self.peers.tell(wire.to_bytes(plan.program, plan.k, plan.variant, packed))
+            self.peers.tell(wire.to_bytes(plan, packed))
 
     def together(self) -> AbstractContextManager[None]:
         """What a device does is done by those of all processes, and what fails on one fails for all."""
@@ -125,11 +125,11 @@ class Runner:
 
     def execute(self, told: bytes) -> None:
         """Does what another process does, too."""
-        program, k, variant, packed = wire.from_bytes(told)
-        if program == RENEW.program:
+        plan = wire.from_bytes(told)
+        if plan.program == RENEW.program:
             self.renew()
         else:
-            self.start(Plan(program, packed, k, variant))  # type: ignore[arg-type]
+            self.start(plan)
 
     def compile(self, plan: Plan) -> None:
         """Makes the plan's program, and runs nothing."""

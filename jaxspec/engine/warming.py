@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
+from jaxspec.decode.plans import Plan
 from jaxspec.engine import batch
 from jaxspec.engine.catalogue import Closed, Launch, Prefill
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.plans import Plan
 
 
 def warm_up(engine: Engine, report: Callable[[int, int, str], None] = lambda done, total, name: None) -> None:

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from jaxspec.decode import programs, stored
+from jaxspec.decode.plans import Plan
 from jaxspec.engine import batch
-from jaxspec.engine.plans import Plan
 from jaxspec.sampling_params import SamplingParams
 from tests import tiny_models
 from tests.lively_models import OPTIONS, PROMPTS, noisy, plain, serve, target, texts

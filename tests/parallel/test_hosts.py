@@ -16,6 +16,7 @@ import pytest
 from jaxspec import UserError, join_hosts
 from jaxspec.decode import wire
 from jaxspec.decode.packing import pack
+from jaxspec.decode.plans import Plan
 from jaxspec.engine.warming import plans
 from jaxspec.parallel import hosts, peers
 from jaxspec.parallel.hosts import Hosts, gather, visit
@@ -232,18 +233,19 @@ def test_a_drafts_parts_lie_side_by_side():
 def test_every_plan_survives_the_way():
     """All programs of an engine, with what their rows may ask for; and what it says is no more than numbers."""
     engine = lively_models.new_engine("first_layer", 3, warm_up=True)
-    found = [plan for _, plan in plans(engine)]
-    assert {plan.program for plan in found} == {"launch", "prefill", "catch_up", "copy_pages"}
-    for plan in found:
+    every = [plan for _, plan in plans(engine)]
+    assert {plan.program for plan in every} == {"launch", "prefill", "catch_up", "copy_pages"}
+    for plan in every:
         packed = pack(plan.arrays)
-        program, k, variant, again = wire.from_bytes(wire.to_bytes(plan.program, plan.k, plan.variant, packed))
-        assert (program, k, variant) == (plan.program, plan.k, plan.variant)
+        found = wire.from_bytes(wire.to_bytes(plan, packed))
+        assert (found.program, found.k, found.variant) == (plan.program, plan.k, plan.variant)
+        again = found.arrays
         assert (again.structure, again.leaves) == (packed.structure, packed.leaves)
         np.testing.assert_array_equal(again.words, packed.words)
 
 
 def test_what_is_no_plan():
-    said = wire.to_bytes("launch", 0, wire.Variant(), pack((np.zeros(3, np.int32),)))
+    said = wire.to_bytes(Plan("launch"), pack((np.zeros(3, np.int32),)))
     for cut in (0, 3, 5, 20):
         with pytest.raises((ValueError, KeyError, TypeError)):
             wire.from_bytes(said[:cut])

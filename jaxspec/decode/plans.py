@@ -1,4 +1,4 @@
-"""What the engine decides on: one run of a device program."""
+"""One run of a device program, as an engine decides on it."""
 
 from __future__ import annotations
 
