@@ -52,6 +52,22 @@ def copies(config: ModelConfig, part: str) -> int:
     return config.kv_copies if part in ("k", "v") else 1
 
 
+def copying(config: ModelConfig, parameter: Parameter, read: Read) -> Read:
+    """read, as if each group of a part's rows stood in the file as often as in the parameter."""
+    sizes = dict(parameter.parts)
+
+    def copied(part: str, index: Index) -> np.ndarray:
+        if (n := copies(config, part)) == 1:
+            return read(part, index)
+        rows, size = index[0], sizes[part]
+        first, last = rows.start // size, rows.stop // size
+        x = read(part, (slice(first // n * size, -(-last // n) * size), *index[1:]))
+        groups = np.repeat(x.reshape(-1, size, *x.shape[1:]), n, axis=0)[first % n :][: last - first]
+        return groups.reshape(-1, *x.shape[1:])
+
+    return copied
+
+
 def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, file: TensorFile) -> None:
     """Compares what the file holds with what the model needs, before anything is read.
 
@@ -102,12 +118,12 @@ def assemble(
                     raise UnsupportedError(f"{file.where}: tensor {names[part]} is stored as {x.dtype}: {needed} read")
                 return edit(parameter, part, x)
 
-            params[where] = place(config, where, parameter, read)
+            params[where] = place(where, parameter, copying(config, parameter, read))
             advance(parameter.nbytes)
     return params
 
 
-def place(config: ModelConfig, where: str, parameter: Parameter, read: Read) -> jax.Array:
+def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
     """One parameter: read in the file's order by each device's part, then turned and converted on the devices."""
     turned = parameter.kind == "matrix"  # tables and vectors are stored as they are
     sharding = parameter.sharding or SingleDeviceSharding(jax.devices()[0])
@@ -123,7 +139,7 @@ def place(config: ModelConfig, where: str, parameter: Parameter, read: Read) -> 
         index = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
-            pieces[key] = merge(config, where, parameter, index, read)
+            pieces[key] = merge(where, parameter, index, read)
         return pieces[key]
 
     array = jax.make_array_from_callback(shape, stored, piece)
@@ -138,7 +154,7 @@ def turn(turned: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.A
     return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if turned else x).astype(dtype), out_shardings=sharding)
 
 
-def merge(config: ModelConfig, where: str, parameter: Parameter, index: Index, read: Read) -> np.ndarray:
+def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndarray:
     """The slice `index` of a parameter in the file's order; of a merged one, its parts in groups of rows."""
     if not parameter.parts:
         return read("", index)
@@ -149,10 +165,8 @@ def merge(config: ModelConfig, where: str, parameter: Parameter, index: Index, r
     first, last = rows.start // group, rows.stop // group
 
     def groups(part: str, size: int) -> np.ndarray:
-        n = copies(config, part)
-        x = read(part, (slice(first // n * size, -(-last // n) * size), *rest))
-        x = x.reshape(-1, size, *x.shape[1:])
-        return x if n == 1 else np.repeat(x, n, axis=0)[first % n :][: last - first]
+        x = read(part, (slice(first * size, last * size), *rest))
+        return x.reshape(last - first, size, *x.shape[1:])
 
     x = np.concatenate([groups(part, size) for part, size in sizes.items()], axis=1)
     return x.reshape(-1, *x.shape[2:])
