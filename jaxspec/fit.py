@@ -16,7 +16,7 @@ from jaxspec.errors import UserError
 from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.placement import absent, check_divides, divisors
+from jaxspec.parallel.placement import absent, check_divides, check_draft_size
 from jaxspec.platforms import facts
 
 
@@ -159,12 +159,7 @@ def check_degrees(asked: Asked) -> None:
     if asked.draft is not None:
         # A draft of smaller degree is cut over the first axis of the target's mesh.
         degree = asked.draft_tensor_parallel_size
-        if degree < 1 or asked.degree % degree:
-            able = ", ".join(map(str, divisors(asked.degree)))
-            raise UserError(
-                f"draft_tensor_parallel_size={degree} does not divide tensor_parallel_size={asked.degree}: use one of "
-                f"{able}"
-            )
+        check_draft_size(degree, asked.degree)
         check_divides(asked.draft, degree, most=asked.degree, of_draft=True)
 
 

@@ -80,7 +80,7 @@ class LLM:
         self.config, speculative = EngineConfig(**options), SpeculativeConfig.of(speculative_config)
         self._kept = enable_compilation_cache() if self.config.compilation_cache else None
         leave_out_absent_tpu()
-        with together(listed(model, self.config, speculative)) as self._peers:
+        with together(lambda: listed(model, self.config, speculative)) as self._peers:
             self._source = checkpoints.resolve(model, revision=self.config.revision)
             self._placement = placed(self._source, self.config, speculative)
             self.target = self._load(self._source, self.config.dtype)

@@ -101,13 +101,13 @@ class Raw:
         return self.launching(dataclasses.replace(self.config(0), target=drafter.model), 0, draft_alone=True)
 
     def launching(self, config: DecodeConfig, k: int, *, draft_alone: bool = False) -> Call:
-        engine, packed = self.engine, pack((self.inputs(k),))
+        engine, inputs = self.engine, self.inputs(k)
 
         def call() -> Any:
             params, cache = engine.runner.params, engine.runner.cache
             if draft_alone:
                 params, cache = {"target": params["draft"]}, PagedKVCache(cache.draft)
-            new, result = engine.runner.programs.run("launch", config, params, cache, packed)
+            new, result = engine.runner.programs.run("launch", config, params, cache, pack((inputs,)))
             engine.runner.cache = PagedKVCache(engine.runner.cache.target, new.target) if draft_alone else new
             return result
 

@@ -24,6 +24,7 @@ import typer
 from jaxspec.errors import Terminated, UserError
 from jaxspec.parallel import hosts
 from jaxspec.parallel.absent import other_platforms
+from jaxspec.parallel.peers import end_at_once
 from jaxspec.progress import say
 
 PATIENCE = 1.0  # seconds
@@ -73,10 +74,7 @@ def leave(code: int, *, at_once: bool) -> NoReturn:
     Python that is being taken down, and those of orbax wait ten minutes for what will not come."""
     if at_once and code:
         hosts.leave(code)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+        end_at_once(code)
     sys.exit(code)
 
 

@@ -18,7 +18,7 @@ from jaxspec.drafters.heads import Found, Reading
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, module, through
-from jaxspec.models.families import layer_names
+from jaxspec.models.families import Place, layer_names
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
@@ -144,18 +144,13 @@ def read(found: Found) -> Reading:
     return Reading(config, names(found), ("t2d", "*embed_tokens.weight", "verifier_norm.*", "verifier_lm_head.*"))
 
 
-def names(found: Found) -> dict[str, tuple[str, str]]:
-    """Where tensors go, as this writer calls them."""
-    first = "midlayer." if found.has("midlayer.") else "layers.0."
-    taps = {f"aux_norm_{name}.weight": (f"tap_norms.{i}", "") for i, name in enumerate(("low", "mid", "high"))}
-    if not found.has("aux_norm_"):
-        taps = {"fc_norm.{}.weight": ("tap_norms.{}", "")}
-    return found.named({
+def places(first: str) -> dict[str, Place]:
+    """Where tensors go, of writers who put `first` before the names of the first layer's."""
+    return {
         **layer_names("layers.{}."),
         **layer_names(first, "layers.0."),
         first + "input_layernorm.weight": ("token_norm", ""),
         first + "hidden_norm.weight": ("hidden_norm", ""),
-        **taps,
         "embed_tokens.weight": ("embed", ""),
         "fc.weight": ("fc", ""),
         "input_norm.weight": ("input_norm", ""),
@@ -163,4 +158,12 @@ def names(found: Found) -> dict[str, tuple[str, str]]:
         "lm_head.weight": ("head", ""),
         "d2t": ("d2t", ""),
         "mask_hidden": ("mask_hidden", ""),
-    })  # fmt: skip
+    }
+
+
+def names(found: Found) -> dict[str, Place]:
+    """Where tensors go, as this writer calls them."""
+    taps = {f"aux_norm_{name}.weight": (f"tap_norms.{i}", "") for i, name in enumerate(("low", "mid", "high"))}
+    if not found.has("aux_norm_"):
+        taps = {"fc_norm.{}.weight": ("tap_norms.{}", "")}
+    return found.named({**places("midlayer." if found.has("midlayer.") else "layers.0."), **taps})

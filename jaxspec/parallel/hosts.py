@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from multiprocessing.connection import Connection
 from typing import Any
@@ -81,15 +81,18 @@ def leave(status: int) -> None:
 
 
 @contextlib.contextmanager
-def together(values: Mapping[str, Any]) -> Iterator[Peers | None]:
-    """What all processes of the job do, each with these values, and nobody goes on alone; yields the others. Raises
-    UserError, in a process that has others, where they run a model already."""
+def together(values: Callable[[], Mapping[str, Any]]) -> Iterator[Peers | None]:
+    """What all processes of the job do, each with these values, and nobody goes on alone; yields the others. values:
+    asked for where there are others.
+
+    Raises: UserError, in a process that has others, where they run a model already.
+    """
     found = peers()
     if found is None:
         yield None
         return
     found.take()
-    found.agree(values)
+    found.agree(values())
     with found.together():
         yield found
 

@@ -143,10 +143,7 @@ class Peers:
             until = time.monotonic() + 2 * PATIENCE
             for event in self.gone.values():
                 event.wait(max(until - time.monotonic(), 0))
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(status)
+        end_at_once(status)
 
     def send(self, other: int, frame: bytes) -> None:
         if not self.sending[other].acquire(timeout=PATIENCE):
@@ -177,6 +174,14 @@ class Peers:
             self.gone[other].set()
             if not self.done:
                 self.end(f"process {other} was lost", 1)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Without what Python does at the end of a process, but nothing that was printed is lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def status_of(error: BaseException) -> int:

@@ -95,14 +95,19 @@ def make_placement(
     if not 1 <= size <= len(devices):
         raise UserError(f"tensor_parallel_size={size} needs that many devices, {len(devices)} found: lower it")
     draft_size = size if draft_size is None else draft_size
+    check_draft_size(draft_size, size)
+    # The parts of a draft lie side by side, within a process where they can.
+    grid = np.array(shared(devices, size)).reshape(size // draft_size, draft_size).T
+    return Placement(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2))
+
+
+def check_draft_size(draft_size: int, size: int) -> None:
+    """Raises UserError unless a draft can be cut into so many parts beside a target in `size`."""
     if draft_size < 1 or size % draft_size:
         able = ", ".join(map(str, divisors(size)))
         raise UserError(
             f"draft_tensor_parallel_size={draft_size} does not divide tensor_parallel_size={size}: use one of {able}"
         )
-    # The parts of a draft lie side by side, within a process where they can.
-    grid = np.array(shared(devices, size)).reshape(size // draft_size, draft_size).T
-    return Placement(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2))
 
 
 def shared(devices: Sequence[Any], size: int) -> list[Any]:

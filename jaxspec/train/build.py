@@ -48,9 +48,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     width = o.width or max(1, 2 * c.width // 3 // c.head_dim) * c.head_dim
     heads = o.heads or (c.num_heads if width == c.width else max(1, width // c.head_dim))
     kv_heads = o.kv_heads or math.gcd(heads, c.num_kv_heads)
-    vocab_size = min(MOST_IDS, c.vocab_size) if o.vocab_size is None else o.vocab_size
-    if vocab_size > c.vocab_size:
-        raise UserError(f"--vocab-size {vocab_size} exceeds the target's {c.vocab_size}: lower it or leave it out")
+    vocab_size = num_ids(c, o, MOST_IDS)
     fewer = vocab_size < c.vocab_size
     rare = (int(RARE["ids"] * vocab_size) if fewer else 0) if o.rare_ids is None else o.rare_ids
     if rare >= vocab_size:
@@ -71,6 +69,14 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         rare_width=(o.rare_width or max(1, int(RARE["width"] * width))) if rare else 0,
         embed_width=c.width,
     )
+
+
+def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
+    """How many ids the draft proposes; most: unless told otherwise. Raises UserError for more than the target has."""
+    size = min(most, target.vocab_size) if options.vocab_size is None else options.vocab_size
+    if size > target.vocab_size:
+        raise UserError(f"--vocab-size {size} exceeds the target's {target.vocab_size}: lower it or leave it out")
+    return size
 
 
 def check_begun(config: ModelConfig, target: ModelConfig, options: TrainOptions) -> None:
@@ -132,7 +138,7 @@ def projected(config: ModelConfig, target: Model, ids: dict[str, np.ndarray]) ->
     """What leads into the draft's layers and out of them: the target's table and head, in the coordinates that keep
     most of the table; of the rare ids' rows of the head, in those that keep most of these."""
     table = np.asarray(target.params["embed"], np.float32)
-    rows = table if target.config.tied else np.asarray(target.params["head"], np.float32).T
+    rows = rows_of_ids(target)
     found = {"embed_in": coordinates(table, config.width)}
     own = (rows[ids["d2t"]] if ids else rows) @ found["embed_in"]
     frequent, rare = np.split(own, [len(own) - config.rare_vocab_size])
@@ -141,6 +147,11 @@ def projected(config: ModelConfig, target: Model, ids: dict[str, np.ndarray]) ->
         found["rare_in"] = coordinates(rare, config.rare_width)
         found["rare_head"] = (rare @ found["rare_in"]).T
     return found
+
+
+def rows_of_ids(target: Model) -> np.ndarray:
+    """[V, E]: what the target's hidden states are multiplied with for each id's logit."""
+    return np.asarray(target.params["embed"] if target.config.tied else target.params["head"].T, np.float32)
 
 
 def coordinates(table: np.ndarray, width: int) -> np.ndarray:

@@ -16,12 +16,11 @@ import numpy as np
 from jax import lax
 
 from checkpoints import heads
-from jaxspec.drafters.eagle3 import Config
+from jaxspec.drafters.eagle3 import Config, places
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind, parameters, random_params, ropes_of
-from jaxspec.models.families import layer_names
 from jaxspec.models.layers import Rows
 from jaxspec.train import build
 from jaxspec.train.options import TrainOptions
@@ -31,15 +30,7 @@ AHEAD, READS = 2, True  # an entry is of a position's features and the token aft
 FADES = 0.8  # of each pass's share in the loss, to the next: a draft counts only where all before it were accepted
 MOST_IDS = 32_000  # unless told otherwise
 NOT_ITS_OWN = ("width", "rare_ids", "rare_width", "init_from")  # options that it has no use for
-# Where the tensors go, as SafeAILab's files call them.
-NAMES = {
-    **layer_names("midlayer.", "layers.0."),
-    "midlayer.input_layernorm.weight": ("token_norm", ""),
-    "midlayer.hidden_norm.weight": ("hidden_norm", ""),
-    "fc.weight": ("fc", ""),
-    "norm.weight": ("norm", ""),
-    "lm_head.weight": ("head", ""),
-}
+NAMES = places("midlayer.")  # as SafeAILab's files call them
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
@@ -50,7 +41,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     place = lambda name, x: jax.device_put(jnp.asarray(x, params[name].dtype), params[name].sharding)
     params |= {name: place(name, x) for name, x in ids.items()}
     if options.init_from_target:  # its way from hidden states to ids is known
-        rows = np.asarray(target.params["embed"] if target.config.tied else target.params["head"].T, np.float32)
+        rows = build.rows_of_ids(target)
         params["head"] = place("head", (rows[ids["d2t"]] if ids else rows).T)
         params["norm"] = place("norm", target.params["norm"])
     return Model(config, params)
@@ -65,9 +56,7 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
         raise UserError(f"--layers {o.layers}, but --method eagle3 has one: leave it out")
     if c.num_layers < 5:
         raise UserError(f"--method eagle3 reads three of the target's layers, and it has {c.num_layers}: use another")
-    size = min(MOST_IDS, c.vocab_size) if o.vocab_size is None else o.vocab_size
-    if size > c.vocab_size:
-        raise UserError(f"--vocab-size {size} exceeds the target's {c.vocab_size}: lower it or leave it out")
+    size = build.num_ids(c, o, MOST_IDS)
     heads_ = o.heads or c.num_heads
     return Config(
         family="llama",
