@@ -399,6 +399,24 @@ FAULTS = (
         "jnp.exp(log_p) * (log_p - log_q)",
         "tests/train/test_loss.py -k 'numpy and full'",
     ),
+    Fault(  # a pass sees what the first one made of all positions, where a round has its own of the last ones
+        "jaxspec/train/chain.py",
+        "place[None, :] <= place[:, None] - lag",
+        "place[None, :] <= place[:, None]",
+        "tests/train/test_heads.py -k 'a_round and eagle3 and 11'",
+    ),
+    Fault(  # a head learns what the one before it says
+        "jaxspec/train/medusa.py",
+        "backend), i, axis=1)",
+        "backend), 0, axis=1)",
+        "tests/train/test_heads.py -k 'a_round and medusa and 11'",
+    ),
+    Fault(  # a block sees what the target makes of its own first token
+        "jaxspec/train/dflash.py",
+        "before.positions[:, None] < block[:, :, :1]",
+        "before.positions[:, None] <= block[:, :, :1]",
+        "tests/train/test_heads.py -k 'a_round and dflash and 11'",
+    ),
     Fault(  # a run that goes on begins its data again
         "jaxspec/train/loop.py", "itertools.count(at)", "itertools.count()", "tests/train/test_train.py -k killed"
     ),

@@ -185,6 +185,16 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
     return DFlash(k, most, models["draft"], models["target"])
 
 
+NAMES = {
+    **layer_names("layers.{}."),
+    "fc.weight": ("fc", ""),
+    "hidden_norm.weight": ("hidden_norm", ""),
+    "norm.weight": ("norm", ""),
+    "lm_head.weight": ("head", ""),
+    "d2t": ("d2t", ""),
+}
+
+
 def read(found: Found, kind: type[Config] = Config, *, from_pending: bool = False, **own: Any) -> Reading:
     """kind: of configuration, with fields `own`; from_pending: where the checkpoint says nothing of that."""
     target = found.target
@@ -205,12 +215,4 @@ def read(found: Found, kind: type[Config] = Config, *, from_pending: bool = Fals
     })  # fmt: skip
     if any(config.windows):
         raise UnsupportedError(f"{found.name}: layers with a sliding window are not supported in a draft of blocks")
-    names = {
-        **layer_names("layers.{}."),
-        "fc.weight": ("fc", ""),
-        "hidden_norm.weight": ("hidden_norm", ""),
-        "norm.weight": ("norm", ""),
-        "lm_head.weight": ("head", ""),
-        "d2t": ("d2t", ""),
-    }
-    return Reading(config, names, ("embed_tokens.weight", "lm_head.weight", "verifier_*", "t2d"))
+    return Reading(config, NAMES, ("embed_tokens.weight", "lm_head.weight", "verifier_*", "t2d"))

@@ -19,6 +19,7 @@ from jaxspec.drafters.last_feature import LastFeature
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import module
+from jaxspec.models.families import Place
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
@@ -103,16 +104,29 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
 
 
 # File's name of a block's weight, of its bias, and of a head's matrix of logits, in each of the formats.
+VLLM = ("blocks.{i}.layers.{j}.weight", "blocks.{i}.layers.{j}.bias", "lm_heads.{i}.weight")
 FORMATS = (
     ("{i}.{j}.linear.weight", "{i}.{j}.linear.bias", "{i}.{depth}.weight"),
     ("medusa_head.{i}.{j}.linear.weight", "medusa_head.{i}.{j}.linear.bias", "medusa_head.{i}.{depth}.weight"),
-    ("blocks.{i}.layers.{j}.weight", "blocks.{i}.layers.{j}.bias", "lm_heads.{i}.weight"),
+    VLLM,
     (
         "medusa_heads.blocks.{i}.layers.{j}.weight",
         "medusa_heads.blocks.{i}.layers.{j}.bias",
         "medusa_heads.lm_heads.{i}.weight",
     ),
 )
+
+
+def places(names: tuple[str, str, str], heads: int, depth: int) -> dict[str, Place]:
+    """Where the tensors of so many heads go; names: one of FORMATS."""
+    block, bias, logits = names
+    each = [(i, j) for i in range(heads) for j in range(depth)]
+    return {
+        **{block.format(i=i, j=j): (f"heads.{i}.blocks.{j}", "") for i, j in each},
+        **{bias.format(i=i, j=j): (f"heads.{i}.biases.{j}", "") for i, j in each},
+        **{logits.format(i=i, depth=depth): (f"heads.{i}.head", "") for i in range(heads)},
+        "token_map": ("d2t", ""),
+    }
 
 
 def read(found: Found) -> Reading:
@@ -127,14 +141,10 @@ def read(found: Found) -> Reading:
     heads = next(i for i in range(len(found.shapes) + 1) if not there(i, 0))
     depth = next(j for j in range(len(found.shapes) + 1) if not there(0, j))
     found.fits("width", found.shapes[block.format(i=0, j=0)][0], target.width)
-    places = {block.format(i=i, j=j): (f"heads.{i}.blocks.{j}", "") for i in range(heads) for j in range(depth)}
-    places |= {bias.format(i=i, j=j): (f"heads.{i}.biases.{j}", "") for i in range(heads) for j in range(depth)}
-    places |= {logits.format(i=i, depth=depth): (f"heads.{i}.head", "") for i in range(heads)}
     reduced = found.shapes["token_map"][0] if "token_map" in found.shapes else None
     own_head = logits.format(i=0, depth=depth) in found.shapes
     if own_head and not reduced:
         found.fits("vocabulary", found.shapes[logits.format(i=0, depth=depth)][0], target.vocab_size)
-    places["token_map"] = "d2t", ""
     config = Config(**vars(target) | {
         "tied": False,
         "reduced_vocab_size": reduced,
@@ -145,4 +155,4 @@ def read(found: Found) -> Reading:
     })  # fmt: skip
     own = re.compile(r"^(medusa_heads?\.)?(\d+|blocks|lm_heads)\.")
     rest = tuple(name for name in found.shapes if not own.match(name))  # of Medusa-2, the model itself
-    return Reading(config, places, rest, absolute_ids=True)
+    return Reading(config, places(how, heads, depth), rest, absolute_ids=True)

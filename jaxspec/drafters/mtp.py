@@ -19,7 +19,7 @@ from jaxspec.drafters.heads import Found, Reading
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, module, through
-from jaxspec.models.families import FAMILIES, layer_names
+from jaxspec.models.families import FAMILIES, Place, layer_names
 from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
@@ -135,15 +135,20 @@ def read(found: Found) -> Reading:
         "target_layers": target.num_layers,
         "layers_there": (there := layers_there(how, found.shapes)),
     })  # fmt: skip
+    named, plus_one = names(how, target.family), how.norm_plus_one
+    remark = f"{found.name} has {there} layers for multi-token prediction: the first makes every draft, the others none"
+    return Reading(config, named, ("*",), norm_plus_one=plus_one, remark=remark if there > 1 else "")
+
+
+def names(how: Format, family: str) -> dict[str, Place]:
+    """Where tensors go, of a layer as this family's."""
     ends = {"token_norm": how.token_norm, "hidden_norm": how.hidden_norm, "fc": how.fc, "norm": how.norm}
-    renamed = {name.removeprefix("model.layers.{}."): place for name, place in FAMILIES[target.family].names.items()}
-    names = {
+    renamed = {name.removeprefix("model.layers.{}."): place for name, place in FAMILIES[family].names.items()}
+    return {
         **layer_names(how.prefix + how.layer, "layers.0."),
         **{how.prefix + how.layer + name: (place.format(0), part) for name, (place, part) in renamed.items()},
         **{f"{how.prefix}{end}.weight": (place, "") for place, end in ends.items()},
     }
-    remark = f"{found.name} has {there} layers for multi-token prediction: the first makes every draft, the others none"
-    return Reading(config, names, ("*",), norm_plus_one=how.norm_plus_one, remark=remark if there > 1 else "")
 
 
 def layers_there(how: Format, tensors: Iterable[str]) -> int:

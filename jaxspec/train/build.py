@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -40,9 +41,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
 
     Raises: UserError for heads that do not divide, or more layers or ids than the target has.
     """
-    c, o, layers = target, options, options.layers or LAYERS
-    if layers > c.num_layers:
-        raise UserError(f"--layers {layers} exceeds the target's {c.num_layers}: a draft is smaller than its target")
+    c, o, layers = target, options, num_layers(target, options)
     # With 16,384 ids two thirds of SmolLM2-135M's width make two layers that cost a 14th of a pass of its 30 on two CPU
     # cores (docs/notes/drafts.md).
     width = o.width or max(1, 2 * c.width // 3 // c.head_dim) * c.head_dim
@@ -69,6 +68,16 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         rare_width=(o.rare_width or max(1, int(RARE["width"] * width))) if rare else 0,
         embed_width=c.width,
     )
+
+
+def num_layers(target: ModelConfig, options: TrainOptions) -> int:
+    """Of the draft. Raises UserError for more than the target has."""
+    layers = options.layers or LAYERS
+    if layers > target.num_layers:
+        raise UserError(
+            f"--layers {layers} exceeds the target's {target.num_layers}: a draft is smaller than its target"
+        )
+    return layers
 
 
 def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
@@ -114,24 +123,83 @@ def first_params(
     config: ModelConfig, target: Model, ids: dict[str, np.ndarray], placement: Any, *, seed: int, from_target: bool
 ) -> dict[str, jax.Array]:
     """The draft's float32 parameters on placement, and the target's table as it is; ids: of `vocabulary`."""
+    known: dict[str, Any] = dict(ids)
+    if from_target:
+        same = config.width == target.config.width
+        known["norm"] = target.params["norm"] if same else np.full(config.width, FLAT)
+        known |= projected(config, target, ids) | layers_of(target, config)
+    return begun(config, target, placement, seed, known)
+
+
+def begun(
+    config: ModelConfig, target: Model, placement: Any, seed: int, known: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Random float32 parameters on placement, but for those that are known or borrowed."""
     borrowed = {name: target.params[name] for name, p in parameters(config).items() if p.borrowed}
     params = random_params(config, jnp.float32, placement, seed, known=borrowed)
-    place = lambda name, x: jax.device_put(jnp.asarray(x, params[name].dtype), params[name].sharding)
-    params |= {name: place(name, x) for name, x in ids.items()}
-    if not from_target:
-        return params
-    params |= {name: place(name, x) for name, x in projected(config, target, ids).items()}
-    if config.width == target.config.width:
-        params["norm"] = place("norm", target.params["norm"])
-    else:
-        params["norm"] = place("norm", np.full(config.width, FLAT))
-    for i, source in enumerate(target_layers(target.config.num_layers, config.num_layers)):
-        start = f"layers.{i}."
-        for name in [name for name in params if name.startswith(start)]:
-            theirs = target.params[f"layers.{source}.{name.removeprefix(start)}"]
-            if theirs.shape == params[name].shape:
-                params[name] = place(name, theirs)
-    return params
+    place = lambda like, x: jax.device_put(jnp.asarray(x, like.dtype), like.sharding)
+    return params | {name: place(params[name], x) for name, x in known.items()}
+
+
+def layers_of(target: Model, config: ModelConfig) -> dict[str, jax.Array]:
+    """What the layers of a draft begin with: the target's own, evenly spaced ones, where the shapes agree."""
+    chosen, found = target_layers(target.config.num_layers, config.num_layers), {}
+    for name, p in parameters(config).items():
+        if name.startswith("layers."):
+            _, i, rest = name.split(".", 2)
+            theirs = target.params.get(f"layers.{chosen[int(i)]}.{rest}")
+            if theirs is not None and theirs.shape == p.shape:
+                found[name] = theirs
+    return found
+
+
+def head_of(target: Model, ids: dict[str, np.ndarray]) -> np.ndarray:
+    """[E, _]: the target's way from hidden states to the draft's ids."""
+    rows = rows_of_ids(target)
+    return (rows[ids["d2t"]] if ids else rows).T
+
+
+def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_ids: int) -> dict[str, Any]:
+    """The fields of a head's layers: as wide as the target, and as the readers of heads know them, which is Llama's
+    kind. Raises UserError for heads that do not divide and for more ids than the target has."""
+    c, o = target, options
+    size, heads = num_ids(c, o, most_ids), o.heads or c.num_heads
+    return {
+        "family": "llama",
+        "vocab_size": c.vocab_size,
+        "num_layers": layers,
+        "width": c.width,
+        "mlp_width": o.mlp_width or c.mlp_width,
+        "num_heads": heads,
+        "num_kv_heads": o.kv_heads or math.gcd(heads, c.num_kv_heads),
+        "head_dim": c.head_dim,
+        "max_model_len": c.max_model_len,
+        "windows": (None,) * layers,
+        "rope": dataclasses.replace(c.rope, factors=()),
+        "norm_eps": c.norm_eps,
+        "tied": False,
+        "bos_id": c.bos_id,
+        "eos_ids": c.eos_ids,
+        "reduced_vocab_size": size if size < c.vocab_size else None,
+    }
+
+
+def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
+    """Raises UserError for an option of shape that the method has no use for; taken: the others."""
+    for name in (*SHAPE, "init_from"):
+        if name not in taken and getattr(options, name) is not None:
+            flag = lambda name: "--" + name.replace("_", "-")
+            its = f"takes {', '.join(map(flag, taken))}" if taken else "has its target's shape"
+            raise UserError(f"{flag(name)} is of another method, --method {options.method} {its}: leave it out")
+
+
+def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:
+    """The layers of a target whose input a head reads, as EAGLE-3 chose them. Raises UserError for too few."""
+    if target.num_layers < 5:
+        raise UserError(
+            f"--method {method} reads three of the target's layers, and it has {target.num_layers}: use another"
+        )
+    return 2, target.num_layers // 2, target.num_layers - 3
 
 
 def projected(config: ModelConfig, target: Model, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -9,11 +9,13 @@ import numpy as np
 
 from checkpoints import orbax
 from jaxspec.engine.setup import Model
-from jaxspec.models.decoder import whole
+from jaxspec.models.decoder import bind, whole
 from jaxspec.train import build
 from jaxspec.train.options import TrainOptions
+from jaxspec.train.passes import Said, of_tokens_after
 
-AHEAD, READS = 1, False
+READS = False
+TAKES = (*build.SHAPE, "init_from")
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
@@ -23,12 +25,12 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     return Model(config, build.first_params(config, target, ids, placement, seed=seed, from_target=from_target))
 
 
-def passes(configs, draft, target, tokens, backend, k):
-    return whole(configs[1], draft, tokens, backend)[1][:, :, None], None
+def passes(configs, draft, target, batch, backend, k) -> Said:
+    return of_tokens_after(1, whole(configs[1], draft, batch["tokens"], backend)[1][:, :, None])
 
 
-def shares(k: int) -> tuple[float, ...]:
-    return (1.0,)
+def heads(configs, draft, target, k):
+    return [bind(configs[1], draft)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:

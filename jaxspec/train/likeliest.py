@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import shutil
 from pathlib import Path
 
 import jax
@@ -13,16 +10,14 @@ import numpy as np
 from jax import lax
 
 from jaxspec.engine.setup import Model
-from jaxspec.errors import UserError
 from jaxspec.models.decoder import bind, whole
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import Placement
-from jaxspec.progress import say, token_progress
 from jaxspec.shapes import Array, Float, Int
-from jaxspec.train.ahead import ahead
 from jaxspec.train.data import Rows, id_dtype
+from jaxspec.train.kept import digest
+from jaxspec.train.kept import kept as on_disk
 from jaxspec.train.loss import cut, num_pieces
-from jaxspec.train.step import place_rows
 
 
 def kept(
@@ -39,25 +34,12 @@ def kept(
     """The target's n likeliest ids at every position of the first `count` rows, as records [count] that are read from
     disk when they are indexed: ids [T, n], likeliest first, and log_p f16[T, n], of the softmax over all ids.
 
-    They lie in a file in the folder, whose name tells the target, the rows and n. It grows a batch at a time: a run
-    that was ended, or that needed fewer rows, has done its part of the work for the next one.
-
-    Args:
-      batch_size: rows of a pass, which the devices share.
-
-    Raises: UserError where the disk has no room for them.
+    They lie in a file in the folder, whose name tells the target, the rows and n. Arguments and errors as of
+    `jaxspec.train.kept.kept`.
     """
     vocab_size, length = target.config.vocab_size, rows.tokens.shape[1]
     record = np.dtype([("ids", id_dtype(vocab_size), (length, n)), ("log_p", np.float16, (length, n))])
-    path = folder / f"top-{n}-{digest(target, rows)}.bin"
-    done = path.stat().st_size // record.itemsize if path.is_file() else 0
-    size, free = (count - done) * record.itemsize, shutil.disk_usage(folder).free
-    if size > free:
-        raise UserError(f"{path} needs {size / 1e9:.1f} GB more, {free / 1e9:.1f} are free: lower --top-n or --steps")
-    what = f"the target's {n} likeliest ids of {count * length:,} tokens"
-    say(f"{what}: {count * record.itemsize / 1e9:.2f} GB in {path}" + " (found there)" * (done >= count))
-
-    params, place = jax.device_put(target.params, devices.sharding()), place_rows(devices)
+    params = jax.device_put(target.params, devices.sharding())
 
     @jax.jit
     def find(params, tokens):
@@ -65,28 +47,19 @@ def kept(
         says = lambda hidden: top(bind(target.config, params).logits(hidden, backend), n)
         ids, log_p = lax.map(says, cut(hidden, num_pieces(batch_size, length, vocab_size)))
         joined = lambda x, dtype: x.swapaxes(0, 1).reshape(batch_size, length, n).astype(dtype)
-        return joined(ids, record["ids"].base), joined(log_p, jnp.float16)
+        return {"ids": joined(ids, record["ids"].base), "log_p": joined(log_p, jnp.float16)}
 
-    def ask(start: int) -> tuple[jax.Array, jax.Array]:
-        part = rows.tokens[np.arange(start, start + batch_size).clip(max=count - 1)]
-        return find(params, place(part.astype(np.int32)))
-
-    starts = range(done, count, batch_size)
-    if starts:
-        path.touch()
-        with (
-            path.open("r+b") as file,
-            contextlib.closing(ahead(ask, starts)) as answers,
-            token_progress(count * length, done * length, enabled=True) as report,
-        ):
-            file.seek(done * record.itemsize)
-            for start, answer in zip(starts, answers, strict=True):
-                records = np.empty(batch_size, record)
-                records["ids"], records["log_p"] = jax.device_get(answer)
-                now = min(start + batch_size, count)
-                file.write(records[: now - start].tobytes())
-                report(now * length)
-    return np.memmap(path, record, "r", shape=(count,))
+    return on_disk(
+        folder / f"top-{n}-{digest(target, rows)}.bin",
+        record,
+        rows,
+        count,
+        lambda tokens: find(params, tokens),
+        what=f"the target's {n} likeliest ids",
+        remedy="lower --top-n or --steps",
+        batch_size=batch_size,
+        devices=devices,
+    )
 
 
 def top(logits: Float[Array, "*rest V"], n: int) -> tuple[Int[Array, "*rest n"], Float[Array, "*rest n"]]:
@@ -105,12 +78,3 @@ def top(logits: Float[Array, "*rest V"], n: int) -> tuple[Int[Array, "*rest n"],
     found, at = lax.top_k(table.reshape(*logits.shape[:-1], members * n), n)
     ids = at // n * groups + jnp.take_along_axis(best, at % n, axis=-1)
     return ids, found - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def digest(target: Model, rows: Rows) -> str:
-    """Of the rows and of the first row of each of the target's parameters."""
-    found = hashlib.sha256(f"{rows.tokens.dtype}{rows.tokens.shape}".encode())
-    found.update(np.ascontiguousarray(rows.tokens).data)
-    for name in sorted(target.params):
-        found.update(np.asarray(target.params[name][:1]).tobytes())
-    return found.hexdigest()[:12]

@@ -21,6 +21,7 @@ from jaxspec.models.decoder import Params, bind, whole
 from jaxspec.models.layers import Backend
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.train import methods
+from jaxspec.train.passes import Said
 
 PIECE = 1 << 28  # logits that are held at a time
 NEVER = -1e4  # log-probability of what cannot be; finite, because 0 x inf is no number
@@ -116,50 +117,52 @@ def loss_sums(
     batch: Mapping[str, jax.Array],
     k: int = 1,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """-> (weighted loss, {"tv", "agree", "lost"}), all summed over the positions that count.
+    """-> (weighted loss, {"tv", "agree", "lost", "count"}), all summed over the positions that count.
 
     configs: (target as `own_ids_first` made it, draft); draft: float32, computed in dtype; batch: tokens i32[B,T]; mask
     bool[B,T], of those that the draft shall predict from the tokens before them; and ids and log_p [B,T,n] of `stored`.
-    Without these the target is computed here. k: drafts of a round, for a head that learns each; what is told is of the
-    first. agree: both find the same id likeliest; lost: the target's probability of ids that the draft lacks, as far as
-    they are listed.
+    Without these the target is computed here. k: drafts of a round, for a head that learns each. What is told is of the
+    first: agree, that both find the same id likeliest; lost, the target's probability of ids that the draft lacks, as
+    far as they are listed; count, how many they are.
     """
     draft_config, tokens, listed = configs[1], batch["tokens"], "ids" in batch
     method = methods.implementation(draft_config.method)
-    hidden, seen = method.passes(configs, computed(draft, dtype), target, tokens, backend, k)
+    says: Said = method.passes(configs, computed(draft, dtype), target, batch, backend, k)
     if listed:
-        said = {name: batch[name] for name in ("ids", "log_p")}
+        known = {name: batch[name] for name in ("ids", "log_p")}
     else:
-        said = {"hidden": whole(configs[0], target, tokens, backend)[1] if seen is None else seen}
-    said = jax.tree.map(lambda x: jnp.roll(x, 1 - method.AHEAD, axis=1), said)  # beside the entries that predict it
+        known = {"hidden": whole(configs[0], target, tokens, backend)[1] if says.seen is None else says.seen}
+    # What the target says of a token stands beside the one before it.
+    before, length = says.predicts - 1, tokens.shape[1]
+    known = jax.tree.map(lambda x: jnp.take_along_axis(x, before[:, :, None], axis=1, mode="clip"), known)
+    counts = jnp.take_along_axis(batch["mask"], says.predicts, axis=1, mode="clip") & (says.predicts < length)
 
-    def teach(said: Mapping[str, jax.Array]) -> Teacher:
+    def teach(known: Mapping[str, jax.Array]) -> Teacher:
         if listed:
-            return stored(draft, **said)
-        return computed_now(bind(configs[0], target).logits(said["hidden"], backend), draft_config.head_size)
+            return stored(draft, **known)
+        return computed_now(bind(configs[0], target).logits(known["hidden"], backend), draft_config.head_size)
 
     @jax.checkpoint
-    def sums(draft, teacher, hidden, counted):
+    def sums(draft, teacher, piece):
         # Converted here, so that the pieces' gradients of the table are added up in float32.
-        head, loss = bind(draft_config, computed(draft, dtype)), jnp.float32(0)
-        told: dict[str, jax.Array] = {}
-        for i, share in enumerate(method.shares(k)):
-            each = distances(weights, teacher, head.logits(hidden[:, :, i], backend))
-            summed = {name: jnp.sum(jnp.where(counted, x, 0.0)) for name, x in each.items()}
-            loss += share * sum(weight * summed[name] for name, weight in weights.items())
-            told = told or {name: summed[name] for name in TOLD}
+        heads, loss, told = method.heads(configs, computed(draft, dtype), target, k), jnp.float32(0), dict(nothing)
+        for i, head in enumerate(heads):
+            each = distances(weights, teacher, head.logits(piece["hidden"][:, :, i], backend))
+            share = jnp.where(piece["counts"], piece["shares"][..., i], 0.0)
+            loss += sum(weight * jnp.sum(share * each[name]) for name, weight in weights.items())
+            first = piece["counts"] & piece["first"][..., i]
+            told = {name: x + jnp.sum(jnp.where(first, (each | {"count": 1.0})[name], 0.0)) for name, x in told.items()}
         return loss, told
 
     def add(total, piece):
-        said, hidden, counted = piece
-        return jax.tree.map(jnp.add, total, sums(draft, teach(said), hidden, counted)), None
+        return jax.tree.map(jnp.add, total, sums(draft, teach(piece["known"]), piece)), None
 
-    ahead = method.AHEAD
-    follows = jnp.pad(batch["mask"][:, ahead:], ((0, 0), (0, ahead)))  # the last entries predict nothing
-    rows, length = tokens.shape
-    pieces = num_pieces(rows, length, draft_config.head_size if listed else configs[0].vocab_size)
-    zero = (jnp.float32(0), dict.fromkeys(TOLD, jnp.float32(0)))
-    return lax.scan(add, zero, jax.tree.map(lambda x: cut(x, pieces), (said, hidden, follows)))[0]
+    rows, entries = says.predicts.shape
+    pieces = num_pieces(rows, entries, draft_config.head_size if listed else configs[0].vocab_size)
+    of_rows = {"known": known, "hidden": says.hidden, "counts": counts}
+    of_entries = {"shares": jnp.asarray(says.shares)[None], "first": jnp.asarray(says.first)[None]}
+    nothing = dict.fromkeys((*TOLD, "count"), jnp.float32(0))
+    return lax.scan(add, (jnp.float32(0), nothing), jax.tree.map(lambda x: cut(x, pieces), of_rows | of_entries))[0]
 
 
 def cut(x: jax.Array, pieces: int) -> jax.Array:

@@ -1,13 +1,11 @@
 """The methods that can be trained: the one place that lists them. What a method is stands in its file:
 
-AHEAD: how many places after its entry stands the token that an entry predicts; READS: whether it reads what the target
-  computes of the tokens, in every step;
+READS: whether it reads what the target computes of the tokens;
+TAKES: the options of its shape (`jaxspec.train.options`) that it has a use for;
 new(options, target, counts, placement) -> the draft as it begins, its parameters in float32, all but those of `fixed`;
   counts i64[V], how often each id occurs;
-passes(configs, draft, target, tokens, backend, k) -> (hidden [B,T,J,E], of J passes over the same entries; what the
-  target's logits are made of [B,T,E], or None where nothing was computed of it). configs, draft, target: of
-  `loss.loss_sums`;
-shares(k) -> of the J passes' losses;
+passes(configs, draft, target, batch, backend, k) -> `Said`; configs, draft, target and batch as in `loss.loss_sums`;
+heads(configs, draft, target, k) -> what has the logits of each of the J passes;
 save(folder, params, config, fingerprint), beside what the folder holds.
 """
 
@@ -16,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-METHODS = ("draft_model", "eagle3")
+METHODS = ("draft_model", "eagle3", "medusa", "mtp", "dflash")
 
 
 def implementation(method: str) -> Any:

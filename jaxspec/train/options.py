@@ -28,22 +28,24 @@ class TrainOptions:
       data: The folder of training data that the target wrote.
       out: The folder to write; it is then the draft's name.
       target: The model that the draft is for.
-      method: "draft_model", a small model of its own, or "eagle3", a head that reads the target's hidden states.
-      layers: Of the draft; two.
+      method: draft_model, a small model of its own, or a head beside the target. Of these eagle3 and mtp draft one
+        token from the other, medusa and dflash all at once.
+      layers: Of the draft; two. Of medusa: of each of its heads; one.
       width: Of the draft; two thirds of the target's.
       heads: Query heads; as many as fit the width. Their size is always the target's.
       kv_heads: Key-value heads; as the target's where they divide.
       mlp_width: In proportion to the width.
       vocab_size: Ids that it can propose, the most frequent ones; at most 16384. It reads all, in the target's own
-        table.
+        table. Of eagle3: 32000. medusa and dflash propose all by the target's own head, unless told otherwise.
       rare_ids: The rarest of them, by a narrower way; half. Their logits cost less. None where the draft has all ids.
       rare_width: Of that way; a quarter of the width.
       init_from_target: Begin with the target's layers and embeddings. Evenly spaced layers, where the shapes agree;
         embeddings projected where the widths differ. False: random.
       init_from: Begin with this draft, and train it further. Its shape and its vocabulary stay.
       top_n: Likeliest ids that the target teaches, found once; 0: all, in every step. Default: 64, and 0 for a head,
-        which needs the target in every step anyway. They are kept on disk beside the
-        data; all other ids count as one.
+        which needs the target in every step anyway. They are kept on disk beside the data; all other ids count as one.
+      keep_features: Find what a head reads of the target once, and keep it on disk. Else in every step. It takes two
+        to four times the target's width for each token, beside the data, and is told before it is written.
       steps: Steps of the optimiser.
       minutes: Make only as many steps as fit.
       batch_size: Rows of a step.
@@ -80,6 +82,7 @@ class TrainOptions:
     init_from_target: bool = True
     init_from: str | None = None
     top_n: int | None = None
+    keep_features: bool = False
     steps: int = 2000
     minutes: float | None = None
     batch_size: int = 32

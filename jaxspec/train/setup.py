@@ -17,7 +17,7 @@ from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilat
 from jaxspec.models.decoder import parameters
 from jaxspec.parallel.placement import make_placement
 from jaxspec.progress import say
-from jaxspec.train import build, data, likeliest, methods
+from jaxspec.train import build, data, features, likeliest, methods
 from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
 from jaxspec.train.options import TrainOptions
@@ -61,7 +61,15 @@ class Setup:
 def prepare(options: TrainOptions) -> Setup:
     """Loads the target and the data, and checks that they fit."""
     enable_compilation_cache()
-    device, count = here(), len(jax.devices())
+    device, count, method = here(), len(jax.devices()), methods.implementation(options.method)
+    build.check_taken(options, method.TAKES)
+    if method.READS and options.top_n:
+        raise UserError(
+            f"--top-n {options.top_n}: --method {options.method} computes the target in every step, which tells all "
+            "ids: leave it out"
+        )
+    if options.keep_features and not method.READS:
+        raise UserError(f"--keep-features, but --method {options.method} reads none: leave it out")
     if options.batch_size // options.accumulate % count:
         raise UserError(
             f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"
@@ -90,7 +98,7 @@ def prepare(options: TrainOptions) -> Setup:
         draft = load(begun, jnp.float32, placement, target)
     else:
         counts = data.frequencies(shards, target.config.vocab_size)
-        draft = methods.implementation(options.method).new(options, target, counts, placement)
+        draft = method.new(options, target, counts, placement)
     ids = {name: draft.params[name] for name, p in parameters(draft.config).items() if p.kind == "ids"}
     stop_ids = checkpoints.load_stop_ids(source, tokenizer)
     digest = checkpoints.fingerprint(tokenizer)
@@ -102,32 +110,26 @@ def teacher(setup: Setup) -> tuple[Model, Callable[[int], dict[str, np.ndarray]]
     """(the target as the steps take it, batch(step) of `loss_sums`). Where its likeliest ids are kept, the batches hold
     what it says, and it has no parameters."""
     o, rows, target = setup.options, setup.rows, setup.target
-    told: np.ndarray | None = None
     reads = methods.implementation(o.method).READS
-    top_n = (0 if reads else TOP_N) if o.top_n is None else o.top_n
-    if reads and top_n:
-        raise UserError(
-            f"--top-n {top_n}: --method {o.method} computes the target in every step, which tells all ids: leave it out"
-        )
-    if top_n:
-        told = likeliest.kept(
-            o.data,
-            target,
-            rows,
-            min(len(rows), o.steps * o.batch_size),
-            top_n,
-            batch_size=o.batch_size // o.accumulate,
-            backend=dense_backend(target.config, setup.device, setup.dtype),
-            devices=setup.devices,
-        )
+    count, records = min(len(rows), o.steps * o.batch_size), None
+    how: dict[str, Any] = {
+        "batch_size": o.batch_size // o.accumulate,
+        "backend": dense_backend(target.config, setup.device, setup.dtype),
+        "devices": setup.devices,
+    }
+    if top_n := (0 if reads else TOP_N) if o.top_n is None else o.top_n:
+        records = likeliest.kept(o.data, target, rows, count, top_n, **how)
         target = Model(target.config, {})
     else:
+        if o.keep_features:
+            records = features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how)
         target = own_ids_first(target, np.asarray(setup.ids["d2t"]) if setup.ids else None)
 
     def batch(step: int) -> dict[str, np.ndarray]:
         at = data.chosen(len(rows), o.seed, step, o.batch_size)
-        found = {"tokens": rows.tokens[at].astype(np.int32), "mask": rows.mask[at]}
-        return found if told is None else found | {"ids": told["ids"][at], "log_p": told["log_p"][at]}
+        draw = np.random.default_rng([o.seed, step]).integers(2**32, size=len(at), dtype=np.uint32)
+        found = {"tokens": rows.tokens[at].astype(np.int32), "mask": rows.mask[at], "draw": draw}
+        return found if records is None else found | {name: records[name][at] for name in records.dtype.names or ()}
 
     return target, batch
 

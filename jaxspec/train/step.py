@@ -21,7 +21,6 @@ from jaxspec.models.decoder import parameters
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import AXES
 from jaxspec.platforms import facts
-from jaxspec.train import methods
 from jaxspec.train.loss import TOLD, loss_sums
 from jaxspec.train.options import TrainOptions, loss_weights
 from pallas_kernels.device import Device
@@ -89,10 +88,10 @@ def make_step(
 
         # Rows go to the parts in turns, so that every device keeps a share of each part.
         split = lambda x: x.reshape(-1, options.accumulate, *x.shape[1:]).swapaxes(0, 1)
-        told = dict.fromkeys(("loss", *TOLD), jnp.float32(0))
+        told = dict.fromkeys(("loss", *TOLD, "count"), jnp.float32(0))
         zero = (told, jax.tree.map(jnp.zeros_like, state.params))
         (told, grads), _ = lax.scan(part, zero, jax.tree.map(split, batch))
-        count = jnp.maximum(jnp.sum(batch["mask"][:, methods.implementation(draft.method).AHEAD :]), 1)
+        count = jnp.maximum(told.pop("count"), 1)
         told, grads = jax.tree.map(lambda x: x / count, (told, grads))
         updates, moments = optimizer.update(grads, state.optimizer, state.params)
         updates = jax.tree.map(lambda x: rate * x, updates)

@@ -15,8 +15,9 @@ from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import whole
 from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import make_placement
-from jaxspec.train import likeliest
+from jaxspec.train import kept as files
 from jaxspec.train.data import Rows
+from jaxspec.train.kept import digest
 from jaxspec.train.likeliest import kept, top
 from pallas_kernels.device import CPU
 from tests import laws, lively_models
@@ -79,7 +80,7 @@ def test_what_is_kept_is_what_the_target_says(folder):
 
 def test_a_second_run_asks_the_target_nothing(folder, monkeypatch, capsys):
     before = fill(folder).tobytes()
-    monkeypatch.setattr(likeliest, "ahead", None)
+    monkeypatch.setattr(files, "ahead", None)
     assert fill(folder).tobytes() == before
     assert fill(folder, count=3).tobytes() == before[: 3 * LENGTH * N * 4]
     said = capsys.readouterr().err.splitlines()
@@ -124,13 +125,13 @@ def test_what_differs_is_found_anew(folder):
     changed = TOKENS.copy()
     changed[20, 3] += 1
     shorter = Rows(TOKENS[:, :6].reshape(-1, 6), ROWS.mask[:, :6])
-    names = {likeliest.digest(target, rows) for target in (TARGET, other) for rows in (ROWS, shorter)}
-    names.add(likeliest.digest(TARGET, dataclasses.replace(ROWS, tokens=changed)))
+    names = {digest(target, rows) for target in (TARGET, other) for rows in (ROWS, shorter)}
+    names.add(digest(TARGET, dataclasses.replace(ROWS, tokens=changed)))
     assert len(names) == 5
-    assert likeliest.digest(TARGET, Rows(TOKENS.copy(), ROWS.mask)) in names
+    assert digest(TARGET, Rows(TOKENS.copy(), ROWS.mask)) in names
 
 
 def test_a_full_disk_is_told_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(likeliest.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     with pytest.raises(ValueError, match=r"needs 0.0 GB more, 0.0 are free: lower --top-n or --steps"):
         fill(tmp_path)

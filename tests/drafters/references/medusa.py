@@ -50,7 +50,7 @@ def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
     config, w = common.read_folder(folder)
     layers = config.get("medusa_num_layers", config.get("num_hidden_layers"))
     vllm = config.get("model_type") == "medusa"
-    count = 1 + max(int(re.search(r"\d+", name)[0]) for name in w)  # type: ignore[index]
+    count = 1 + max(int(found[0]) for name in w if (found := re.search(r"\d+", name)))
     logits = []
     for i in range(min(k, count)):
         x = target.hidden[-1]

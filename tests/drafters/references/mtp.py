@@ -60,7 +60,7 @@ def write(folder: Path, *, seed: int, target: Shape, kind: str = "mimo", head: n
 def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int, *, before_norm: bool = False):
     """before_norm: the target's hidden states are those that enter its last norm, as vLLM takes them for MiMo."""
     config, w = common.read_folder(folder)
-    kind = {"deepseek_v3": "deepseek"}.get(config["model_type"], config["model_type"])
+    kind = {"deepseek_v3": "deepseek", "mtp": "deepseek"}.get(config["model_type"], config["model_type"])
     of, eps = names(kind, config["num_hidden_layers"]), config["rms_norm_eps"]
     if of.norm_plus_one:
         w = {name: x + 1 if x.ndim == 1 else x for name, x in w.items()}

@@ -1,0 +1,115 @@
+"""Training DFlash's layers, which draft a block at once: of each row many blocks, whose first places are random.
+
+Source: Chen et al., https://arxiv.org/abs/2602.06036.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.drafters.dflash import NAMES, Config
+from jaxspec.engine.setup import Model
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import bind, ropes_of
+from jaxspec.models.layers import Rows
+from jaxspec.train import build, saved
+from jaxspec.train.options import TrainOptions
+from jaxspec.train.passes import Said, fading, projected, read
+from pallas_kernels.plain import rms_norm
+
+READS = True
+TAKES = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size")
+OVERLAP = 2  # blocks over each place: the target's pass, which is most of a step, serves them all
+
+
+def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """With --vocab-size it has its own way to so many ids; else the target's to all. What stands in the places that it
+    fills is the target's rarest id."""
+    config = head_config(target.config, options, int(np.argmin(counts)))
+    known: dict[str, Any] = build.vocabulary(counts, config)
+    if options.init_from_target:
+        own_head = {"head": build.head_of(target, known)} if config.has_head else {}
+        known |= {"norm": target.params["norm"], **own_head, **build.layers_of(target, config)}
+    return Model(config, build.begun(config, target, placement, options.seed, known))
+
+
+def head_config(target: ModelConfig, options: TrainOptions, mask_id: int) -> Config:
+    fields = build.layer_fields(target, options, build.num_layers(target, options), target.vocab_size)
+    return Config(**fields | {
+        "qk_norm": True,  # as the authors' own have it
+        "taps": build.check_tapped(target, options.method),
+        "target_width": target.width,
+        "block_size": options.num_speculative_tokens + 1,
+        "has_head": fields["reduced_vocab_size"] is not None,
+        "mask_id": mask_id,
+    })  # fmt: skip
+
+
+def passes(configs, draft, target, batch, backend, k) -> Said:
+    config, tokens, size = configs[1], batch["tokens"], k + 1
+    head: Any = bind(config, draft)
+    decoder, hidden, tapped = read(configs[0], target, batch, backend, config.taps)
+    dtype = head.fc[...].dtype
+    past = head.features(None, [x.astype(dtype) for x in tapped], backend)
+    anchors = first_places(batch["draw"], tokens.shape[1], size)  # the pending tokens
+    block = anchors[:, :, None] + jnp.arange(size)
+    pending = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
+    shown = jnp.where(jnp.arange(size) == 0, pending, config.mask_id).reshape(tokens.shape[0], -1)
+    x = lax.stop_gradient(decoder.embedded(shown, backend)).astype(dtype)
+    x = through_layers(head, x, past, block, backend).reshape(*block.shape, -1)[:, :, 1:]
+    entries = lambda y: y.reshape(len(tokens), -1, *y.shape[3:])
+    count = anchors.shape[1]
+    shares, first = np.tile(fading(k), count).astype(np.float32), np.tile(np.arange(k) == 0, count)
+    return Said(entries(x)[:, :, None], entries(block[:, :, 1:]), shares[:, None], first[:, None], hidden)
+
+
+def first_places(draw: jax.Array, length: int, size: int) -> jax.Array:
+    """Where blocks of this size begin: i32[B,_], at random one in each stretch of the row. draw: u32[B], random."""
+    stretch = max(1, size // OVERLAP)
+    count = max(1, length // stretch)
+    drawn = jax.vmap(lambda number: jax.random.randint(jax.random.key(number), (count,), 0, stretch))(draw)
+    return jnp.minimum(jnp.arange(count, dtype=jnp.int32) * stretch + drawn, length - 1)
+
+
+def through_layers(head, x, past, block, backend):
+    """x [B,A*T,E], of blocks at the places i32[B,A,T]; past [B,_,E], the features of all tokens -> what leaves the
+    head's norm. A block sees itself, and of the past what is before it."""
+    c, dtype = head.config, x.dtype
+    own = Rows(block.reshape(len(x), -1))
+    before = Rows(jnp.broadcast_to(jnp.arange(past.shape[1], dtype=jnp.int32), past.shape[:2]))
+    known = before.positions[:, None] < block[:, :, :1]  # [B,A,S]
+    at_block, at_past = ropes_of(c, own, backend)[c.rope], ropes_of(c, before, backend)[c.rope]
+    for layer in head.layers:
+        query, key, value = projected(layer, rms_norm(layer.input_norm[...], x, c.norm_eps), at_block)
+        _, old_key, old_value = projected(layer, past, at_past)
+        blocks = lambda y: y.reshape(*block.shape, c.num_kv_heads, -1, c.head_dim)
+        query, key, value = blocks(query), blocks(key)[:, :, :, :, 0], blocks(value)[:, :, :, :, 0]
+        product = lambda way, *x: jnp.einsum(way, *x, preferred_element_type=jnp.float32)
+        of_past = product("batgnd,bsgd->bagnts", query, old_key) * c.query_scale
+        of_past = jnp.where(known[:, :, None, None, None], of_past, -jnp.inf)
+        of_own = product("batgnd,basgd->bagnts", query, key) * c.query_scale
+        weights = jax.nn.softmax(jnp.concatenate([of_past, of_own], axis=-1), axis=-1).astype(dtype)
+        mixed = jnp.einsum("bagnts,bsgd->batgnd", weights[..., : past.shape[1]], old_value)
+        mixed += jnp.einsum("bagnts,basgd->batgnd", weights[..., past.shape[1] :], value)
+        x, _ = layer.feed_forward(x, mixed.reshape(*x.shape[:2], -1), backend)
+    return rms_norm(head.norm[...], x, c.norm_eps)
+
+
+def heads(configs, draft, target, k):
+    return [bind(configs[1], draft) if configs[1].has_head else bind(configs[0], target)]
+
+
+def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    said = {
+        **saved.layers(config),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": {"mask_token_id": config.mask_id, "target_layer_ids": [i - 1 for i in config.taps]},
+    }
+    saved.save(folder, said, params, config, saved.numbered(NAMES, config.num_layers), fingerprint)

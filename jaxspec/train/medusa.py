@@ -1,0 +1,79 @@
+"""Training Medusa's heads: one a draft, each from the target's last hidden state, none knowing what the others say.
+
+Source: Cai et al., https://arxiv.org/abs/2401.10774.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.drafters.medusa import VLLM, Config, places
+from jaxspec.engine.setup import Model
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import bind, parameters
+from jaxspec.train import build, saved
+from jaxspec.train.options import TrainOptions
+from jaxspec.train.passes import Said, of_tokens_after, read
+
+READS = True
+TAKES = ("layers", "vocab_size")
+
+
+def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """With --vocab-size each head has its own way to so many ids; else all have the target's to all. They begin as
+    paths that change nothing, so that each says what the target does of the token before."""
+    config = head_config(target.config, options)
+    known: dict[str, Any] = build.vocabulary(counts, config)
+    ends = {"head": build.head_of(target, known)} if config.has_head and options.init_from_target else {}
+    for name, p in parameters(config).items():
+        kind = name.split(".")[2] if name.startswith("heads.") else name
+        if kind in ("blocks", "biases"):
+            known[name] = np.zeros(p.shape, np.float32)
+        elif kind in ends:
+            known[name] = ends[kind]
+    return Model(config, build.begun(config, target, placement, options.seed, known))
+
+
+def head_config(target: ModelConfig, options: TrainOptions) -> Config:
+    own = options.vocab_size is not None
+    size = build.num_ids(target, options, target.vocab_size)
+    return Config(**vars(target) | {
+        "tied": False,
+        "reduced_vocab_size": size if size < target.vocab_size else None,
+        "num_drafts": options.num_speculative_tokens,
+        "depth": options.layers or 1,
+        "has_head": own,
+    })  # fmt: skip
+
+
+def passes(configs, draft, target, batch, backend, k) -> Said:
+    own: Any = bind(configs[1], draft)
+    _, hidden, _ = read(configs[0], target, batch, backend, ())
+    dtype = own.heads[0].blocks[0][...].dtype
+    said = [jnp.roll(own.one(i)(hidden.astype(dtype), backend), i, axis=1) for i in range(k)]
+    return of_tokens_after(2, jnp.stack(said, axis=2), hidden)
+
+
+def heads(configs, draft, target, k):
+    own: Any = bind(configs[1], draft)
+    return [own.one(i) if configs[1].has_head else bind(configs[0], target) for i in range(k)]
+
+
+def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    said = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": config.num_drafts,
+        "num_hidden_layers": config.depth,
+        "hidden_size": config.width,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.head_size,
+        "medusa_fc_bias": True,
+        "original_lm_head": not config.has_head,
+    }
+    names = places(VLLM, config.num_drafts, config.depth)
+    saved.save(folder, said, params, config, names, fingerprint, offsets=False)

@@ -1,0 +1,71 @@
+"""Training a head for multi-token prediction: a layer of the target's own kind over the next token and the last hidden
+state, which makes every draft.
+
+Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, but for its heads, of which each makes one draft there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.drafters.mtp import Config, formats, names
+from jaxspec.engine.setup import Model
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import bind
+from jaxspec.models.head import product
+from jaxspec.train import build, chain, saved
+from jaxspec.train.options import TrainOptions
+from jaxspec.train.passes import Said
+from pallas_kernels.plain import rms_norm
+
+READS = True
+TAKES = ()
+FORMAT = "deepseek"
+
+
+def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    config = head_config(target.config)
+    last = f"layers.{target.config.num_layers - 1}."
+    known: dict[str, Any] = {}
+    if options.init_from_target:
+        theirs = {name.replace(last, "layers.0."): x for name, x in target.params.items() if name.startswith(last)}
+        known = {**theirs, "norm": target.params["norm"]}
+    return Model(config, build.begun(config, target, placement, options.seed, known))
+
+
+def head_config(target: ModelConfig) -> Config:
+    fields = vars(target) | {
+        "num_layers": 1,
+        "windows": (None,),
+        "tied": False,
+        "target_layers": target.num_layers,
+        "last_norm": formats(target.num_layers)[FORMAT].last_norm,
+    }
+    return Config(**fields)
+
+
+def passes(configs, draft, target, batch, backend, k) -> Said:
+    return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=True)
+
+
+def enter(head, token, feature, backend):
+    c = head.config
+    parts = rms_norm(head.token_norm[...], token, c.norm_eps), rms_norm(head.hidden_norm[...], feature, c.norm_eps)
+    x = product(jnp.concatenate(parts, axis=-1), head.fc[...], backend).astype(token.dtype)
+    return x, rms_norm(head.layers[0].input_norm[...], x, c.norm_eps)
+
+
+def heads(configs, draft, target, k):
+    return [bind(configs[0], target)] * k
+
+
+def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """A folder of its own, with tensors named as in a checkpoint that has them beside its model's."""
+    how = formats(config.target_layers)[FORMAT]
+    own = {"model_type": "mtp", "num_nextn_predict_layers": 1, "num_hidden_layers": config.target_layers}
+    said = saved.layers(config) | own
+    saved.save(folder, said, params, config, names(how, config.family), fingerprint)

@@ -1,0 +1,73 @@
+"""What the passes of all methods have in common: what they read, how a layer attends, what they say of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Decoder, Params, bind
+from jaxspec.models.layers import Backend, Rows
+from jaxspec.shapes import Array, Bool, Float, Int
+from pallas_kernels.plain import project
+
+FADES = 0.8  # of each draft's share in the loss, to the next: a draft counts only where all before it were accepted
+
+
+class Said(NamedTuple):
+    """Of J passes over N entries of each row.
+
+    hidden: what their logits are made of.
+    predicts: the place of the token that an entry predicts; at the row's length or beyond, it predicts none.
+    shares: of their losses in the whole.
+    first: whether what is predicted there is the first draft of a round, of which the losses are told.
+    seen: what the target's logits are made of, where the passes had it computed.
+    """
+
+    hidden: Float[Array, "B N J E"]
+    predicts: Int[Array, "B N"]
+    shares: Float[np.ndarray, "N J"]
+    first: Bool[np.ndarray, "N J"]
+    seen: Float[Array, "B T E"] | None = None
+
+
+def of_tokens_after(ahead: int, hidden: jax.Array, seen: jax.Array | None = None) -> Said:
+    """Where an entry of each token predicts the one `ahead` places on, in all passes. The first i entries of the pass i
+    have none before them that it could go on from."""
+    b, length, k, _ = hidden.shape
+    places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) + ahead, (b, length))
+    shares = np.where(np.arange(length)[:, None] >= np.arange(k), fading(k), 0.0).astype(np.float32)
+    first = np.broadcast_to(np.arange(k) == 0, shares.shape)
+    return Said(hidden, places, shares, first, seen)
+
+
+def fading(k: int) -> np.ndarray:
+    """f64[k], of sum 1."""
+    each = FADES ** np.arange(k)
+    return each / each.sum()
+
+
+def read(
+    config: ModelConfig, target: Params, batch: Mapping[str, jax.Array], backend: Backend, taps: tuple[int, ...]
+) -> tuple[Decoder, jax.Array, tuple[Any, ...]]:
+    """(the target, what left its last norm [B,T,E], what goes into the layers `taps`), of a batch's tokens. Nothing of
+    it learns."""
+    decoder, tokens = bind(config, target), batch["tokens"]
+    if "seen" in batch:  # kept on disk, the taps one beside the other
+        return decoder, batch["seen"], tuple(jnp.split(batch["tapped"], len(taps), axis=-1)) if taps else ()
+    rows = Rows(jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape))
+    hidden, _, tapped = decoder(tokens, (None,) * config.num_layers, rows, backend, taps=taps)
+    return decoder, *lax.stop_gradient((hidden, tapped))
+
+
+def projected(layer: Any, normed: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    """query [B,T,H,D], key and value [B,T,G,D] of what a layer attends with; tables: rotary ones, of its places."""
+    c = layer.config
+    bias = layer.qkv_bias[...] if c.qkv_bias else None
+    q_norm, k_norm = (layer.q_norm[...], layer.k_norm[...]) if c.qk_norm else (None, None)
+    return project(normed, layer.qkv[...], bias, q_norm, k_norm, *tables, c.num_kv_heads, c.norm_eps)
