@@ -6,6 +6,7 @@ import importlib
 import json
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,8 +22,10 @@ from jaxspec.parallel.placement import make_placement
 from jaxspec.train import dflash, loop, setup
 from jaxspec.train.loss import own_ids_first
 from jaxspec.train.methods import METHODS, implementation
-from pallas_kernels.device import CPU
+from jaxspec.train.step import first_state, make_step
+from pallas_kernels.device import CPU, named
 from tests.drafters.references.common import Features
+from tests.sizes import cases
 from tests.train import runs
 from tests.train.test_train import journal, state
 
@@ -221,6 +224,24 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(root, method, monkey
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_array_equal(x, found[name], err_msg=name)
+
+
+@cases("platform", ["cuda", "tpu"], quick=["tpu"])
+@pytest.mark.parametrize("method", HEADS)
+def test_a_step_lowers_for_accelerators(root, target, method, platform):
+    asked = options(root, "x", method, accumulate=2, **SHAPES[method])
+    draft = implementation(method).new(asked, target[1], np.arange(runs.VOCAB), make_placement())
+    first = own_ids_first(target[1], np.asarray(draft.params["d2t"]) if "d2t" in draft.params else None)
+    step = make_step(first.config, draft.config, asked, Backend(named(platform), None, "reference"), jnp.bfloat16)
+    state = first_state(draft, asked, make_placement().sharding())
+    fixed = {name: x for name, x in draft.params.items() if name not in state.params}
+    lent = {name: x.astype(jnp.bfloat16) for name, x in first.params.items()}
+    tokens = np.zeros((8, 16), np.int32)
+    batch = {"tokens": tokens, "mask": tokens == 0, "draw": np.zeros(8, np.uint32)}
+    exported = jax.export.export(step, platforms=[platform])(state, jnp.float32(1), (fixed, lent), batch)
+    assert exported.platforms == (platform,)
+    metrics = exported.out_tree.unflatten(exported.out_avals)[1]
+    assert {name: x.dtype for name, x in metrics.items()} == dict.fromkeys(metrics, jnp.float32)
 
 
 def test_blocks_begin_anywhere():
