@@ -35,16 +35,36 @@ def convert(folder: Path, dst: Path, dtype: str | None = None) -> None:
     """Writes a head's folder anew, its tensors in safetensors; dtype: of its floats, None as they are stored. Raises as
     `checkpoints.safetensors` does."""
     shards = Shards(folder)
-    tensors = {name: shards.read(name, (slice(None),) * len(shape)) for name, shape in shards.shapes().items()}
+    write(dst, {name: whole(shards, name) for name in shards.shapes()}, folder, dtype)
+
+
+def whole(shards: Shards, name: str) -> np.ndarray:
+    """A tensor as it is stored."""
+    return shards.read(name, (slice(None),) * len(shards.shapes()[name]))
+
+
+def write(
+    dst: Path,
+    tensors: Mapping[str, np.ndarray],
+    folder: Path,
+    dtype: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """A head's folder with these tensors, and what stands beside those of another one.
+
+    dtype: of the floats, None as they are; config: config.json, None for that of `folder`.
+    """
     if dtype is not None:
         floating = lambda x: x.dtype.kind not in "iub"
         tensors = {name: x.astype(jnp.dtype(dtype)) if floating(x) else x for name, x in tensors.items()}
-    beside = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)]
+    beside = [path for pattern in (*TOKENIZER_FILES, FINGERPRINT) for path in folder.glob(pattern)]
     with appearing(dst) as partial:
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial / "model.safetensors")
         for path in beside:
             if not path.name.endswith(".index.json"):  # of the shards, which are one now
                 shutil.copyfile(path, partial / path.name)
+        if config is not None:
+            (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 class Reading(Protocol):
@@ -108,9 +128,14 @@ def save(folder: Path, config: Mapping[str, Any], named: Mapping[str, np.ndarray
 def both_ways(folder: Path, theirs: np.ndarray, abstract: Mapping[str, Parameter]) -> dict[str, jax.Array]:
     """d2t and t2d of a reduced vocabulary, from the target's id of each of its own."""
     own, all_ids = abstract["d2t"].shape[0], abstract["t2d"].shape[0]
-    if theirs.min() < 0 or theirs.max() >= all_ids or len(np.unique(theirs)) < own:
-        raise UserError(f"{folder}: d2t names ids twice, or beyond the target's {all_ids}: it is for another target")
+    check_ids(folder, theirs, all_ids)
     back = np.full(all_ids, own)
     back[theirs] = np.arange(own)
     place = lambda name, x: jax.device_put(jnp.asarray(x, jnp.int32), abstract[name].sharding)
     return {"d2t": place("d2t", theirs), "t2d": place("t2d", back)}
+
+
+def check_ids(folder: Path, theirs: np.ndarray, all_ids: int) -> None:
+    """Raises UserError for what are not different ids of a target with so many."""
+    if theirs.min() < 0 or theirs.max() >= all_ids or len(np.unique(theirs)) < len(theirs):
+        raise UserError(f"{folder}: d2t names ids twice, or beyond the target's {all_ids}: it is for another target")

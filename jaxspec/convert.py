@@ -1,43 +1,114 @@
-"""Any model -> an orbax folder of its own: weights, configuration and tokenizer. A head -> a folder of safetensors."""
+"""Any model -> an orbax folder of its own: weights, configuration and tokenizer. A head -> a folder of safetensors, in
+its own format or in that of the speculators library."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
 import checkpoints
-from checkpoints import heads, orbax
+from checkpoints import heads, orbax, speculators
 from jaxspec.drafters import methods
+from jaxspec.drafters.heads import flattened
+from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.loading import read_draft
 from jaxspec.models.decoder import parameters
+from jaxspec.models.limits import short
+from jaxspec.models.rope import rope_parameters
 
 
-def convert(src: str, dst: str | Path, *, dtype: str | None = None, progress: bool = True) -> Path:
-    """Writes any model as a self-contained orbax folder, and a head that drafts for one in safetensors, which need no
-    torch.
+def convert(
+    src: str,
+    dst: str | Path,
+    *,
+    to: str = "jaxspec",
+    target: str | None = None,
+    dtype: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """Writes a model or a head anew.
 
-    dtype: of the weights (norms stay float32); None keeps the one that they are stored in, and takes bfloat16 where
-    they are quantised. Returns the folder.
-    Raises: FileExistsError where `dst` exists and is not empty; else as loading does.
+    to: "jaxspec": any model as a self-contained orbax folder, and a head that drafts for one in safetensors, which need
+      no torch; "speculators": a head in the format of the speculators library.
+    target: that a head is written for, where the format names it: a hub id or a folder of safetensors.
+    dtype: of the weights (a model's norms stay float32); None keeps the one that they are stored in, and takes bfloat16
+      where they are quantised.
+    Returns the folder.
+    Raises: FileExistsError where `dst` exists and is not empty; UserError for a format that is unknown or needs a
+      target; UnsupportedError, which names the method or the option, for a head that the format cannot say; else as
+      loading does.
     """
+    if to not in FORMATS:
+        raise UserError(f"to={short(to)} is unknown: use one of {', '.join(FORMATS)}")
     dst = Path(dst).expanduser().absolute()
     orbax.check_free(dst)  # before anything is fetched
+    FORMATS[to](src, dst, target, dtype, progress)
+    return dst
+
+
+def as_jaxspec(src: str, dst: Path, target: str | None, dtype: str | None, progress: bool) -> None:
+    if target is not None:
+        raise UserError(f"target={short(target)} is of to='speculators', the format 'jaxspec' names none: leave it out")
     source = checkpoints.resolve(src)
-    if (
-        source.kind == "hf"
-        and methods.METHODS[methods.of_checkpoint(*heads.contents(source.path))].parameters == "head"
-    ):
+    if method_of(source) != "draft_model":
         heads.convert(source.path, dst, dtype)
-        return dst
+        return
     config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(source)
     known, here = parameters(config, dtype or checkpoints.stored_dtype(source)), SingleDeviceSharding(host_device())
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.borrowed}
     params = checkpoints.load_params(source, config, own, progress=progress)
     config = dataclasses.replace(config, eos_ids=checkpoints.load_stop_ids(source, tokenizer))
     checkpoints.save(dst, params, config, tokenizer)
-    return dst
+
+
+def as_speculators(src: str, dst: Path, target: str | None, dtype: str | None, progress: bool) -> None:
+    if target is None:
+        raise UserError("to='speculators' needs the head's target, which its config.json names: give target")
+    source, own = checkpoints.resolve(src), ", ".join(speculators.METHODS)
+    if (method := method_of(source)) == "draft_model":
+        raise UserError(f"{source.name} is a model of its own, speculators has heads only: convert one of {own}")
+    if method not in speculators.METHODS:
+        raise UnsupportedError(
+            f"{source.name} is a head of method {method!r}, speculators has {own}: convert one of these"
+        )
+    beside = checkpoints.resolve(target)
+    if beside.kind != "hf":
+        raise UserError(
+            f"target={short(target)} is of format {beside.kind!r}, which speculators does not read: give its hub id, "
+            "or a folder with its config.json and safetensors"
+        )
+    of_target = checkpoints.load_config(beside)
+    how: Any = read_draft(source, of_target, beside.name)
+    speculators.check(source.name, how.config, of_target)
+    tensors = speculators.tensors(source, how, parameters(how.config), beside, of_target)
+    raw = heads.contents(source.path)[0]
+    shapes = {name: x.shape for name, x in tensors.items()}
+    config = speculators.config(how.config, shapes, beside, rope(flattened(raw)), raw.get("speculators_config") or {})
+    heads.write(dst, tensors, source.path, dtype, config)
+
+
+# Name -> what writes it, by the arguments of `convert`.
+FORMATS = {"jaxspec": as_jaxspec, "speculators": as_speculators}
+
+
+def method_of(source: checkpoints.Source) -> str:
+    """The method of a head; "draft_model" of any model, whatever is within its checkpoint."""
+    if source.kind != "hf":
+        return "draft_model"
+    return methods.of_checkpoint(*heads.contents(source.path))
+
+
+def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding of a head with this config.json in the older of its two spellings, which all versions of
+    transformers read; where nothing is said, Llama's default."""
+    said = dict(rope_parameters({key: value for key, value in raw.items() if value is not None}))
+    theta, kind = said.pop("rope_theta", 1e4), said.get("rope_type", said.get("type", "default"))
+    return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": said})
 
 
 def host_device() -> jax.Device:

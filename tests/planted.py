@@ -393,6 +393,12 @@ FAULTS = (
         r"\p{N}",
         "tests/checkpoints/test_gguf_tokenizer.py -k 'cuts_numbers and llama'",
     ),
+    Fault(  # a reduced vocabulary's ids as they are, where their differences are wanted
+        "checkpoints/speculators.py",
+        '"d2t": ids - np.arange(len(ids))',
+        '"d2t": ids',
+        "tests/checkpoints/test_speculators.py -k 'read_back'",
+    ),
     Fault(  # one divergence is the other
         "jaxspec/train/loss.py",
         "jnp.exp(log_q) * (log_q - log_p)",

@@ -63,7 +63,7 @@ ARROWS = {
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
-    "convert": "models drafters.methods checkpoints",
+    "convert": "models drafters.methods drafters.heads checkpoints loading",
     "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.methods "
     "drafters.heads engine.setup engine.catalogue checkpoints loading",
     "demo": "config embedded outputs sampling_params parallel models progress checkpoints engine.setup llm",

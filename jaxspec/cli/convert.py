@@ -10,10 +10,15 @@ import typer
 from jaxspec.cli.shared import MODEL_HELP
 from jaxspec.progress import say
 
+TO = "jaxspec, or, of a head, speculators: that library's format."
+TARGET = "With --to speculators: the model that the head drafts for, a hub id or a folder with its safetensors."
+
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help=MODEL_HELP)],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    to: Annotated[str, typer.Option(help=TO)] = "jaxspec",
+    target: Annotated[str | None, typer.Option(help=TARGET)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")] = None,
 ) -> None:
     """Write a model as a self-contained orbax folder, which loads fastest; a head in safetensors."""
@@ -24,4 +29,4 @@ def convert(
     from jaxspec.convert import convert as converted
 
     say(f"converting {source} ...")
-    print(converted(source, destination, dtype=dtype))
+    print(converted(source, destination, to=to, target=target, dtype=dtype))
