@@ -24,6 +24,8 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import Place
 from jaxspec.models.parameters import Parameter
 
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ours -> a config.json's
+
 
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
     """(config.json, {} where there is none; tensor -> shape). Raises as `checkpoints.safetensors` does."""
@@ -98,6 +100,24 @@ def load(
         own = 0 if how.absolute_ids else np.arange(abstract["d2t"].shape[0])
         params |= both_ways(folder, np.asarray(params["d2t"], np.int64) + own, abstract)
     return params
+
+
+def layers(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of a head's layers, which are a Llama's or a Qwen3's."""
+    return {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_model_len,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": ACTIVATIONS[config.activation],
+        "tie_word_embeddings": False,
+    }
 
 
 def tensors(

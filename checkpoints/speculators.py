@@ -66,7 +66,6 @@ STARTS = {
     "midlayer.": "layers.0.",
     **{f"aux_norm_{name}.": f"fc_norm.{i}." for i, name in enumerate(("low", "mid", "high"))},
 }
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
 CONFIDENCE = "confidence_head."  # of DSpark, which jaxspec does not read
 
@@ -113,22 +112,6 @@ def config(
     config.json says of its layers' rotary embedding; before: what one of this format said already, of proposals.
     """
     name = kind(head)
-    layers = {
-        "model_type": "qwen3" if head.qk_norm else "llama",
-        "vocab_size": head.vocab_size,
-        "hidden_size": head.width,
-        "intermediate_size": head.mlp_width,
-        "num_hidden_layers": head.num_layers,
-        "num_attention_heads": head.num_heads,
-        "num_key_value_heads": head.num_kv_heads,
-        "head_dim": head.head_dim,
-        "max_position_embeddings": head.max_model_len,
-        "rms_norm_eps": head.norm_eps,
-        "hidden_act": ACTIVATIONS[head.activation],
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        **rope,
-    }
     proposals = {
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.max_drafts or TOKENS}],
         "default_proposal_method": "greedy",
@@ -144,7 +127,7 @@ def config(
         **{key: getattr(head, field) for key, field in KINDS[name].said.items()},
         **(switches if name == "dspark" else {}),
         "tie_word_embeddings": False,
-        "transformer_layer_config": layers,
+        "transformer_layer_config": {**heads.layers(head), "attention_bias": False, **rope},
         "speculators_config": {"algorithm": name, **proposals, **kept, "verifier": verifier(target)},
     }
 

@@ -20,11 +20,12 @@
 #
 # A small *draft* proposes a few tokens, the large *target* checks them all in one pass and keeps those that it would
 # have written itself. The text is the target's, word for word; only the time changes. This notebook runs on a TPU, a
-# GPU or a CPU: it looks at what it finds and picks a pair of models that fits.
+# GPU or a CPU: it looks at what it finds and picks a pair of models that fits. On two CPU cores all of it takes three
+# minutes.
 #
 # ## 1. Install
 # Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
-# session. Where jaxspec is installed already, it changes nothing.
+# session: one to three minutes. Where jaxspec is installed already, it changes nothing.
 
 # %%
 import importlib.metadata
@@ -86,6 +87,9 @@ print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.this_device()
 # With network and enough memory: Qwen3 from the hub. Else a pair that needs no hub: SmolLM2-135M-Instruct with the
 # draft that comes with jaxspec, a small model trained for it, and n-gram drafts, which look the next words up in what
 # was said before, where there is something to be found.
+#
+# Downloads, once: 18 GB for Qwen3-8B and its draft, 6 GB for Qwen3-1.7B and the same draft, which take minutes; 98 MB
+# for SmolLM2.
 
 # %%
 import urllib.request
@@ -119,7 +123,7 @@ print(f"{model} with {drafting}, loaded in {llm.timing.load_seconds:.1f} s")
 
 # %% [markdown]
 # ## 4. Generate
-# The first call compiles, which takes a while on every device; what was compiled is kept for the next start.
+# The first call compiles, half a minute or so on every device; what was compiled is kept for the next start.
 
 # %%
 max_tokens = 64
@@ -171,7 +175,8 @@ plt.show()
 
 # %% [markdown]
 # ## 6. Is it faster, and is it the same text?
-# The same prompts, one at a time, with 0 (plain decoding) to K drafts a round. Compiling is not counted.
+# The same prompts, one at a time, with 0 (plain decoding) to K drafts a round. Compiling is not counted. A minute or
+# two. Left: tokens a second for each K. Right: plain decoding beside the best K.
 
 
 # %%
@@ -206,9 +211,14 @@ plt.show()
 # (`dtype="float32"`) the text is the same, token for token.
 #
 # ## 7. Next
+# - See inside: [trace_a_round](trace_a_round.ipynb) takes one round apart, the best introduction to the code.
 # - Your own pair: `LLM("Qwen/Qwen3-8B", speculative_config={"model": "Qwen/Qwen3-0.6B"}, max_model_len=4096)`; the two
-#   need one tokenizer. `!jaxspec info MODEL --draft DRAFT` tells beforehand what fits.
+#   need one tokenizer. Heads that read the target (EAGLE-3, Medusa, MTP, DFlash and others) are given in the same way.
+#   `!jaxspec info MODEL --draft DRAFT` tells beforehand what fits.
+# - Which method? [choose_a_drafter](choose_a_drafter.ipynb) puts several side by side.
+# - Your own draft: [train_a_drafter](train_a_drafter.ipynb), or `!jaxspec generate-data --help` and
+#   `!jaxspec train-draft --help`.
 # - Leave `adaptive` out: jaxspec then measures what drafts cost and gain, and chooses K, 0 included, per launch.
-# - Your own draft: `!jaxspec generate-data --help` and `!jaxspec train-draft --help`.
+# - OpenAI's API over HTTP: `!jaxspec serve MODEL --draft DRAFT` (docs/serving.md).
 # - `!jaxspec bench --help` times every part beside what the device could do at best.
 # - Sampling, seeds, penalties, log-probabilities, several samples a prompt: all work under speculation (docs/).

@@ -34,23 +34,8 @@ def save(
 
 
 def layers(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a head's layers, which are a Llama's or a Qwen3's."""
-    return {
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.head_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_model_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
+    """What config.json says of a head's layers and of its ids."""
+    return {**heads.layers(config), "draft_vocab_size": config.head_size, "rope_theta": config.rope.theta}
 
 
 def numbered(names: Mapping[str, Place], layers: int) -> dict[str, Place]:
