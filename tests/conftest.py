@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -58,24 +59,28 @@ ALSO_ON_GPU = (
 
 
 # Every program compiled for the CPU maps some memory, and Linux gives a process 65,530 mappings: beyond them the
-# compiler aborts. So a process that has made many lets go of them; the compilation cache has them still.
-MOST_MAPPINGS, EVERY = 25_000, 10
+# compiler aborts. So a process that has made many lets go of them; the compilation cache has them still. What it let
+# go of, glibc keeps: given back, two workers fit into a small machine beside what tests start.
+MOST_MAPPINGS, EVERY = 20_000, 5
 num_tests = itertools.count(1)
+give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's own
 
 
 @pytest.fixture(autouse=True)
 def few_mappings():
     yield
     maps = Path("/proc/self/maps")
-    if next(num_tests) % EVERY or not maps.exists() or maps.read_bytes().count(b"\n") < MOST_MAPPINGS:
+    if next(num_tests) % EVERY or not maps.exists():
         return
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tests."):
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):  # engines and models that tests share
-                    value.cache_clear()
-    jax.clear_caches()
-    gc.collect()
+    if maps.read_bytes().count(b"\n") >= MOST_MAPPINGS:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tests."):
+                for value in vars(module).values():
+                    if hasattr(value, "cache_clear"):  # engines and models that tests share
+                        value.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+    give_back(0)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

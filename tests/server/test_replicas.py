@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import openai
 import pytest
 
 from jaxspec import SamplingParams
-from jaxspec.server.settings import ServerConfig
-from tests.async_llm.calls import OPTIONS, PROMPTS
+from tests.async_llm.calls import PROMPTS
 from tests.server.running import MODEL, wait
 from tests.server.test_ends import free_port
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 300, "extra_body": {"ignore_eos": True}, "stream": True}
 CALLS = 24
+ROOT = Path(__file__).parents[2]
+READY = "ready"
 
 
 def replica_pids() -> list[int]:
-    """Of this process's replicas, which Ray names."""
+    """Of the replicas that this process's own one started, which Ray names."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -45,26 +49,25 @@ def ancestors(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def url(folder, monkeypatch):
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray = pytest.importorskip("ray")
-    serve = pytest.importorskip("ray.serve")
-    from jaxspec.server.replicas import replicas
-
-    port = free_port()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        config = ServerConfig(served_model_name=MODEL, drain_timeout=5)
-        serve.run(replicas(folder, config, min_replicas=2, max_replicas=2, warm_up=False, **OPTIONS))
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+def url(folder):
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    port, environment = free_port(), os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-m", "tests.server.replicating", folder, str(port)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, cwd=ROOT, **pipes) as process:
+        try:
+            assert any(line.strip() == READY for line in process.stdout), "it did not start"
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("default")  # Ray's own
 def test_a_replica_that_dies_takes_only_its_own_requests_along(url, expected):
     """Streams of the other one go on to their ends, and new requests are served."""
     wanted = [output.outputs[0].text for output in expected.generate(PROMPTS, PARAMS)]
