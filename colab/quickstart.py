@@ -20,8 +20,8 @@
 #
 # A small *draft* proposes a few tokens, the large *target* checks them all in one pass and keeps those that it would
 # have written itself. The text is the target's, word for word; only the time changes. This notebook runs on a TPU, a
-# GPU or a CPU: it looks at what it finds and picks a pair of models that fits. On two CPU cores all of it takes three
-# minutes.
+# GPU or a CPU: it looks at what it finds and picks a pair of models that fits. On two CPU cores all of it takes one to
+# two minutes.
 #
 # ## 1. Install
 # Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the

@@ -433,7 +433,7 @@ FAULTS = (
         "tests/test_exits.py -k one_line",
     ),
     Fault(  # the notebook and its text form differ
-        "colab/quickstart.py", "max_tokens = 64", "max_tokens = 65", "tests/colab/test_quickstart.py -k two_forms"
+        "colab/quickstart.py", "max_tokens = 64", "max_tokens = 65", "tests/colab/test_forms.py -k two_forms"
     ),
     Fault(  # an example names what there is not
         "README.md", "in llm.stream(", "in llm.streams(", "tests/test_docs.py -k 'examples_run and README'"

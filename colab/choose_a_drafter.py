@@ -1,0 +1,289 @@
+# ---
+# jupyter:
+#   accelerator: TPU
+#   colab:
+#     provenance: []
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Choose a drafter
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/choose_a_drafter.ipynb)
+#
+# A drafter pays where it is right often enough for what it costs:
+#
+# speed-up = tokens that a round yields / cost of a round, in steps of plain decoding.
+#
+# Here several methods write the same text side by side. We see how often each is right, by position; what its rounds
+# cost, by the bytes that they read and by the clock; what speed-up that predicts; and what speed-up there is.
+#
+# Sizes: a target of 135 million parameters (a download of 98 MB, once) and a draft of 12 million, which comes with
+# jaxspec. All cells together take two to three minutes on two CPU cores, half of it compiling.
+#
+# ## 1. Install
+# Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
+# session: one to three minutes. Where jaxspec is installed already, it changes nothing.
+
+# %%
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /content/jaxspec
+
+
+def runtime():
+    """What pip has to know: the kind of device, found without JAX."""
+    if pathlib.Path("/dev/accel0").exists() or pathlib.Path("/dev/vfio/0").exists() or "TPU_WORKER_ID" in os.environ:
+        return "tpu"
+    return "cuda12" if shutil.which("nvidia-smi") else ""
+
+
+if importlib.util.find_spec("jaxspec"):
+    print("jaxspec is installed.")
+else:
+    loaded = "jax" in sys.modules
+    before = importlib.metadata.version("jax") if importlib.util.find_spec("jax") else None
+    folder = pathlib.Path(SOURCE)
+    wanted = f"{folder}[{runtime()}]" if folder.exists() else f"jaxspec[{runtime()}] @ {SOURCE}"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-U", wanted.replace("[]", "")], check=True)
+    after = importlib.metadata.version("jax")
+    print(f"jax {before} -> {after}")
+    if loaded and before != after:
+        print("RESTART the session now (Runtime, Restart session): the old JAX is still loaded. Then run all cells.")
+    else:
+        print("No restart is needed.")
+
+# %% [markdown]
+# ## 2. The methods
+# Those that need no further download, and a line for your own: a folder that [train_a_drafter](train_a_drafter.ipynb)
+# wrote, or a head from the hub for another target. All methods: docs/drafters.md.
+#
+# The texts are of two kinds: `echo`, where much of the answer stands in the prompt already, and `fresh`, where it does
+# not. Methods differ in which of them they are good at.
+
+# %%
+TARGET = "smollm2-135m-instruct"
+NUM_DRAFTS = 4  # K: drafts of a round
+METHODS = {
+    "ngram": {"method": "ngram"},  # looks the last tokens up in the text so far
+    "suffix": {"method": "suffix"},  # the same, weighing all places where they occur
+    "draft_model": {"model": "smollm2-135m-draft"},  # a small model, trained for this target
+    # The first where it finds something, the second elsewhere.
+    "ngram+draft_model": {"method": "ngram+draft_model", "model": "smollm2-135m-draft"},
+    # "mine": {"model": "my-draft"},
+}
+TEXTS = {
+    "echo": [
+        "Repeat this text: The old mill stands by the river, where the miller's daughter feeds the ducks. Every "
+        "morning the ducks wait by the mill, and every evening the miller counts the ducks that sleep by the river.",
+        "List the days of the week, then list them again, then list them a third time.",
+    ],
+    "fresh": [
+        "Why is the sky blue during the day but red at sunset?",
+        "Write a Python function that takes a list of integers and returns the largest.",
+    ],
+}
+CALIBRATION = "Describe a day in the life of a lighthouse keeper."  # for what a round costs, which no text decides
+MAX_TOKENS = 64
+HEATS = 2  # the best one counts
+
+# %% [markdown]
+# ## 3. Measure
+# Each method shares the target's weights and decodes one request at a time, K drafts in every round, greedily, in
+# float32, so that all have to write the same text. They run in turns, so that whatever disturbs the machine disturbs
+# all of them; the first heat compiles and does not count. One to two minutes on two CPU
+# cores.
+
+# %%
+import dataclasses
+
+from jaxspec import LLM, SamplingParams
+
+plain = LLM(TARGET, dtype="float32", max_model_len=512, max_num_seqs=1, enable_prefix_caching=False)
+always = {"num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
+llms = {"plain": plain} | {name: plain.speculating({**method, **always}) for name, method in METHODS.items()}
+chat = lambda text: plain.render_chat([{"role": "user", "content": text}])
+prompts = {kind: [chat(text) for text in texts] for kind, texts in TEXTS.items()}
+prompts["calibration"] = [chat(CALIBRATION)]
+greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+
+@dataclasses.dataclass
+class Run:
+    """One method's answers to one kind of text."""
+
+    ids: list
+    accepted: list  # drafts kept, by position
+    drafting: int  # rounds that proposed something
+    seconds: float
+
+    @property
+    def tokens(self):
+        return sum(map(len, self.ids))
+
+    @property
+    def rounds(self):
+        """A round yields the drafts that it keeps and one token more, but for one that ends its answer."""
+        return max(self.tokens - sum(self.accepted), self.drafting)
+
+
+def answer(llm, prompts):
+    spent = llm.timing.decode_seconds  # without compiling
+    outputs = llm.generate(prompts, greedy, progress=False)
+    counts = [output.metrics for output in outputs]
+    return Run(
+        ids=[output.outputs[0].token_ids for output in outputs],
+        accepted=[sum(column) for column in zip(*(c.num_accepted_tokens_per_pos for c in counts), strict=True)],
+        drafting=sum(c.num_drafts for c in counts),
+        seconds=llm.timing.decode_seconds - spent,
+    )
+
+
+runs = {}
+for heat in range(1 + HEATS):
+    for kind in prompts:
+        for name, llm in llms.items():
+            run = answer(llm, prompts[kind])
+            if heat and (heat == 1 or run.seconds < runs[name, kind].seconds):
+                runs[name, kind] = run
+for name in METHODS:
+    same = all(runs[name, kind].ids == runs["plain", kind].ids for kind in TEXTS)
+    print(f"{name:<18} same text as plain decoding: {same}")
+
+# %% [markdown]
+# ## 4. How often is each right?
+# **The curves:** of all rounds, the share that kept at least the first, the second, ... draft. The area under a curve,
+# plus one, is how many tokens a round yields.
+
+# %%
+import matplotlib.pyplot as plt
+
+COLOURS = dict(zip(METHODS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+DASHES = {name: "-:"[i % 2] for i, name in enumerate(METHODS)}  # so that curves that coincide are both seen
+positions = range(1, NUM_DRAFTS + 1)
+figure, axes = plt.subplots(1, len(TEXTS), figsize=(11, 3.6), layout="constrained", sharey=True)
+for kind, panel in zip(TEXTS, axes, strict=True):
+    for name in METHODS:
+        run = runs[name, kind]
+        style = {"color": COLOURS[name], "linestyle": DASHES[name], "marker": "o", "label": name}
+        panel.plot(positions, [n / run.rounds for n in run.accepted], **style)
+        print(f"{kind:<6} {name:<18} {run.tokens / run.rounds:.2f} tokens a round")
+    panel.set(title=f"Acceptance by position: {kind}", xlabel="position in the round", xticks=positions, ylim=(0, 1.05))
+axes[0].set_ylabel("share of rounds")
+axes[-1].legend(loc="upper right", frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## 5. What does a round cost?
+# Decoding one request is mostly reading weights. A plain step reads the target once. A round reads it once, too (K + 1
+# tokens in one pass), and the drafter as often as it makes a pass. So by bytes (`jaxspec/bench/floors.py`) a round
+# costs
+#
+# (bytes of the target + bytes of the drafter's passes) / bytes of the target
+#
+# plain steps. By the clock it costs more: computing for K + 1 tokens takes time where a device computes slowly, as CPUs
+# do, and so do many small passes. That is measured here on a text of its own.
+
+# %%
+from jaxspec.bench import floors
+
+CONTEXT = 128  # positions whose keys and values are read
+
+
+def round_bytes(llm):
+    """(of the target's pass, of the drafter's passes)."""
+    runner, drafter = llm.engine.runner, llm.engine.runner.decoding.drafter
+    params, target = runner.params, floors.pass_bytes(runner.paged["target"], runner.params["target"], 1, CONTEXT)
+    if "draft" not in params:
+        return target, 0.0
+    drafter = getattr(drafter, "draft", drafter)  # of two in turn, the one that has weights
+    return target, floors.drafting_bytes(drafter, params["target"], params["draft"], 1, CONTEXT)
+
+
+per_round = lambda name: runs[name, "calibration"].seconds / runs[name, "calibration"].rounds
+cost = {}
+for name in METHODS:
+    target, drafting = round_bytes(llms[name])
+    cost[name] = {"bytes": (target + drafting) / target, "clock": per_round(name) / per_round("plain")}
+    said = f"{target / 1e6:.0f} MB + {drafting / 1e6:.0f} MB, {cost[name]['bytes']:.2f} plain steps by bytes"
+    print(f"{name:<18} {said}, {cost[name]['clock']:.2f} by the clock")
+
+# %% [markdown]
+# **The bars:** what a round reads (left) and what it costs in plain steps (right); the dashed line is plain decoding.
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(12, 3.4), layout="constrained", sharey=True)
+names, rows = list(METHODS), range(len(METHODS))
+of_target, of_drafter = zip(*(round_bytes(llms[name]) for name in names), strict=True)
+megabytes = lambda sizes: [size / 1e6 for size in sizes]
+left.barh(names, megabytes(of_target), color="#9aa5b1", label="the target's pass")
+left.barh(names, megabytes(of_drafter), left=megabytes(of_target), color="#2a7de1", label="the drafter's passes")
+left.set(title="What a round reads", xlabel="MB", ylabel="method")
+for offset, how, colour in ((-0.2, "bytes", "#9aa5b1"), (0.2, "clock", "#f28e2b")):
+    bars = right.barh([i + offset for i in rows], [cost[name][how] for name in names], 0.38, color=colour)
+    bars.set_label("by bytes" if how == "bytes" else "by the clock")
+    right.bar_label(bars, fmt="%.2f", padding=2)
+right.axvline(1, color="black", linestyle="--", linewidth=1)
+right.set(title="What a round costs", xlabel="steps of plain decoding")
+right.margins(x=0.12)
+for axes in (left, right):
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+left.invert_yaxis()
+plt.show()
+
+# %% [markdown]
+# ## 6. Predicted against measured
+# **The picture:** each method and text is a pair of points, as high as its measured speed-up: the hollow one stands
+# where bytes predict it, the filled one where the clock does, and on the grey diagonal a prediction is right.
+
+# %%
+MARKS = dict(zip(TEXTS, "os", strict=False))
+figure, axes = plt.subplots(figsize=(7.5, 5.4), layout="constrained")
+print(f"{'text':<6} {'method':<18} {'by bytes':>9} {'by clock':>9} {'measured':>9}")
+most = 1.0
+for kind in TEXTS:
+    for name in METHODS:
+        run, base = runs[name, kind], runs["plain", kind]
+        speedup = (run.tokens / run.seconds) / (base.tokens / base.seconds)
+        predicted = {how: run.tokens / run.rounds / cost[name][how] for how in ("bytes", "clock")}
+        print(f"{kind:<6} {name:<18} {predicted['bytes']:8.2f}x {predicted['clock']:8.2f}x {speedup:8.2f}x")
+        axes.plot(list(predicted.values()), [speedup] * 2, color=COLOURS[name], linewidth=0.8, alpha=0.6)
+        axes.plot(predicted["bytes"], speedup, MARKS[kind], color=COLOURS[name], markerfacecolor="white", markersize=9)
+        axes.plot(predicted["clock"], speedup, MARKS[kind], color=COLOURS[name], markersize=9)
+        most = max(most, speedup, *predicted.values())
+axes.plot([0, 1.1 * most], [0, 1.1 * most], color="grey", linewidth=1)
+axes.axhspan(0, 1, color="#d1495b", alpha=0.08)
+axes.text(1.08 * most, 0.05, "slower than plain decoding", ha="right", color="#d1495b")
+handles = [plt.Line2D([], [], color=colour, marker="o", linestyle="") for colour in COLOURS.values()]
+handles += [plt.Line2D([], [], color="grey", marker=mark, linestyle="") for mark in MARKS.values()]
+handles += [plt.Line2D([], [], color="grey", marker="D", linestyle="", fillstyle=fill) for fill in ("full", "none")]
+labels = [*COLOURS, *TEXTS, "cost by the clock", "cost by bytes"]
+axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+axes.set(title="Speed-up over plain decoding", xlabel="predicted", ylabel="measured")
+axes.set(xlim=(0, 1.1 * most), ylim=(0, 1.1 * most))
+plt.show()
+
+# %% [markdown]
+# ## 7. What to take from it
+# - Looking up gains only where text repeats itself or its prompt (summaries, rewriting, code that is edited), and reads
+#   no weights for it. A draft that was trained for the target, or a head such as EAGLE-3, gains on any text.
+# - Both: `"ngram+"` before the method.
+# - A better draft helps only as far as its own cost allows: compare the two factors, not the acceptance length alone.
+# - In use leave `adaptive` on: jaxspec measures cost and acceptance while it runs, and drafts less, or not at all,
+#   where drafts do not pay.
+# - For another target, with every part timed beside what the device could do at best:
+#   `jaxspec bench --model TARGET --draft DRAFT --stages target,draft,round -k 4` (docs/benchmarks.md).
+# - [train_a_drafter](train_a_drafter.ipynb) makes one more row of this table.

@@ -1,0 +1,380 @@
+# ---
+# jupyter:
+#   accelerator: TPU
+#   colab:
+#     provenance: []
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One round, step by step
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/trace_a_round.ipynb)
+#
+# A round of speculative decoding has four parts: *propose*, *score*, *verify*, *commit*. jaxspec runs many rounds in
+# one device program; here we take one round out of it and call its parts by hand, the same functions on the same
+# arrays. Each section names the file that it shows: read them side by side. In the end the engine runs the same
+# round, and has to commit the same tokens.
+#
+# Sizes: a target of 135 million parameters (a download of 98 MB, once) and its draft of 12 million, which comes with
+# jaxspec. All cells together take half a minute to a minute on two CPU cores, most of it compiling.
+#
+# ## 1. Install
+# Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
+# session: one to three minutes. Where jaxspec is installed already, it changes nothing.
+
+# %%
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /content/jaxspec
+
+
+def runtime():
+    """What pip has to know: the kind of device, found without JAX."""
+    if pathlib.Path("/dev/accel0").exists() or pathlib.Path("/dev/vfio/0").exists() or "TPU_WORKER_ID" in os.environ:
+        return "tpu"
+    return "cuda12" if shutil.which("nvidia-smi") else ""
+
+
+if importlib.util.find_spec("jaxspec"):
+    print("jaxspec is installed.")
+else:
+    loaded = "jax" in sys.modules
+    before = importlib.metadata.version("jax") if importlib.util.find_spec("jax") else None
+    folder = pathlib.Path(SOURCE)
+    wanted = f"{folder}[{runtime()}]" if folder.exists() else f"jaxspec[{runtime()}] @ {SOURCE}"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-U", wanted.replace("[]", "")], check=True)
+    after = importlib.metadata.version("jax")
+    print(f"jax {before} -> {after}")
+    if loaded and before != after:
+        print("RESTART the session now (Runtime, Restart session): the old JAX is still loaded. Then run all cells.")
+    else:
+        print("No restart is needed.")
+
+# %% [markdown]
+# ## 2. A prompt, read by both models
+# Two requests share the engine, so that the pages of one lie between those of the other. We look at the first, `tea`.
+# Pages are tiny (8 tokens) and the pool has six, so that all of it fits into a picture. `kernels="reference"` computes
+# in plain `jax.numpy`, `rejection_sample_method="standard"` asks for the textbook rule, and float32 lets us compare to
+# the last bit or nearly so. About 15 seconds: loading, then compiling.
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from jaxspec import LLM, SamplingParams
+
+K, PAGE_SIZE, NUM_PAGES = 4, 8, 6
+TEMPERATURE, SEED = 0.7, 50  # of this seed the round keeps some drafts and rejects one
+PROMPTS = ["To make a cup of tea, you first boil the water", "One, two, three"]
+
+llm = LLM(
+    "smollm2-135m-instruct",
+    speculative_config={
+        "model": "smollm2-135m-draft",
+        "num_speculative_tokens": K,
+        "rejection_sample_method": "standard",
+        "adaptive": False,
+    },
+    dtype="float32",
+    kernels="reference",
+    max_model_len=NUM_PAGES * PAGE_SIZE - K,
+    max_num_seqs=2,
+    page_size=PAGE_SIZE,
+    num_pages=NUM_PAGES,
+    enable_prefix_caching=False,
+)
+engine, runner = llm.engine, llm.engine.runner
+sampling = SamplingParams(temperature=TEMPERATURE, seed=SEED, max_tokens=20)
+requests = [engine.add(llm.tokenizer.encode(prompt), sampling, stop_ids=llm.stop_ids) for prompt in PROMPTS]
+tea = requests[0]
+
+
+def words(ids):
+    """Each token's text; what cannot be seen is written out."""
+    return [llm.tokenizer.decode([int(i)]).replace("\n", "\\n") for i in ids]
+
+
+print(len(tea.prompt), "tokens:", " | ".join(words(tea.prompt)))
+
+# %% [markdown]
+# A step of the engine (`jaxspec/engine/engine.py`) admits both, gives them pages, reads their prompts into both caches
+# (`jaxspec/decode/prefill.py`) and runs one round. We trace the second round; `grow` makes sure that every row has
+# pages for it.
+#
+# The last token of a row is *pending*: it is part of the text, but no model has read it yet. So the target's cache
+# holds one position less than there are tokens.
+
+# %%
+engine.step(num_rounds=1)
+engine.scheduler.grow(num_rounds=1)
+length = tea.num_tokens  # at the start of our round
+print("text so far:", repr(llm.tokenizer.decode(tea.tokens)))
+print(f"{length} tokens, the target has read {tea.target_len}, the draft {tea.draft_len}")
+print("pending:", words(tea.tokens[-1:]))
+print("block tables:", [request.pages for request in requests])
+
+# %% [markdown]
+# ## 3. What a launch is given
+# `jaxspec/engine/batch.py` packs requests into arrays, `jaxspec/decode/state.py` says what each means, and
+# `begin` and `start_state` (`jaxspec/decode/loop.py`) make of them what the loop carries. B is the number of rows,
+# N the pages of the widest block table.
+
+# %%
+from jaxspec.decode.loop import begin, start_state
+from jaxspec.decode.round import history_of
+
+plan = engine.launch(requests, K, num_rounds=1)
+(inputs,) = jax.tree.map(jnp.asarray, plan.arrays)
+config, params, cache = runner.config(plan), runner.params, runner.cache
+state = start_state(begin(config, params, inputs))
+history = history_of(begin(config, params, inputs), state)
+for name in ("num_tokens", "draft_len", "num_wanted", "live", "block_table"):
+    print(f"history.{name:<12} {np.asarray(getattr(history, name)).tolist()}")
+print(f"a block table's entry of {NUM_PAGES} is none yet: pages are 0 to {NUM_PAGES - 1}")
+
+
+def by_itself(part):
+    """A part of the round, which is a pure function, as a program of its own. The caches that come in stay."""
+    run = jax.jit(lambda params, inputs, *arrays: part(begin(config, params, inputs), *arrays))
+    return lambda *arrays: run(params, inputs, *arrays)
+
+
+# %% [markdown]
+# ## 4. Propose
+# `propose` in `jaxspec/decode/round.py` calls the drafter, here `jaxspec/drafters/draft_model.py`: K passes of the
+# small model, each reading the token that the one before it drew. Besides the tokens it gives q, the law that each was
+# drawn from. (A few seconds of compiling.)
+
+# %%
+from jaxspec.decode.round import propose
+from jaxspec.verify.standard import at_tokens, q_of_drafts
+
+proposal, cache_after_propose = by_itself(propose)(cache, history)
+drafts, q = words(proposal.tokens[0]), np.asarray(proposal.probs[0])
+q_drafts = np.asarray(q_of_drafts(proposal)[0])
+print("tokens", proposal.tokens.shape, "q", proposal.probs.shape)
+for draft, chance in zip(drafts, q_drafts, strict=True):
+    print(f"{draft!r:>14}  drawn with q = {chance:.3f}")
+
+# %% [markdown]
+# ## 5. Score
+# `score` is one pass of the target over K + 1 tokens, the pending one and the drafts. It costs about as much as a pass
+# over one, since reading the weights is what takes time. `process` (`jaxspec/sampling/distribution.py`) applies the
+# temperature, as it did for q; softmax then gives p, what the target itself would have said at each place, were the
+# drafts before it right. (A few seconds of compiling.)
+
+# %%
+from jaxspec.decode.round import score
+from jaxspec.sampling.distribution import process
+
+scores, cache_after_score = by_itself(score)(cache_after_propose, history, proposal)
+logits = process(scores.values, inputs.sampling, filters=False)
+p = np.asarray(jax.nn.softmax(logits, axis=-1)[0])
+print("p", p.shape, "one law for each place, sums", p.sum(axis=-1).round(3).tolist())
+
+# %% [markdown]
+# **The picture:** at each place, what the draft thought (q) beside what the target thinks (p), for the likeliest
+# tokens; the one that was drafted is marked. Behind the last draft there is only p: the place of the bonus token.
+
+# %%
+BLUE, ORANGE, GREEN, RED, GREY = "#2a7de1", "#f28e2b", "#2e9e5b", "#d1495b", "#c9ced6"
+SHOWN = 5
+
+
+def beside(axes, laws, title, marked=None, colour_of_mark=ORANGE):
+    """Bars of the likeliest tokens of these laws, {label: (law, colour)}, and of the marked one."""
+    together = np.max([law for law, _ in laws.values()], axis=0)
+    ids = [int(i) for i in np.argsort(-together)[:SHOWN]]
+    ids = ids if marked is None or marked in ids else [*ids[:-1], marked]
+    height = 0.8 / len(laws)
+    for j, (label, (law, colour)) in enumerate(laws.items()):
+        axes.barh(np.arange(len(ids)) + (j + 0.5) * height - 0.4, law[ids], height, color=colour, label=label)
+    axes.set_yticks(range(len(ids)), [repr(word)[1:-1].replace(" ", "␣") for word in words(ids)])
+    for tick, i in zip(axes.get_yticklabels(), ids, strict=True):
+        if i == marked:
+            tick.set(color=colour_of_mark, fontweight="bold")
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel="probability", xlim=(0, 1))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+figure, places = plt.subplots(1, K + 1, figsize=(15, 3.4), layout="constrained")
+for i, axes in enumerate(places[:-1]):
+    laws = {"q: draft": (q[i], ORANGE), "p: target": (p[i], BLUE)}
+    beside(axes, laws, f"place {i + 1}: draft '{drafts[i].strip()}'", marked=int(proposal.tokens[0, i]))
+beside(places[-1], {"p: target": (p[K], BLUE)}, f"place {K + 1}: bonus token")
+places[0].set_ylabel("token (␣ is a space)")
+places[0].legend(loc="lower right")
+figure.suptitle("What draft and target think of the next token, place by place (the draft in bold orange)")
+plt.show()
+
+# %% [markdown]
+# ## 6. Verify
+# The rejection rule, `jaxspec/verify/standard.py`: a draft x stays with probability min(1, p(x) / q(x)). Whether it
+# does is settled by a uniform number u, which belongs to the request's seed and to the position
+# (`jaxspec/sampling/rng.py`): x stays where u q(x) < p(x). The first one that fails ends it; what comes behind was
+# drafted after a token that is not there, and is not looked at.
+
+# %%
+from jaxspec.verify import standard
+from jaxspec.verify.base import Case
+
+own = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # other rules look at it
+case = Case(logits, own, proposal, inputs.sampling.seed, history.num_tokens, inputs.rule_options)
+u = np.asarray(case.uniforms()[0])
+p_drafts = np.asarray(at_tokens(jnp.asarray(p[None, :-1]), proposal.tokens[:1])[0])
+chance = np.minimum(1.0, p_drafts / q_drafts)
+verdict = standard.verify(case)
+num_accepted = int(verdict.num_accepted[0])
+outcomes = ["kept"] * num_accepted + ["rejected", *["not looked at"] * K][: K - num_accepted]
+print(f"{'draft':>14} {'q':>7} {'p':>7} {'min(1, p/q)':>12} {'u':>7}")
+for row in zip(drafts, q_drafts, p_drafts, chance, u, outcomes, strict=True):
+    print("{!r:>14} {:7.3f} {:7.3f} {:12.3f} {:7.3f}  {}".format(*row))
+
+# %% [markdown]
+# **The picture:** a draft stays where its dot, the number that was drawn, lies inside its bar, the chance that it had.
+
+# %%
+colours = {"kept": GREEN, "rejected": RED, "not looked at": GREY}
+figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+axes.bar(range(K), chance, color=[colours[outcome] for outcome in outcomes], alpha=0.55, width=0.6)
+axes.scatter(range(K), u, color="black", zorder=3, label="u, the number drawn")
+for i, outcome in enumerate(outcomes):
+    axes.text(i, 1.03, outcome, ha="center", color=colours[outcome] if outcome != "not looked at" else "grey")
+axes.set_xticks(range(K), [f"{i + 1}: '{draft.strip()}'" for i, draft in enumerate(drafts)])
+axes.set(title="Which drafts stay", xlabel="draft", ylabel="min(1, p / q)", ylim=(0, 1.15))
+axes.spines[["top", "right"]].set_visible(False)
+axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+plt.show()
+
+# %% [markdown]
+# Each round gives one token more than it keeps drafts. Where a draft was rejected, this one is drawn from what p has
+# more than q, made to sum to one (`extra_law`): exactly what makes the output follow the target's law. Where all were
+# kept it is the bonus token, drawn from p.
+#
+# **The picture:** at the place of the rejected draft, the green bars are the law of the token that replaces it; the
+# one that was drawn is marked.
+
+# %%
+extra_law = np.asarray(standard.extra_law(jax.nn.softmax(logits, axis=-1), proposal, verdict.num_accepted)[0])
+extra = int(verdict.next_token[0])
+rejected = num_accepted < K
+laws = {"q: draft": (q[num_accepted], ORANGE)} if rejected else {}
+laws |= {"p: target": (p[num_accepted], BLUE), "law of the extra token": (extra_law, GREEN)}
+figure, axes = plt.subplots(figsize=(8, 3.8), layout="constrained")
+what = f"replaces '{drafts[num_accepted].strip()}'" if rejected else "is the bonus token"
+beside(axes, laws, f"Place {num_accepted + 1}: '{words([extra])[0].strip()}' {what}", extra, GREEN)
+axes.legend(loc="lower right")
+plt.show()
+
+# %% [markdown]
+# ## 7. Commit
+# `verify` of `jaxspec/decode/round.py` sends each row to its rule, so its verdict has to be ours. `commit` then appends
+# the kept drafts and the extra token, and sets the new lengths. It moves no keys and values: those of rejected drafts
+# stay where they are, beyond the row's length, where nobody reads them and later rounds overwrite them. That is all
+# there is to rolling back.
+
+# %%
+from jaxspec.decode.round import commit, verify
+
+verdict, ending = by_itself(verify)(history, proposal, scores)
+assert (int(verdict.num_accepted[0]), int(verdict.next_token[0])) == (num_accepted, extra)
+after = by_itself(commit)(state, history, proposal, scores, verdict, ending)
+gained = lambda row: after.tokens[row, state.num_tokens[row] : after.num_tokens[row]]
+by_hand = [np.asarray(gained(row)).tolist() for row in range(len(requests))]
+print("before:", repr(llm.tokenizer.decode(tea.tokens)))
+print("gained:", " | ".join(words(by_hand[0])), f"({num_accepted} drafts and one token more)")
+print(f"tokens: {length} -> {after.num_tokens[0]}; the draft has read: {tea.draft_len} -> {after.draft_len[0]}")
+
+# %% [markdown]
+# **The picture:** the target's pages before and after, one row a page and one box a slot; a box is coloured where the
+# cache holds numbers. Red ones were written for drafts that were rejected, or that followed one: nobody reads them. The
+# pending token has a slot (dashed), but its own keys and values come with the next round, in place of what is there.
+
+
+# %%
+VALID, STALE = "#bcd6f7", "#f3b8bf"
+
+
+def draw_pages(axes, cache, tokens, num_tokens, title):
+    """tokens: that `tea` wrote or will write, by position; num_tokens: how many of them are text."""
+    written = np.abs(np.asarray(cache.target[0])).sum(axis=(2, 3)) > 0
+    place_of = {page: i for i, page in enumerate(tea.pages)}
+    for page, slot in np.ndindex(NUM_PAGES, PAGE_SIZE):
+        mine, position = page in place_of, place_of.get(page, 0) * PAGE_SIZE + slot
+        pending = mine and position == num_tokens - 1
+        look = {"facecolor": "white", "edgecolor": GREY, "linewidth": 1.4}
+        if written[page, slot]:
+            look["facecolor"] = GREY if not mine else VALID if position < num_tokens - 1 else STALE
+        if pending:
+            look |= {"edgecolor": BLUE, "linestyle": "--"}
+        axes.add_patch(plt.Rectangle((slot, page), 0.94, 0.86, **look))
+        if mine and (written[page, slot] or pending) and position < len(tokens):
+            axes.text(slot + 0.47, page + 0.43, tokens[position].strip(), ha="center", va="center", fontsize=8)
+    labels = [f"{page}" + (f": tea's {place_of[page] + 1}." if page in place_of else "") for page in range(NUM_PAGES)]
+    axes.set_yticks(np.arange(NUM_PAGES) + 0.43, labels)
+    axes.set_xticks(np.arange(PAGE_SIZE) + 0.47, range(PAGE_SIZE))
+    axes.set(title=title, xlabel="slot", ylabel="page", xlim=(-0.1, PAGE_SIZE), ylim=(NUM_PAGES, -0.1))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(15, 4.2), layout="constrained")
+draw_pages(left, cache, words(tea.tokens), length, f"Before: {length} tokens, block table {tea.pages}")
+final = int(after.num_tokens[0])
+# What stands in a slot: what was read there, which for rejected drafts is no longer the text.
+held = [*tea.tokens, *np.asarray(proposal.tokens[0]).tolist()]
+held[final - 1] = by_hand[0][-1]
+draw_pages(right, cache_after_score, words(held), final, f"After: {final} tokens, same pages, nothing was moved")
+box = lambda face, edge=GREY, line="-": plt.Rectangle((0, 0), 1, 1, facecolor=face, edgecolor=edge, linestyle=line)
+meanings = {"tea, valid": box(VALID), "left over, never read": box(STALE), "the other request": box(GREY)}
+meanings |= {"pending": box("white", BLUE, "--"), "empty": box("white")}
+figure.legend(meanings.values(), meanings.keys(), loc="outside lower center", ncols=len(meanings), frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## 8. The engine's own round
+# Now the engine runs the launch that we took apart: `round` of `jaxspec/decode/round.py` within the `while_loop` of
+# `jaxspec/decode/loop.py`, as one compiled program. The random numbers depend on seed and position alone, so it has to
+# commit what we did.
+
+# %%
+from jaxspec.engine.runner import fetch
+
+result = fetch(runner.start(plan))
+by_engine = [result.new_tokens[row, : result.num_new[row]].tolist() for row in range(len(requests))]
+for mine, its in zip(by_hand, by_engine, strict=True):
+    print(f"by hand {words(mine)}, by the engine {words(its)}: {'the same' if mine == its else 'NOT THE SAME'}")
+assert by_hand == by_engine
+gap = max(float(jnp.abs(a - b).max()) for a, b in zip(cache_after_score.target, runner.cache.target, strict=True))
+print(f"largest difference between our pages and the engine's: {gap:.1e}")
+
+engine.absorb(requests, result)  # the engine takes the result in, and goes on until both have ended
+while engine.busy:
+    engine.step()
+print("and the whole text:", repr(llm.tokenizer.decode(tea.tokens)))
+
+# %% [markdown]
+# ## 9. Next
+# - Change `SEED`, `TEMPERATURE` or the prompt, and run all cells again: some rounds keep all drafts, some none.
+# - Read `jaxspec/decode/round.py` from top to bottom: you have seen every function of it that a chain of drafts needs.
+# - By default a request with a seed is under the *coupled* rule and one without under *block* verification
+#   (docs/sampling.md): another file beside `jaxspec/verify/standard.py` each, the same round.
+# - [quickstart](quickstart.ipynb) generates text, [train_a_drafter](train_a_drafter.ipynb) trains the draft that
+#   proposes, [choose_a_drafter](choose_a_drafter.ipynb) compares methods.

@@ -1,0 +1,46 @@
+"""trace_a_round: the round by hand is the engine's."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.colab.notebooks import execute, num_pictures, said
+
+pytestmark = pytest.mark.thorough
+COMPARED = re.compile(r"by hand (\[.*\]), by the engine (\[.*\]): the same\n")
+DRAFT = re.compile(r" ([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)  (kept|rejected|not looked at)\n")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    notebook = execute("trace_a_round", {}, tmp_path_factory.mktemp("trace"))
+    assert num_pictures(notebook) == 4
+    return said(notebook)
+
+
+def test_by_hand_and_by_the_engine(text):
+    rows = COMPARED.findall(text)
+    assert len(rows) == 2
+    assert all(mine == its for mine, its in rows)
+
+
+def test_the_pages_are_the_engines(text):
+    assert float(re.search(r"our pages and the engine's: (\S+)", text)[1]) < 1e-3
+
+
+def test_the_round_is_worth_looking_at(text):
+    """Of its four drafts some are kept and one is rejected, by the rule that is explained."""
+    drafts = DRAFT.findall(text)
+    outcomes = [outcome for *_, outcome in drafts]
+    assert outcomes == ["kept", "kept", "rejected", "not looked at"]
+    for q, p, chance, u, outcome in drafts:
+        assert float(chance) == pytest.approx(min(1.0, float(p) / float(q)), abs=0.01)
+        if outcome != "not looked at":
+            assert (float(u) < float(chance)) == (outcome == "kept")
+    assert re.search(r"gained:  into \|  a \|  kettle \(2 drafts and one token more\)", text)
+
+
+def test_a_row_has_pages_apart(text):
+    assert "block tables: [[0, 1, 4], [2, 3]]" in text
