@@ -130,7 +130,11 @@ class Point:
             self.context,
             self.options.speculation(max(self.options.ks), None, adaptive=False),
         )
-        wanted = lambda stage: stage in self.options.stages
+        draft = self.setup.draft
+        alone = draft is None or draft.config.method == "draft_model"
+        if not alone and "draft" in self.options.stages:
+            say("  draft: left out, a head is no model that decodes by itself; the stage propose times its passes")
+        wanted = lambda stage: stage in self.options.stages and (alone or stage != "draft")
         if wanted("prefill"):  # first: the others then read what it wrote
             yield self.prefill(raw)
         for stage in ("target", "draft"):

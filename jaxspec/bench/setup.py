@@ -137,7 +137,9 @@ def placed(options: Options, device: Device) -> Placement:
         if options.preset is not None:
             config = presets.preset(options.draft_name, presets.preset(presets.split(options.preset)[0]))
         else:
-            config = checkpoints.load_config(checkpoints.resolve(options.draft_name))
+            source = checkpoints.resolve(options.model or "")
+            of_target = checkpoints.load_config(source)
+            config = loading.draft_config(checkpoints.resolve(options.draft_name), of_target, source.name)
         draft_size = loading.draft_degree(config, size, dtype, device)
     return make_placement(size, draft_size=draft_size)
 
@@ -159,5 +161,5 @@ def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[lis
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
         loading.check_same_tokenizer(source, tokenizer, draft_source)
-        models[1] = loading.load(draft_source, dtype, placement.draft, target)
+        models[1] = loading.load_draft(draft_source, dtype, placement.draft, target, source.name)
     return models, tokenizer

@@ -63,7 +63,7 @@ class FeatureChain(Drafter):
             masked = (~history.live | (history.num_wanted <= i))[:, None]
             where = (last + i)[:, None], masked, history.block_table
             hidden, carried, pages = self.entries(params, pages, token[:, None], carried[:, None], *where)
-            return Step(first.head, hidden[:, 0], (pages, carried[:, 0]))
+            return Step(self.speaker(params), hidden[:, 0], (pages, carried[:, 0]))
 
         drafts, probs, (pages, _) = chain(self.num_speculative_tokens, first, step, choose)
         return self.proposal(history, drafts, probs, last, in_step), pages
@@ -76,7 +76,7 @@ class FeatureChain(Drafter):
             carried = jnp.take_along_axis(carried, nodes.after[:, :, None], axis=1)
             where = nodes_at(last + 1, level, nodes, last + level, history)
             hidden, carried, pages = self.entries(params, pages, nodes.tokens, carried, *where)
-            return Step(first.head, hidden, (pages, carried))
+            return Step(self.speaker(params), hidden, (pages, carried))
 
         pages, carried = first.state
         carried = jnp.repeat(carried[:, None], shape.width, axis=1)  # of all that come after the pending token
@@ -85,7 +85,7 @@ class FeatureChain(Drafter):
 
     def first_pass(self, params, cache, history: History) -> tuple[Step, jax.Array, jax.Array]:
         """(the pass over the entries that the cache lacks, up to the pending token's; the last two of `first`)."""
-        head, table = bind(self.model.config, params["draft"]), history.block_table
+        table = history.block_table
         last, start, in_step = self.first(history)
         positions = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
         masked = (positions > last[:, None]) | ~history.live[:, None]
@@ -93,8 +93,13 @@ class FeatureChain(Drafter):
         known = features.read(cache, positions, table, self.model.backend.placement)
         hidden, carried, pages = self.entries(params, cache.draft, tokens, known, positions, masked, table)
         at = jnp.maximum(last, 0) - start
-        logits = head if head.has_head else bind(self.target.config, lender(params))
-        return Step(logits, take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
+        return Step(self.speaker(params), take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
+
+    def speaker(self, params) -> Any:
+        """What has the logits. Within a loop it is bound anew: matrices that lie output-first are turned there, which
+        costs nothing, where one that came in turned would be laid out anew in every pass."""
+        head: Any = bind(self.model.config, params["draft"])
+        return head if head.has_head else bind(self.target.config, lender(params))
 
     def first(self, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(position of the entry whose token is the pending one, of the first that the cache lacks, whether the first
@@ -159,5 +164,5 @@ class FeatureBlock(FeatureChain):
         hidden, _, pages = self.entries(params, cache.draft, tokens, feature, positions, masked, table)
         at = (jnp.maximum(last, 0) - start)[:, None] + jnp.arange(count)
         hidden = jnp.take_along_axis(hidden, jnp.minimum(at, positions.shape[1] - 1)[:, :, None], axis=1)
-        drafts, probs = at_once(head if head.has_head else bind(self.target.config, lender(params)), hidden, choose)
+        drafts, probs = at_once(self.speaker(params), hidden, choose)
         return self.proposal(history, drafts, probs, last, in_step), pages

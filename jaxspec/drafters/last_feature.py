@@ -67,13 +67,13 @@ class LastFeature(Drafter):
 
     def start(self, params, cache, history: History) -> tuple[Callable[..., Step], Any, Any]:
         """(a step from a state and a token, the first state, the pending token)."""
-        own: Any = bind(self.model.config, params["draft"])
+        own: Callable[[], Any] = lambda: bind(self.model.config, params["draft"])  # anew within loops, see FeatureChain
         last = jnp.maximum(history.num_tokens - 2, 0)
         known = features.read(cache, last[:, None], history.block_table, self.model.backend.placement)
-        state = self.begin(own, known[:, 0])
+        state = self.begin(own(), known[:, 0])
 
         def step(state, token, i) -> Step:
-            head, hidden, state = self.draft(own, state, token, i)
+            head, hidden, state = self.draft(own(), state, token, i)
             return Step(bind(self.target.config, lender(params)) if head is None else head, hidden, state)
 
         return step, state, take_row(history.tokens, history.num_tokens - 1)
