@@ -19,6 +19,8 @@ from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import load
 from jaxspec.engine.runner import fetch
+from tests.drafters.references import eagle
+from tests.drafters.references.common import Shape
 from tests.model_folders import write_model
 
 LIMITS = Hardware(copy_gb_s=8.0, read_gb_s=16.0, peak_tflops=0.25)
@@ -264,6 +266,19 @@ def test_stages_write_where_the_round_does(raw):
         assert np.asarray(getattr(raw.engine.runner.cache, part)[0]).any()
     assert int(raw.stage("verify", K)()) == 0
     assert int(raw.attention(K)()) == 0
+
+
+@pytest.mark.thorough
+def test_a_head_beside_a_model(tmp_path, capsys):
+    """Of a folder, as `train-draft` writes it; it decodes nothing alone."""
+    target = write_model(tmp_path / "target")
+    shape = Shape(vocab_size=320, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=8)
+    eagle.write(tmp_path / "head", seed=0, target=shape)
+    stages = ("target", "draft", "round", "propose")
+    chosen = {"preset": None, "model": str(target), "draft": str(tmp_path / "head"), "stages": stages}
+    found = measure.run(dataclasses.replace(CHOSEN, **chosen), LIMITS)["rows"]
+    assert [r["stage"] for r in found] == ["target", "round", "propose"]
+    assert "draft: left out, a head is no model that decodes by itself" in capsys.readouterr().err
 
 
 def run(capsys, *arguments):
