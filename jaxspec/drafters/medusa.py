@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.drafters.base import Choose, History, Proposal
+from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import Found, Reading
 from jaxspec.drafters.last_feature import LastFeature
 from jaxspec.errors import UserError
@@ -90,6 +93,16 @@ class Medusa(LastFeature):
     @property
     def independent(self) -> bool:
         return True
+
+    def propose(self, params, cache, history: History, choose: Choose):
+        config: Any = self.model.config
+        if config.has_head:
+            return super().propose(params, cache, history, choose)
+        step, state, token = self.start(params, cache, history)  # the target's way to ids is read once for all
+        places = [step(state, token, i) for i in range(self.num_speculative_tokens)]
+        hidden = jnp.stack([place.hidden for place in places], axis=1)
+        drafts, probs = at_once(places[0].head, hidden, choose)
+        return Proposal(drafts, probs, self.wanted(history)), cache.draft
 
     def begin(self, head, hidden):
         return hidden
