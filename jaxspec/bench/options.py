@@ -73,7 +73,7 @@ class Options:
     """What is measured, and how. The first sentence of each is the command line's help.
 
     Args:
-      preset: Random weights, public shapes: qwen3-8b+qwen3-0.6b.
+      preset: Random weights of public shapes, as qwen3-8b+qwen3-0.6b or qwen3-8b+eagle3.
       model: A real one.
       draft: The draft of --model; n-gram without one.
       batch_sizes: One or several: 1,16.

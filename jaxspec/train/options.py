@@ -28,8 +28,8 @@ class TrainOptions:
       data: The folder of training data that the target wrote.
       out: The folder to write; it is then the draft's name.
       target: The model that the draft is for.
-      method: draft_model, a small model of its own, or a head beside the target. Of these eagle3 and mtp draft one
-        token from the other, medusa and dflash all at once.
+      method: draft_model, eagle3, mtp, medusa or dflash. The first is a small model of its own, the others are heads
+        that read the target: eagle3 and mtp draft one token from the other, medusa and dflash all at once.
       layers: Of the draft; two. Of medusa: of each of its heads; one.
       width: Of the draft; two thirds of the target's.
       heads: Query heads; as many as fit the width. Their size is always the target's.
@@ -59,7 +59,7 @@ class TrainOptions:
       eval_every: Steps between measurements and checkpoints.
       eval_prompts: Held-out prompts of a measurement.
       eval_tokens: Longest answer to each.
-      num_speculative_tokens: Drafts a round when measuring; a head learns as many, one from the other.
+      num_speculative_tokens: Drafts a round when measuring; a head learns as many.
       seed: Of the first weights and of the order of the data.
       dtype: auto, float32, bfloat16 or float16; masters are float32. "auto": as EngineConfig has it.
       resume: Go on where a run into --out was ended.
