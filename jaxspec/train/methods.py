@@ -5,7 +5,7 @@ TAKES: the options of its shape (`jaxspec.train.options`) that it has a use for;
 new(options, target, counts, placement) -> the draft as it begins, its parameters in float32, all but those of `fixed`;
   counts i64[V], how often each id occurs;
 passes(configs, draft, target, batch, backend, k) -> `Said`; configs, draft, target and batch as in `loss.loss_sums`;
-heads(configs, draft, target, k) -> what has the logits of each of the J passes;
+heads(configs, draft, target, k) -> what has the logits of each of the passes;
 save(folder, params, config, fingerprint), beside what the folder holds.
 """
 

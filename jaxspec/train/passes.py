@@ -20,19 +20,19 @@ FADES = 0.8  # of each draft's share in the loss, to the next: a draft counts on
 
 
 class Said(NamedTuple):
-    """Of J passes over N entries of each row.
+    """Of some passes over the entries of each row.
 
-    hidden: what their logits are made of.
-    predicts: the place of the token that an entry predicts; at the row's length or beyond, it predicts none.
-    shares: of their losses in the whole.
-    first: whether what is predicted there is the first draft of a round, of which the losses are told.
+    hidden [B, entries, passes, E]: what their logits are made of.
+    predicts [B, entries]: the place of the token that an entry predicts; at the row's length or beyond, it is none.
+    shares [entries, passes]: of their losses in the whole.
+    first [entries, passes]: whether what is predicted there is the first draft of a round, of which the losses are told.
     seen: what the target's logits are made of, where the passes had it computed.
     """
 
-    hidden: Float[Array, "B N J E"]
-    predicts: Int[Array, "B N"]
-    shares: Float[np.ndarray, "N J"]
-    first: Bool[np.ndarray, "N J"]
+    hidden: Float[Array, "B _ _ E"]
+    predicts: Int[Array, "B _"]
+    shares: Float[np.ndarray, "_ _"]
+    first: Bool[np.ndarray, "_ _"]
     seen: Float[Array, "B T E"] | None = None
 
 
