@@ -25,7 +25,7 @@ class Said(NamedTuple):
     hidden [B, entries, passes, E]: what their logits are made of.
     predicts [B, entries]: the place of the token that an entry predicts; at the row's length or beyond, it is none.
     shares [entries, passes]: of their losses in the whole.
-    first [entries, passes]: whether what is predicted there is the first draft of a round, of which the losses are told.
+    first [entries, passes]: whether it is the first draft of a round, of which the losses are told.
     seen: what the target's logits are made of, where the passes had it computed.
     """
 
