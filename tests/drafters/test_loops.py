@@ -3,17 +3,16 @@ pass, which made EAGLE-3's four times as slow."""
 
 from __future__ import annotations
 
-import pytest
-
 from jaxspec.decode.packing import pack
 from jaxspec.models.decoder import parameters
 from jaxspec.models.storage import OutputFirst
 from jaxspec.sampling_params import SamplingParams
 from tests import hlo, lively_heads
+from tests.sizes import cases
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "pard"])
+@cases("sampled", [False, True], quick=[False])
+@cases("kind", ["eagle3", "mtp", "pard"], quick=["eagle3"])
 def test_no_matrix_is_laid_out_anew(kind, sampled):
     """A way to ids of the head's own, the target's, and a model's."""
     engine = lively_heads.engine(kind, 4, spec={"adaptive": False})

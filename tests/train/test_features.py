@@ -16,6 +16,7 @@ from jaxspec.train import kept as files
 from jaxspec.train.data import Rows as TrainingRows
 from pallas_kernels.device import CPU
 from tests import lively_models
+from tests.sizes import cases
 from tests.train import runs
 from tests.train.test_heads import LAYERS, SHAPES, options
 from tests.train.test_train import journal
@@ -27,8 +28,8 @@ TOKENS = np.random.default_rng(0).integers(0, TARGET.config.vocab_size, (COUNT +
 ROWS = TrainingRows(TOKENS, np.ones(TOKENS.shape, bool))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("taps", [TAPS, ()])
+@cases("dtype", [jnp.float32, jnp.bfloat16], quick=[jnp.bfloat16])
+@cases("taps", [TAPS, ()], quick=[TAPS])
 def test_they_are_what_the_target_computes(tmp_path, dtype, taps):
     target = Model(TARGET.config, {name: x.astype(dtype) for name, x in TARGET.params.items()})
     found = features.kept(tmp_path, target, ROWS, COUNT, taps, batch_size=4, backend=BACKEND, devices=make_placement())

@@ -89,7 +89,7 @@ def test_it_is_read_back(target, head):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(theirs.params[name]), err_msg=name)
 
 
-@pytest.mark.parametrize("length", [2, 3, 11])
+@cases("length", [2, 3, 11], quick=[11])
 def test_its_passes_are_those_of_a_round(target, head, length):
     """What a reference proposes after a prompt, an entry says at the place of each draft."""
     (_, model), (method, mine, folder) = target, head
