@@ -28,21 +28,22 @@ def kept(
     backend: Backend,
     devices: Placement,
 ) -> np.ndarray:
-    """Of the first `count` rows, as records [count]: seen [T,E], what leaves the target's last norm, and tapped
-    [T,_*E], what goes into the layers `taps`, one beside the other; in the target's dtype.
+    """Of the first `count` rows, as records [count]: seen [T,E], what leaves the target's last norm, and where there
+    are taps, tapped [T,_*E], what goes into these layers, one beside the other; in the target's dtype.
 
     They lie in a file in the folder, whose name tells the target, the rows and the layers. Arguments and errors as of
     `jaxspec.train.kept.kept`.
     """
     length, width, dtype = rows.tokens.shape[1], target.config.width, np.dtype(target.dtype)
-    record = np.dtype([("seen", dtype, (length, width)), ("tapped", dtype, (length, len(taps) * width))])
+    fields = [("seen", dtype, (length, width)), ("tapped", dtype, (length, len(taps) * width))]
+    record = np.dtype(fields if taps else fields[:1])
     layers = "-".join(map(str, taps)) or "last"
     params = jax.device_put(target.params, devices.sharding())
 
     @jax.jit
     def find(params, tokens):
         _, seen, tapped = read(target.config, params, {"tokens": tokens}, backend, taps)
-        return {"seen": seen, "tapped": jnp.concatenate(tapped, axis=-1) if taps else seen[..., :0]}
+        return {"seen": seen} | ({"tapped": jnp.concatenate(tapped, axis=-1)} if taps else {})
 
     return on_disk(
         folder / f"features-{layers}-{dtype.name}-{digest(target, rows)}.bin",

@@ -37,13 +37,13 @@ def test_they_are_what_the_target_computes(tmp_path, dtype, taps):
     rows = Rows(jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape))
     decoder = bind(target.config, target.params)
     seen, _, tapped = decoder(tokens, (None,) * target.config.num_layers, rows, BACKEND, taps=taps)
-    assert found["seen"].dtype == found["tapped"].dtype == dtype
+    assert found.dtype.names == (("seen", "tapped") if taps else ("seen",))
+    assert all(found[name].dtype == dtype for name in found.dtype.names)
     # Passes over 4 and over 5 rows round otherwise.
     close = {"rtol": 1e-4, "atol": 1e-3} if dtype == jnp.float32 else {"rtol": 0.05, "atol": 0.1}
     as_numbers = lambda x: np.asarray(x, np.float32)
     np.testing.assert_allclose(as_numbers(found["seen"]), as_numbers(seen), **close)
-    assert found["tapped"].shape == (COUNT, LENGTH, len(taps) * target.config.width)
-    for own, theirs in zip(np.split(found["tapped"], max(len(taps), 1), axis=-1), tapped, strict=False):
+    for own, theirs in zip(np.split(found["tapped"], len(taps), axis=-1) if taps else (), tapped, strict=True):
         np.testing.assert_allclose(as_numbers(own), as_numbers(theirs), **close)
     (path,) = tmp_path.iterdir()
     assert path.stat().st_size == COUNT * LENGTH * (1 + len(taps)) * target.config.width * jnp.dtype(dtype).itemsize
@@ -75,6 +75,6 @@ def test_where_they_cannot_be_kept(root, monkeypatch):
     with pytest.raises(UserError, match="--keep-features, but --method draft_model reads none: leave it out"):
         setup.prepare(runs.options(root, "x", keep_features=True))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
-    prepared = setup.prepare(options(root, "x", "mtp", keep_features=True))
+    prepared = setup.prepare(options(root, "x", "mtp", keep_features=True, seed=9))  # rows of its own
     with pytest.raises(UserError, match=r"GB more, 0\.0 are free: leave --keep-features out or lower --steps"):
         setup.teacher(prepared)
