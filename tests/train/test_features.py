@@ -16,7 +16,7 @@ from jaxspec.train import kept as files
 from jaxspec.train.data import Rows as TrainingRows
 from pallas_kernels.device import CPU
 from tests import lively_models
-from tests.sizes import cases
+from tests.sizes import cases, of_today
 from tests.train import runs
 from tests.train.test_heads import LAYERS, SHAPES, options
 from tests.train.test_train import journal
@@ -57,7 +57,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "mtp", "dflash"])
+@pytest.mark.parametrize("method", of_today(["eagle3", "medusa", "mtp", "dflash"]))
 def test_a_head_learns_the_same_from_them(root, method, capsys):
     short = SHAPES[method] | {"steps": 10, "eval_every": 10, "eval_tokens": 4}
     found = [
