@@ -207,7 +207,7 @@ def test_it_learns_its_target_by_heart(root, method, least):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("method", of_today(["eagle3", "dflash"]))  # the latter draws anew in each step
     "method", of_today(["eagle3", "dflash"])
 )  # of the latter each step has random numbers of its own
 def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(root, method, monkeypatch):
