@@ -208,8 +208,6 @@ def test_it_learns_its_target_by_heart(root, method, least):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", of_today(["eagle3", "dflash"]))  # the latter draws anew in each step
-    "method", of_today(["eagle3", "dflash"])
-)  # of the latter each step has random numbers of its own
 def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(root, method, monkeypatch):
     short = {"steps": 20, "eval_every": 10, "eval_tokens": 4}
     expected = state(loop.train(options(root, f"once-{method}", method, **short)))

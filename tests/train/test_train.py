@@ -20,7 +20,7 @@ from checkpoints import orbax
 from jaxspec import LLM, SamplingParams
 from jaxspec.cli import main
 from jaxspec.info import describe
-from jaxspec.train import likeliest, loop
+from jaxspec.train import kept, loop
 from jaxspec.train.step import learning_rate
 from tests import model_folders
 from tests.train import runs
@@ -163,7 +163,7 @@ def test_the_target_is_asked_once(trained, root, monkeypatch):
     """A draft of another shape, with another vocabulary, learns from the same file."""
     (path,) = (root / "data").glob("top-64-*.bin")
     stamp = path.stat().st_mtime_ns
-    monkeypatch.setattr(likeliest, "ahead", None)
+    monkeypatch.setattr(kept, "ahead", None)
     folder = loop.train(runs.options(root, "second", steps=20, vocab_size=50, width=32, heads=4))
     assert path.stat().st_mtime_ns == stamp
     assert journal(folder, "loss")[-1] < journal(folder, "loss")[0]
