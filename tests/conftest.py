@@ -79,8 +79,9 @@ def few_mappings():
             jax.clear_caches()
             gc.collect()
         if too_many():  # of engines that somebody holds: FastAPI's caches have the routes of every server, and these it
-            for found in gc.get_objects():
-                if type(found) is sys.modules["jaxspec.decode.programs"].Programs:
+            programs = sys.modules.get("jaxspec.decode.programs")
+            for found in gc.get_objects() if programs else ():
+                if type(found) is programs.Programs:
                     found.compiled.clear()
             gc.collect()
         give_back(0)
