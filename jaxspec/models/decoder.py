@@ -185,9 +185,13 @@ def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backe
     """A causal pass over whole rows without a cache, for training: tokens i32[B,T], rows from position 0 ->
     (the bound decoder, hidden [B,T,E])."""
     decoder = bind(config, params)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    hidden, _, _ = decoder(tokens, (None,) * config.num_layers, Rows(positions), backend)
+    hidden, _, _ = decoder(tokens, (None,) * config.num_layers, whole_rows(*tokens.shape), backend)
     return decoder, hidden
+
+
+def whole_rows(count: int, length: int) -> Rows:
+    """So many rows of so many tokens, from position 0, without a cache."""
+    return Rows(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (count, length)))
 
 
 def parameters(config: ModelConfig, dtype: Any = "float32") -> dict[str, Parameter]:

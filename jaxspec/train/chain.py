@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.models.decoder import bind, ropes_of
+from jaxspec.models.decoder import bind, ropes_of, whole_rows
 from jaxspec.models.layers import Rows
 from jaxspec.train.passes import Said, of_tokens_after, projected, read
 from pallas_kernels.plain import rms_norm
@@ -32,7 +32,7 @@ def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carr
     feature = head.features(hidden.astype(dtype), [x.astype(dtype) for x in tapped], backend)
     following = jnp.roll(batch["tokens"], -1, axis=1)
     token = lax.stop_gradient(decoder.embedded(following, backend)).astype(dtype)
-    rows = Rows(jnp.broadcast_to(jnp.arange(following.shape[1], dtype=jnp.int32), following.shape))
+    rows = whole_rows(*following.shape)
     seen: list[tuple[jax.Array, jax.Array]] = []  # keys and values of each pass
     said = []
     for _ in range(k):

@@ -16,7 +16,7 @@ from jax import lax
 from jaxspec.drafters.dflash import NAMES, Config
 from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind, ropes_of
+from jaxspec.models.decoder import bind, ropes_of, whole_rows
 from jaxspec.models.layers import Rows
 from jaxspec.train import build, saved
 from jaxspec.train.options import TrainOptions
@@ -82,7 +82,7 @@ def through_layers(head, x, past, block, backend):
     head's norm. A block sees itself, and of the past what is before it."""
     c, dtype = head.config, x.dtype
     own = Rows(block.reshape(len(x), -1))
-    before = Rows(jnp.broadcast_to(jnp.arange(past.shape[1], dtype=jnp.int32), past.shape[:2]))
+    before = whole_rows(*past.shape[:2])
     known = before.positions[:, None] < block[:, :, :1]  # [B,A,S]
     at_block, at_past = ropes_of(c, own, backend)[c.rope], ropes_of(c, before, backend)[c.rope]
     for layer in head.layers:

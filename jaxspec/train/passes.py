@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Decoder, Params, bind
-from jaxspec.models.layers import Backend, Rows
+from jaxspec.models.decoder import Decoder, Params, bind, whole_rows
+from jaxspec.models.layers import Backend
 from jaxspec.shapes import Array, Bool, Float, Int
 from pallas_kernels.plain import project
 
@@ -60,7 +60,7 @@ def read(
     decoder, tokens = bind(config, target), batch["tokens"]
     if "seen" in batch:  # kept on disk, the taps one beside the other
         return decoder, batch["seen"], tuple(jnp.split(batch["tapped"], len(taps), axis=-1)) if taps else ()
-    rows = Rows(jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape))
+    rows = whole_rows(*tokens.shape)
     hidden, _, tapped = decoder(tokens, (None,) * config.num_layers, rows, backend, taps=taps)
     return decoder, *lax.stop_gradient((hidden, tapped))
 
