@@ -20,11 +20,9 @@ from checkpoints.reading import read_json
 from checkpoints.safetensors import Shards
 from checkpoints.sources import TOKENIZER_FILES
 from jaxspec.errors import UserError
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ACTIVATIONS, ModelConfig
 from jaxspec.models.families import Place
 from jaxspec.models.parameters import Parameter
-
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ours -> a config.json's
 
 
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
@@ -115,7 +113,7 @@ def layers(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_model_len,
         "rms_norm_eps": config.norm_eps,
-        "hidden_act": ACTIVATIONS[config.activation],
+        "hidden_act": next(theirs for theirs, own in ACTIVATIONS.items() if own == config.activation),
         "tie_word_embeddings": False,
     }
 

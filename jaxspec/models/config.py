@@ -29,6 +29,8 @@ GGUF_FIXED: dict[str, Any] = {
     "rope.scaling.attn_factor": 1,
 }
 
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's -> ours
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -184,13 +186,13 @@ class ModelConfig:
         number("head_dim", head_dim)
         ropes = rope_tables(raw, head_dim)
         activation, scaled = raw.get(family.activation_key, "silu"), "query_pre_attn_scalar" in family.reads
-        if activation not in ("silu", "gelu_pytorch_tanh"):
+        if activation not in tuple(ACTIVATIONS):  # what a file says need not be hashable
             raise UnsupportedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
         if scaled:
             number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar")
         tied = raw.get("tie_word_embeddings")
         switches = family.switches(raw["hidden_size"])
-        switches["activation"] = "gelu_tanh" if activation == "gelu_pytorch_tanh" else "silu"
+        switches["activation"] = ACTIVATIONS[activation]
         return cls(
             family=name,
             vocab_size=raw["vocab_size"],
