@@ -94,19 +94,24 @@ module.register(Config, DFlashHead)
 class Block(NamedTuple):
     """What the pass over a block gives.
 
-    head, logits: the draft, and what makes logits of what its places say.
+    head, target: the draft, and the model that it drafts for, as far as that is lent.
     hidden [B,_,E]: what these say; the last K make drafts.
     pending i32[B]: the token at the first place.
     wanted, draft_len, pages: of a Proposal.
     """
 
     head: Any
-    logits: Any
+    target: Any
     hidden: jax.Array
     pending: jax.Array
     wanted: jax.Array
     draft_len: jax.Array
     pages: tuple[jax.Array, ...]
+
+    @property
+    def logits(self) -> Any:
+        """What makes logits of what its places say."""
+        return self.head if self.head.config.has_head else self.target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +175,7 @@ class DFlash(Drafter):
         rows = dataclasses.replace(rows, kv_len=end, num_keys=end, tree=tree)
         hidden, pages = head(x, past.astype(x.dtype), cache.draft, rows, backend)
         draft_len = jnp.where(in_step, last, history.draft_len)
-        return Block(head, head if head.config.has_head else target, hidden, pending, wanted, draft_len, pages)
+        return Block(head, target, hidden, pending, wanted, draft_len, pages)
 
     def prefill(self, params, cache, chunk: Chunk):
         head: Any = bind(self.model.config, params["draft"])

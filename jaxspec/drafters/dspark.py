@@ -22,6 +22,7 @@ from jaxspec.drafters.chain import Place, Step, chain
 from jaxspec.drafters.heads import Found, Reading
 from jaxspec.drafters.tree import Nodes, Shape, grown
 from jaxspec.errors import UnsupportedError
+from jaxspec.models import families
 from jaxspec.models.decoder import module
 from jaxspec.models.head import product, whole
 from jaxspec.models.paged import PagedModel
@@ -36,10 +37,12 @@ KINDS = {"vanilla": ("", 0, 0), "gated": ("gate_proj", 1, 1), "rnn": ("joint_pro
 
 @dataclasses.dataclass(frozen=True)
 class Config(dflash.Config):
-    """markov_rank: channels between the token before and the logits, 0 without; markov_kind: of KINDS."""
+    """markov_rank: channels between the token before and the logits, 0 without; markov_kind: of KINDS. markov_table:
+    whether these channels of each token are a table of its own; else a product makes them of the target's."""
 
     markov_rank: int = 0
     markov_kind: str = "vanilla"
+    markov_table: bool = True
 
     method = "dspark"
 
@@ -50,16 +53,23 @@ class Markov(nnx.Module):
     def __init__(self, config: Config, dtype: Any) -> None:
         c, rank, matrix = config, config.markov_rank, declare("matrix", dtype)
         self.config, (_, read, given) = c, KINDS[c.markov_kind]
-        self.before = declare("table", dtype)(c.vocab_size, rank, axes=("vocab", None))
+        if c.markov_table:
+            self.before = declare("table", dtype)(c.vocab_size, rank, axes=("vocab", None))
+        else:
+            self.before_in = matrix(c.target_width, rank)
         self.after = matrix(rank, c.head_size, axes=(None, "vocab"), head=True)
         if given:
             self.inner = matrix(read * rank + c.width, given * rank)
             self.inner_bias = declare("bias", dtype)(given * rank)
 
-    def __call__(self, state, token, hidden, backend):
-        """state [..., r], token i32[...], hidden [..., E] of the place -> (f32[..., V], the next state)."""
+    def __call__(self, state, token, hidden, target, backend):
+        """state [..., r], token i32[...], hidden [..., E] of the place; target: what lends its table -> (what goes into
+        the logits [..., r], the next state)."""
         c = self.config
-        x = jnp.take(self.before[...], token, axis=0, mode="clip")
+        if c.markov_table:
+            x = jnp.take(self.before[...], token, axis=0, mode="clip")
+        else:
+            x = product(target.embedded(token, backend), self.before_in[...], backend).astype(hidden.dtype)
         if c.markov_kind != "vanilla":
             read = [hidden, x] if c.markov_kind == "gated" else [state, x, hidden]
             inner = product(jnp.concatenate(read, axis=-1), self.inner[...], backend) + self.inner_bias[...]
@@ -70,7 +80,11 @@ class Markov(nnx.Module):
                 gate = jax.nn.sigmoid(gate)
                 state = (gate * state + (1 - gate) * jnp.tanh(new)).astype(state.dtype)
                 x = jnp.tanh(out).astype(x.dtype)
-        return whole(product(x, self.after[...], backend), backend), state
+        return x, state
+
+    def logits(self, x, backend):
+        """What of it goes into the logits -> f32[..., V]."""
+        return whole(product(x, self.after[...], backend), backend)
 
 
 class DSparkHead(dflash.DFlashHead):
@@ -135,15 +149,15 @@ class DSpark(dflash.DFlash):
         known: dict[Any, Any] = {}
         state = jnp.zeros((hidden.shape[0], block.head.config.markov_rank), hidden.dtype)
         if not block.head.config.from_pending:  # a place that makes no draft, but has a part in the state
-            _, state = markov(state, block.pending, hidden[:, 0], backend)
+            _, state = markov(state, block.pending, hidden[:, 0], block.target, backend)
             hidden = hidden[:, 1:]
 
         def step(state, token, i) -> Step:
             x = lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
             if token.ndim == 2:
                 x = jnp.repeat(x[:, None], token.shape[1], axis=1)
-            added, state = markov(state, token, x, backend)
-            return Step(After((block.logits, hidden, known, i), added), x, state)
+            channels, state = markov(state, token, x, block.target, backend)
+            return Step(After((block.logits, hidden, known, i), markov.logits(channels, backend)), x, state)
 
         return step, state
 
@@ -157,10 +171,18 @@ def read(found: Found) -> Reading:
     rank, kind = found.whole("markov_rank", stored, "rare_width"), found.raw.get("markov_head_type") or "vanilla"
     if kind not in KINDS:
         raise UnsupportedError(f"{found.name}: markov_head_type={kind!r} is not supported: {', '.join(KINDS)} are")
-    inner = KINDS[kind][0]
-    names = {"markov_w1.weight": "before", "markov_w2.weight": "after"}
-    names |= {f"{inner}.weight": "inner", f"{inner}.bias": "inner_bias"} if inner else {}
-    reading = dflash.read(found, Config, from_pending=True, markov_rank=rank, markov_kind=kind)
-    places = {f"markov_head.{name}": (f"markov.{place}", "") for name, place in names.items()}
+    table = not found.has("markov_head.embed_in.weight")
+    reading = dflash.read(
+        found, Config, from_pending=True, markov_rank=rank, markov_kind=kind, markov_table=table or not rank
+    )
     ignored = (*reading.ignored, "confidence_head.*")
-    return dataclasses.replace(reading, names={**reading.names, **places}, ignored=ignored)
+    return dataclasses.replace(reading, names={**reading.names, **names(reading.config)}, ignored=ignored)
+
+
+def names(config: Config) -> dict[str, families.Place]:
+    """What files call the parts of the head that knows the token before."""
+    inner = KINDS[config.markov_kind][0]
+    before = ("markov_w1", "before") if config.markov_table else ("embed_in", "before_in")
+    places = [(f"{name}.weight", place) for name, place in (before, ("markov_w2", "after"))]
+    places += [(f"{inner}.weight", "inner"), (f"{inner}.bias", "inner_bias")] if inner else []
+    return {f"markov_head.{name}": (f"markov.{place}", "") for name, place in places}

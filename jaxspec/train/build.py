@@ -33,6 +33,7 @@ SHAPE = {
     "vocab_size": "head_size",
     "rare_ids": "rare_vocab_size",
     "rare_width": "rare_width",
+    "markov_rank": "markov_rank",
 }
 
 
@@ -95,7 +96,7 @@ def check_begun(config: ModelConfig, target: ModelConfig, options: TrainOptions)
     if config.vocab_size != target.vocab_size:
         raise UserError(f"{begun} is a draft for {config.vocab_size} ids, the target has {target.vocab_size}")
     for option, name in SHAPE.items():
-        has, wanted = getattr(config, name), getattr(options, option)
+        has, wanted = getattr(config, name, None), getattr(options, option)
         if wanted not in (None, has):
             flag = "--" + option.replace("_", "-")
             raise UserError(f"{begun} has {has} where {flag} {wanted} asks for another shape: leave {flag} out")

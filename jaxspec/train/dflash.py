@@ -29,9 +29,11 @@ OVERLAP = 2  # blocks over each place: the target's pass, which is most of a ste
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """With --vocab-size it has its own way to so many ids; else the target's to all. What stands in the places that it
-    fills is the target's rarest id."""
-    config = head_config(target.config, options, int(np.argmin(counts)))
+    return begun(Config(**fields(target.config, options, counts)), options, target, counts, placement)
+
+
+def begun(config: Config, options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """With --vocab-size it has its own way to so many ids; else the target's to all."""
     known: dict[str, Any] = build.vocabulary(counts, config)
     if options.init_from_target:
         own_head = {"head": build.head_of(target, known)} if config.has_head else {}
@@ -39,20 +41,23 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     return Model(config, build.begun(config, target, placement, options.seed, known))
 
 
-def head_config(target: ModelConfig, options: TrainOptions, mask_id: int) -> Config:
-    fields = build.layer_fields(target, options, build.num_layers(target, options), target.vocab_size)
-    return Config(**fields | {
+def fields(target: ModelConfig, options: TrainOptions, counts: np.ndarray) -> dict[str, Any]:
+    """Of its configuration. What stands in the places that it fills is the target's rarest id."""
+    found = build.layer_fields(target, options, build.num_layers(target, options), target.vocab_size)
+    return found | {
         "qk_norm": True,  # as the authors' own have it
         "taps": build.check_tapped(target, options.method),
         "target_width": target.width,
         "block_size": options.num_speculative_tokens + 1,
-        "has_head": fields["reduced_vocab_size"] is not None,
-        "mask_id": mask_id,
-    })  # fmt: skip
+        "has_head": found["reduced_vocab_size"] is not None,
+        "mask_id": int(np.argmin(counts)),
+    }
 
 
 def passes(configs, draft, target, batch, backend, k) -> Said:
-    config, tokens, size = configs[1], batch["tokens"], k + 1
+    config, tokens = configs[1], batch["tokens"]
+    silent = 0 if config.from_pending else 1  # places before the first that makes a draft
+    size = k + silent
     head: Any = bind(config, draft)
     decoder, hidden, tapped = read(configs[0], target, batch, backend, config.taps)
     dtype = head.fc[...].dtype
@@ -62,11 +67,12 @@ def passes(configs, draft, target, batch, backend, k) -> Said:
     pending = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
     shown = jnp.where(jnp.arange(size) == 0, pending, config.mask_id).reshape(tokens.shape[0], -1)
     x = lax.stop_gradient(decoder.embedded(shown, backend)).astype(dtype)
-    x = through_layers(head, x, past, block, backend).reshape(*block.shape, -1)[:, :, 1:]
+    x = through_layers(head, x, past, block, backend).reshape(*block.shape, -1)[:, :, silent:]
+    predicts = anchors[:, :, None] + 1 + jnp.arange(k)
     entries = lambda y: y.reshape(len(tokens), -1, *y.shape[3:])
     count = anchors.shape[1]
     shares, first = np.tile(fading(k), count).astype(np.float32), np.tile(np.arange(k) == 0, count)
-    return Said(entries(x)[:, :, None], entries(block[:, :, 1:]), shares[:, None], first[:, None], hidden)
+    return Said(entries(x)[:, :, None], entries(predicts), shares[:, None], first[:, None], hidden)
 
 
 def first_places(draw: jax.Array, length: int, size: int) -> jax.Array:
@@ -106,10 +112,12 @@ def heads(configs, draft, target, k):
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    said = {
-        **saved.layers(config),
-        "architectures": ["DFlashDraftModel"],
-        "block_size": config.block_size,
-        "dflash_config": {"mask_token_id": config.mask_id, "target_layer_ids": [i - 1 for i in config.taps]},
-    }
-    saved.save(folder, said, params, config, saved.numbered(NAMES, config.num_layers), fingerprint)
+    dflash = {"mask_token_id": config.mask_id, "target_layer_ids": [i - 1 for i in config.taps]}
+    said = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
+    write(folder, said, params, config, NAMES, fingerprint)
+
+
+def write(folder: Path, said: dict[str, Any], params: Any, config: Any, names: Any, fingerprint: str) -> None:
+    """said: of config.json, what this method says by itself; names: tensor -> where it goes."""
+    said = {**saved.layers(config), "block_size": config.block_size, **said}
+    saved.save(folder, said, params, config, saved.numbered(names, config.num_layers), fingerprint)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-METHODS = ("draft_model", "eagle3", "medusa", "mtp", "dflash")
+METHODS = ("draft_model", "eagle3", "medusa", "mtp", "dflash", "dspark")
 
 
 def implementation(method: str) -> Any:

@@ -28,17 +28,20 @@ class TrainOptions:
       data: The folder of training data that the target wrote.
       out: The folder to write; it is then the draft's name.
       target: The model that the draft is for.
-      method: draft_model, eagle3, mtp, medusa or dflash. The first is a small model of its own, the others are heads
-        that read the target: eagle3 and mtp draft one token from the other, medusa and dflash all at once.
+      method: draft_model, eagle3, mtp, medusa, dflash or dspark. The first is a small model of its own, the others are
+        heads that read the target: eagle3 and mtp draft one token from the other, medusa and dflash all at once, dspark
+        too, but for a small part that knows the token before.
       layers: Of the draft; two. Of medusa: of each of its heads; one.
       width: Of the draft; two thirds of the target's.
       heads: Query heads; as many as fit the width. Their size is always the target's.
       kv_heads: Key-value heads; as the target's where they divide.
       mlp_width: In proportion to the width.
       vocab_size: Ids that it can propose, the most frequent ones; at most 16384. It reads all, in the target's own
-        table. Of eagle3: 32000. medusa and dflash propose all by the target's own head, unless told otherwise.
+        table. Of eagle3: 32000. medusa, dflash and dspark propose all by the target's own head, unless told
+        otherwise.
       rare_ids: The rarest of them, by a narrower way; half. Their logits cost less. None where the draft has all ids.
       rare_width: Of that way; a quarter of the width.
+      markov_rank: Channels of dspark between the token before and the logits; 64.
       init_from_target: Begin with the target's layers and embeddings. Evenly spaced layers, where the shapes agree;
         embeddings projected where the widths differ. False: random.
       init_from: Begin with this draft, and train it further. Its shape and its vocabulary stay.
@@ -79,6 +82,7 @@ class TrainOptions:
     vocab_size: int | None = None
     rare_ids: int | None = None
     rare_width: int | None = None
+    markov_rank: int | None = None
     init_from_target: bool = True
     init_from: str | None = None
     top_n: int | None = None
@@ -104,7 +108,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every", "eval_prompts", "eval_tokens"):
             whole(name, getattr(self, name), 1)
-        for name in ("layers", "width", "heads", "kv_heads", "mlp_width", "rare_width"):
+        for name in ("layers", "width", "heads", "kv_heads", "mlp_width", "rare_width", "markov_rank"):
             if (value := getattr(self, name)) is not None:
                 whole(name, value, 1)
         for name, least in {"vocab_size": 2, "rare_ids": 0}.items():

@@ -63,11 +63,6 @@ def prepare(options: TrainOptions) -> Setup:
     enable_compilation_cache()
     device, count, method = here(), len(jax.devices()), methods.implementation(options.method)
     build.check_taken(options, method.TAKES)
-    if method.READS and options.top_n:
-        raise UserError(
-            f"--top-n {options.top_n}: --method {options.method} computes the target in every step, which tells all "
-            "ids: leave it out"
-        )
     if options.keep_features and not method.READS:
         raise UserError(f"--keep-features, but --method {options.method} reads none: leave it out")
     if options.batch_size // options.accumulate % count:
@@ -108,28 +103,28 @@ def prepare(options: TrainOptions) -> Setup:
 
 def teacher(setup: Setup) -> tuple[Model, Callable[[int], dict[str, np.ndarray]]]:
     """(the target as the steps take it, batch(step) of `loss_sums`). Where its likeliest ids are kept, the batches hold
-    what it says, and it has no parameters."""
+    what it says, and it has no parameters unless they are read."""
     o, rows, target = setup.options, setup.rows, setup.target
     reads = methods.implementation(o.method).READS
-    count, records = min(len(rows), o.steps * o.batch_size), None
+    count, kept = min(len(rows), o.steps * o.batch_size), []
     how: dict[str, Any] = {
         "batch_size": o.batch_size // o.accumulate,
         "backend": dense_backend(target.config, setup.device, setup.dtype),
         "devices": setup.devices,
     }
+    if o.keep_features:
+        kept.append(features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how))
     if top_n := (0 if reads else TOP_N) if o.top_n is None else o.top_n:
-        records = likeliest.kept(o.data, target, rows, count, top_n, **how)
-        target = Model(target.config, {})
+        kept.append(likeliest.kept(o.data, target, rows, count, top_n, **how))
+        target = target if reads else Model(target.config, {})
     else:
-        if o.keep_features:
-            records = features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how)
         target = own_ids_first(target, np.asarray(setup.ids["d2t"]) if setup.ids else None)
 
     def batch(step: int) -> dict[str, np.ndarray]:
         at = data.chosen(len(rows), o.seed, step, o.batch_size)
         draw = np.random.default_rng([o.seed, step]).integers(2**32, size=len(at), dtype=np.uint32)
         found = {"tokens": rows.tokens[at].astype(np.int32), "mask": rows.mask[at], "draw": draw}
-        return found if records is None else found | {name: records[name][at] for name in records.dtype.names or ()}
+        return found | {name: records[name][at] for records in kept for name in records.dtype.names or ()}
 
     return target, batch
 

@@ -39,13 +39,16 @@ SHAPES = {
     "medusa": {"layers": 2, "vocab_size": 200},
     "mtp": {},
     "dflash": {"heads": 4, "mlp_width": 96, "vocab_size": 200},
+    "dspark": {"heads": 4, "mlp_width": 96, "vocab_size": 200, "markov_rank": 8},
 }
 BY_HEART = {
     "eagle3": {"heads": 4, "mlp_width": 256, "vocab_size": runs.VOCAB},
     "medusa": {"layers": 2, "vocab_size": runs.VOCAB},
     "mtp": {},
     "dflash": {"heads": 4, "mlp_width": 256},
+    "dspark": {"heads": 4, "mlp_width": 256},
 }
+BLOCKS = {"dflash": K + 1, "dspark": K}  # method -> places of a block
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +129,13 @@ def passes(method, first, mine, text, pending):
         (first.config, mine.config), mine.params, first.params, {"tokens": text, "draw": draw}, BACKEND, K
     )
     numbers = (jnp.asarray([number], jnp.uint32) for number in range(100))
-    begins = lambda draw: pending in np.asarray(dflash.first_places(draw, text.shape[1], K + 1))
+    begins = lambda draw: pending in np.asarray(dflash.first_places(draw, text.shape[1], BLOCKS.get(method, 1)))
     return run(next(filter(begins, numbers)))
 
 
 def says_draft(method, says, length, i):
     """(the entry, the pass) of the draft i after so many tokens."""
-    if method != "dflash":
+    if method not in BLOCKS:
         return length - 2 + i, i
     begins = np.flatnonzero(says.first[:, 0] & (np.asarray(says.predicts)[0] == length))
     return begins[0] + i, 0
@@ -163,7 +166,7 @@ def test_a_pass_sees_nothing_that_comes_later(target, head):
         ("dflash", {"rare_ids": 3}, "--rare-ids is of another method"),
         ("dflash", {"vocab_size": 400}, "--vocab-size 400 exceeds the target's 320: lower it or leave it out"),
         ("dflash", {"layers": 7}, "--layers 7 exceeds the target's 6: a draft is smaller than its target"),
-        ("medusa", {"top_n": 8}, "--top-n 8: --method medusa computes the target in every step"),
+        ("dflash", {"markov_rank": 8}, "--markov-rank is of another method"),
     ],
 )
 def test_what_it_has_no_use_for_is_refused(root, method, changes, line):
@@ -180,7 +183,7 @@ def test_an_unknown_method(root):
 # Where it was written 2.7, 1.5, 2.1 and 4.3, of 5. Medusa's heads are blocks of 32 x 32 numbers, which see no token.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("method", "least"), of_today({"eagle3": 2.3, "medusa": 1.35, "mtp": 1.8, "dflash": 3.3}.items())
+    ("method", "least"), of_today({"eagle3": 2.3, "medusa": 1.35, "mtp": 1.8, "dflash": 3.3, "dspark": 3.3}.items())
 )
 def test_it_learns_its_target_by_heart(root, method, least):
     """Measured by the engine at K = 4; its folder speculates for its target."""
@@ -207,7 +210,7 @@ def test_it_learns_its_target_by_heart(root, method, least):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", of_today(["eagle3", "dflash"]))  # the latter draws anew in each step
+@pytest.mark.parametrize("method", of_today(["eagle3", "dflash", "dspark"]))  # blocks are drawn anew in each step
 def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(root, method, monkeypatch):
     short = {"steps": 20, "eval_every": 10, "eval_tokens": 4}
     expected = state(loop.train(options(root, f"once-{method}", method, **short)))

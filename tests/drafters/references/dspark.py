@@ -64,7 +64,8 @@ def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
     for place, h in enumerate(hidden):
         logits.append(head @ h)
         if m:
-            x = m["markov_w1.weight"][token]
+            own = m.get("embed_in.weight")  # of jaxspec's files alone
+            x = m["markov_w1.weight"][token] if own is None else own @ target.embed[token]
             if kind == "gated":
                 x = x * sigmoid(m["gate_proj.weight"] @ np.concatenate([h, x]) + m["gate_proj.bias"])
             elif kind == "rnn":

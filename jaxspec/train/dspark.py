@@ -1,0 +1,78 @@
+"""Training DSpark: DFlash's blocks, each place of which is told the token before it, as it stands in the data.
+
+Source: DeepSeek-AI, https://github.com/deepseek-ai/DeepSpec. Unlike theirs it reads that token in the target's table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.drafters.dflash import NAMES
+from jaxspec.drafters.dspark import Config, names
+from jaxspec.engine.setup import Model
+from jaxspec.models.decoder import bind
+from jaxspec.train import dflash
+from jaxspec.train.options import TrainOptions
+from jaxspec.train.passes import Said
+
+READS = True
+TAKES = (*dflash.TAKES, "markov_rank")
+RANK = 64  # unless told otherwise
+
+
+def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    config = Config(**dflash.fields(target.config, options, counts) | {
+        "block_size": options.num_speculative_tokens,
+        "from_pending": True,
+        "markov_rank": options.markov_rank or RANK,
+        "markov_kind": "rnn",
+        "markov_table": False,
+    })  # fmt: skip
+    return dflash.begun(config, options, target, counts, placement)
+
+
+def passes(configs, draft, target, batch, backend, k) -> Said:
+    """What goes into the logits by way of the token before stands behind each hidden state."""
+    said = dflash.passes(configs, draft, target, batch, backend, k)
+    head: Any = bind(configs[1], draft)
+    decoder = bind(configs[0], target)
+    by_block = lambda x: x.reshape(len(x), -1, k, *x.shape[2:])
+    hidden = by_block(said.hidden[:, :, 0])
+    before = by_block(jnp.take_along_axis(batch["tokens"], said.predicts - 1, axis=1, mode="clip"))
+    state, channels = jnp.zeros((*hidden.shape[:2], configs[1].markov_rank), hidden.dtype), []
+    for i in range(k):
+        x, state = head.markov(state, before[:, :, i], hidden[:, :, i], decoder, backend)
+        channels.append(x)
+    both = jnp.concatenate([hidden, jnp.stack(channels, axis=2)], axis=-1)
+    return said._replace(hidden=both.reshape(len(both), -1, 1, both.shape[-1]))
+
+
+class Informed(NamedTuple):
+    """A way to logits, and what the token before adds to it."""
+
+    head: Any
+    markov: Any
+
+    def logits(self, x: jax.Array, backend: Any) -> jax.Array:
+        width = self.markov.config.width
+        return self.head.logits(x[..., :width], backend) + self.markov.logits(x[..., width:], backend)
+
+
+def heads(configs, draft, target, k):
+    return [Informed(*dflash.heads(configs, draft, target, k), bind(configs[1], draft).markov)]
+
+
+def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    said = {
+        "architectures": ["Qwen3DSparkModel"],
+        "mask_token_id": config.mask_id,
+        "target_layer_ids": [i - 1 for i in config.taps],
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_kind,
+    }
+    dflash.write(folder, said, params, config, NAMES | names(config), fingerprint)
