@@ -56,6 +56,7 @@ ALSO_ON_GPU = (
     "engine/test_seeds.py",
     "models/test_oracle.py",
 )
+ALSO_ON_SEVERAL, SEVERAL = ("parallel/test_tensor_parallel.py",), 4  # GPUs
 
 
 # Every program compiled for the CPU maps some memory, and Linux gives a process 65,530 mappings: beyond them the
@@ -95,8 +96,9 @@ def too_many() -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu wait for a GPU backend: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu."""
     on_gpu = GPU and jax.default_backend() == "gpu"
+    also = ALSO_ON_GPU + (ALSO_ON_SEVERAL if on_gpu and jax.device_count() >= SEVERAL else ())
     for item in items:
-        if on_gpu and item.path.as_posix().endswith(ALSO_ON_GPU):
+        if on_gpu and item.path.as_posix().endswith(also):
             item.add_marker(pytest.mark.gpu)
         if not on_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu"))
