@@ -27,6 +27,7 @@ from jaxspec.models.decoder import module
 from jaxspec.models.head import product, whole
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.table import looked_up
 from jaxspec.shapes import Array, Float
 from pallas_kernels.plain import likeliest
 
@@ -67,7 +68,7 @@ class Markov(nnx.Module):
         the logits [..., r], the next state)."""
         c = self.config
         if c.markov_table:
-            x = jnp.take(self.before[...], token, axis=0, mode="clip")
+            x = looked_up(self.before[...], token, backend)
         else:
             x = product(target.embedded(token, backend), self.before_in[...], backend).astype(hidden.dtype)
         if c.markov_kind != "vanilla":

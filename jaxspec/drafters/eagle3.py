@@ -22,6 +22,7 @@ from jaxspec.models.families import Place, layer_names
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.table import looked_up
 from pallas_kernels.plain import rms_norm
 
 
@@ -93,7 +94,7 @@ class Eagle3Head(Head):
         return self.reduced(self.mask_hidden[...], backend)[0, 0]
 
     def embedded(self, tokens, backend):
-        return jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        return looked_up(self.embed[...], tokens, backend)
 
     def __call__(self, x, feature, pages, rows, backend):
         c = self.config

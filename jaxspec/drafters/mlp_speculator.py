@@ -20,6 +20,7 @@ from jaxspec.models.decoder import module
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.table import looked_up
 from pallas_kernels.plain import rms_norm
 
 EPS = 1e-6
@@ -75,7 +76,7 @@ class Speculator(nnx.Module):
         weight = 0.5 ** (0.5 / c.num_drafts)
         x = product(state, own.proj[...], backend)
         share = ((1 - weight**2) * c.width / 2) ** 0.5 / weight
-        x = x + share * jnp.take(rest.embed[...], token, axis=0, mode="clip").astype(jnp.float32)
+        x = x + share * looked_up(rest.embed[...], token, backend).astype(jnp.float32)
         x = rms_norm(rest.norm[...], x, EPS) + rest.norm_bias[...]
         return rest, jax.nn.gelu(x, approximate=False).astype(state.dtype)
 

@@ -21,6 +21,7 @@ from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.head import Head, product
 from jaxspec.models.layers import Backend, Rows, attend, attend_densely, rotary_tables, second_half
 from jaxspec.models.parameters import Parameter, declare
+from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.streamed import once
@@ -142,11 +143,10 @@ class Decoder(Head):
     def embedded(self, tokens, backend: Backend, *, differentiable: bool = False):
         """tokens i32[B,T] -> x [B,T,E] that enters the first layer."""
         c, table = self.config, self.embed[...]
-        # clip: a draft with fewer ids than the target may be shown one it lacks, and the default would make it NaN.
         if differentiable:  # the gradient of a lookup adds up as many rows as an id occurs: in float32
-            x = jnp.take(table.astype(jnp.float32), tokens, axis=0, mode="clip").astype(table.dtype)
+            x = looked_up(table.astype(jnp.float32), tokens, backend).astype(table.dtype)
         else:
-            x = jnp.take(table, tokens, axis=0, mode="clip")
+            x = looked_up(table, tokens, backend)
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
         return product(x, self.embed_in[...], backend).astype(x.dtype) if c.embed_width else x
 
