@@ -180,7 +180,7 @@ def read(found: Found) -> Reading:
     return dataclasses.replace(reading, names={**reading.names, **names(reading.config)}, ignored=ignored)
 
 
-def names(config: Config) -> dict[str, families.Place]:
+def names(config: Any) -> dict[str, families.Place]:
     """What files call the parts of the head that knows the token before."""
     inner = KINDS[config.markov_kind][0]
     before = ("markov_w1", "before") if config.markov_table else ("embed_in", "before_in")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,18 +69,20 @@ class Head(nnx.Module):
     def vocabulary(self) -> Vocabulary | None:
         return Vocabulary(self.d2t[...], self.t2d[...]) if self.config.reduced_vocab_size else None
 
-    def logits(self, x, backend: Backend):
-        """Hidden states x [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own ids."""
+    def parts(self, x, backend: Backend) -> list[jax.Array]:
+        """The logits f32[..., _] of each product that makes some, one after the other, as their weights are cut."""
         c = self.config
         parts = [product(x, self.embed[...], backend, 1) if c.tied else product(x, self.head[...], backend)]
         if c.rare_vocab_size:
             few = product(x, self.rare_in[...], backend).astype(x.dtype)
             parts.append(product(few, self.rare_head[...], backend))
-        parts = [whole(logits, backend) for logits in parts]
-        logits = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-        if cap := c.logit_soft_cap:
-            logits = cap * jnp.tanh(logits / cap)
-        return logits
+        cap = c.logit_soft_cap
+        return [cap * jnp.tanh(part / cap) for part in parts] if cap else parts
+
+    def logits(self, x, backend: Backend):
+        """Hidden states x [..., E] -> logits f32[..., V], replicated; of a reduced vocabulary over its own ids."""
+        parts = [whole(logits, backend) for logits in self.parts(x, backend)]
+        return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
 
     def likeliest(self, x, backend: Backend, vocab_size: int | None = None):
         """x [..., E] -> the id i32[...] of the largest logit, of the first vocab_size; of a reduced vocabulary, what
@@ -89,8 +92,50 @@ class Head(nnx.Module):
         if c.tied and not c.logit_soft_cap and backend.degree == 1 and not backend.streams:
             find = lambda x, table: likeliest_token(x, table, num_ids=vocab_size, **backend.how())
             return per_shard(find, backend.placement, (P(), P()), P())(x, self.embed[...])
-        found = likeliest(self.logits(x, backend)[..., :vocab_size])
+        if backend.degree == 1:
+            found = likeliest(self.logits(x, backend)[..., :vocab_size])
+        else:
+            found = of_largest(self.parts(x, backend), backend, vocab_size)
         return jnp.take(self.d2t[...], found, mode="clip") if c.reduced_vocab_size else found
+
+
+def of_largest(parts: Sequence[jax.Array], backend: Backend, count: int | None) -> Any:
+    """The place i32[...] of the largest of the first `count` logits, of which each device has those that it computed:
+    they tell one another their largest, not the logits."""
+    start, value = 0, None
+    place: Any = None
+    for logits in parts:
+        size, rows = logits.shape[-1], logits.shape[:-1]
+        left = None if count is None else count - start
+        found, at = (x.reshape(rows) for x in largest(logits.reshape(-1, size), backend, left))
+        place = at if value is None else jnp.where(found > value, at + start, place)
+        value = found if value is None else jnp.maximum(found, value)
+        start += size
+    return place
+
+
+def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> tuple[jax.Array, jax.Array]:
+    """(f32[_], i32[_]): the largest of the first `count` of each row, and its place."""
+    placement, size = backend.placement, table.shape[-1]
+
+    def own(table: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array]:
+        if count is not None and count < size:
+            table = jnp.where(start + jnp.arange(table.shape[-1]) < count, table, -jnp.inf)
+        at = likeliest(table)
+        return jnp.take_along_axis(table, at[:, None], axis=-1)[:, 0], at + start
+
+    if placement is None or size % backend.degree:  # whole on each device
+        return own(table)
+    axes, bits = placement.axes, lambda x, dtype: lax.bitcast_convert_type(x, dtype)
+
+    def of_all(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, at = own(table, lax.axis_index(axes) * table.shape[-1])
+        both = lax.all_gather(jnp.stack([bits(value, jnp.int32), at]), axes)  # as one, which costs half of two
+        value, at = bits(both[:, 0], jnp.float32).T, both[:, 1].T
+        first = likeliest(value)[:, None]
+        return tuple(jnp.take_along_axis(x, first, axis=-1)[:, 0] for x in (value, at))  # type: ignore[return-value]
+
+    return per_shard(of_all, placement, (P(None, axes),), (P(), P()))(table)
 
 
 def product(x: jax.Array, weights: jax.Array, backend: Backend, axis: int = 0) -> jax.Array:

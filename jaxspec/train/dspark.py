@@ -64,7 +64,8 @@ class Informed(NamedTuple):
 
 
 def heads(configs, draft, target, k):
-    return [Informed(*dflash.heads(configs, draft, target, k), bind(configs[1], draft).markov)]
+    (head,) = dflash.heads(configs, draft, target, k)
+    return [Informed(head, bind(configs[1], draft).markov)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
