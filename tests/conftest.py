@@ -56,7 +56,7 @@ ALSO_ON_GPU = (
     "engine/test_seeds.py",
     "models/test_oracle.py",
 )
-ALSO_ON_SEVERAL, SEVERAL = ("parallel/test_tensor_parallel.py",), 4  # GPUs
+ALSO_ON_SEVERAL = ("parallel/test_tensor_parallel.py",)  # where there are two GPUs
 
 
 # Every program compiled for the CPU maps some memory, and Linux gives a process 65,530 mappings: beyond them the
@@ -96,7 +96,7 @@ def too_many() -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu wait for a GPU backend: JAXSPEC_TEST_PLATFORM=gpu pytest -m gpu."""
     on_gpu = GPU and jax.default_backend() == "gpu"
-    also = ALSO_ON_GPU + (ALSO_ON_SEVERAL if on_gpu and jax.device_count() >= SEVERAL else ())
+    also = ALSO_ON_GPU + (ALSO_ON_SEVERAL if on_gpu and jax.device_count() > 1 else ())
     for item in items:
         if on_gpu and item.path.as_posix().endswith(also):
             item.add_marker(pytest.mark.gpu)

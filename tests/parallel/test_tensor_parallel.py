@@ -108,6 +108,7 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused():
         tiny_models.engine(tiny_models.model(tiny_models.BASE, 0, 1), tensor_parallel_size=8, **OPTIONS)
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize("own", [1, 4])
 def test_key_value_heads_that_are_fewer_are_copied(tmp_path, own):
     """Two of them over four devices, and so those of the draft: each device has one, and tokens are the same."""
