@@ -176,7 +176,14 @@ def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
 
 def versions() -> dict[str, str]:
     """What all processes must have the same of."""
-    return {name: metadata.version(name) for name in ("jaxspec", "jax", "jaxlib")}
+    return {name: version(name) for name in ("jaxspec", "jax", "jaxlib")}
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        return "not installed"
 
 
 def address(text: Any) -> tuple[str, int]:

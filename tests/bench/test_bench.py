@@ -120,14 +120,20 @@ def test_a_tree_stands_in_place_of_k():
 
 @pytest.fixture(scope="module")
 def loaded():
-    """Arriving, with drafts of which some are accepted."""
-    load = options.Load(requests=7, prompt_tokens=(8, 40), output_tokens=(3, 6), rate=50.0, runs=2)
-    return measure.run(dataclasses.replace(CHOSEN, stages=("load",), load=load, rates=(0.7, 0.4)), LIMITS)
+    """Arriving, with drafts of which some are accepted; and what the engine was told of speculation."""
+    load, told = options.Load(requests=7, prompt_tokens=(8, 40), output_tokens=(3, 6), rate=50.0, runs=2), []
+    load_rows = measure.load_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "load_rows", lambda *given: told.append(given[-1]) or load_rows(*given))
+        chosen = dataclasses.replace(CHOSEN, stages=("load",), load=load, rates=(0.7, 0.4))
+        return measure.run(chosen, LIMITS) | {"told": told}
 
 
 @pytest.mark.thorough
 def test_a_load(loaded):
     first, _ = found = loaded["rows"]
+    (told,) = loaded["told"]
+    assert (told.adaptive, told.synthetic_acceptance_rates) == (True, (0.7, 0.4))
     assert [(r["stage"], r["run"], r["batch_size"], r["k"], r["requests"]) for r in found] == [
         ("load", run, B, K, 7) for run in (1, 2)
     ]
@@ -135,7 +141,7 @@ def test_a_load(loaded):
         assert 7 * 3 <= r["tokens"] <= 7 * 6
         assert r["tokens"] == first["tokens"]
         assert r["tokens_per_second"] == pytest.approx(1e3 * r["tokens"] / r["ms"])
-        assert 1.0 < r["acceptance_length"] <= K + 1
+        assert 1.0 <= r["acceptance_length"] <= K + 1  # 1 where a busy machine lets it draft nothing
         for waits in (r["time_to_first_token_ms"], r["time_per_output_token_ms"]):
             assert 0 < waits["p50"] <= waits["p99"]
             assert 0 < waits["mean"] <= waits["p99"]
