@@ -67,6 +67,8 @@ STARTS = {
     **{f"aux_norm_{name}.": f"fc_norm.{i}." for i, name in enumerate(("low", "mid", "high"))},
 }
 TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
+# DSpark's table of the token before: what makes it of the target's, and as it is there.
+OWN_TABLE, THEIR_TABLE = "markov_head.embed_in.weight", "markov_head.markov_w1.weight"
 CONFIDENCE = "confidence_head."  # of DSpark, which jaxspec does not read
 
 
@@ -153,6 +155,10 @@ def tensors(
     wanted = [name for where in stored for name in table.sources(where).values()]
     wanted += [name for name in file.shapes() if name.startswith(CONFIDENCE)]
     found = {renamed(name): heads.whole(file, name) for name in wanted}
+    if OWN_TABLE in found:
+        way = found.pop(OWN_TABLE)
+        channels = copies({TABLE}, target, of_target, np.float32)[TABLE] @ way.astype(np.float32).T
+        found[THEIR_TABLE] = channels.astype(way.dtype)
     if "d2t" in found:
         ids = found["d2t"].astype(np.int64) + np.arange(len(found["d2t"]))
         heads.check_ids(source.path, ids, of_target.vocab_size)

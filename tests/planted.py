@@ -423,6 +423,24 @@ FAULTS = (
         "before.positions[:, None] <= block[:, :, :1]",
         "tests/train/test_heads.py -k 'a_round and dflash and 11'",
     ),
+    Fault(  # a place is told the token that it is to predict
+        "jaxspec/train/dspark.py",
+        "said.predicts - 1",
+        "said.predicts",
+        "tests/train/test_heads.py -k 'a_round and dspark and 11'",
+    ),
+    Fault(  # an id beyond a table has no row on any device
+        "jaxspec/models/table.py",
+        "jnp.clip(ids, 0, rows - 1)",
+        "ids",
+        "tests/parallel/test_parts.py -k rows_of",
+    ),
+    Fault(  # of equal logits the last device's counts
+        "jaxspec/models/head.py",
+        "jnp.where(found > value,",
+        "jnp.where(found >= value,",
+        "tests/parallel/test_parts.py -k largest",
+    ),
     Fault(  # a run that goes on begins its data again
         "jaxspec/train/loop.py", "itertools.count(at)", "itertools.count()", "tests/train/test_train.py -k killed"
     ),

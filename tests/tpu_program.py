@@ -71,8 +71,8 @@ class Program:
         self.models = {n: Model(c, abstract_params(c, self.dtype, places[n])) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
         drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})
-        self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts)
-        num_drafts = self.speculative.num_speculative_tokens
+        self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts) if num_drafts else None
+        num_drafts = self.speculative.num_speculative_tokens if self.speculative else 0
         self.params = {name: dict(model.params) for name, model in self.models.items()}
         paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
         self.layouts = cache_layouts(paged)

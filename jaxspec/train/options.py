@@ -45,8 +45,8 @@ class TrainOptions:
       init_from_target: Begin with the target's layers and embeddings. Evenly spaced layers, where the shapes agree;
         embeddings projected where the widths differ. False: random.
       init_from: Begin with this draft, and train it further. Its shape and its vocabulary stay.
-      top_n: Likeliest ids that the target teaches, found once; 0: all, in every step. Default: 64, and 0 for a head,
-        which needs the target in every step anyway. They are kept on disk beside the data; all other ids count as one.
+      top_n: Likeliest ids that the target teaches, found once; 0: all, in every step. Default: 64. They are kept on
+        disk beside the data; all other ids count as one.
       keep_features: Find what a head reads of the target once, and keep it on disk. Else in every step. It takes two
         to four times the target's width for each token, beside the data, and is told before it is written.
       steps: Steps of the optimiser.

@@ -114,7 +114,7 @@ def teacher(setup: Setup) -> tuple[Model, Callable[[int], dict[str, np.ndarray]]
     }
     if o.keep_features:
         kept.append(features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how))
-    if top_n := (0 if reads else TOP_N) if o.top_n is None else o.top_n:
+    if top_n := TOP_N if o.top_n is None else o.top_n:
         kept.append(likeliest.kept(o.data, target, rows, count, top_n, **how))
         target = target if reads else Model(target.config, {})
     else:

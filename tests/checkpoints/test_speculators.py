@@ -118,6 +118,19 @@ def test_it_is_read_back(name, target, tmp_path):
     )
 
 
+def test_what_the_targets_table_is_read_with(target, tmp_path):
+    """That library has a table of its own there: the product of both."""
+    dspark.write(tmp_path / "head", seed=3, target=TARGET, **TAPS, kind="rnn", table=False)
+    convert(str(tmp_path / "head"), tmp_path / "there", to="speculators", target=str(target))
+    mine, theirs = drafts(tmp_path / "head", target), drafts(tmp_path / "there", target)
+    assert theirs.config == dataclasses.replace(mine.config, markov_table=True)
+    expected = np.asarray(mine.params["embed"] if "embed" in mine.params else load_target(target).params["embed"])
+    expected = expected @ np.asarray(mine.params["markov.before_in"])
+    np.testing.assert_allclose(np.asarray(theirs.params["markov.before"]), expected, atol=1e-5, rtol=1e-5)
+    same = lambda params: {name: x for name, x in params.items() if not name.startswith("markov.before")}
+    assert_same(same(theirs.params), same(mine.params))
+
+
 def test_what_is_written(target, tmp_path):
     """By that library's names, in its types, and nothing of ours: what its own checkpoints hold."""
     head, there, _ = converted(tmp_path, target, "eagle3")

@@ -70,6 +70,7 @@ HEADS = {
     "dspark": Head(dspark, {"layer_ids": (-1, 1, 2)}),
     "dspark, gated, by speculators": Head(dspark, TAPS | {"kind": "gated", "speculators": True}),
     "dspark, rnn": Head(dspark, TAPS | {"kind": "rnn", "speculators": True, "from_pending": False}),
+    "dspark, rnn, the target's table": Head(dspark, TAPS | {"kind": "rnn", "table": False}),
     "dspark without its head": Head(dspark, TAPS | {"rank": None}),
 }
 QUICK = ["eagle3", "eagle", "mtp", "medusa", "mlp_speculator", "dflash", "p-eagle", "pard", "dspark"]

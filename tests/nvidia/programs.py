@@ -34,6 +34,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         **{"target": ("qwen3-8b", 2), "draft": QWEN, "draft_degree": 2, "gpus": 2},
         **SMALL | {"max_num_seqs": 1},
     },
+    "two GPUs, plain": {"target": ("qwen3-8b", 2), "num_drafts": 0, "gpus": 2, **SMALL | {"max_num_seqs": 1}},
     "whole": {"target": ("qwen3-0.6b", None), "draft": ("smollm2-135m", None), "max_model_len": 4096},
 }
 

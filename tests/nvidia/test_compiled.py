@@ -98,6 +98,8 @@ def test_two_gpus(gpu):
     assert found["two GPUs, launch"].sums == 2 * 2 + 1
     assert found["two GPUs, launch"].sent_to_propose == 0
     assert found["two GPUs, one row, launch"].sent_to_propose > 0
+    # For a single id the compiler by itself would gather all of the table, in every pass.
+    assert found["two GPUs, plain, launch"].temporary < 8e6
     names = {kernel.name.split("__")[0] for kernel in ours(found["two GPUs, launch"])}
     assert names >= ({"add_and_norm", "product", "heads"} if gpu == "H100" else {"heads"})
 

@@ -50,7 +50,7 @@ def test_the_place_of_the_largest(size, own, count):
 
 
 def test_one_row_sends_next_to_nothing():
-    """Plain decoding of one row: a table that is looked up for a single id would be gathered whole, in every pass."""
+    """No logits. That no table is sent, which only a GPU's compiler would do, tests/nvidia/test_compiled.py shows."""
     two = new_engine("plain", 0, "llama", tensor_parallel_size=2, max_num_seqs=1)
     serve(two, PROMPTS[:1], params((8,)))
     (program,) = [p.result() for key, p in two.runner.programs.compiled.items() if key[0] == "launch"]

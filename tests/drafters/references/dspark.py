@@ -21,6 +21,7 @@ def write(
     target: Shape,
     rank: int | None = 6,  # None: no such head, as DeepSpec writes what it calls DFlash
     kind: str = "vanilla",
+    table: bool = True,  # of its own; else, in jaxspec's files alone, a product makes the channels of the target's
     speculators: bool = False,  # else DeepSpec's form
     from_pending: bool = True,  # whether the pending token's place makes a draft, which only speculators' files say
     **options,
@@ -31,6 +32,8 @@ def write(
     if rank:
         ids = len(tensors["d2t"]) if speculators else target.vocab_size
         head = {"markov_w1.weight": 2 * random.matrix(target.vocab_size, rank) * np.float32(rank**0.5)}
+        if not table:
+            head = {"embed_in.weight": random.matrix(rank, target.width)}
         head["markov_w2.weight"] = random.matrix(ids, rank)
         name, read, given = {"vanilla": ("", 0, 0), "gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 2, 3)}[kind]
         if name:
