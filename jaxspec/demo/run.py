@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.demo import peer, report
 from jaxspec.demo.options import Options
+from jaxspec.drafters.methods import LOOKUP
 from jaxspec.embedded import MODEL
 from jaxspec.errors import UserError
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics
@@ -110,11 +111,12 @@ def measure(options: Options) -> dict[str, Any]:
     )
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
     choices = draft_ways(llm, options.draft)
-    both = {"method": BOTH, "model": options.draft, "num_speculative_tokens": NUM_SPECULATIVE_TOKENS, "adaptive": False}
+    method = choices[NUM_SPECULATIVE_TOKENS].llm.engine.runner.configs["draft"].method
+    both = {"method": LOOKUP + method, "model": options.draft, "num_speculative_tokens": NUM_SPECULATIVE_TOKENS}
     ways = {
         "plain": Way(llm, 0),
         "ngram": Way(llm, NUM_SPECULATIVE_TOKENS),
-        BOTH: Way(llm.speculating(both), NUM_SPECULATIVE_TOKENS),
+        BOTH: Way(llm.speculating(both | {"adaptive": False}), NUM_SPECULATIVE_TOKENS),
     }
     say(f"loaded in {llm.timing.load_seconds:.1f} s; compiling ...")
     compiling = {name: warm_up(way, prompts, options.max_tokens) for name, way in ways.items()}
