@@ -66,7 +66,8 @@ ARROWS = {
     "convert": "models drafters.methods drafters.heads checkpoints loading",
     "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.methods "
     "drafters.heads engine.setup engine.catalogue checkpoints loading",
-    "demo": "config drafters.methods embedded outputs sampling_params parallel models progress checkpoints engine.setup llm",
+    "demo": "config drafters.methods embedded outputs sampling_params parallel models progress checkpoints "
+    "engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "verify.rules engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "

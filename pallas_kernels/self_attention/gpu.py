@@ -28,11 +28,12 @@ def self_attention(
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
-    if b * t == 1:
+    few = _few_rows.covers(max(b * t, 2), qkv, device=device)
+    if b * t == 1 and not (few and one_token.has_too_many_parts(qkv)):
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
         return one_token.self_attention(*arrays, eps=eps, **options)
     normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(b * t, e)
-    if _few_rows.covers(b * t, qkv, device=device):
+    if few:
         parts = _few_rows.product(normed, qkv, device=device)
     else:
         parts = linear(qkv, normed)[None]

@@ -21,7 +21,14 @@ from pallas_kernels._one_row import linear
 from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, nothing
 from pallas_kernels.plain import rms_norm
 
+MOST_PARTS = 15  # Qwen3-0.6B has 4, SmolLM2-360M 15, a half or a quarter of Qwen3-8B 16 (docs/notes/several.md)
 UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
+
+
+def has_too_many_parts(qkv: jax.Array) -> bool:
+    """Whether the product would be left in so many that adding them up, which each program does for its queries, takes
+    longer than a few rows' kernels do: a deep matrix that is a device's part of a wide model's."""
+    return _split_product.covers(qkv) and _split_product.tile(*qkv.shape)[1] > MOST_PARTS
 
 
 def self_attention(

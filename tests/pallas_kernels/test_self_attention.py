@@ -29,6 +29,7 @@ class Case(NamedTuple):
     bias: bool = False
     window: int | None = None
     soft_cap: float | None = None
+    width: int = 192
 
     @property
     def options(self):
@@ -48,16 +49,17 @@ CASES = [
     Case(b=3, t=4, h=4, g=2, d=32, n=1, norms=True, window=3),  # hardly a key but the new ones, some out of the window
     Case(b=2, t=1, h=14, g=1, d=128, n=3, norms=True, bias=True),
     Case(b=3, t=40, h=8, g=2, d=32, n=9, norms=True),  # pieces of prompts: more queries than a program has
+    Case(b=1, t=1, h=2, g=1, d=64, n=17, norms=True, width=1024),  # too many parts: a few rows' kernels
 ]
 
 
 def random_arguments(case, dtype, seed=0):
     """(arguments, live queries): rows of any length, one not computed, the last token of another not written."""
-    b, t, h, g, d, n, *_ = case
+    (b, t, h, g, d, n, *_), width = case, case.width
     draw = np.random.default_rng(seed)
     normal = lambda *size, scale=1.0: jnp.asarray(draw.normal(size=size) * scale, dtype)
     about_one = lambda size: jnp.asarray(1 + 0.1 * draw.normal(size=size), jnp.float32)
-    width, num_pages = 192, b * n + 2
+    num_pages = b * n + 2
     kv_len = draw.integers(n * PAGE_SIZE // 2, n * PAGE_SIZE + 1, b)
     live = np.ones((b, t), bool)
     if b > 2:
