@@ -187,7 +187,7 @@ def test_an_unknown_method(root):
 )
 def test_it_learns_its_target_by_heart(root, method, least):
     """Measured by the engine at K = 4; its folder speculates for its target."""
-    long = {"steps": 320, "eval_every": 160, "learning_rate": 1.2e-2}
+    long = {"steps": 320, "eval_every": 160, "learning_rate": 1.2e-2, "top_n": 0}  # 64 of 320 ids say too little
     found = loop.train(options(root, f"whole-{method}", method, **long | BY_HEART[method]))
     lengths, losses = journal(found, "acceptance_length"), journal(found, "loss")
     print("acceptance length", lengths, "loss", losses[0], losses[-1])
