@@ -282,12 +282,11 @@ from jaxspec.cli import exits
 
 def run():
     def callback(phase, info):
-        if phase == "start":
-            signal.raise_signal(signal.SIGINT)
+        gc.callbacks.remove(callback)  # once: Python collects again when it ends
+        signal.raise_signal(signal.SIGINT)
 
     gc.callbacks.append(callback)
     gc.collect()
-    gc.callbacks.clear()
     time.sleep(30)
 
 sys.exit(exits.status(run))
