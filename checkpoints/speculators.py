@@ -85,6 +85,7 @@ def check(name: str, head: Any, target: ModelConfig) -> None:
         (head.width != target.width, f"width {head.width}", f"the target's width, {target.width}"),
         (len(set(taps)) < len(taps), f"layers {taps} to read", "each layer of the target once"),
         (reduced == target.vocab_size, f"d2t for all {reduced} ids", "fewer ids, or all in the target's order"),
+        (head.rare_vocab_size, f"a narrower way to {head.rare_vocab_size} rare ids", "one way to all"),
         (head.qkv_bias, "biases of queries, keys and values", "layers without"),
         (not blocks and head.norm_before_fc and head.norm_taps, "norm_before_fc and fc_norm", "one of the two"),
         (blocks and not head.qk_norm, "layers without norms of queries and keys", "layers of Qwen3's kind"),

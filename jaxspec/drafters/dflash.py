@@ -18,7 +18,7 @@ from jax import lax
 from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, lender
 from jaxspec.drafters.chain import at_once
-from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.heads import RARE, Found, Reading
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, bind, module, ropes_of
@@ -196,6 +196,7 @@ NAMES = {
     "hidden_norm.weight": ("hidden_norm", ""),
     "norm.weight": ("norm", ""),
     "lm_head.weight": ("head", ""),
+    **RARE,
     "d2t": ("d2t", ""),
 }
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxspec.drafters.draft_model import in_parallel
 from jaxspec.drafters.feature_chain import FeatureBlock, FeatureChain
-from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.heads import RARE, Found, Reading
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, module, through
@@ -157,6 +157,7 @@ def places(first: str) -> dict[str, Place]:
         "input_norm.weight": ("input_norm", ""),
         "norm.weight": ("norm", ""),
         "lm_head.weight": ("head", ""),
+        **RARE,
         "d2t": ("d2t", ""),
         "mask_hidden": ("mask_hidden", ""),
     }

@@ -17,6 +17,10 @@ from jaxspec.models.limits import number, short
 TAPS = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
 
 
+# Of jaxspec's own files: the way to rare ids, which stand last among its own.
+RARE: dict[str, Place] = {f"{name}.weight": (name, "") for name in ("rare_in", "rare_head")}
+
+
 @dataclasses.dataclass(frozen=True)
 class Found:
     """A head's checkpoint, before its weights are read.
@@ -57,7 +61,10 @@ class Found:
         raw = {"rope_theta": 1e4, **self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False}
         fields = vars(self.parse({key: value for key, value in raw.items() if value is not None}))
         there = lambda end: any(name.endswith(end) for name in self.shapes)
-        return fields | {"qkv_bias": there("self_attn.q_proj.bias"), "qk_norm": there("self_attn.q_norm.weight")}
+        biased, normed = there("self_attn.q_proj.bias"), there("self_attn.q_norm.weight")
+        rare = {"rare_vocab_size": "rare_head.weight", "rare_width": "rare_in.weight"}
+        rows = {field: self.shapes.get(self.prefix + name, (0,))[0] for field, name in rare.items()}
+        return fields | {"qkv_bias": biased, "qk_norm": normed} | rows
 
     @property
     def vocab_size(self) -> int:

@@ -33,8 +33,8 @@ SHAPE = {
     "vocab_size": "head_size",
     "rare_ids": "rare_vocab_size",
     "rare_width": "rare_width",
-    "markov_rank": "markov_rank",
 }
+OF_HEADS = ("markov_rank",)  # options of shape that no model has
 
 
 def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
@@ -50,11 +50,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     kv_heads = o.kv_heads or math.gcd(heads, c.num_kv_heads)
     vocab_size = num_ids(c, o, MOST_IDS)
     fewer = vocab_size < c.vocab_size
-    rare = (int(RARE["ids"] * vocab_size) if fewer else 0) if o.rare_ids is None else o.rare_ids
-    if rare >= vocab_size:
-        raise UserError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
-    if o.rare_width and not rare:
-        raise UserError(f"--rare-width {o.rare_width} is of rare ids, and there are none: give --rare-ids too")
+    rare = rare_fields(o, vocab_size, width, int(RARE["ids"] * vocab_size) if fewer else 0)
     return dataclasses.replace(
         c,
         num_layers=layers,
@@ -64,16 +60,34 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         num_kv_heads=kv_heads,
         mlp_width=o.mlp_width or (c.mlp_width if width == c.width else -(-c.mlp_width * width // c.width // 64) * 64),
         tied=False,
-        reduced_vocab_size=vocab_size if fewer or rare else None,  # rare ids stand last, so that all have new places
-        rare_vocab_size=rare,
-        rare_width=(o.rare_width or max(1, int(RARE["width"] * width))) if rare else 0,
+        reduced_vocab_size=reduced(vocab_size, c, rare),
         embed_width=c.width,
+        **rare,
     )
 
 
-def num_layers(target: ModelConfig, options: TrainOptions) -> int:
+def rare_fields(options: TrainOptions, vocab_size: int, width: int, most: int) -> dict[str, Any]:
+    """Of a draft with so many ids, of which `most` are rare unless told otherwise. Raises UserError for more than there
+    are."""
+    o = options
+    rare = most if o.rare_ids is None else o.rare_ids
+    if rare >= vocab_size:
+        raise UserError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
+    if o.rare_width and not rare:
+        raise UserError(f"--rare-width {o.rare_width} is of rare ids, and there are none: give --rare-ids too")
+    narrow = (o.rare_width or max(1, int(RARE["width"] * width))) if rare else 0
+    return {"rare_vocab_size": rare, "rare_width": narrow}
+
+
+def reduced(vocab_size: int, target: ModelConfig, rare: Mapping[str, int]) -> int | None:
+    """The size of a vocabulary of its own, None where it is the target's: rare ids stand last, so that all have new
+    places."""
+    return vocab_size if vocab_size < target.vocab_size or rare["rare_vocab_size"] else None
+
+
+def num_layers(target: ModelConfig, options: TrainOptions, usual: int = LAYERS) -> int:
     """Of the draft. Raises UserError for more than the target has."""
-    layers = options.layers or LAYERS
+    layers = options.layers or usual
     if layers > target.num_layers:
         raise UserError(
             f"--layers {layers} exceeds the target's {target.num_layers}: a draft is smaller than its target"
@@ -96,7 +110,7 @@ def check_begun(config: ModelConfig, target: ModelConfig, options: TrainOptions)
     if config.vocab_size != target.vocab_size:
         raise UserError(f"{begun} is a draft for {config.vocab_size} ids, the target has {target.vocab_size}")
     for option, name in SHAPE.items():
-        has, wanted = getattr(config, name, None), getattr(options, option)
+        has, wanted = getattr(config, name), getattr(options, option)
         if wanted not in (None, has):
             flag = "--" + option.replace("_", "-")
             raise UserError(f"{begun} has {has} where {flag} {wanted} asks for another shape: leave {flag} out")
@@ -154,10 +168,20 @@ def layers_of(target: Model, config: ModelConfig) -> dict[str, jax.Array]:
     return found
 
 
-def head_of(target: Model, ids: dict[str, np.ndarray]) -> np.ndarray:
-    """[E, _]: the target's way from hidden states to the draft's ids."""
+def head_of(
+    target: Model, config: ModelConfig, ids: dict[str, np.ndarray], basis: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """The target's way from hidden states to the draft's ids, in the coordinates `basis` [E, _] where there are any; of
+    the rare ids' rows, in those that keep most of these."""
     rows = rows_of_ids(target)
-    return (rows[ids["d2t"]] if ids else rows).T
+    own = rows[ids["d2t"]] if ids else rows
+    own = own if basis is None else own @ basis
+    frequent, rare = np.split(own, [len(own) - config.rare_vocab_size])
+    found = {"head": frequent.T}
+    if len(rare):
+        found["rare_in"] = coordinates(rare, config.rare_width)
+        found["rare_head"] = (rare @ found["rare_in"]).T
+    return found
 
 
 def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_ids: int) -> dict[str, Any]:
@@ -165,6 +189,7 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
     kind. Raises UserError for heads that do not divide and for more ids than the target has."""
     c, o = target, options
     size, heads = num_ids(c, o, most_ids), o.heads or c.num_heads
+    rare = rare_fields(o, size, c.width, 0)
     return {
         "family": "llama",
         "vocab_size": c.vocab_size,
@@ -181,13 +206,14 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
         "tied": False,
         "bos_id": c.bos_id,
         "eos_ids": c.eos_ids,
-        "reduced_vocab_size": size if size < c.vocab_size else None,
+        "reduced_vocab_size": reduced(size, c, rare),
+        **rare,
     }
 
 
 def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
     """Raises UserError for an option of shape that the method has no use for; taken: the others."""
-    for name in (*SHAPE, "init_from"):
+    for name in (*SHAPE, *OF_HEADS, "init_from"):
         if name not in taken and getattr(options, name) is not None:
             flag = lambda name: "--" + name.replace("_", "-")
             its = f"takes {', '.join(map(flag, taken))}" if taken else "has its target's shape"
@@ -205,17 +231,10 @@ def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:
 
 def projected(config: ModelConfig, target: Model, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What leads into the draft's layers and out of them: the target's table and head, in the coordinates that keep
-    most of the table; of the rare ids' rows of the head, in those that keep most of these."""
+    most of the table."""
     table = np.asarray(target.params["embed"], np.float32)
-    rows = rows_of_ids(target)
-    found = {"embed_in": coordinates(table, config.width)}
-    own = (rows[ids["d2t"]] if ids else rows) @ found["embed_in"]
-    frequent, rare = np.split(own, [len(own) - config.rare_vocab_size])
-    found["head"] = frequent.T
-    if len(rare):
-        found["rare_in"] = coordinates(rare, config.rare_width)
-        found["rare_head"] = (rare @ found["rare_in"]).T
-    return found
+    basis = coordinates(table, config.width)
+    return {"embed_in": basis, **head_of(target, config, ids, basis)}
 
 
 def rows_of_ids(target: Model) -> np.ndarray:

@@ -6,7 +6,7 @@ Source: Li et al., https://arxiv.org/abs/2503.01840.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxspec.models.layers import Rows
 from jaxspec.train.passes import Said, of_tokens_after, projected, read
 from pallas_kernels.plain import rms_norm
 
+Seen = list[tuple[jax.Array, jax.Array]]  # keys and values of each pass, in one layer
 # (the head, the next token and the feature of each entry [B,T,E], backend) -> (x, what its layer attends with, normed)
 Enter = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
 
@@ -33,7 +34,7 @@ def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carr
     following = jnp.roll(batch["tokens"], -1, axis=1)
     token = lax.stop_gradient(decoder.embedded(following, backend)).astype(dtype)
     rows = whole_rows(*following.shape)
-    seen: list[tuple[jax.Array, jax.Array]] = []  # keys and values of each pass
+    seen: list[Seen] = [[] for _ in head.layers]
     said = []
     for _ in range(k):
         x, normed = one_pass(head, *enter(head, token, feature, backend), seen, rows, backend)
@@ -43,14 +44,17 @@ def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carr
     return of_tokens_after(2, jnp.stack(said, axis=2), hidden)
 
 
-def one_pass(head, x, entry, seen, rows: Rows, backend):
-    """Through the head's layer, which attends with `entry` [B,T,_]: (x [B,T,E], the same by the head's norm). Adds keys
-    and values to `seen`."""
-    c, layer = head.config, head.layers[0]
-    query, key, value = projected(layer, entry, ropes_of(c, rows, backend)[c.rope])
-    seen.append((key, value))
-    x, normed = layer.feed_forward(x, attend(query, seen, c), backend, next_norm=head.norm[...])
-    return x, rms_norm(head.norm[...], x, c.norm_eps) if normed is None else normed
+def one_pass(head, x, entry, seen: Sequence[Seen], rows: Rows, backend):
+    """Through the head's layers, the first of which attends with `entry` [B,T,_]: (x [B,T,E], the same by the head's
+    norm). Adds keys and values to what each has `seen`."""
+    c, normed = head.config, entry
+    norms = [*(layer.input_norm[...] for layer in head.layers[1:]), head.norm[...]]
+    for layer, known, norm in zip(head.layers, seen, norms, strict=True):
+        query, key, value = projected(layer, normed, ropes_of(c, rows, backend)[c.rope])
+        known.append((key, value))
+        x, normed = layer.feed_forward(x, attend(query, known, c), backend, next_norm=norm)
+        normed = rms_norm(norm, x, c.norm_eps) if normed is None else normed
+    return x, normed
 
 
 def attend(query, seen, config):

@@ -24,7 +24,7 @@ from jaxspec.train.passes import Said, fading, projected, read
 from pallas_kernels.plain import rms_norm
 
 READS = True
-TAKES = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size")
+TAKES = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")
 OVERLAP = 2  # blocks over each place: the target's pass, which is most of a step, serves them all
 
 
@@ -36,7 +36,7 @@ def begun(config: Config, options: TrainOptions, target: Model, counts: np.ndarr
     """With --vocab-size it has its own way to so many ids; else the target's to all."""
     known: dict[str, Any] = build.vocabulary(counts, config)
     if options.init_from_target:
-        own_head = {"head": build.head_of(target, known)} if config.has_head else {}
+        own_head = build.head_of(target, config, known) if config.has_head else {}
         known |= {"norm": target.params["norm"], **own_head, **build.layers_of(target, config)}
     return Model(config, build.begun(config, target, placement, options.seed, known))
 

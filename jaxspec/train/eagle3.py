@@ -1,4 +1,4 @@
-"""Training EAGLE-3's head: one layer over the next token and three of the target's hidden states.
+"""Training EAGLE-3's head: a layer, or some, over the next token and three of the target's hidden states.
 
 Source: Li et al., https://arxiv.org/abs/2503.01840.
 """
@@ -21,9 +21,8 @@ from jaxspec.train.passes import Said
 from pallas_kernels.plain import rms_norm
 
 READS = True
-TAKES = ("heads", "kv_heads", "mlp_width", "vocab_size")
+TAKES = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")
 MOST_IDS = 32_000  # unless told otherwise
-NAMES = places("midlayer.")  # as SafeAILab's files call them
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
@@ -31,12 +30,13 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     config = head_config(target.config, options)
     known: dict[str, Any] = build.vocabulary(counts, config)
     if options.init_from_target:  # its way from hidden states to ids is known
-        known |= {"head": build.head_of(target, known), "norm": target.params["norm"]}
+        known |= {**build.head_of(target, config, known), "norm": target.params["norm"]}
     return Model(config, build.begun(config, target, placement, options.seed, known))
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
-    fields = build.layer_fields(target, options, 1, MOST_IDS)
+    layers = build.num_layers(target, options, 1)
+    fields = build.layer_fields(target, options, layers, MOST_IDS)
     return Config(**fields, taps=build.check_tapped(target, options.method), target_width=target.width)
 
 
@@ -60,4 +60,7 @@ def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
         "architectures": ["LlamaForCausalLMEagle3"],
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
     }
-    saved.save(folder, said, params, config, NAMES, fingerprint)
+    # As SafeAILab's files call the only layer, and the speculators library's the first of some.
+    one = config.num_layers == 1
+    names = places("midlayer.") if one else saved.numbered(places("layers.0."), config.num_layers)
+    saved.save(folder, said, params, config, names, fingerprint)

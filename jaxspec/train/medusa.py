@@ -28,7 +28,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     paths that change nothing, so that each says what the target does of the token before."""
     config = head_config(target.config, options)
     known: dict[str, Any] = build.vocabulary(counts, config)
-    ends = {"head": build.head_of(target, known)} if config.has_head and options.init_from_target else {}
+    ends = build.head_of(target, config, known) if config.has_head and options.init_from_target else {}
     for name, p in parameters(config).items():
         kind = name.split(".")[2] if name.startswith("heads.") else name
         if kind in ("blocks", "biases"):

@@ -31,7 +31,7 @@ class TrainOptions:
       method: draft_model, eagle3, mtp, medusa, dflash or dspark. The first is a small model of its own, the others are
         heads that read the target: eagle3 and mtp draft one token from the other, medusa and dflash all at once, dspark
         too, but for a small part that knows the token before.
-      layers: Of the draft; two. Of medusa: of each of its heads; one.
+      layers: Of the draft; two. Of eagle3: one. Of medusa: of each of its heads; one.
       width: Of the draft; two thirds of the target's.
       heads: Query heads; as many as fit the width. Their size is always the target's.
       kv_heads: Key-value heads; as the target's where they divide.
@@ -39,7 +39,8 @@ class TrainOptions:
       vocab_size: Ids that it can propose, the most frequent ones; at most 16384. It reads all, in the target's own
         table. Of eagle3: 32000. medusa, dflash and dspark propose all by the target's own head, unless told
         otherwise.
-      rare_ids: The rarest of them, by a narrower way; half. Their logits cost less. None where the draft has all ids.
+      rare_ids: The rarest of them, by a narrower way; half. Their logits cost less. None where the draft has all ids,
+        and of a head.
       rare_width: Of that way; a quarter of the width.
       markov_rank: Channels of dspark between the token before and the logits; 64.
       init_from_target: Begin with the target's layers and embeddings. Evenly spaced layers, where the shapes agree;

@@ -45,6 +45,7 @@ HEADS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "eagle3, other norms": (eagle3, TAPS | {"norm_before_fc": True, "norm_before_residual": True}, {}, "eagle3"),
     "eagle3, Llama 3's positions": (eagle3, TAPS, {"rope_scaling": LLAMA3}, "eagle3"),
     "eagle3, Qwen3's layers": (eagle3, TAPS, {}, "eagle3"),
+    "eagle3, two layers": (eagle3, TAPS | {"layers": 2, "first_layer": "layers.0."}, {}, "eagle3"),
     "eagle3 by speculators": (eagle3, TAPS | {"speculators": True}, {}, "eagle3"),
     "p-eagle": (eagle3, TAPS | {"mask_token_id": 5}, {}, "peagle"),
     "dflash": (dflash, TAPS, {}, "dflash"),
@@ -386,6 +387,8 @@ def test_layers_that_are_not_there(target, tmp_path):
         speculators.check("head", head, dataclasses.replace(config, embed_scale=5.5))
     with fails(UnsupportedError, "biases of queries, keys and values"):
         speculators.check("head", dataclasses.replace(head, qkv_bias=True), config)
+    with fails(UnsupportedError, "a narrower way to 8 rare ids", "one way to all"):
+        speculators.check("head", dataclasses.replace(head, rare_vocab_size=8, rare_width=4), config)
 
 
 def test_damage(target, tmp_path):

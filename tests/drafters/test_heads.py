@@ -49,6 +49,7 @@ HEADS = {
     "eagle3, all norms": Head(eagle3, TAPS | {"norm_before_fc": True, "fc_norm": True, "norm_output": True}),
     "eagle3 by speculators": Head(eagle3, {"layer_ids": (1, 2, 4, 4), "speculators": True}),
     "eagle3, another width": Head(eagle3, {"layer_ids": (2, 1, 1), "width": 48, "rope_theta": False}),
+    "eagle3, two layers": Head(eagle3, TAPS | {"first_layer": "layers.0.", "layers": 2}),
     "eagle3, layers by default": Head(eagle3, {"first_layer": "layers.0."}),
     "eagle3, nested": Head(eagle3, TAPS | {"nested": True}),
     "eagle": Head(eagle),

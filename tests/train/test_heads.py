@@ -40,6 +40,9 @@ SHAPES = {
     "mtp": {},
     "dflash": {"heads": 4, "mlp_width": 96, "vocab_size": 200},
     "dspark": {"heads": 4, "mlp_width": 96, "vocab_size": 200, "markov_rank": 8},
+    # With rare ids.
+    "eagle3 of two layers": {"layers": 2, "heads": 4, "vocab_size": 200, "rare_ids": 80, "rare_width": 6},
+    "dspark with all ids": {"layers": 1, "vocab_size": runs.VOCAB, "rare_ids": 100},
 }
 BY_HEART = {
     "eagle3": {"heads": 4, "mlp_width": 256, "vocab_size": runs.VOCAB},
@@ -68,18 +71,18 @@ def target(root):
     return source, load(source, jnp.float32, make_placement())
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module", params=SHAPES)
 def head(root, target, request, tmp_path_factory):
     """(its method, as it begins but with numbers in all places, its folder)."""
-    method = implementation(request.param)
-    asked = options(root, "x", request.param, **SHAPES[request.param])
+    name = request.param.split()[0]
+    method, asked = implementation(name), options(root, "x", name, **SHAPES[request.param])
     found = method.new(asked, target[1], np.arange(runs.VOCAB)[::-1], make_placement())
     rng = np.random.default_rng(0)
     noisy = lambda x: x + (0.3 if x.ndim == 1 else 0.1) * rng.standard_normal(x.shape).astype(np.float32)
     params = {name: x if x.dtype == jnp.int32 else jnp.asarray(noisy(x)) for name, x in found.params.items()}
     folder = tmp_path_factory.mktemp(request.param) / "head"
     method.save(folder, params, found.config, "0" * 64)
-    return request.param, Model(found.config, params), folder
+    return name, Model(found.config, params), folder
 
 
 def test_it_is_read_back(target, head):
@@ -159,14 +162,16 @@ def test_a_pass_sees_nothing_that_comes_later(target, head):
 @pytest.mark.parametrize(
     ("method", "changes", "line"),
     [
-        ("eagle3", {"width": 48}, "--width is of another method, --method eagle3 takes --heads, --kv-heads, --mlp-"),
+        ("eagle3", {"width": 48}, "--width is of another method, --method eagle3 takes --layers, --heads, "),
         ("eagle3", {"init_from": "x"}, "--init-from is of another method"),
         ("mtp", {"layers": 2}, "--layers is of another method, --method mtp has its target's shape: leave it out"),
         ("medusa", {"heads": 2}, "--heads is of another method, --method medusa takes --layers, --vocab-size: leave"),
-        ("dflash", {"rare_ids": 3}, "--rare-ids is of another method"),
+        ("medusa", {"rare_ids": 3}, "--rare-ids is of another method"),
         ("dflash", {"vocab_size": 400}, "--vocab-size 400 exceeds the target's 320: lower it or leave it out"),
         ("dflash", {"layers": 7}, "--layers 7 exceeds the target's 6: a draft is smaller than its target"),
         ("dflash", {"markov_rank": 8}, "--markov-rank is of another method"),
+        ("draft_model", {"markov_rank": 8}, "--markov-rank is of another method"),
+        ("eagle3", {"rare_ids": 320}, "--rare-ids 320 must be less than all 320 of the draft's ids"),
     ],
 )
 def test_what_it_has_no_use_for_is_refused(root, method, changes, line):

@@ -183,6 +183,15 @@ def layer(w: Tensors, x, config: dict, *, reads=None):
     return feed_forward(w, x + attend(w, q, k, v, np.tri(len(x), dtype=bool)), eps)
 
 
+def way_to_ids(w: Tensors, target: Features):
+    """[V, E]: the head of a folder's own, with the narrower way to its rare ids, which jaxspec's files alone have, or
+    else the target's."""
+    if "lm_head.weight" not in w:
+        return target.head
+    rare = [w["rare_head.weight"] @ w["rare_in.weight"]] if "rare_head.weight" in w else []
+    return np.concatenate([w["lm_head.weight"], *rare])
+
+
 def greedy(logits, own_ids=None) -> int:
     best = int(np.argmax(logits))
     return best if own_ids is None else int(own_ids[best])

@@ -68,5 +68,5 @@ def block(folder: Path, target: Features, tokens: Sequence[int], masks: int):
 
 def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
     hidden, w, _, own_ids = block(folder, target, tokens, k)
-    logits = hidden[1:] @ w.get("lm_head.weight", target.head).T
+    logits = hidden[1:] @ common.way_to_ids(w, target).T
     return np.array([common.greedy(x, own_ids) for x in logits]), logits

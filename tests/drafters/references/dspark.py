@@ -61,7 +61,7 @@ def sigmoid(x):
 def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
     from_pending = json.loads((folder / "config.json").read_text()).get("sample_from_anchor", True)
     hidden, w, said, own_ids = dflash.block(folder, target, tokens, k - from_pending)
-    head = w["lm_head.weight"] if own_ids is not None else target.head
+    head = common.way_to_ids(w, target) if own_ids is not None else target.head
     m, kind = common.under(w, "markov_head."), said.get("markov_head_type")
     token, state, drafts, logits = tokens[-1], np.zeros(said["markov_rank"]), [], []
     for place, h in enumerate(hidden):

@@ -33,11 +33,14 @@ def write(
     nested: bool = False,  # where the layer ids and norm_before_fc are said: under eagle_config
     speculators: bool = False,  # speculators' config.json, whose tensors are layers.0.
     mask_token_id: int | None = None,  # P-EAGLE
+    layers: int = 1,
 ) -> None:
     own = replace(target, width=width or target.width)
     random, taps = Random(seed), layer_ids or default_taps(target.layers)
     block = random.layer(own, into=2 * own.width) | {"hidden_norm.weight": random.norm(own.width)}
     tensors = common.prefixed(block, "layers.0." if speculators else first_layer)
+    for i in range(1, layers):
+        tensors |= common.prefixed(random.layer(own), f"layers.{i}.")
     tensors |= {"fc.weight": random.matrix(own.width, len(taps) * target.width), "norm.weight": random.norm(own.width)}
     if draft_vocab_size is not None:
         tensors["lm_head.weight"] = random.matrix(draft_vocab_size, own.width)
@@ -53,7 +56,7 @@ def write(
     if mask_token_id is not None:
         tensors["mask_hidden"] = random.norm(1, 1, len(taps) * target.width, centre=0.5)
 
-    layer_config = own.config()
+    layer_config = own.config(layers=layers)
     if not rope_theta:
         del layer_config["rope_theta"]
     switches = {"draft_vocab_size": draft_vocab_size, "fc_norm": fc_norm, "norm_output": norm_output}
@@ -93,7 +96,7 @@ class _Draft:
         self.eps = self.config["rms_norm_eps"]
         self.block = common.under(self.w, "layers.0." if "layers.0.hidden_norm.weight" in self.w else "midlayer.")
         self.embed = self.w.get("embed_tokens.weight", target.embed)
-        self.head = self.w.get("lm_head.weight", target.head)
+        self.head = common.way_to_ids(self.w, target)
         self.own_ids = self.w["d2t"] + np.arange(len(self.w["d2t"])) if "d2t" in self.w else None
         ids = self.said.get("eagle_aux_hidden_state_layer_ids") or default_taps(max(target.taps))
         self.taps = np.concatenate([target.taps[i] for i in ids], -1)
@@ -113,6 +116,8 @@ class _Draft:
         reads = np.concatenate([rms(self.embed[tokens], self.block["input_layernorm.weight"], self.eps), normed], -1)
         residual = normed if self.said.get("norm_before_residual") else hidden
         out = common.layer(self.block, residual, self.config, reads=reads)
+        for i in range(1, self.config["num_hidden_layers"]):
+            out = common.layer(common.under(self.w, f"layers.{i}."), out, self.config)
         return out, rms(out, self.w["norm.weight"], self.eps)
 
     def step(self, hidden, tokens):
