@@ -102,8 +102,7 @@ def measure(options: Options) -> dict[str, Any]:
     # One row and a short context: the pool holds what the demo needs and no more.
     llm = LLM(
         MODEL,
-        # Always K drafts: the table shows where they pay and where they do not.
-        speculative_config={"method": "ngram", "num_speculative_tokens": NUM_SPECULATIVE_TOKENS, "adaptive": False},
+        speculative_config=always(NUM_SPECULATIVE_TOKENS, method="ngram"),
         dtype=options.dtype,
         max_num_seqs=1,
         enable_prefix_caching=False,  # or the second method would find the first one's prompt
@@ -112,11 +111,11 @@ def measure(options: Options) -> dict[str, Any]:
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
     choices = draft_ways(llm, options.draft)
     method = choices[NUM_SPECULATIVE_TOKENS].llm.engine.runner.configs["draft"].method
-    both = {"method": LOOKUP + method, "model": options.draft, "num_speculative_tokens": NUM_SPECULATIVE_TOKENS}
+    both = always(NUM_SPECULATIVE_TOKENS, method=LOOKUP + method, model=options.draft)
     ways = {
         "plain": Way(llm, 0),
         "ngram": Way(llm, NUM_SPECULATIVE_TOKENS),
-        BOTH: Way(llm.speculating(both | {"adaptive": False}), NUM_SPECULATIVE_TOKENS),
+        BOTH: Way(llm.speculating(both), NUM_SPECULATIVE_TOKENS),
     }
     say(f"loaded in {llm.timing.load_seconds:.1f} s; compiling ...")
     compiling = {name: warm_up(way, prompts, options.max_tokens) for name, way in ways.items()}
@@ -143,13 +142,17 @@ def measure(options: Options) -> dict[str, Any]:
     }
 
 
+def always(k: int, **which: str) -> dict[str, Any]:
+    """K drafts in every round: the table shows where they pay and where they do not."""
+    return {**which, "num_speculative_tokens": k, "adaptive": False}
+
+
 def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
     """K -> way. An engine is compiled for K and half of it, so two engines serve all choices."""
     ways: dict[int, Way] = {}
     for k in sorted(DRAFT_CHOICES, reverse=True):
         half = next((way for most, way in ways.items() if most // 2 == k), None)
-        speculation = {"model": draft, "num_speculative_tokens": k, "adaptive": False}
-        ways[k] = Way(half.llm if half else llm.speculating(speculation), k)
+        ways[k] = Way(half.llm if half else llm.speculating(always(k, model=draft)), k)
     return dict(sorted(ways.items()))
 
 

@@ -143,10 +143,9 @@ class Decoder(Head):
     def embedded(self, tokens, backend: Backend, *, differentiable: bool = False):
         """tokens i32[B,T] -> x [B,T,E] that enters the first layer."""
         c, table = self.config, self.embed[...]
-        if differentiable:  # the gradient of a lookup adds up as many rows as an id occurs: in float32
-            x = looked_up(table.astype(jnp.float32), tokens, backend).astype(table.dtype)
-        else:
-            x = looked_up(table, tokens, backend)
+        # The gradient of a lookup adds up as many rows as an id occurs: in float32.
+        rows = looked_up(table.astype(jnp.float32) if differentiable else table, tokens, backend)
+        x = rows.astype(table.dtype)
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
         return product(x, self.embed_in[...], backend).astype(x.dtype) if c.embed_width else x
 

@@ -116,7 +116,7 @@ def of_largest(parts: Sequence[jax.Array], backend: Backend, count: int | None) 
 
 def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> tuple[jax.Array, jax.Array]:
     """(f32[_], i32[_]): the largest of the first `count` of each row, and its place."""
-    placement, size = backend.placement, table.shape[-1]
+    size = table.shape[-1]
 
     def own(table: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array]:
         if count is not None and count < size:
@@ -124,7 +124,7 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
         at = likeliest(table)
         return jnp.take_along_axis(table, at[:, None], axis=-1)[:, 0], at + start
 
-    if placement is None or size % backend.degree:  # whole on each device
+    if (placement := backend.in_parts(size)) is None:
         return own(table)
     axes, bits = placement.axes, lambda x, dtype: lax.bitcast_convert_type(x, dtype)
 

@@ -48,6 +48,11 @@ class Backend:
         """Into how many parts the model is cut."""
         return 1 if self.placement is None else self.placement.degree
 
+    def in_parts(self, vocab_size: int) -> Placement | None:
+        """Where a vocabulary of this size lies in parts; None where each device has it whole."""
+        cut = self.placement is not None and self.degree > 1 and self.placement.divides(vocab_size)
+        return self.placement if cut else None
+
     @property
     def sum_over(self) -> tuple[str, ...]:
         """As `Placement.sum_over`."""

@@ -20,10 +20,10 @@ def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backen
     """
     # clip: a draft with fewer ids than the target may be shown one it lacks, and the default would make it NaN.
     take = lambda table, ids: jnp.take(table, ids, axis=0, mode="clip")
-    placement, rows = backend.placement, table.shape[0]
-    if placement is None or backend.degree == 1 or rows % backend.degree:  # whole on each device
+    rows = table.shape[0]
+    if (placement := backend.in_parts(rows)) is None:
         return take(table, ids)
-    axes, part = placement.axes, rows // backend.degree
+    axes, part = placement.axes, rows // placement.degree
 
     def own(table: jax.Array, ids: jax.Array) -> jax.Array:
         at = jnp.clip(ids, 0, rows - 1) - lax.axis_index(axes) * part

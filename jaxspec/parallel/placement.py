@@ -61,9 +61,13 @@ class Placement:
         """How an array with these logical axes is cut; None is not."""
         return P(*(self.axes if axis in CUT else None for axis in axes))
 
+    def divides(self, vocab_size: int) -> bool:
+        """Whether a vocabulary of this size is cut; one that does not divide evenly is replicated."""
+        return vocab_size % self.degree == 0
+
     def of_parameter(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """Where a parameter lies. A vocabulary that does not divide evenly is replicated; heads must divide."""
-        whole = lambda axis, size: axis == "vocab" and size % self.degree
+        """Where a parameter lies. Heads must divide, vocabularies need not."""
+        whole = lambda axis, size: axis == "vocab" and not self.divides(size)
         return self.sharding(self.cut([None if whole(*dim) else dim[0] for dim in zip(axes, shape, strict=True)]))
 
     @property

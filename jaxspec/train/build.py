@@ -35,6 +35,7 @@ SHAPE = {
     "rare_width": "rare_width",
 }
 OF_HEADS = ("markov_rank",)  # options of shape that no model has
+OF_LAYERS = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")  # of `layer_fields`
 
 
 def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
@@ -49,8 +50,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
     heads = o.heads or (c.num_heads if width == c.width else max(1, width // c.head_dim))
     kv_heads = o.kv_heads or math.gcd(heads, c.num_kv_heads)
     vocab_size = num_ids(c, o, MOST_IDS)
-    fewer = vocab_size < c.vocab_size
-    rare = rare_fields(o, vocab_size, width, int(RARE["ids"] * vocab_size) if fewer else 0)
+    rare = int(RARE["ids"] * vocab_size) if vocab_size < c.vocab_size else 0
     return dataclasses.replace(
         c,
         num_layers=layers,
@@ -60,29 +60,28 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         num_kv_heads=kv_heads,
         mlp_width=o.mlp_width or (c.mlp_width if width == c.width else -(-c.mlp_width * width // c.width // 64) * 64),
         tied=False,
-        reduced_vocab_size=reduced(vocab_size, c, rare),
         embed_width=c.width,
-        **rare,
+        **vocabulary_fields(c, o, vocab_size, width, rare),
     )
 
 
-def rare_fields(options: TrainOptions, vocab_size: int, width: int, most: int) -> dict[str, Any]:
-    """Of a draft with so many ids, of which `most` are rare unless told otherwise. Raises UserError for more than there
-    are."""
+def vocabulary_fields(
+    target: ModelConfig, options: TrainOptions, vocab_size: int, width: int, usual: int
+) -> dict[str, Any]:
+    """Of a draft of this width with so many ids; usual: how many of them are rare, unless told otherwise. Raises
+    UserError for more than there are."""
     o = options
-    rare = most if o.rare_ids is None else o.rare_ids
+    rare = usual if o.rare_ids is None else o.rare_ids
     if rare >= vocab_size:
         raise UserError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
     if o.rare_width and not rare:
         raise UserError(f"--rare-width {o.rare_width} is of rare ids, and there are none: give --rare-ids too")
-    narrow = (o.rare_width or max(1, int(RARE["width"] * width))) if rare else 0
-    return {"rare_vocab_size": rare, "rare_width": narrow}
-
-
-def reduced(vocab_size: int, target: ModelConfig, rare: Mapping[str, int]) -> int | None:
-    """The size of a vocabulary of its own, None where it is the target's: rare ids stand last, so that all have new
-    places."""
-    return vocab_size if vocab_size < target.vocab_size or rare["rare_vocab_size"] else None
+    own = vocab_size < target.vocab_size or rare  # rare ids stand last, so that all have new places
+    return {
+        "reduced_vocab_size": vocab_size if own else None,
+        "rare_vocab_size": rare,
+        "rare_width": (o.rare_width or max(1, int(RARE["width"] * width))) if rare else 0,
+    }
 
 
 def num_layers(target: ModelConfig, options: TrainOptions, usual: int = LAYERS) -> int:
@@ -189,7 +188,6 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
     kind. Raises UserError for heads that do not divide and for more ids than the target has."""
     c, o = target, options
     size, heads = num_ids(c, o, most_ids), o.heads or c.num_heads
-    rare = rare_fields(o, size, c.width, 0)
     return {
         "family": "llama",
         "vocab_size": c.vocab_size,
@@ -206,8 +204,7 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
         "tied": False,
         "bos_id": c.bos_id,
         "eos_ids": c.eos_ids,
-        "reduced_vocab_size": reduced(size, c, rare),
-        **rare,
+        **vocabulary_fields(c, o, size, c.width, 0),
     }
 
 

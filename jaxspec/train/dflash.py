@@ -24,7 +24,7 @@ from jaxspec.train.passes import Said, fading, projected, read
 from pallas_kernels.plain import rms_norm
 
 READS = True
-TAKES = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")
+TAKES = build.OF_LAYERS
 OVERLAP = 2  # blocks over each place: the target's pass, which is most of a step, serves them all
 
 

@@ -21,7 +21,7 @@ from jaxspec.train.passes import Said
 from pallas_kernels.plain import rms_norm
 
 READS = True
-TAKES = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")
+TAKES = build.OF_LAYERS
 MOST_IDS = 32_000  # unless told otherwise
 
 

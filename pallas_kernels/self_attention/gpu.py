@@ -1,5 +1,6 @@
-"""self_attention on GPU, the product first. What follows is one kernel for a single token (see one_token.py) and for
-some rows with few keys (see whole_rows.py), else two: heads.py, and attention over pages."""
+"""self_attention on GPU, the product first. What follows is one kernel for a single token (see one_token.py), unless
+its product would lie in too many parts, and for some rows with few keys (see whole_rows.py), else two: heads.py, and
+attention over pages."""
 
 import jax.numpy as jnp
 
@@ -28,7 +29,7 @@ def self_attention(
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
-    few = _few_rows.covers(max(b * t, 2), qkv, device=device)
+    few = _few_rows.covers(max(b * t, 2), qkv, device=device)  # for which one row alone is not meant
     if b * t == 1 and not (few and one_token.has_too_many_parts(qkv)):
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
         return one_token.self_attention(*arrays, eps=eps, **options)
