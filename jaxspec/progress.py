@@ -17,7 +17,8 @@ quiet = False  # in a process whose progress is another's
 def say(text: str, *, always: bool = False) -> None:
     """A line on standard error. always: be it quiet or not."""
     if always or not quiet:
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")  # at once, with its end: others, and JAX's own threads, write there too
+        sys.stderr.flush()
 
 
 def wanted(progress: bool, use_tqdm: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -166,10 +167,11 @@ def test_one_that_ends_ends_all(folder, count, number, rank, line, status):
     for other, (code, _, err) in enumerate(ended):
         if other == rank and number == signal.SIGKILL:
             continue
-        (said,) = [text for text in err.splitlines() if text.startswith("jaxspec: ")]
+        # Wherever it stands: JAX's service was in process 0, and with it gone JAX tells of that at length, too.
+        (said,) = re.findall("jaxspec: (.*): all processes end\n", err)
         interrupted = line, "interrupted", f"process 0 ended with status {status}"  # where nothing was on the device
         allowed = (line,) if number == signal.SIGKILL else interrupted
-        assert said.removeprefix("jaxspec: ").removesuffix(": all processes end") in allowed, err
+        assert said in allowed, err
         assert code == status
         assert "Traceback" not in err
         assert "F0000" not in err
