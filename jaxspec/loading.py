@@ -49,7 +49,8 @@ def load(source: Any, dtype: Any, placement: Any, target: Model | None = None) -
                 "this as the draft"
             )
         check_table(target.config, source.name, config)
-        as_mine = lambda name: jax.device_put(jnp.asarray(target.params[name], dtype), abstract[name].sharding)
+        own = None if target.dtype == dtype else dtype  # one that lies in bfloat16 on a CPU may stay so
+        as_mine = lambda name: jax.device_put(jnp.asarray(target.params[name], own), abstract[name].sharding)
         theirs = {name: as_mine(name) for name in borrowed}  # no copy where they agree
         abstract = {name: p for name, p in abstract.items() if name not in theirs}
     return Model(config, checkpoints.load_params(source, config, abstract) | theirs)
@@ -131,8 +132,9 @@ def laid(model: Model, placement: Placement) -> Model:
     """The model as it lies there: no copy where it does already."""
     if placement.alone:  # its matrices may be turned for the CPU, too
         return model
-    lies = {name: placement.of_parameter(p.axes, p.shape) for name, p in parameters(model.config).items()}
-    return Model(model.config, {name: jax.device_put(x, lies[name]) for name, x in model.params.items()})
+    known = abstract_params(model.config, model.dtype, placement)
+    moved = lambda x, p: jax.device_put(jnp.asarray(x, p.dtype), p.sharding)
+    return Model(model.config, {name: moved(x, known[name]) for name, x in model.params.items()})
 
 
 def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:

@@ -34,7 +34,8 @@ def load_widened(
     load: Callable[[], Model],
 ) -> Model:
     """What `load` gives, stored for this backend; from the folder where it is there, else put there for the next time.
-    Only models that programs read output-first, which is a CPU's float32, and that come from a GGUF file."""
+    Only models that programs read output-first, which is a CPU's float32, that come from a GGUF file, and whose numbers
+    bfloat16 does not hold."""
     wide = backend.streams and dtype == np.float32 and placement.alone
     if source.kind != "gguf" or not wide or source.path.stat().st_size > LARGEST:
         return load()
@@ -46,7 +47,7 @@ def load_widened(
         arrays = {name: jax.device_put(stored[name], p.sharding) for name, p in known.items()}
         return Model(config, OutputFirst(arrays, matrices(config)))
     model = load()
-    if isinstance(model.params, OutputFirst):
+    if isinstance(model.params, OutputFirst) and not model.params.narrow:
         arrays = {name: np.asarray(x) for name, x in model.params.stored.items()}
         keep(path, lambda new: save_file(arrays, new, metadata={"of": wanted}))
     return model

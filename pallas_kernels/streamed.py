@@ -22,13 +22,20 @@ SMALL_X = 5 * 1024  # numbers, which are read again from the nearest cache
 
 
 def linear(weights, x):
-    """x [..., I] times weights [I, O], the transpose of a matrix that lies output-first, as `plain.linear`."""
+    """x [..., I] times weights [I, O], the transpose of a matrix that lies output-first, as `plain.linear`. Weights in
+    bfloat16 are read as such, half of the bytes, and widened for the arithmetic."""
     rows = x.size // x.shape[-1]
     streams = num_streams(rows, *weights.shape)
     # One array's reduction is another loop, which waits for its sums.
     if x.dtype != jnp.float32 or rows > MAX_ROWS or streams * rows == 1:
-        return plain.linear(weights, x)
+        narrow = x.dtype == jnp.float32 and weights.dtype == jnp.bfloat16
+        return once(widened, x, weights.T) if narrow else plain.linear(weights, x)
     return once(product, x, weights.T, streams)
+
+
+def widened(x, matrix):
+    """By the library. A call, so that the compiler does not widen all layers' matrices before the first product."""
+    return plain.linear(matrix.astype(x.dtype).T, x)
 
 
 def num_streams(rows, depth, width):
@@ -48,7 +55,7 @@ def once(function, *args):
 def product(x, matrix, streams):
     """x [..., I], matrix [O, I] -> [..., O]. (Reshaping is done here, or the compiler moves it through all layers.)"""
     shares = jnp.split(matrix, streams)
-    products = [share * row for row in x.reshape(-1, x.shape[-1]) for share in shares]
+    products = [share.astype(x.dtype) * row for row in x.reshape(-1, x.shape[-1]) for share in shares]
     return jnp.concatenate(sums(products)).reshape(*x.shape[:-1], -1)
 
 

@@ -38,6 +38,21 @@ class Fault:
 
 
 FAULTS = (
+    Fault(  # numbers are rounded on the way to memory
+        "jaxspec/models/storage.py", "bool(unchanged(x))", "True", "tests/models/test_storage.py -k lacks"
+    ),
+    Fault(  # the compiler widens all matrices before the first product
+        "pallas_kernels/streamed.py",
+        "once(widened, x, weights.T)",
+        "widened(x, weights.T)",
+        "tests/pallas_kernels/test_streamed.py -k one_at_a_time",
+    ),
+    Fault(  # ... and the whole table for one of its rows
+        "jaxspec/models/table.py",
+        "if backend.alone and ",
+        "if False and ",
+        "tests/pallas_kernels/test_streamed.py -k by_themselves",
+    ),
     Fault(  # a copy begins at a page that is itself still to be copied to
         "jaxspec/engine/scheduler.py", "source.get(page, page)", "page", "tests/engine/test_sharing.py -k copy_of"
     ),

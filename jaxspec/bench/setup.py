@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import checkpoints
@@ -116,7 +118,7 @@ def load(options: Options) -> Setup:
         if name is not None and options.preset is not None:
             config = presets.preset(name, models[0].config if models[0] else None).copied_for(places[i].degree)
             check_weights_fit(name, config, dtype, places[i])
-            models[i] = Model(config, random_params(config, dtype, places[i], seed=i))
+            models[i] = Model(config, as_published(random_params(config, dtype, places[i], seed=i)))
     if options.model is not None:
         models, tokenizer = real(options.model, options.draft, dtype, placement)
         for name, model in zip(names, models, strict=True):
@@ -127,6 +129,12 @@ def load(options: Options) -> Setup:
     own, drafts = (Backend(device, place, options.kernels) for place in places)
     target, draft = target.stored_for(own), draft and draft.stored_for(drafts)
     return Setup(options, device, dtype, placement, target, draft, tokenizer, Programs(placement))
+
+
+def as_published(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Numbers such as the public checkpoints hold, which are in bfloat16."""
+    rounded = lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return {name: rounded(params.pop(name)) for name in list(params)}
 
 
 def placed(options: Options, device: Device) -> Placement:

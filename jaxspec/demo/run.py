@@ -206,7 +206,7 @@ def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> d
     return {
         "model": MODEL,
         "device": device_name(),
-        "dtype": str(llm.target.params["embed"].dtype),
+        "dtype": str(llm.target.dtype),
         "num_speculative_tokens": NUM_SPECULATIVE_TOKENS,
         "load_seconds": llm.timing.load_seconds,
         "prompts": list(PROMPTS.values()),

@@ -120,7 +120,7 @@ class Decoder(Head):
     """A causal language model over paged caches."""
 
     def __init__(self, config: ModelConfig, dtype: Any) -> None:
-        self.config = config
+        self.config, self.dtype = config, jnp.dtype(dtype)
         c, table, matrix = config, declare("table", dtype), declare("matrix", dtype)
         table_shape, borrowed = (c.vocab_size, c.embed_width or c.width), c.embed_width is not None
         self.embed = table(*table_shape, axes=("vocab", None), head=c.tied, borrowed=borrowed)
@@ -145,7 +145,7 @@ class Decoder(Head):
         c, table = self.config, self.embed[...]
         # The gradient of a lookup adds up as many rows as an id occurs: in float32.
         rows = looked_up(table.astype(jnp.float32) if differentiable else table, tokens, backend)
-        x = rows.astype(table.dtype)
+        x = rows.astype(self.dtype)
         x = x * jnp.asarray(c.embed_scale, x.dtype) if c.embed_scale != 1.0 else x
         return product(x, self.embed_in[...], backend).astype(x.dtype) if c.embed_width else x
 
@@ -175,7 +175,9 @@ def bind(config: ModelConfig, params: Params) -> Any:
 
 
 def compute_dtype(params: Params) -> Any:
-    """That of the matrices."""
+    """That of the matrices, or what their programs widen them to."""
+    if (wide := getattr(params, "computes_in", None)) is not None:
+        return wide
     shapes = jax.eval_shape(dict, params)  # not the arrays, which may have to be turned to be seen
     return next(w.dtype for w in shapes.values() if len(w.shape) > 1)
 

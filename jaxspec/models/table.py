@@ -18,6 +18,10 @@ def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backen
     The compiler by itself would, for a single id, first bring the whole table together on each device: of Qwen3-8B
     1.2 GB in every pass over one row.
     """
+    if backend.alone and backend.device.platform == "cpu" and table.dtype == jnp.bfloat16:
+        # Row by row: the compiler would first widen the whole table for a single id.
+        row = lambda i: lax.dynamic_index_in_dim(table, i, 0, keepdims=False).astype(jnp.float32)
+        return lax.map(row, jnp.clip(ids, 0).reshape(-1)).reshape(*ids.shape, -1)
     # clip: a draft with fewer ids than the target may be shown one it lacks, and the default would make it NaN.
     take = lambda table, ids: jnp.take(table, ids, axis=0, mode="clip")
     rows = table.shape[0]

@@ -80,7 +80,7 @@ def evaluate(
         "target": target,
         "draft": draft,
         "device": device_name(),
-        "dtype": str(llm.engine.runner.params["target"]["embed"].dtype),
+        "dtype": str(llm.target.dtype),
         "num_speculative_tokens": num_speculative_tokens,
         "rule": rule,
         "samples": samples,

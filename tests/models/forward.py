@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind
+from jaxspec.models.decoder import bind, compute_dtype
 from jaxspec.models.layers import Backend, Rows
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import here
@@ -35,7 +35,7 @@ def run(config: ModelConfig, params, tokens: np.ndarray, chunks: Sequence[int]) 
     """tokens i32[B,T], cut into chunks that add up to T -> logits f32[B,T,V], over shuffled pages."""
     assert sum(chunks) == tokens.shape[1]
     b, n = tokens.shape[0], -(-tokens.shape[1] // PAGE_SIZE)
-    dtype = params["embed"].dtype
+    dtype = compute_dtype(params)
     layout = cache_layout(config, page_size=PAGE_SIZE, num_pages=b * n, dtype=dtype, platform=jax.default_backend())
     pages = allocate(layout, make_placement())
     block_table = jnp.asarray(np.random.default_rng(0).permutation(b * n).reshape(b, n), jnp.int32)

@@ -1,11 +1,14 @@
-"""How parameters lie: turned for programs on one CPU, as they are elsewhere, and seen alike everywhere."""
+"""How parameters lie: turned for programs on one CPU, and in bfloat16 where that holds the same numbers; as they are
+elsewhere, and seen alike everywhere."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.decoder import weight_bytes
+from jaxspec.models.decoder import compute_dtype, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.storage import OutputFirst, stored_for
 from jaxspec.parallel.placement import make_placement
@@ -62,11 +65,50 @@ def test_several_devices_and_bfloat16_leave_them_as_they_are():
     assert not Backend(CPU, make_placement(2)).streams
 
 
-def test_a_pass_is_the_same():
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("family", ["llama", "llama3"])  # the first one's head is its table
+def test_a_pass_is_the_same(family, narrow):
     """Chunks of one, two, five and more rows, each by its own form of the products."""
-    model, tokens = tiny_models.model(CONFIG), np.random.default_rng(0).integers(0, 64, size=(1, 28))
-    chunks = (20, 1, 2, 5)
-    plain = forward.run(CONFIG, model.params, tokens, chunks)
-    np.testing.assert_allclose(
-        forward.run(CONFIG, stored_for(STREAMS, CONFIG, dict(model.params)), tokens, chunks), plain, atol=1e-5
-    )
+    config, tokens = tiny_models.FAMILIES[family], np.random.default_rng(0).integers(0, 64, size=(1, 28))
+    params, chunks = published(config) if narrow else tiny_models.model(config).params, (20, 1, 2, 5)
+    plain, stored = forward.run(config, params, tokens, chunks), stored_for(STREAMS, config, dict(params))
+    assert stored.narrow == narrow
+    np.testing.assert_allclose(forward.run(config, stored, tokens, chunks), plain, atol=1e-5)
+
+
+def published(config):
+    """Random numbers as checkpoints in bfloat16 hold them."""
+    return {name: x.astype(jnp.bfloat16).astype(x.dtype) for name, x in tiny_models.model(config).params.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3"])
+def test_what_products_read_lies_in_bfloat16_where_that_holds_the_same(family):
+    config = tiny_models.FAMILIES[family]
+    params = published(config)
+    stored = stored_for(STREAMS, config, dict(params))
+    narrow = {name for name, x in stored.stored.items() if x.dtype == jnp.bfloat16}
+    read = {f"layers.{i}.{name}" for i in (0, 1) for name in ("qkv", "out", "gate_up", "down")}
+    assert narrow == read | {"embed" if config.tied else "head"}
+    for name, array in params.items():
+        np.testing.assert_array_equal(stored[name].astype(jnp.float32), array, err_msg=name)
+    assert compute_dtype(stored) == compute_dtype(jax.tree.unflatten(*reversed(jax.tree.flatten(stored)))) == "float32"
+    halved = sum(params[name].nbytes for name in narrow) // 2
+    assert weight_bytes(config, stored) == weight_bytes(config, params) - halved
+
+
+@pytest.mark.parametrize("value", [1 / 3, 1 + 2**-8, np.nan], ids=str)
+@pytest.mark.parametrize("name", ["layers.0.qkv", "layers.1.down", "head"])
+def test_one_number_that_bfloat16_lacks_keeps_all_as_they_are(name, value):
+    params = published(CONFIG)
+    params[name] = params[name].at[3, 5].set(value)
+    stored = stored_for(STREAMS, CONFIG, dict(params))
+    assert not stored.narrow
+    np.testing.assert_array_equal(stored[name], params[name])
+
+
+def test_what_no_loop_of_one_row_streams_stays_as_it_is():
+    """An odd number of ids: for each token the library would be given all of it in float32."""
+    config = dataclasses.replace(CONFIG, vocab_size=63)
+    stored = stored_for(STREAMS, config, published(config))
+    assert stored.narrow
+    assert stored["head"].dtype == jnp.float32

@@ -10,6 +10,7 @@ import pytest
 from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.models.decoder import abstract_params, bind
 from jaxspec.models.layers import Backend, Rows
+from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import make_placement
 from jaxspec.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import feed_forward, paged_attention, plain, streamed
@@ -26,13 +27,14 @@ ROWS = [(1,), (1, 2), (5,), (2, 3), (7,), (3, 4), (13,)]
 
 @cases("rows", ROWS, quick=[(1,), (2, 3)], ids=str)
 @cases("shape", [(64, 96), (48, 50), (576, 7)], quick=[(48, 50)], ids=str)
-def test_it_is_the_product(rows, shape):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_the_product(rows, shape, dtype):
     draw = np.random.default_rng(0)
-    x, matrix = draw.normal(size=(*rows, shape[0])), draw.normal(size=shape[::-1])
+    x, matrix = draw.normal(size=(*rows, shape[0])), jnp.asarray(draw.normal(size=shape[::-1]), dtype)
     turn = lambda x, matrix: streamed.linear(matrix.T, x)
-    y = jax.jit(turn)(jnp.asarray(x, jnp.float32), jnp.asarray(matrix, jnp.float32))
-    assert y.shape == (*rows, shape[1])
-    assert relative_error(y, x @ matrix.T) < 1e-6
+    y = jax.jit(turn)(jnp.asarray(x, jnp.float32), matrix)
+    assert (y.shape, y.dtype) == ((*rows, shape[1]), jnp.float32)
+    assert relative_error(y, x @ np.asarray(matrix, np.float64).T) < 1e-6
 
 
 def test_other_dtypes_and_many_rows_are_the_librarys(monkeypatch):
@@ -57,8 +59,9 @@ def test_a_large_x_serves_more_rows_of_the_matrix_at_a_time(rows, depth, width, 
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for CPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows):
+def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows, dtype):
     """No matrix is turned, copied or computed with outside of the three loops, and those make nothing else."""
     x, mixed, out, gate_up, down, norm = random_arguments((128, 192, 256, 64), (1, rows), "float32")
 
@@ -67,7 +70,7 @@ def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows):
         options = {"norm": norm, "eps": 1e-6, "block": 64, "platform": "cpu"}
         return feed_forward(x, mixed, out, gate_up, down, **options)[0]
 
-    turned = [jnp.asarray(matrix.T) for matrix in (out, gate_up, down)]
+    turned = [jnp.asarray(matrix.T, dtype) for matrix in (out, gate_up, down)]
     compiled = jax.jit(layer, compiler_options=CPU_COMPILER_OPTIONS).lower(x, mixed, norm, *turned).compile()
     program = Program(compiled.as_text())
     sizes = {matrix.size for matrix in turned}
@@ -80,6 +83,7 @@ def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows):
         loops = [i for i in product if i.opcode == "fusion" and len(i.sizes) > 1]
         assert [len(i.sizes) for i in loops] == [rows * (4 if rows == 1 else 2)], [i.line for i in product]
     plain = function("feed_forward", "reference")
+    out, gate_up, down = (matrix.astype(jnp.float32).T for matrix in turned)
     expected, _ = plain(x, mixed, out, norm, gate_up, down, None, None, None, eps=1e-6, activation="silu", block=64)
     assert relative_error(compiled(x, mixed, norm, *turned), expected) < 2e-6
 
@@ -121,3 +125,29 @@ def test_rotary_tables_are_computed_once():
 
     assert cosines(None) == 1
     assert cosines("reference") > config.num_layers
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for CPU")
+def test_matrices_in_bfloat16_are_widened_one_at_a_time():
+    """For the library, which multiplies many rows; all at once they would take all the memory that they were spared."""
+    matrices = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)] * 8
+
+    def through(x, matrices):
+        for matrix in matrices:
+            x = streamed.linear(matrix.T, x)
+        return x
+
+    x = jax.ShapeDtypeStruct((16, 512), jnp.float32)
+    compiled = jax.jit(through, compiler_options=CPU_COMPILER_OPTIONS).lower(x, matrices).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 512 * 512
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="compiles for CPU")
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_rows_of_a_table_in_bfloat16_are_widened_by_themselves(count):
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 64)), jnp.bfloat16)
+    ids = jnp.asarray(np.random.default_rng(1).integers(-900, 5000, (1, count)), jnp.int32)  # some beyond it
+    look = jax.jit(lambda table, ids: looked_up(table, ids, Backend(CPU)), compiler_options=CPU_COMPILER_OPTIONS)
+    compiled = look.lower(table, ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes // 4
+    np.testing.assert_array_equal(compiled(table, ids), table[np.clip(ids, 0, 4095)])

@@ -1,0 +1,37 @@
+"""On CPU products read bfloat16 where that holds the same numbers as float32: every drafter then says what it says."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxspec.engine.engine import Model
+from jaxspec.models import storage
+from jaxspec.sampling_params import SamplingParams
+from tests import lively_heads, lively_models, tiny_models
+from tests.sizes import cases
+
+K = 4
+
+
+def published(m: Model) -> Model:
+    """Its numbers as a checkpoint in bfloat16 has them, as far as they are numbers."""
+    rounded = lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return Model(m.config, {name: rounded(x) for name, x in m.params.items()})
+
+
+@cases("kind", lively_heads.KINDS, quick=["eagle3"])
+def test_every_drafter_says_the_same(kind, monkeypatch):
+    chosen = {"method": lively_heads.KINDS[kind][0], "num_speculative_tokens": K}
+    chosen |= {} if kind == "mtp" else {"model": kind}
+    target, draft = map(published, (lively_models.target(), lively_heads.head(kind)))
+    params = [SamplingParams(temperature=t, max_tokens=24, seed=5) for t in (0.0, 0.0, 0.8, 0.8)]
+    seen = []
+    for narrow in (True, False):
+        if not narrow:
+            monkeypatch.setattr(storage, "same_in_bfloat16", lambda x: False)
+        engine = tiny_models.engine(target, chosen, draft, **lively_models.OPTIONS)
+        assert {p.narrow for p in engine.runner.params.values()} == {narrow}
+        requests = tiny_models.run(engine, lively_models.PROMPTS[:4], params)
+        seen.append([(r.output, r.metrics) for r in requests])
+    assert seen[0] == seen[1]
+    assert sum(metrics.num_draft_tokens for _, metrics in seen[0]) > 0
