@@ -29,6 +29,7 @@ class Platform:
     prefill_tokens: of prompts, in one pass over several; more would make it no faster.
     piece: tokens of a row of such a pass, which a prompt is cut into.
     least_pieces: of a pass; fewer would make it no faster.
+    finer: whether there are passes of 6, 12, 24 pieces, too, beside powers of two: where each token costs its arithmetic.
     rounds_per_chunk: of rows that decode, between two such passes.
     compiler_options: of every program.
     dense_attention: of passes without a cache, in a dtype of two bytes.
@@ -47,6 +48,7 @@ class Platform:
     prefill_tokens: int = 2048
     piece: int = 64
     least_pieces: int = 1
+    finer: bool = False
     rounds_per_chunk: int = 1
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dense_attention: Literal["xla", "cudnn"] = "xla"
@@ -96,6 +98,7 @@ PLATFORMS = {
         cache_bytes=1 << 30,  # host memory is shared with everything else: a fixed, modest pool
         prefill_tokens=256,
         piece=16,
+        finer=True,
         rounds_per_chunk=8,
         compiler_options=CPU_COMPILER_OPTIONS,
         text_rows=16,

@@ -60,11 +60,20 @@ MANY = Room(stop_ids=arrivals.MAX_STOP_IDS, biased=None, bad_words=arrivals.MAX_
 
 @dataclasses.dataclass(frozen=True)
 class ChunkShape:
-    """Of a prefill pass: at most `rows` of `width` tokens each, no program being made for fewer than least_rows."""
+    """Of a prefill pass: at most `rows` of `width` tokens each, no program being made for fewer than least_rows. finer:
+    as `Platform` has it."""
 
     rows: int
     width: int
     least_rows: int = 1
+    finer: bool = False
+
+    def padded(self, count: int) -> int:
+        """The rows of the pass that takes so many: few programs serve all."""
+        whole = power_of_two(count)
+        if self.finer and whole >= 8 and count <= whole * 3 // 4:
+            whole = whole * 3 // 4
+        return min(max(whole, self.least_rows), self.rows)
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -241,9 +250,9 @@ def pieces(
 def chunk_input(
     rows: Sequence[Piece], layout: CacheLayout, chunk: ChunkShape, *, row_pages: int, following: bool = False
 ) -> Chunk:
-    """The pass over these pieces. Their number is padded to a power of two: few programs serve all. following: with
-    each token's next, as where some request wants their log-probabilities."""
-    count, width = min(power_of_two(len(rows), chunk.least_rows), chunk.rows), chunk.width
+    """The pass over these pieces. following: with each token's next, as where some request wants their
+    log-probabilities."""
+    count, width = chunk.padded(len(rows)), chunk.width
     listed = lambda ahead: [r.ids[start + ahead : start + ahead + n] for r, start, n in rows]
     following |= any(piece.request.wants_prompt_logprobs for piece in rows)
     return Chunk(

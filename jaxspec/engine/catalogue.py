@@ -141,9 +141,7 @@ def launches(ks: Sequence[int], row_counts: Sequence[int], row_pages: int, rule:
 
 def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator[Prefill]:
     of = lambda rows: dataclasses.replace(chunk, least_rows=rows)
-    full, sizes = of(chunk.rows), [chunk.rows]
-    while sizes[0] > chunk.least_rows:
-        sizes.insert(0, sizes[0] // 2)
+    full, sizes = of(chunk.rows), sorted({chunk.padded(count) for count in range(1, chunk.rows + 1)})
     yield from (Prefill("prefill", of(rows), row_pages, Variant()) for rows in sizes)
     yield Prefill("prefill", full, row_pages, Variant(logprobs=MAX_LOGPROBS))
     if catches_up:

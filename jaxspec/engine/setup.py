@@ -153,7 +153,7 @@ def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
     known = facts(platform)
     tokens = config.prefill_chunk or known.prefill_tokens
     width = min(known.piece, tokens)
-    return ChunkShape(tokens // width, width, min(known.least_pieces, tokens // width))
+    return ChunkShape(tokens // width, width, min(known.least_pieces, tokens // width), known.finer)
 
 
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:

@@ -68,11 +68,16 @@ def test_prefill(chip):
     assert hlo.collectives(read.all) == Counter({"all-reduce": sums(layers - 1, 1)} if several else {})
 
 
-@pytest.mark.parametrize("chip", ["v5e:2x4", "v5e:4x4", "v5p:2x2x2"])
+SEVERAL = ["v5e:2x4", "v5e:4x4", "v5p:2x2x2"]
+
+
+@pytest.mark.parametrize("chip", SEVERAL)
 def test_a_draft_that_is_whole_on_every_chip(chip):
     """Eight chips, or sixteen of four hosts, which have copies of key-value heads: a round pays for the target's sums,
     and the draft for none. It fits, with the pages that there is room for."""
-    target, draft = preset("qwen3-32b"), preset("qwen3-0.6b")
+    # All 64 layers on one of them, another every day: 16 show the same in a third of the time.
+    target = first_layers(preset("qwen3-32b"), None if chip in of_today(SEVERAL) else 16)
+    draft = preset("qwen3-0.6b")
     whole = Program(chip, target, draft, num_drafts=K, draft_degree=1, max_model_len=4096)
     compiled = whole.launch()
     read = check_loop(whole, compiled, TEMPORARY)
