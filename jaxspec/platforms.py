@@ -29,7 +29,7 @@ class Platform:
     prefill_tokens: of prompts, in one pass over several; more would make it no faster.
     piece: tokens of a row of such a pass, which a prompt is cut into.
     least_pieces: of a pass; fewer would make it no faster.
-    finer: whether there are passes of 6, 12, 24 pieces, too, beside powers of two: where each token costs its arithmetic.
+    finer: whether there are passes of 6, 12, 24 pieces, too, beside powers of two: where every token costs arithmetic.
     rounds_per_chunk: of rows that decode, between two such passes.
     compiler_options: of every program.
     dense_attention: of passes without a cache, in a dtype of two bytes.

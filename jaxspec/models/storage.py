@@ -18,8 +18,8 @@ from pallas_kernels.streamed import num_streams
 
 @jax.tree_util.register_pytree_node_class
 class OutputFirst(Mapping[str, jax.Array]):
-    """Parameters whose matrices [I, O] lie as [O, I]. In a program, to see one as [I, O] costs nothing. Programs compute
-    in float32, whatever is read in bfloat16."""
+    """Parameters whose matrices [I, O] lie as [O, I]. In a program, to see one as [I, O] costs nothing. Programs
+    compute in float32, whatever is read in bfloat16."""
 
     computes_in = jnp.dtype(jnp.float32)
 
