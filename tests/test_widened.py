@@ -96,6 +96,15 @@ def test_what_is_read_otherwise_is_not_kept(source, tmp_path, options):
     assert not asked.folder.exists()
 
 
+def test_what_bfloat16_holds_is_not_kept(tmp_path):
+    """The file itself is no larger."""
+    path = write_gguf(tmp_path / "model.gguf", "llama2", gguf.GGMLQuantizationType.BF16)
+    asked = Asked(checkpoints.resolve(str(path)), tmp_path / "kept")
+    assert asked().params.narrow
+    assert same(asked(), asked())
+    assert not asked.folder.exists()
+
+
 def test_large_models_are_not_kept(source, tmp_path, monkeypatch):
     monkeypatch.setattr(widened, "LARGEST", 1000)
     asked = Asked(source, tmp_path / "kept")

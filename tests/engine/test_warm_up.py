@@ -16,7 +16,7 @@ from jaxspec.decode import programs
 from jaxspec.decode.state import Variant
 from jaxspec.engine import setup
 from jaxspec.engine.batch import FEW, ChunkShape
-from jaxspec.engine.catalogue import Closed, row_counts, variants
+from jaxspec.engine.catalogue import Closed, prefills, row_counts, variants
 from jaxspec.engine.warming import plans, warm_up
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
@@ -59,6 +59,22 @@ def test_they_are_few(platform, max_num_seqs, k, most):
 )
 def test_sizes_of_batches(most, counts):
     assert row_counts(most) == counts
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        (ChunkShape(16, 16, finer=True), {1: 1, 2: 2, 4: 4, 6: 6, 8: 8, 12: 12, 16: 16}),
+        (ChunkShape(7, 16, finer=True), {1: 1, 2: 2, 4: 4, 6: 6, 7: 7}),
+        (ChunkShape(64, 32, 8), {8: 8, 16: 16, 32: 32, 64: 64}),
+    ],
+)
+def test_sizes_of_passes_over_prompts(shape, sizes):
+    """The smallest that takes the pieces, and each is warmed up."""
+    for count in range(1, shape.rows + 1):
+        assert shape.padded(count) == next(size for size in sizes if size >= count)
+    made = [p.shape for p in prefills(shape, 9, catches_up=False) if p.variant.logprobs is None]
+    assert {s.padded(1): s.least_rows for s in made} == sizes
 
 
 @pytest.mark.parametrize("rule", [None, "standard", "coupled", "typical", "synthetic"])
