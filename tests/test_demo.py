@@ -76,6 +76,22 @@ def test_the_fastest_number_of_drafts_is_shown(measured):
     assert document["draft"].endswith("draft")
 
 
+def test_a_head_is_called_by_its_name(tmp_path, capsys):
+    """In tables and in the picture, where a draft model is called the draft."""
+    speeds = {"tokens_per_second": 9.0, "tokens_per_second_per_prompt": [9.0], "compile_seconds": 1.0}
+    drafted = speeds | {"num_drafts": 2, "num_speculative_tokens": 1, "num_accepted_tokens_per_pos": [1]}
+    drafted |= {"mean_acceptance_length": 1.5, "mean_acceptance_length_per_prompt": [1.5], "identical_to_plain": True}
+    methods = {"plain": speeds} | dict.fromkeys(["ngram", "eagle3", "ngram+eagle3"], drafted | {"differences": []})
+    known = {"model": "a model", "device": "a device", "dtype": "float32", "load_seconds": 1.0, "transformers": None}
+    document = known | {"methods": methods, "titles": ["one"], "answers": ["yes"], "prompts": ["?"]}
+    report.show(document)
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("plain", "n-gram", "eagle3", "both"):
+        assert any(line.split()[:1] == [name] for line in lines), name
+    report.draw(document, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
 def test_two_engines_serve_all_numbers_of_drafts():
     class Fake:
         def speculating(self, options):
@@ -91,7 +107,7 @@ def test_two_engines_serve_all_numbers_of_drafts():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", demo.METHODS[1:])
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "ngram+draft_model"])
 def test_speculation_changes_nothing(measured, name):
     document, _ = measured
     method = document["methods"][name]

@@ -10,8 +10,7 @@ import typer
 
 from jaxspec.bench.options import listed
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.serve import extra
-from jaxspec.cli.shared import AsJson
+from jaxspec.cli.shared import AsJson, extra
 from jaxspec.progress import say
 from jaxspec.server.load import PERCENTILES, LoadOptions
 

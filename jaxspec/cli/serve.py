@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ import typer
 from jaxspec.cli.exits import STOPPED
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.generate import DRAFTED, Method, speculation
-from jaxspec.cli.shared import MODEL_HELP, HostOptions, join
+from jaxspec.cli.shared import MODEL_HELP, HostOptions, extra, join
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.errors import UserError
 from jaxspec.progress import say
@@ -95,12 +94,3 @@ def speculation_of(
     if not isinstance(found, dict):
         raise UserError(f'--speculative-config {text!r:.80} must be an object, such as \'{{"method": "ngram"}}\'')
     return SpeculativeConfig(**found)
-
-
-@contextlib.contextmanager
-def extra(name: str) -> Iterator[None]:
-    """What is imported here comes with an extra of jaxspec. Raises UserError where it is not there."""
-    try:
-        yield
-    except ImportError as error:
-        raise UserError(f"this command needs {error.name or error}: pip install 'jaxspec[{name}]'") from None

@@ -1,10 +1,12 @@
-"""The options that several commands share."""
+"""What several commands share."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +14,7 @@ import typer
 from jaxspec import progress
 from jaxspec.cli.fields import Fields, sentences
 from jaxspec.config import EngineConfig
+from jaxspec.errors import UserError
 from jaxspec.parallel import hosts
 from jaxspec.parallel.hosts import Hosts
 
@@ -34,3 +37,12 @@ def join(given: dict[str, Any]) -> bool:
     sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding)
     progress.quiet = others.rank > 0
     return others.rank == 0
+
+
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+    """What is imported here comes with an extra of jaxspec. Raises UserError where it is not there."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"this command needs {error.name or error}: pip install 'jaxspec[{name}]'") from None

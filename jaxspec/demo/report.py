@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jaxspec.drafters.methods import LOOKUP
+
 Document = dict[str, Any]
-NAMES = {"plain": "plain", "ngram": "n-gram", "draft_model": "draft", "ngram+draft_model": "both"}
 PEERS = {"float32": "transformers f32", "bfloat16": "transformers bf16"}
-COLOURS = {"plain": "#9aa5b1", "ngram": "#2a7de1", "draft_model": "#e1812a", "ngram+draft_model": "#3a9a5b"}
+COLOURS = {"plain": "#9aa5b1", "n-gram": "#2a7de1", "both": "#3a9a5b"}
+OF_DRAFT = "#e1812a"
+
+
+def named(method: str) -> str:
+    """What readers are told of a method: a head's own name."""
+    return "both" if method.startswith(LOOKUP) else {"ngram": "n-gram", "draft_model": "draft"}.get(method, method)
 
 
 def show(document: Document) -> None:
@@ -25,14 +32,14 @@ def show(document: Document) -> None:
     console.print(f"\n{where}, greedy, one prompt at a time", highlight=False)
     console.print(method_table(document))
     console.print(prompt_table(document))
-    compiled = ", ".join(f"{m['compile_seconds']:.1f} s ({NAMES[name]})" for name, m in methods.items())
+    compiled = ", ".join(f"{m['compile_seconds']:.1f} s ({named(name)})" for name, m in methods.items())
     loaded = f"loading {document['load_seconds']:.1f} s"
     console.print(f"Not counted above: {loaded}, compiling {compiled}.", highlight=False)
     for name, m in speculative(document).items():
         for d in m["differences"]:
             place = f"{document['titles'][d['prompt']]!r}, output token {d['position']}"
             why = "a tie that rounding decides differently, or a bug"
-            console.print(Text(f"{NAMES[name]} differs from plain: {place} ({why})"))
+            console.print(Text(f"{named(name)} differs from plain: {place} ({why})"))
 
 
 def speculative(document: Document) -> dict[str, Any]:
@@ -63,7 +70,7 @@ def method_table(document: Document) -> Any:
             spoken = [f"{m['mean_acceptance_length']:.2f}", rates, "yes" if m["identical_to_plain"] else "NO"]
         speed = m["tokens_per_second"]
         k = str(m.get("num_speculative_tokens", ""))
-        table.add_row(NAMES[name], k, f"{speed:.1f}", f"{speed / plain:.2f}x", *spoken)
+        table.add_row(named(name), k, f"{speed:.1f}", f"{speed / plain:.2f}x", *spoken)
     for dtype, m in (document["transformers"] or {}).items():
         same = f"{m['same_answers']}/{len(document['prompts'])}"
         speed = m["tokens_per_second"]
@@ -74,7 +81,7 @@ def method_table(document: Document) -> Any:
 def prompt_table(document: Document) -> Any:
     """Tokens per second by prompt, with the acceptance length where there is one."""
     methods, drafting = document["methods"], speculative(document)
-    table = empty_table("tokens/s (accept.)", *(NAMES[name] for name in methods))
+    table = empty_table("tokens/s (accept.)", *map(named, methods))
     for i, title in enumerate(document["titles"]):
         cells = []
         for name, m in methods.items():
@@ -107,7 +114,7 @@ def draw(document: Document, path: Path) -> None:
     left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
     for i, (name, m) in enumerate(methods.items()):
-        label = NAMES[name]
+        label = named(name)
         if name in drafting:
             label += f", K = {m['num_speculative_tokens']}, acceptance length {m['mean_acceptance_length']:.2f}"
         bars(
@@ -130,6 +137,6 @@ def bars(axes: Any, i: int, count: int, values: list[float], name: str, form: st
     """The i-th of `count` bars of each group."""
     width = 0.8 / count
     at = [group + (i - (count - 1) / 2) * width for group in range(len(values))]
-    drawn = axes.bar(at, values, width=width * 0.94, color=COLOURS[name], label=label)
+    drawn = axes.bar(at, values, width=width * 0.94, color=COLOURS.get(named(name), OF_DRAFT), label=label)
     size = 10 if count < 3 else 8
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3, color="#333333", fontsize=size)

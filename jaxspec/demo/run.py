@@ -20,8 +20,6 @@ from jaxspec.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
-BOTH = "ngram+draft_model"
-METHODS = tuple(report.NAMES)
 NUM_SPECULATIVE_TOKENS = 4
 DRAFT_CHOICES = (2, 3, 4)  # K of the draft model, of which the fastest here is shown
 TRIAL_TOKENS = 24  # of each answer, to find it
@@ -115,15 +113,15 @@ def measure(options: Options) -> dict[str, Any]:
     ways = {
         "plain": Way(llm, 0),
         "ngram": Way(llm, NUM_SPECULATIVE_TOKENS),
-        BOTH: Way(llm.speculating(both), NUM_SPECULATIVE_TOKENS),
+        LOOKUP + method: Way(llm.speculating(both), NUM_SPECULATIVE_TOKENS),
     }
     say(f"loaded in {llm.timing.load_seconds:.1f} s; compiling ...")
     compiling = {name: warm_up(way, prompts, options.max_tokens) for name, way in ways.items()}
-    compiling["draft_model"] = sum(warm_up(way, prompts, options.max_tokens) for way in choices.values())
+    compiling[method] = sum(warm_up(way, prompts, options.max_tokens) for way in choices.values())
     trials = trial(choices, prompts, min(options.max_tokens, TRIAL_TOKENS))
     say("draft, tokens/s by K: " + ", ".join(f"{k}: {speed:.1f}" for k, speed in trials.items()))
-    ways["draft_model"] = choices[max(trials, key=trials.__getitem__)]
-    ways = {name: ways[name] for name in METHODS}
+    ways[method] = choices[max(trials, key=trials.__getitem__)]
+    ways = {name: ways[name] for name in ("plain", "ngram", method, LOOKUP + method)}
     say(f"compiled in {sum(compiling.values()):.1f} s; answering {len(prompts)} prompts, one at a time ...")
     runs: Runs = {name: [] for name in ways}
     for title, prompt in prompts.items():
