@@ -122,7 +122,7 @@ def draw(document: Document, path: Path) -> None:
         )
     right.axvline(0.5, color="#cccccc", linewidth=1)
     right.set(title="Tokens per second", xticks=range(1 + len(titles)), xticklabels=["all prompts", *titles])
-    right.set_ylim(top=right.get_ylim()[1] * 1.3)  # room for the legend
+    right.set_ylim(top=right.get_ylim()[1] * 1.45)  # room for the legend
     right.legend(loc="upper right", frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
