@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
-import logging
 import time
 from typing import Annotated, Any
 
 import prometheus_client
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from openai.types import Model
@@ -26,73 +26,106 @@ from jaxspec.server.prepared import room_of
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.settings import ServerConfig
 
-logger = logging.getLogger(__name__)
-Key = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What an application serves.
+
+    model: its name for clients; created: when, in seconds; room: tokens of a prompt with its answer.
+    """
+
+    llm: AsyncLLM
+    config: ServerConfig
+    model: str
+    gate: Gate
+    metrics: Metrics
+    created: int
+    room: int
+
+    async def check_alive(self) -> None:
+        try:
+            await self.llm.check_health()
+        except RuntimeError:
+            message = "the engine has ended, and serves no request any more: restart the server"
+            raise Refusal(503, message, code="engine_ended") from None
+
+    async def generation(self, request: Request, *, chat: bool) -> Generation:
+        self.gate.check()  # before the body is read
+        await self.check_alive()
+        body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
+        wanted = wish(body, chat=chat, model=self.model, room=self.room)
+        answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted.params, wanted.usage)
+        return Generation(self.llm, self.gate, wanted, answer, self.room, self.config.request_timeout)
+
+    def described(self) -> dict[str, Any]:
+        found = Model(id=self.model, object="model", created=self.created, owned_by="jaxspec")
+        return found.model_dump(exclude_unset=True) | {"max_model_len": self.room}
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> FastAPI:
     """The application. model: its name for clients."""
     app = FastAPI(title="jaxspec", openapi_url=None)  # bodies are checked by tables, which no schema here tells
-    metrics, created, room = Metrics(llm), int(time.time()), room_of(llm)
-
-    async def allowed(key: Key) -> None:
-        given = key.credentials if key else ""
-        if config.api_key and not hmac.compare_digest(given.encode(), config.api_key.encode()):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
-
-    async def generation(request: Request, chat: bool) -> Generation:
-        gate.check()  # before the body is read
-        await alive(llm)
-        body = await bodies.read(request, config.max_body_bytes, config.request_timeout)
-        wanted = wish(body, chat=chat, model=model, room=room)
-        answer = (ChatAnswer if chat else TextAnswer)(model, wanted.params, wanted.usage)
-        return Generation(llm, gate, wanted, answer, room, config.request_timeout)
-
-    @app.post("/v1/completions", dependencies=[Depends(allowed)], response_model=None)
-    async def completions(request: Request) -> Response:
-        return await generation(request, chat=False)
-
-    @app.post("/v1/chat/completions", dependencies=[Depends(allowed)], response_model=None)
-    async def chat_completions(request: Request) -> Response:
-        return await generation(request, chat=True)
-
-    def described() -> dict[str, Any]:
-        found = Model(id=model, object="model", created=created, owned_by="jaxspec")
-        return found.model_dump(exclude_unset=True) | {"max_model_len": room}
-
-    @app.get("/v1/models", dependencies=[Depends(allowed)])
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described()]}
-
-    @app.get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
-    async def model_of(name: str) -> dict[str, Any]:
-        if name != model:
-            raise Refusal(404, f"model {name!r:.200} is not served here: {model!r} is", code="model_not_found")
-        return described()
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        gate.check(0)
-        await alive(llm)
-        return {"status": "ok"}
-
-    @app.get("/metrics")
-    async def scrape() -> Response:
-        body = prometheus_client.generate_latest(metrics.registry)
-        return Response(body, headers={"content-type": prometheus_client.CONTENT_TYPE_LATEST})
-
+    app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm))
+    app.include_router(routes)
     for kind, answer in ANSWERS.items():
         app.add_exception_handler(kind, answer)
     return app
 
 
-async def alive(llm: AsyncLLM) -> None:
-    try:
-        await llm.check_health()
-    except RuntimeError:
-        message = "the engine has ended, and serves no request any more: restart the server"
-        raise Refusal(503, message, code="engine_ended") from None
+# The routes know of no model by themselves: FastAPI keeps what it is given as long as the process lives.
+
+routes = APIRouter()
+Key = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+
+def served_by(request: Request) -> Served:
+    return request.app.state.served
+
+
+Known = Annotated[Served, Depends(served_by)]
+
+
+async def allowed(key: Key, served: Known) -> None:
+    wanted, given = served.config.api_key, key.credentials if key else ""
+    if wanted and not hmac.compare_digest(given.encode(), wanted.encode()):
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
+
+
+@routes.post("/v1/completions", dependencies=[Depends(allowed)], response_model=None)
+async def completions(request: Request, served: Known) -> Response:
+    return await served.generation(request, chat=False)
+
+
+@routes.post("/v1/chat/completions", dependencies=[Depends(allowed)], response_model=None)
+async def chat_completions(request: Request, served: Known) -> Response:
+    return await served.generation(request, chat=True)
+
+
+@routes.get("/v1/models", dependencies=[Depends(allowed)])
+async def models(served: Known) -> dict[str, Any]:
+    return {"object": "list", "data": [served.described()]}
+
+
+@routes.get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
+async def model_of(name: str, served: Known) -> dict[str, Any]:
+    if name != served.model:
+        message = f"model {name!r:.200} is not served here: {served.model!r} is"
+        raise Refusal(404, message, code="model_not_found")
+    return served.described()
+
+
+@routes.get("/health")
+async def health(served: Known) -> dict[str, str]:
+    served.gate.check(0)
+    await served.check_alive()
+    return {"status": "ok"}
+
+
+@routes.get("/metrics")
+async def scrape(served: Known) -> Response:
+    body = prometheus_client.generate_latest(served.metrics.registry)
+    return Response(body, headers={"content-type": prometheus_client.CONTENT_TYPE_LATEST})
 
 
 # What a route raises -> its response.

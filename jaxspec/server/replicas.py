@@ -45,9 +45,7 @@ def replicas(
 
     def build() -> FastAPI:
         llm = AsyncLLM(model, speculative_config=speculative_config, **dataclasses.asdict(engine))
-        app = make_app(llm, config, config.served_model_name or model, gate_of(llm, config))
-        app.state.llm = llm
-        return app
+        return make_app(llm, config, config.served_model_name or model, gate_of(llm, config))
 
     deployment: Any = serve.deployment(
         serve.ingress(build)(Replica),
@@ -71,4 +69,4 @@ class Replica:
 
     async def check_health(self) -> None:
         """Called by Ray, which replaces a replica where this raises."""
-        await self.app.state.llm.check_health()
+        await self.app.state.served.llm.check_health()

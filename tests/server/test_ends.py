@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from pathlib import Path
 
 import openai
@@ -34,6 +36,20 @@ SMALL.append("--no-warm-up")
 
 def drain(server: Running, seconds: float):
     return asyncio.run_coroutine_threadsafe(server.gate.drain(seconds), server.loop)
+
+
+def test_a_server_that_has_ended_leaves_its_model_to_be_forgotten(folder):
+    """Weights and pages of another may take its place in a process that goes on."""
+    server = Running(AsyncLLM(folder, **OPTIONS))
+    assert server.client().completions.create(prompt=PROMPTS[0], **GREEDY).choices[0].text
+    with urllib.request.urlopen(server.url + "/metrics") as told:
+        assert b"jaxspec_num_emitted_tokens_total 24" in told.read()
+    server.stop()
+    server.llm.shutdown()
+    engine = weakref.ref(server.llm.llm.engine)
+    del server
+    gc.collect()
+    assert engine() is None
 
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes(another):
