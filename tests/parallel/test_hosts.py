@@ -273,3 +273,18 @@ def test_the_first_word_counts(monkeypatch):
     waiting.join(0.2)
     assert waiting.is_alive()
     assert (said, status) == (["jaxspec: one: all processes end"], [3])
+
+
+def test_a_source_tree_on_the_path_has_a_version_of_its_own(monkeypatch):
+    """Two of them may join; one and an installed package may not."""
+    installed = hosts.versions()
+    assert set(installed) == {"jaxspec", "jax", "jaxlib"}
+    assert all(installed.values())
+
+    def missing(package):
+        raise hosts.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(hosts.metadata, "version", missing)
+    assert hosts.versions() == dict.fromkeys(installed, "not installed")
+    assert difference(hosts.versions(), hosts.versions(), 1) is None
+    assert "jaxspec=not installed" in (difference(installed, hosts.versions(), 1) or "")
