@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.loading import laid
 from jaxspec.models.decoder import compute_dtype, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.storage import OutputFirst, stored_for
@@ -112,3 +113,16 @@ def test_what_no_loop_of_one_row_streams_stays_as_it_is():
     stored = stored_for(STREAMS, config, published(config))
     assert stored.narrow
     assert stored["head"].dtype == jnp.float32
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="wants 2 devices: --xla_force_host_platform_device_count")
+def test_over_several_devices_they_lie_in_float32_again():
+    model = tiny_models.model(CONFIG)
+    params = published(CONFIG)
+    narrow = dataclasses.replace(model, params=stored_for(STREAMS, CONFIG, dict(params)))
+    over_two = laid(narrow, make_placement(2))
+    assert over_two.dtype == narrow.dtype == jnp.float32
+    for name, array in params.items():
+        assert over_two.params[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(over_two.params[name], array, err_msg=name)
+    assert len(over_two.params["head"].sharding.device_set) == 2
