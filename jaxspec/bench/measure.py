@@ -15,7 +15,7 @@ from jaxspec.bench import floors
 from jaxspec.bench.clock import Sample, measure
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.load import load_rows
-from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
+from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot, fading_rates
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
@@ -185,12 +185,15 @@ class Point:
         """Plain where there is no draft, else with adaptive K."""
         options, speculative = self.options, None
         if options.draft_name:
-            length = options.lengths[0] if options.lengths else None
-            speculative = options.speculation(options.ks[0], length, adaptive=True, rates=options.rates)
+            k, rates = options.ks[0], options.rates
+            if options.lengths:
+                rates = fading_rates(k, options.lengths[0])
+            speculative = options.speculation(k, None, adaptive=True, rates=rates)
         return load_rows(self, self.setup, options.load, self.batch_size, speculative)
 
     def never_slower(self, k: int, length: float) -> Iterator[Row]:
-        choose = lambda adaptive: None if adaptive is None else self.options.speculation(k, length, adaptive=adaptive)
+        told: dict[str, Any] = {"length": None, "rates": fading_rates(k, length)}
+        choose = lambda adaptive: None if adaptive is None else self.options.speculation(k, adaptive=adaptive, **told)
         runners = self.race({way: choose(adaptive) for way, adaptive in WAYS.items()})
         for way, runner in runners.items():
             speedup = runner.tokens_per_second / runners["off"].tokens_per_second

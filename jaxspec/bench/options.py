@@ -80,7 +80,7 @@ class Options:
       contexts: Tokens in the caches, one or several.
       ks: One or several: 2,4,6.
       tree: Width, depth and nodes of a tree of drafts, which stands in place of K: 4,4,17.
-      lengths: Tokens a round, one or several; real acceptance without it.
+      lengths: Tokens a round, one or several; where K adapts, of drafts that fade. Real acceptance without it.
       rates: Of the stage load: how often the first, second, ... draft is kept, 0.74,0.55.
       dtype: auto, float32, bfloat16 or float16.
       stages: Of target,draft,round,...; all but adaptive.
@@ -193,6 +193,17 @@ class Options:
         draft = {"model": self.draft_name} if self.head is None else {"method": self.head, "model": self.head}
         tree: dict[str, Any] = dict(zip(("tree_width", "tree_depth", "tree_nodes"), self.tree, strict=False))
         return SpeculativeConfig(**draft, **tree, num_speculative_tokens=k, adaptive=adaptive, **synthetic)
+
+
+def fading_rates(k: int, length: float) -> tuple[float, ...]:
+    """How often the first, second, ... of k drafts is kept, so that a round yields `length` tokens on the average: each
+    is kept as often after those before it. So real drafts fade. (A length by itself stands for whole drafts that are
+    always kept, of which an adaptive engine soon drafts just as many.)"""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(1, k + 1)) < length - 1 else (low, middle)
+    return tuple(high**i for i in range(1, k + 1))
 
 
 def listed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import statistics
@@ -15,6 +16,7 @@ from jaxspec.bench.clock import Sample, measure, summary
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.race import Runner
 from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.config import SpeculativeConfig
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
@@ -195,3 +197,14 @@ def test_lists():
 def test_trees_that_cannot_be(tree, preset, said):
     with pytest.raises(UserError, match=re.escape(said)):
         options.Options(preset=preset, tree=tree, stages=("round",))
+
+
+@pytest.mark.parametrize(("k", "length"), [(4, 1.2), (4, 3.0), (4, 4.0), (1, 1.5), (8, 2.0), (4, 1.0), (4, 5.0)])
+def test_rates_that_fade_have_their_length(k, length):
+    rates = options.fading_rates(k, length)
+    assert len(rates) == k
+    assert 1 + sum(rates) == pytest.approx(length, abs=1e-9)
+    assert all(later == pytest.approx(before * rates[0]) for before, later in itertools.pairwise(rates))
+    assert SpeculativeConfig(
+        model="x", num_speculative_tokens=k, rejection_sample_method="synthetic", synthetic_acceptance_rates=rates
+    )
