@@ -188,12 +188,12 @@ class Point:
             k, rates = options.ks[0], options.rates
             if options.lengths:
                 rates = fading_rates(k, options.lengths[0])
-            speculative = options.speculation(k, None, adaptive=True, rates=rates)
+            speculative = options.speculation(k, adaptive=True, rates=rates)
         return load_rows(self, self.setup, options.load, self.batch_size, speculative)
 
     def never_slower(self, k: int, length: float) -> Iterator[Row]:
-        told: dict[str, Any] = {"length": None, "rates": fading_rates(k, length)}
-        choose = lambda adaptive: None if adaptive is None else self.options.speculation(k, adaptive=adaptive, **told)
+        options, rates = self.options, fading_rates(k, length)
+        choose = lambda way: None if way is None else options.speculation(k, adaptive=way, rates=rates)
         runners = self.race({way: choose(adaptive) for way, adaptive in WAYS.items()})
         for way, runner in runners.items():
             speedup = runner.tokens_per_second / runners["off"].tokens_per_second

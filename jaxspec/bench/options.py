@@ -183,7 +183,7 @@ class Options:
         return self.lengths or tuple(a for a in ADAPTIVE_LENGTHS if a <= k + 1)
 
     def speculation(
-        self, k: int, length: float | None, *, adaptive: bool, rates: tuple[float, ...] = ()
+        self, k: int, length: float | None = None, *, adaptive: bool, rates: tuple[float, ...] = ()
     ) -> SpeculativeConfig:
         synthetic: dict[str, Any] = {}
         if rates:

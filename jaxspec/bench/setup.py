@@ -132,7 +132,7 @@ def load(options: Options) -> Setup:
 
 
 def as_published(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Numbers such as the public checkpoints hold, which are in bfloat16."""
+    """Numbers such as the public checkpoints hold, which are in bfloat16. The dict is emptied on the way."""
     rounded = lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return {name: rounded(params.pop(name)) for name in list(params)}
 

@@ -84,11 +84,7 @@ def streams_alone(matrix: jax.Array) -> bool:
     return num_streams(1, *reversed(matrix.shape)) > 1
 
 
-def same_in_bfloat16(x: jax.Array) -> bool:
-    """Whether these are the numbers of a checkpoint in bfloat16."""
-    return x.dtype == jnp.bfloat16 or bool(unchanged(x))
-
-
 @jax.jit
-def unchanged(x: jax.Array) -> jax.Array:
+def same_in_bfloat16(x: jax.Array) -> jax.Array:
+    """Whether these are the numbers of a checkpoint in bfloat16."""
     return jnp.all(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) == x)

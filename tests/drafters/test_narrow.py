@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-
+from jaxspec.bench.setup import as_published
 from jaxspec.engine.engine import Model
 from jaxspec.models import storage
 from jaxspec.sampling_params import SamplingParams
@@ -14,9 +13,7 @@ K = 4
 
 
 def published(m: Model) -> Model:
-    """Its numbers as a checkpoint in bfloat16 has them, as far as they are numbers."""
-    rounded = lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return Model(m.config, {name: rounded(x) for name, x in m.params.items()})
+    return Model(m.config, as_published(dict(m.params)))
 
 
 @cases("kind", lively_heads.KINDS, quick=["eagle3"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.bench.setup import as_published
 from jaxspec.loading import laid
 from jaxspec.models.decoder import compute_dtype, weight_bytes
 from jaxspec.models.layers import Backend
@@ -79,7 +80,7 @@ def test_a_pass_is_the_same(family, narrow):
 
 def published(config):
     """Random numbers as checkpoints in bfloat16 hold them."""
-    return {name: x.astype(jnp.bfloat16).astype(x.dtype) for name, x in tiny_models.model(config).params.items()}
+    return as_published(dict(tiny_models.model(config).params))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3"])
