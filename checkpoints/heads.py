@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from checkpoints import eight_bits
 from checkpoints.assemble import assemble
 from checkpoints.names import Table
 from checkpoints.orbax import FINGERPRINT, appearing
@@ -31,11 +32,11 @@ def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]
     return read_json(path) if path.is_file() else {}, Shards(folder).shapes()
 
 
-def convert(folder: Path, dst: Path, dtype: str | None = None) -> None:
-    """Writes a head's folder anew, its tensors in safetensors; dtype: of its floats, None as they are stored. Raises as
-    `checkpoints.safetensors` does."""
+def convert(folder: Path, dst: Path, dtype: str | None = None, weight_bits: int | None = None) -> None:
+    """Writes a head's folder anew, its tensors in safetensors; dtype: of its floats, None as they are stored;
+    weight_bits: as `write` takes it. Raises as `checkpoints.safetensors` does."""
     shards = Shards(folder)
-    write(dst, {name: whole(shards, name) for name in shards.shapes()}, folder, dtype)
+    write(dst, {name: whole(shards, name) for name in shards.shapes()}, folder, dtype, weight_bits=weight_bits)
 
 
 def whole(shards: Shards, name: str) -> np.ndarray:
@@ -49,14 +50,18 @@ def write(
     folder: Path,
     dtype: str | None = None,
     config: Mapping[str, Any] | None = None,
+    weight_bits: int | None = None,
 ) -> None:
     """A head's folder with these tensors, and what stands beside those of another one.
 
-    dtype: of the floats, None as they are; config: config.json, None for that of `folder`.
+    dtype: of the floats, None as they are; config: config.json, None for that of `folder`; weight_bits: 8 for matrices
+    of `eight_bits`, None for what dtype says.
     """
     if dtype is not None:
         floating = lambda x: x.dtype.kind not in "iub"
         tensors = {name: x.astype(jnp.dtype(dtype)) if floating(x) else x for name, x in tensors.items()}
+    if weight_bits is not None:
+        tensors = eight_bits.split(tensors)
     beside = [path for pattern in (*TOKENIZER_FILES, FINGERPRINT) for path in folder.glob(pattern)]
     with appearing(dst) as partial:
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial / "model.safetensors")

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from checkpoints.assemble import Index, assemble
+from checkpoints.eight_bits import SCALE, widened
 from checkpoints.library import transformers
 from checkpoints.names import hf
 from checkpoints.reading import read_json, told
@@ -142,7 +143,11 @@ class Shards:
         for path in files_of(folder):
             file = opened(path)
             self._home |= dict.fromkeys(file.keys(), file)
-        self._shapes = {name: tuple(self.slice(name).get_shape()) for name in self._home}
+        every = {name: tuple(self.slice(name).get_shape()) for name in self._home}
+        narrow = {name for name in every if name + SCALE in every and self.slice(name).get_dtype() == "I8"}
+        self._groups = {name: self.group(every[name], every[name + SCALE], name) for name in narrow}
+        scales = {name + SCALE for name in narrow}
+        self._shapes = {name: shape for name, shape in every.items() if name not in scales}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -150,9 +155,16 @@ class Shards:
     def slice(self, name: str) -> Any:
         return self._home[name].get_slice(name)
 
+    def group(self, shape: tuple[int, ...], scales: tuple[int, ...], name: str) -> int:
+        """How many integers of 8 bits a scale counts for."""
+        if not shape or not scales or shape[:-1] != scales[:-1] or not scales[-1] or shape[-1] % scales[-1]:
+            raise UserError(f"{self.where}: tensor {name} has shape {shape}, its scales {scales}: fetch it again")
+        return shape[-1] // scales[-1]
+
     def dtype(self, name: str) -> str:
-        """A key of FLOATS. Raises: UnsupportedError where it is stored as something else."""
-        if (found := self.slice(name).get_dtype()) not in FLOATS:
+        """A key of FLOATS; of integers with scales, that of these. Raises: UnsupportedError where it is stored as
+        something else."""
+        if (found := self.slice(name + SCALE if name in self._groups else name).get_dtype()) not in FLOATS:
             raise UnsupportedError(f"{self.where}: tensor {name} is stored as {found}: {', '.join(FLOATS)} are read")
         return found
 
@@ -160,4 +172,9 @@ class Shards:
         if self.slice(name).get_dtype() not in INTEGERS:
             self.dtype(name)
         with told(self.where):
-            return self.slice(name)[index]
+            x = self.slice(name)[index]
+            if (size := self._groups.get(name)) is None:
+                return x
+            first, last, _ = index[-1].indices(self._shapes[name][-1])
+            scale = self.slice(name + SCALE)[(*index[:-1], slice(first // size, -(-last // size)))]
+            return widened(x, np.repeat(scale, size, axis=-1)[..., first % size :][..., : last - first])

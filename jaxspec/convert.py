@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import checkpoints
-from checkpoints import heads, orbax, speculators
+from checkpoints import eight_bits, heads, orbax, speculators
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import flattened
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.loading import read_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
+from jaxspec.models.parameters import Parameter
 from jaxspec.models.rope import rope_parameters
 
 
@@ -29,6 +31,7 @@ def convert(
     to: str = "jaxspec",
     target: str | None = None,
     dtype: str | None = None,
+    weight_bits: int | None = None,
     progress: bool = True,
 ) -> Path:
     """Writes a model or a head anew.
@@ -38,6 +41,8 @@ def convert(
     target: that a head is written for, where the format names it: a hub id or a folder of safetensors.
     dtype: of the weights (a model's norms stay float32); None keeps the one that they are stored in, and takes bfloat16
       where they are quantised.
+    weight_bits: 8 for matrices that are rounded to integers of 8 bits and a power of two for every 32 of them: half of
+      the file. A draft may then be accepted a little less often; the target's output does not depend on it.
     Returns the folder.
     Raises: FileExistsError where `dst` exists and is not empty; UserError for a format that is unknown or needs a
       target; UnsupportedError, which names the method or the option, for a head that the format cannot say; else as
@@ -45,28 +50,49 @@ def convert(
     """
     if to not in FORMATS:
         raise UserError(f"to={short(to)} is unknown: use one of {', '.join(FORMATS)}")
+    if weight_bits not in (None, 8):
+        raise UserError(f"weight_bits={short(weight_bits)}: give 8, or nothing for the bits of dtype")
     dst = Path(dst).expanduser().absolute()
     orbax.check_free(dst)  # before anything is fetched
-    FORMATS[to](src, dst, target, dtype, progress)
+    FORMATS[to](src, dst, target, dtype, weight_bits, progress)
     return dst
 
 
-def as_jaxspec(src: str, dst: Path, target: str | None, dtype: str | None, progress: bool) -> None:
+def as_jaxspec(
+    src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
+) -> None:
     if target is not None:
         raise UserError(f"target={short(target)} is of to='speculators', the format 'jaxspec' names none: leave it out")
     source = checkpoints.resolve(src)
     if method_of(source) != "draft_model":
-        heads.convert(source.path, dst, dtype)
+        heads.convert(source.path, dst, dtype, weight_bits)
         return
-    config, tokenizer = checkpoints.load_config(source), checkpoints.load_tokenizer(source)
+    config, fingerprint = checkpoints.load_config(source), checkpoints.load_fingerprint(source)
+    tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft uses its target's
     known, here = parameters(config, dtype or checkpoints.stored_dtype(source)), SingleDeviceSharding(host_device())
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.borrowed}
     params = checkpoints.load_params(source, config, own, progress=progress)
-    config = dataclasses.replace(config, eos_ids=checkpoints.load_stop_ids(source, tokenizer))
-    checkpoints.save(dst, params, config, tokenizer)
+    if weight_bits is not None:
+        params = {name: jax.device_put(rounded(known[name], x), here) for name, x in params.items()}
+    if tokenizer is not None:
+        config = dataclasses.replace(config, eos_ids=checkpoints.load_stop_ids(source, tokenizer))
+    checkpoints.save(dst, params, config, tokenizer, fingerprint=fingerprint)
 
 
-def as_speculators(src: str, dst: Path, target: str | None, dtype: str | None, progress: bool) -> None:
+def rounded(parameter: Parameter, x: jax.Array) -> Any:
+    """A matrix or table, rounded to 8 bits along what products sum over."""
+    if parameter.kind not in ("matrix", "table"):
+        return x
+    return eight_bits.rounded(np.asarray(x), axis=0 if parameter.kind == "matrix" else -1)
+
+
+def as_speculators(
+    src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
+) -> None:
+    if weight_bits is not None:
+        raise UserError(
+            f"weight_bits={weight_bits} is of to='jaxspec', 'speculators' keeps all bits: leave it out"
+        )
     if target is None:
         raise UserError("to='speculators' needs the head's target, which its config.json names: give target")
     source, own = checkpoints.resolve(src), ", ".join(speculators.METHODS)

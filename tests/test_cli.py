@@ -87,6 +87,9 @@ def test_convert(capsys, folder, tmp_path):
     assert run(capsys, *common, out.strip())[0] == run(capsys, *common, folder)[0]
     assert "exists and is not empty" in refused(capsys, "convert", folder, str(tmp_path / "orbax"))
     assert "--dtype='int3' is unknown" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--dtype", "int3")
+    assert "weight_bits=4: give 8" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--weight-bits", "4")
+    out, _ = run(capsys, "convert", folder, str(tmp_path / "eight"), "--weight-bits", "8")
+    assert out.strip() == str(tmp_path / "eight")
 
 
 @pytest.mark.parametrize(

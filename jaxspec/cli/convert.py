@@ -11,6 +11,7 @@ from jaxspec.cli.shared import MODEL_HELP
 from jaxspec.progress import say
 
 TO = "jaxspec, or, of a head, speculators: that library's format."
+BITS = "8 for matrices of integers and a power of two for every 32 of them: half of the bytes; for drafts."
 TARGET = "With --to speculators: the model that the head drafts for, a hub id or a folder with its safetensors."
 
 
@@ -20,6 +21,7 @@ def convert(
     to: Annotated[str, typer.Option(help=TO)] = "jaxspec",
     target: Annotated[str | None, typer.Option(help=TARGET)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")] = None,
+    weight_bits: Annotated[int | None, typer.Option(help=BITS)] = None,
 ) -> None:
     """Write a model as a self-contained orbax folder, which loads fastest; a head in safetensors."""
     from jaxspec.config import DTYPES, one_of
@@ -29,4 +31,4 @@ def convert(
     from jaxspec.convert import convert as converted
 
     say(f"converting {source} ...")
-    print(converted(source, destination, to=to, target=target, dtype=dtype))
+    print(converted(source, destination, to=to, target=target, dtype=dtype, weight_bits=weight_bits))
