@@ -18,6 +18,7 @@ from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
 
 CONTROL, USER_DEFINED = 3, 4  # token types
+ROLES = ("bos", "eos", "eot", "unknown", "padding")
 LONGEST_PIECE = 1024  # characters; every way to cut a SentencePiece token in two is tried
 SPACE = "▁"
 
@@ -66,18 +67,19 @@ def build_tokenizer(meta: Mapping[str, Any]):
         raise UnsupportedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
     tokens = list(meta["tokenizer.ggml.tokens"])
     gemma = GGUF.get(str(meta["general.architecture"]), Gguf()).gemma_tokens
+    if gemma and kind != "gpt2":  # runs of spaces are stored as such, but matched as the normalizer spells them
+        tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
+    vocab = named(tokens, meta)
     if kind == "gpt2":
-        tokenizer = byte_level(tokens, meta["tokenizer.ggml.merges"], pre)
+        tokenizer = byte_level(vocab, meta["tokenizer.ggml.merges"], pre)
     else:
-        if gemma:  # runs of spaces are stored as such, but matched as the normalizer spells them
-            tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
         scores = range(0, -len(tokens), -1) if gemma else meta["tokenizer.ggml.scores"]
         if len(scores) != len(tokens):
             raise UserError(f"{len(scores)} scores for {len(tokens)} tokens: one a token is needed")
         prefix = not gemma and meta.get("tokenizer.ggml.add_space_prefix", True)
         unknown = name(tokens, meta, "unknown")
-        tokenizer = sentence_piece(tokens, scores, unknown, prefix)
-    add_special_tokens(tokenizer, tokens, meta.get("tokenizer.ggml.token_type", ()))
+        tokenizer = sentence_piece(vocab, scores, unknown, prefix)
+    add_special_tokens(tokenizer, vocab, meta.get("tokenizer.ggml.token_type", ()))
     bos, eos = name(tokens, meta, "bos"), name(tokens, meta, "eos")
     # Files that do not say: llama.cpp gives SentencePiece vocabularies and Llama 3 a BOS.
     add_bos = meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or PRE_TOKENIZERS.get(pre) is _LLAMA3)
@@ -117,14 +119,21 @@ def name(tokens: list[str], meta: Mapping[str, Any], role: str) -> str | None:
     return None if index is None else tokens[index]
 
 
-def byte_level(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
+def named(tokens: list[str], meta: Mapping[str, Any]) -> dict[str, int]:
+    """Token -> id, without what converters call the rows of a padded table: [PAD7], where 7 is its own id and nothing
+    else refers to it. The same tokenizer has more of these beside a larger model."""
+    wanted = [meta.get(f"tokenizer.ggml.{role}_token_id") for role in ROLES]
+    return {token: i for i, token in enumerate(tokens) if token != f"[PAD{i}]" or i in wanted}
+
+
+def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokenizer:
     """GPT-2's BPE over bytes spelled as printable characters."""
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedError(f"GGUF pre-tokenizer {pre!r}: {', '.join(PRE_TOKENIZERS)} are supported")
     cut = PRE_TOKENIZERS[pre]
     tokenizer = Tokenizer(
         models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
+            vocab=dict(vocab),
             merges=[(a, b) for a, _, b in (merge.partition(" ") for merge in merges)],
             ignore_merges=cut is _LLAMA3,  # Llama 3 takes a word that is a token as it is
         )
@@ -141,12 +150,15 @@ def byte_level(tokens: list[str], merges: list[str], pre: str) -> Tokenizer:
     return tokenizer
 
 
-def sentence_piece(tokens: list[str], scores: Any, unknown: str | None, prefix: bool) -> Tokenizer:
+def sentence_piece(vocab: Mapping[str, int], scores: Any, unknown: str | None, prefix: bool) -> Tokenizer:
     """A SentencePiece BPE: spaces spelled as ▁, unknown characters as bytes, a space before the text where `prefix`."""
-    vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=vocab, merges=implied_merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+            vocab=dict(vocab),
+            merges=implied_merges(vocab, scores),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
         )
     )
     spell = normalizers.Replace(" ", SPACE)
@@ -167,11 +179,11 @@ def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str
     return [(a, b) for *_, a, b in sorted(ranked)]
 
 
-def add_special_tokens(tokenizer: Tokenizer, tokens: list[str], types: Any) -> None:
+def add_special_tokens(tokenizer: Tokenizer, vocab: Mapping[str, int], types: Any) -> None:
     """Tokens that the file marks as control or user-defined are matched whole in the text, never cut into pieces."""
     marked = [
         AddedToken(token, normalized=False, special=kind == CONTROL)
-        for token, kind in zip(tokens, types, strict=False)
+        for token, kind in ((token, types[i]) for token, i in vocab.items() if i < len(types))
         if kind in (CONTROL, USER_DEFINED)
     ]
     if marked:

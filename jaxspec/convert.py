@@ -90,9 +90,7 @@ def as_speculators(
     src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
 ) -> None:
     if weight_bits is not None:
-        raise UserError(
-            f"weight_bits={weight_bits} is of to='jaxspec', 'speculators' keeps all bits: leave it out"
-        )
+        raise UserError(f"weight_bits={weight_bits} is of to='jaxspec', 'speculators' keeps all bits: leave it out")
     if target is None:
         raise UserError("to='speculators' needs the head's target, which its config.json names: give target")
     source, own = checkpoints.resolve(src), ", ".join(speculators.METHODS)

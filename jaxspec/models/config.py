@@ -211,7 +211,6 @@ class ModelConfig:
             **switches,
             norm_plus_one=family.norm_plus_one,
             query_scale=raw["query_pre_attn_scalar"] ** -0.5 if scaled else 0.0,
-            soft_cap=raw.get("attn_logit_softcapping"),
             logit_soft_cap=raw.get("final_logit_softcapping"),
             bos_id=raw.get("bos_token_id"),
             eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
@@ -240,7 +239,8 @@ class ModelConfig:
         for key, only in GGUF_FIXED.items():
             if (value := meta.get(f"{family}.{key}", only)) != only:
                 raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
-        scaling = meta.get(f"{family}.rope.scaling.type", "none")
+        stretched = f"{family}.rope.scaling.factor" in meta
+        scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as llama.cpp has it
         if scaling not in ("none", "linear"):
             raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
         layers, width = get("block_count", "num_layers"), get("embedding_length", "width")

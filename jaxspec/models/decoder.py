@@ -175,11 +175,11 @@ def bind(config: ModelConfig, params: Params) -> Any:
 
 
 def compute_dtype(params: Params) -> Any:
-    """That of the matrices, or what their programs widen them to."""
+    """The matrices' widest, as of a draft that reads its target's table; or what their programs widen them to."""
     if (wide := getattr(params, "computes_in", None)) is not None:
         return wide
     shapes = jax.eval_shape(dict, params)  # not the arrays, which may have to be turned to be seen
-    return next(w.dtype for w in shapes.values() if len(w.shape) > 1)
+    return jnp.result_type(*(w.dtype for w in shapes.values() if len(w.shape) > 1))
 
 
 def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backend) -> tuple[Decoder, jax.Array]:

@@ -88,7 +88,7 @@ FAMILIES = {
         activation="gelu_tanh",
         scaled_embedding=True,
         activation_key="hidden_activation",
-        reads=("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+        reads=("final_logit_softcapping", "query_pre_attn_scalar"),
         names={  # an old name has a new meaning
             "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
             "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),

@@ -28,7 +28,6 @@ NUMBERS = {
     "rms_norm_eps": "norm_eps",
     "rope_theta": "theta",
     "rope_local_base_freq": "theta",
-    "attn_logit_softcapping": "soft_cap",
     "final_logit_softcapping": "logit_soft_cap",
     "query_pre_attn_scalar": "width",
     "bos_token_id": "bos_id",
@@ -37,6 +36,7 @@ NUMBERS = {
 # Option that changes what a model computes -> the only value of it that is supported (null is that too).
 FIXED: dict[str, Any] = {
     "attention_bias": False,
+    "attn_logit_softcapping": None,  # Gemma 3's configurations have it, and nothing reads it
     "mlp_bias": False,
     "use_bidirectional_attention": False,
     "is_causal": True,
@@ -56,7 +56,7 @@ NEEDED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-RARE = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")  # see `Family.reads`
+RARE = ("final_logit_softcapping", "query_pre_attn_scalar")  # see `Family.reads`
 READ = (
     *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
     *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
@@ -84,6 +84,8 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedError(f"{key}: of quantised checkpoints only GGUF files are read")
     family = FAMILIES[MODEL_TYPES[kind]]
     fixed = FIXED | {key: None for key in RARE if key not in family.reads}
+    if family.qkv_bias:  # whatever is said: these biases are there, and none besides
+        del fixed["attention_bias"]
     for key, only in fixed.items():
         if raw.get(key) not in (None, only):
             more = "" if only is None else f": only {json.dumps(only)} is"

@@ -35,6 +35,9 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         "rope_theta": 10000.0 if theta is None else theta,
         **(raw.get("rope_scaling") or {}),
     }
+    context = raw.get("original_max_position_embeddings")
+    if context is not None and parameters.get("rope_type", parameters.get("type")) == "llama3":
+        parameters = {**parameters, "original_max_position_embeddings": context}  # it comes first in transformers
     by_kind = [parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters]
     for table in by_kind or [parameters]:
         if not isinstance(table, Mapping):

@@ -70,6 +70,25 @@ def load(tmp_path, meta: dict[str, Any], family: str = "llama2", **more: Any):
     )
 
 
+@pytest.mark.parametrize("kind", [1, 4, 5])
+@pytest.mark.parametrize("meta", [lambda: byte_level_meta("qwen2"), sentence_piece_meta])
+def test_rows_of_a_padded_table_are_no_tokens(meta, kind, tmp_path):
+    """Nor is there another tokenizer beside a table of another size."""
+    plain, padded = meta(), meta()
+    count = len(plain["ggml.tokens"])
+    padded["ggml.tokens"] = [*plain["ggml.tokens"], *(f"[PAD{i}]" for i in range(count, count + 9)), "[PAD3]"]
+    padded["ggml.token_type"] = [*plain["ggml.token_type"], *[kind] * 10]
+    if "ggml.scores" in plain:
+        padded["ggml.scores"] = [*plain["ggml.scores"], *[-1e4] * 10]
+    one, other = load(tmp_path, plain), load(tmp_path, padded)
+    assert other.get_vocab() == one.get_vocab() | {"[PAD3]": count + 9}  # not what a row of that number is called
+    named = load(tmp_path, padded | {"ggml.padding_token_id": count + 1})
+    assert (named.pad_token, named.pad_token_id) == (f"[PAD{count + 1}]", count + 1)
+    assert checkpoints.fingerprint(one) != checkpoints.fingerprint(other)
+    for text in TEXTS:
+        assert other.encode(text) == one.encode(text)
+
+
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "default"])
 def test_byte_level_text_survives_and_special_tokens_stay_whole(pre, tmp_path):
     tokenizer = load(

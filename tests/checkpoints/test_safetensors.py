@@ -82,9 +82,26 @@ def test_stored_dtypes_become_the_wanted_one(stored, wanted, tmp_path):
 
 
 def test_harmless_extras_are_ignored(tmp_path):
-    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32), "lm_head.weight": np.ones((2, 2))}
-    _, params = load(rewrite(tmp_path, "qwen2", lambda t: t | extras))  # tied: the repeated head is not read
+    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    repeated = lambda t: t | extras | {"lm_head.weight": t["model.embed_tokens.weight"]}
+    _, params = load(rewrite(tmp_path, "qwen2", repeated))  # tied: the repeated head is not read
     assert "head" not in params
+
+
+@pytest.mark.parametrize("row", [None, 0, -1])
+def test_a_head_that_is_not_the_table_is_refused(row, tmp_path):
+    """In a tied model it would be taken by some versions of transformers, and not by others."""
+
+    def other(tensors):
+        head = tensors["model.embed_tokens.weight"].copy()
+        if row is None:
+            head = head[:2]
+        else:
+            head[row, 3] += 1
+        return tensors | {"lm_head.weight": head}
+
+    with fails(NotImplementedError, "tie_word_embeddings is true", "lm_head.weight is not the table", "say false"):
+        load(rewrite(tmp_path, "qwen2", other))
 
 
 def test_a_missing_tensor_is_named(tmp_path):

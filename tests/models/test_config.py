@@ -110,6 +110,27 @@ def test_llama3_factors_follow_the_wavelength():
     assert list(factors) == sorted(factors)
 
 
+def test_llama3_of_a_context_that_stands_apart():
+    """As transformers reads it: before what the table says."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    key = "original_max_position_embeddings"
+    read = lambda table, **more: (
+        ModelConfig.from_hf(LLAMA | {"rope_scaling": scaling | table, "head_dim": 64} | more).rope
+    )
+    expected = read({key: 256})
+    assert read({}, **{key: 256}) == read({key: 512}, **{key: 256}) == expected != read({key: 512})
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert ModelConfig.from_hf(LLAMA | {"rope_scaling": linear, key: 256}).rope.factors == (2.0,) * 8
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mimo"])
+def test_biases_that_are_always_there(kind):
+    """Whatever attention_bias says; MiMo's own configuration says true."""
+    said = [ModelConfig.from_hf(LLAMA | {"model_type": kind} | more) for more in ({}, {"attention_bias": True})]
+    assert said[0] == said[1]
+    assert said[0].qkv_bias
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -121,6 +142,7 @@ def test_llama3_factors_follow_the_wavelength():
         ({"hidden_act": "relu2"}, "relu2"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
@@ -137,6 +159,12 @@ def test_gguf_llama():
     assert config.windows == (None,) * 6
     # Converters write Mistral's window into llama files, where nothing uses it.
     assert from_gguf(META | {"llama.attention.sliding_window": 9}).windows == (None,) * 6
+
+
+def test_gguf_linear_scaling_of_which_only_the_factor_is_said():
+    factor = {"llama.rope.scaling.factor": 4.0}
+    assert from_gguf(META | factor).rope.factors == (4.0,) * 8
+    assert from_gguf(META | factor | {"llama.rope.scaling.type": "none"}).rope.factors == ()
 
 
 @pytest.mark.parametrize(
