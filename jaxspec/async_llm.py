@@ -101,10 +101,12 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, str]],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Answers a conversation (a list of {"role", "content"}) as `generate` completes a prompt. To read along,
-        stream what llm.render_chat makes of it."""
-        prompts: Any = self.llm._render_chats(messages)  # of which one is taken
+        stream what llm.render_chat makes of it. chat_template_kwargs: what the template reads besides."""
+        prompts: Any = self.llm._render_chats(messages, chat_template_kwargs)  # of which one is taken
         return await self.generate(prompts, sampling_params, request_id)
 
     async def abort(self, request_id: str) -> None:

@@ -70,8 +70,15 @@ class Detokenizer:
 
     def settled(self) -> int:
         """How much of text can be shown already: what might be the beginning of a stop string is held back."""
-        longest = max((len(s) for s in self.stop), default=0)
-        for size in range(min(longest - 1, len(self.text)), 0, -1):
-            if any(s.startswith(self.text[-size:]) for s in self.stop):
-                return len(self.text) - size
-        return len(self.text)
+        return len(self.text) - max((overlap(self.text, string) for string in self.stop), default=0)
+
+
+def overlap(text: str, string: str) -> int:
+    """With how many of the string's first characters the text ends, but not with all of them."""
+    size = min(len(string) - 1, len(text))
+    while size > 0:
+        size = string.rfind(text[-1], 0, size) + 1  # it can only end where this character is
+        if text.endswith(string[:size]):
+            break
+        size -= 1
+    return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from jaxspec.outputs import (
     StreamOutput,
 )
 from jaxspec.prompts import Ask
+
+# What each id says by itself, as far as it was asked for: a tokenizer takes its time, and others wait meanwhile.
+TEXTS: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
 class Sample:
@@ -68,9 +72,11 @@ class Sample:
         return piece
 
     def stop_reason(self) -> str | int | None:
-        """The stop string or id that ended it."""
+        """The stop string that ended it, or which of the ids that were asked for; as in vLLM None for the model's own
+        end."""
+        last = self.request.output[-1:]
         if self.detokenizer.stop_string is None and self.request.finish_reason == "stop":
-            return self.request.output[-1]
+            return last[0] if last[0] in self.params.stop_token_ids else None
         return self.detokenizer.stop_string
 
     def completion(self) -> CompletionOutput:
@@ -138,12 +144,14 @@ def described(
 ) -> list[dict[int, Logprob]]:
     """For each id of the text a dict by id: its own Logprob first, then those of the `most` likeliest. A request that
     failed may have fewer entries than ids."""
-    found = []
+    found, texts = [], TEXTS.setdefault(tokenizer, {})
     for chosen, entry in zip(ids, entries, strict=False):
         likeliest = itertools.islice(zip(entry.top_ids, entry.top_logprobs, itertools.count(1)), most)
         rows = {chosen: (entry.logprob, entry.rank)}
         rows |= {i: (logprob, rank) for i, logprob, rank in likeliest if i != chosen}
-        found.append({i: Logprob(logprob, rank, tokenizer.decode([i])) for i, (logprob, rank) in rows.items()})
+        for i in rows.keys() - texts.keys():
+            texts[i] = tokenizer.decode([i])
+        found.append({i: Logprob(logprob, rank, texts[i]) for i, (logprob, rank) in rows.items()})
     return found
 
 

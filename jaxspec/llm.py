@@ -21,7 +21,7 @@ from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.stored import sources
 from jaxspec.engine.engine import Engine, Model
-from jaxspec.engine.request import Request, said
+from jaxspec.engine.request import Request
 from jaxspec.engine.warming import warm_up
 from jaxspec.errors import UserError
 from jaxspec.job import Job, failures
@@ -41,7 +41,7 @@ from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timi
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together
 from jaxspec.progress import generation_progress, wanted, warm_up_progress
-from jaxspec.prompts import Ask, Prompt, asks, named, readable
+from jaxspec.prompts import Ask, Prompt, asks, named, rendered
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.widened import load_widened
 from pallas_kernels.device import here
@@ -223,29 +223,26 @@ class LLM:
         messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers a conversation (a list of {"role", "content"}), or several, through the model's chat template."""
-        prompts = self._render_chats(messages)
+        """Answers a conversation (a list of {"role", "content"}), or several, through the model's chat template.
+        chat_template_kwargs: what the template reads besides, such as {"enable_thinking": False}."""
+        prompts = self._render_chats(messages, chat_template_kwargs)
         return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
 
-    def _render_chats(self, messages: Sequence[Any]) -> list[Mapping[str, Any]]:
+    def _render_chats(self, messages: Sequence[Any], given: Mapping[str, Any] | None = None) -> list[Mapping[str, Any]]:
         """One conversation, or several, as prompts."""
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise UserError(f'{messages!r:.80} is no conversation: give a list of {{"role": ..., "content": ...}}')
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return [self.render_chat(conversation) for conversation in conversations]
+        return [self.render_chat(conversation, given) for conversation in conversations]
 
-    def render_chat(self, messages: Any) -> Mapping[str, Any]:
-        """A conversation as a prompt of token ids. The template writes its own BOS; none is added."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise UserError("this model has no chat template: use generate with a plain prompt")
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # the template is a program of the model's, and raises what it likes
-            raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said(error)}") from error
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(readable(text), add_special_tokens=False)}
+    def render_chat(self, messages: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """A conversation as a prompt of token ids; chat_template_kwargs: what its template reads besides. The template
+        writes its own BOS; none is added."""
+        return rendered(self.tokenizer, messages, chat_template_kwargs)
 
     # What generate, stream and AsyncLLM are made of.
 

@@ -37,11 +37,11 @@ def options(cls: type[T]) -> type[T]:
     return cls
 
 
-def unknown(name: str, what: str, known: Sequence[str]) -> UserError:
-    """The refusal of an option that `what` does not have."""
+def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
+    """The refusal of an option, or by whatever word it goes, that `what` does not have."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-    return UserError(f"unknown option {name!r} of {what}: {hint}")
+    hint = f"did you mean {near[0]!r}?" if near else f"known {word}s: {', '.join(known)}"
+    return UserError(f"unknown {word} {name!r} of {what}: {hint}")
 
 
 def truth(value: Any) -> bool:

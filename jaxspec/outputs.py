@@ -74,7 +74,7 @@ class CompletionOutput:
     """One sample.
 
     finish_reason: "stop", "length", "abort" or "error".
-    stop_reason: the stop string or id that ended it.
+    stop_reason: the stop string that ended it, or which of stop_token_ids; None for the model's own end, as in vLLM.
     error: why it failed.
     logprobs: for each token id, the chosen one's and the likeliest ones' Logprob by id, where asked for.
     cumulative_logprob: the sum of the chosen ones'.

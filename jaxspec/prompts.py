@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -80,12 +82,13 @@ def text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def readable(text: Any) -> str:
-    """The text. Raises UserError where it holds half of a surrogate pair, which no tokenizer reads."""
+def readable(text: Any, where: str = "") -> str:
+    """The text; where: what the refusal begins with. Raises UserError where it holds half of a surrogate pair, which no
+    tokenizer reads."""
     try:
         text.encode()
     except UnicodeError:
-        raise UserError(f"{text!r:.80} is no Unicode text: it holds half of a surrogate pair") from None
+        raise UserError(f"{where}{text!r:.80} is no Unicode text: it holds half of a surrogate pair") from None
     return text
 
 
@@ -102,14 +105,34 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
     return list(checked_ids("token id", ids))
 
 
+def rendered(tokenizer: Any, messages: Any, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """A conversation as a prompt of token ids, by the model's chat template, which writes its own BOS; given: what it
+    reads besides. Raises UserError where there is no template, or it does not take them."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise UserError("this model has no chat template: use generate with a plain prompt")
+    named = {} if given is None else given
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"chat_template_kwargs={named!r:.80} must map names to values")
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in named:
+        if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
+            raise UserError(f"chat_template_kwargs: {name!r:.80} is nothing that the model's chat template is told")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **named)
+    except Exception as error:  # the template is a program of the model's, and raises what it likes
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said}") from error
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
+
+
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
     """Each word as it reads at the beginning of a text and, where that is another token and as many of them, as it
     reads after a space. As vLLM does it."""
     found: list[tuple[int, ...]] = []
     for word in words:
-        first, spaced = (
-            tuple(tokenizer.encode(space + readable(word).lstrip(), add_special_tokens=False)) for space in ("", " ")
-        )
+        text = readable(word, "bad_words: ").lstrip()
+        first, spaced = (tuple(tokenizer.encode(space + text, add_special_tokens=False)) for space in ("", " "))
         if not first:
             raise UserError(f"bad_words: {word!r} has no tokens: give words that have")
         found.append(first)

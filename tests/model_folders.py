@@ -16,7 +16,7 @@ def total(items): return sum(item.price * item.count for item in items)
 SPECIAL = ["<unk>", "<s>", "</s>", "<user>", "<bot>"]
 BOS, EOS = 1, 2
 CHAT_TEMPLATE = (
-    "<s>{% for m in messages %}<user>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    "<s>{{ how }}{% for m in messages %}<user>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.detokenizer import Detokenizer
+from jaxspec.detokenizer import Detokenizer, overlap
 
 END = 256
 
@@ -165,3 +167,11 @@ def test_ids_that_were_read_before_an_interrupt_are_read_again(ids, at):
             detokenizer.find_stop([*part[:kept], *"é lost".encode()], kept)
     assert detokenizer.find_stop(ids, kept) is None
     assert detokenizer.finish(ids, include_stop=False) == bytes(ids).decode()
+
+
+def test_how_much_of_a_stop_string_a_text_ends_with():
+    rng = random.Random(0)
+    for _ in range(3000):
+        text, string = ("".join(rng.choices("ab", k=rng.randrange(least, 8))) for least in (0, 1))
+        sizes = [n for n in range(len(string)) if text.endswith(string[:n])]
+        assert overlap(text, string) == max(sizes, default=0), (text, string)

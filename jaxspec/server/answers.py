@@ -15,8 +15,8 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from jaxspec.outputs import CompletionOutput, RequestOutput, StreamOutput
-from jaxspec.sampling_params import SamplingParams
 from jaxspec.server import logprobs as entries
+from jaxspec.server.fields import Wish
 from jaxspec.server.refusal import Refusal
 
 REASONS = {"abort": "stop"}  # what OpenAI has no name for; the others are its own
@@ -35,14 +35,14 @@ class Answer(Protocol):
 
 
 class Base:
-    """model: its name for clients; usage: whether a stream tells it."""
+    """model: its name for clients; wish: what was asked for."""
 
     kind, prefix, chunk_kind = "", "", ""
     document: Any
     chunk: Any
 
-    def __init__(self, model: str, params: SamplingParams, usage: bool) -> None:
-        self.model, self.wants_usage = model, usage
+    def __init__(self, model: str, wish: Wish) -> None:
+        self.model, self.wish, params = model, wish, wish.params
         self.prompt_tokens = 0  # of all prompts, when they are counted
         self.n, self.most = params.n, params.logprobs or 0  # likeliest tokens beside each
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
@@ -62,10 +62,17 @@ class Base:
             for completion in output.outputs:
                 self.num_tokens += len(completion.token_ids)
                 choices.append(self.choice(index * self.n + completion.index, completion, output))
-        return written(self.document(**self.head(self.kind), choices=choices, usage=self.usage()))
+        more = self.beside(outputs)
+        return written(self.document(**self.head(self.kind), choices=choices, usage=self.usage(), **more))
+
+    def beside(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """What a whole answer has beside its choices."""
+        return {}
 
     def event(self, choices: list[Any], usage: CompletionUsage | None = None) -> str:
-        told = {"usage": usage} if self.wants_usage else {}
+        if self.wish.running_usage:
+            usage = self.usage()
+        told = {"usage": usage} if self.wish.usage else {}
         return written(self.chunk.construct(**self.head(self.chunk_kind), choices=choices, **told))
 
     def first(self) -> Iterable[str]:
@@ -77,7 +84,7 @@ class Base:
             yield self.event([self.part(index * self.n + piece.sample, piece)])
 
     def last(self) -> Iterable[str]:
-        if self.wants_usage:
+        if self.wish.usage:
             yield self.event([], self.usage())
 
     def error(self, refusal: Refusal) -> str:
@@ -127,8 +134,11 @@ class ChatAnswer(Base):
             logprobs=entries.of_chat(completion, self.most),
             finish_reason=reason(completion),
             stop_reason=completion.stop_reason,
-            **entries.of_prompt(output),
         )
+
+    def beside(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        return entries.of_prompt(output)
 
     def first(self) -> Iterable[str]:
         for index in range(self.n):

@@ -54,7 +54,7 @@ class Served:
         await self.check_alive()
         body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
         wanted = wish(body, chat=chat, model=self.model, room=self.room)
-        answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted.params, wanted.usage)
+        answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted)
         return Generation(self.llm, self.gate, wanted, answer, self.room, self.config.request_timeout)
 
     def described(self) -> dict[str, Any]:

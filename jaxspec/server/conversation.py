@@ -1,4 +1,4 @@
-"""A chat's messages: roles and text."""
+"""A chat's messages: roles, text, names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,17 @@ def message_of(where: str, message: Any) -> dict[str, str]:
     if not isinstance(role, str) or role not in ROLES:
         raise Refusal(400, f"{where}.role={role!r:.80} must be one of {', '.join(ROLES)}", param=f"{where}.role")
     content = text_of(f"{where}.content", given.pop("content", message.get("content")))
+    found = {"role": ROLES[role], "content": content}
+    if given.get("type") == "text":  # as some clients call a message that is one
+        del given["type"]
+    if "name" in given:  # templates may show it
+        found["name"] = given.pop("name")
+        if not isinstance(found["name"], str):
+            raise Refusal(400, f"{where}.name={found['name']!r:.80} must be a string", param=f"{where}.name")
     for name in given:
-        raise Refusal(400, f"{where}.{name:.80} is not supported: role and content are", param=f"{where}.{name:.80}")
-    return {"role": ROLES[role], "content": content}
+        only = "role, content and name are"
+        raise Refusal(400, f"{where}.{name:.80} is not supported: {only}", param=f"{where}.{name:.80}")
+    return found
 
 
 def text_of(where: str, content: Any) -> str:
@@ -36,7 +44,7 @@ def text_of(where: str, content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise Refusal(400, f"{where}={content!r:.80} must be a string, or a list of text parts", param=where)
-    return "".join(part_of(f"{where}[{i}]", part) for i, part in enumerate(content))
+    return "\n".join(part_of(f"{where}[{i}]", part) for i, part in enumerate(content))  # as vLLM joins them
 
 
 def part_of(where: str, part: Any) -> str:

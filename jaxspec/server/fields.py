@@ -15,7 +15,12 @@ from jaxspec.server.refusal import Refusal, of_user_error
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # names are vLLM's
 OWN = ("model", "stream", "stream_options")
-CHAT = ("messages", "top_logprobs", "max_completion_tokens")  # beside SAMPLING, of which logprobs is a flag there
+CHAT = (
+    "messages",
+    "chat_template_kwargs",
+    "top_logprobs",
+    "max_completion_tokens",
+)  # beside SAMPLING, of which logprobs is a flag there
 HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")  # change no output
 # Field -> (the values that ask for nothing that is missing, what to do instead of asking for it).
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -40,6 +45,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # Lists that the host goes through for each token, or that become arrays of the program -> the most entries.
 MOST_ENTRIES = {"stop": 64, "stop_token_ids": 64, "bad_words": 128, "logit_bias": 1024}
+LONGEST = {"stop": 1000, "bad_words": 256}  # characters of each: nobody else is served while the host looks at them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +53,21 @@ class Wish:
     """What a request asks for.
 
     prompts: each to be completed n times; None: answer `messages`.
+    template: what the chat template is given besides.
     source: the field that they come from.
     fill: the output may take all the room that the prompt leaves.
-    usage: a stream ends with the number of tokens.
+    usage: a stream ends with the number of tokens; running_usage: and has that so far in every event.
     """
 
     params: SamplingParams
     prompts: list[Prompt] | None
     messages: list[dict[str, str]]
+    template: Mapping[str, Any]
     source: str
     fill: bool
     stream: bool
     usage: bool
+    running_usage: bool
 
     @property
     def samples(self) -> int:
@@ -75,7 +84,7 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
             check(name, value, known)
         if given.get("model") != model:
             raise no_such_model(given.get("model"), model)
-        stream, usage = streaming(given)
+        stream, options = streaming(given)
         sampling = {name: given[name] for name in SAMPLING if name in given}
         messages: list[dict[str, str]] = []
         prompts = None
@@ -89,8 +98,17 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
             raise Refusal(400, "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
     except UserError as error:
         raise of_user_error(error, source, given) from None
-    fill = chat and not {"max_tokens", "max_completion_tokens"} & given.keys()
-    return Wish(params, prompts, messages, source, fill, stream, usage)
+    return Wish(
+        params,
+        prompts,
+        messages,
+        template=given.get("chat_template_kwargs", {}),
+        source=source,
+        fill=chat and not {"max_tokens", "max_completion_tokens"} & given.keys(),
+        stream=stream,
+        usage=options.get("include_usage", False),
+        running_usage=options.get("continuous_usage_stats", False),
+    )
 
 
 def check(name: str, value: Any, known: list[str]) -> None:
@@ -100,11 +118,16 @@ def check(name: str, value: Any, known: list[str]) -> None:
         if not any(value == v and type(value) is type(v) for v in values):
             raise Refusal(400, f"{name}={value!r:.80} is not supported: {instead}", param=name)
     elif name not in known and name not in HARMLESS:
-        message = str(unknown(name[:80], "the request", known)).replace("option", "field")
+        message = str(unknown(name[:80], "the request", known, "field"))
         raise Refusal(400, message, param=name[:80], code="unknown_parameter")
     most = MOST_ENTRIES.get(name)
     if most is not None and isinstance(value, list | dict) and len(value) > most:
         raise Refusal(400, f"{name} has {len(value)} entries, the server takes at most {most}", param=name)
+    if (most := LONGEST.get(name)) is not None:
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and len(text) > most:
+                said = f"{name} holds {text!r:.40}..., of {len(text)} characters: the server takes at most {most}"
+                raise Refusal(400, said, param=name)
 
 
 def prompts_of(prompt: Any) -> list[Prompt]:
@@ -130,19 +153,19 @@ def no_such_model(name: Any, model: str) -> Refusal:
     )
 
 
-def streaming(given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(whether the answer is streamed, whether it ends with the usage)"""
+def streaming(given: Mapping[str, Any]) -> tuple[bool, dict[str, bool]]:
+    """(whether the answer is streamed, stream_options)"""
     stream, options = flag("stream", given.get("stream", False)), given.get("stream_options", {})
     if not isinstance(options, dict):
         raise Refusal(400, f"stream_options={options!r:.80} must be an object", param="stream_options")
     if options and not stream:
         raise Refusal(400, "stream_options are for stream=true", param="stream_options")
     for name, value in options.items():
-        if name not in ("include_usage", "include_obfuscation"):
+        if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
             raise Refusal(400, f"unknown field {name!r:.80} of stream_options", param="stream_options")
         if flag(f"stream_options.{name}", value) and name == "include_obfuscation":
             raise Refusal(400, f"stream_options.{name}=true is not supported", param="stream_options")
-    return stream, bool(options.get("include_usage"))
+    return stream, options
 
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
@@ -151,6 +174,8 @@ def chat_logprobs(given: Mapping[str, Any]) -> int | None:
     if top is None:
         return 0 if wanted else None
     top = whole("top_logprobs", top, 0, MAX_LOGPROBS)
+    if not wanted and top == 0:  # vLLM's default, which its clients send
+        return None
     if not wanted:
         raise Refusal(400, f"top_logprobs={top} needs logprobs=true", param="top_logprobs")
     return top

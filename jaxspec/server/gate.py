@@ -31,7 +31,11 @@ class Gate:
         if self.draining:
             raise Refusal(503, "the server is shutting down", code="shutting_down", headers=self.later())
         if samples > self.most:
-            raise Refusal(400, f"{samples} samples in one request: the server takes at most {self.most}", param="n")
+            raise Refusal(
+                400,
+                f"{samples} samples in one request: the server takes at most {self.most}",
+                param="n",
+            )
         if self.inside + samples > self.most:
             raise Refusal(
                 429,

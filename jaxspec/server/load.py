@@ -38,6 +38,7 @@ WORDS = (
     "old",
 )
 PERCENTILES = (50, 99)
+LONGEST = 1e6  # seconds
 MOST_CLIENTS = 1000  # connections that OpenAI's client opens
 
 
@@ -72,8 +73,12 @@ class LoadOptions:
             whole(name, getattr(self, name), 1)
         for clients in self.concurrency:
             whole("concurrency", clients, 1, MOST_CLIENTS)
-        if number("timeout", self.timeout) <= 0.0:
-            raise UserError(f"timeout={self.timeout} must be more than 0 seconds")
+        if not 0.0 < number("timeout", self.timeout) <= LONGEST:
+            raise UserError(f"timeout={self.timeout} must be more than 0 seconds and at most {LONGEST:g}")
+        if not 0.0 <= number("temperature", self.temperature) <= 1e6:
+            raise UserError(f"temperature={self.temperature} must lie in [0, 1e6]")
+        if self.api_key and not self.api_key.isascii():
+            raise UserError("api_key must be of ASCII characters: HTTP carries no others")
 
 
 @dataclasses.dataclass
@@ -96,11 +101,15 @@ async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
     import openai
 
     key = chosen.api_key or os.environ.get("OPENAI_API_KEY") or "none"
-    async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=chosen.timeout) as client:
+    try:
+        found = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=chosen.timeout)
+    except Exception as error:  # the client says in many ways that this is no address
+        raise UserError(f"{url!r:.200} is no address of a server: {error}") from None
+    async with found as client:
         try:
             model = chosen.model or (await client.models.list()).data[0].id
-        except openai.OpenAIError as error:
-            raise UserError(f"{url} lists no model: {error}") from None
+        except Exception as error:  # whatever answered may be no such server
+            raise UserError(f"{url} lists no model ({type(error).__name__}: {error}): is OpenAI's API there?") from None
         prompts, rows = made_prompts(chosen.prompt_words), []
         for clients in chosen.concurrency:
             await asked(client, chosen, model, prompts, clients, clients)  # unmeasured: connections, compiled programs

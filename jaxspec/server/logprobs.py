@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def of_text(rows: Rows, ids: Sequence[int], offset: int) -> Logprobs:
         tokens=tokens,
         token_logprobs=[number(entry) for entry in chosen],
         top_logprobs=[{text(e): number(e) for e in reversed(list(row.values()))} for row in rows],
-        text_offset=[offset + sum(map(len, tokens[:i])) for i in range(len(tokens))],
+        text_offset=list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
     )
 
 

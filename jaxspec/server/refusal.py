@@ -19,6 +19,7 @@ PHRASES = {
     "stop token id": "stop_token_ids",
     "allowed token id": "allowed_token_ids",
     "bad word": "bad_words",
+    "chat_template_kwargs": "chat_template_kwargs",
 }
 
 
@@ -57,8 +58,9 @@ def readable(text: str) -> str:
 def of_user_error(error: Exception, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
     """What jaxspec refused. The field is the one that its line begins with. source: the field of the prompt; given: the
     request's fields."""
-    message = re.sub(r"^prompt 0: ", "", str(error))  # one prompt a call: its index says nothing
+    message = str(error).removeprefix("prompt 0: ")  # one prompt a call: its index says nothing
     first = re.match(r"\w*", message)[0]  # type: ignore[index]
-    phrase = next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), default)
-    param = first if first in given else source if phrase == "prompt" else phrase
+    named = first if first in given else default
+    param = next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)
+    param = source if param == "prompt" else param
     return Refusal(400, message, param=param, code="context_length_exceeded" if TOO_LONG in message else None)

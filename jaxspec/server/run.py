@@ -32,8 +32,8 @@ def bound(config: ServerConfig) -> socket.socket:
             found = opened.enter_context(socket.socket(family, kind, protocol))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
-        except OSError as error:
-            said = f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+        except (OSError, UnicodeError) as error:  # the latter of a name that no host has
+            said = f"cannot listen on {config.host} port {config.port}: {getattr(error, 'strerror', None) or error}"
             raise UserError(f"{said}; --host and --port choose another") from None
         opened.pop_all()
         return found
@@ -104,6 +104,7 @@ def signals(told: asyncio.Future[int]) -> Iterator[None]:
         told.set_result(number)
         for other in ENDINGS:
             loop.remove_signal_handler(other)
+            signal.signal(other, signal.SIG_DFL)  # Python's own would raise within whatever runs
 
     for number in ENDINGS:
         loop.add_signal_handler(number, first, number)

@@ -49,5 +49,8 @@ class ServerConfig:
         for name in ("api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise UserError(f"{name} is empty: leave it out, or give one")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise UserError("api_key must be of printable ASCII characters: HTTP carries no others")
+        key, name = self.api_key, self.served_model_name
+        if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+            raise UserError("api_key must be of printable ASCII characters, no space at an end: HTTP carries no others")
+        if name is not None and not name.isprintable():
+            raise UserError(f"served_model_name={name!r:.80} must be of printable characters: answers hold it")

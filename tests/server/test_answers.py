@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 
+import openai
 import pytest
 
 from jaxspec import SamplingParams
@@ -60,9 +61,11 @@ def test_chats_are_answered(server, expected):
     chunks = list(client.chat.completions.create(messages=TALK, stream=True, n=2, **GREEDY))
     assert [joined(chunks, i) for i in range(2)] == [wanted.outputs[0].text] * 2
     assert [chunk.choices[0].delta.role for chunk in chunks[:3]] == ["assistant", "assistant", None]
-    parts = [{"type": "text", "text": "Count "}, {"type": "text", "text": "the words."}]
-    again = [TALK[0] | {"role": "developer"}, {"role": "user", "content": parts}]
-    assert client.chat.completions.create(messages=again, **GREEDY).choices == answer.choices
+    parts = [{"type": "text", "text": text} for text in ("Count", "the words.")]
+    again = [TALK[0] | {"role": "developer", "type": "text"}, {"role": "user", "content": parts}]
+    joined_ones = [TALK[0], {"role": "user", "content": "Count\nthe words."}]
+    (other,) = expected.chat(joined_ones, PARAMS)
+    assert client.chat.completions.create(messages=again, **GREEDY).choices[0].message.content == other.outputs[0].text
     # An answer as the client has it goes back in the next turn, with all its empty fields.
     talk = [*TALK, answer.choices[0].message.model_dump(), {"role": "user", "content": "Again."}]
     assert client.chat.completions.create(messages=talk, **GREEDY).choices[0].finish_reason == "length"
@@ -89,12 +92,51 @@ def test_log_probabilities_are_the_librarys(server, expected):
     (talked,) = expected.chat(TALK, params)
     for top in (0, 3):
         chat = server.client().chat.completions.create(messages=TALK, logprobs=True, top_logprobs=top, **asked)
+        assert len(chat.prompt_logprobs) == len(talked.prompt_token_ids)  # of all choices, as vLLM has it
+        assert not hasattr(chat.choices[0], "prompt_logprobs")
         content = chat.choices[0].logprobs.content
         assert [len(entry.top_logprobs) for entry in content] == [top] * 24
         for entry, row in zip(content, talked.outputs[0].logprobs, strict=True):
             best = sorted(row.values(), key=lambda e: e.rank)[:top]
             assert [t.logprob for t in entry.top_logprobs] == pytest.approx([e.logprob for e in best], abs=1e-4)
         assert content[0].bytes in (None, list(content[0].token.encode()))
+
+
+def test_tokens_are_counted_in_every_event(server):
+    """As guidellm asks for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for chat in (False, True):
+        create = server.client().chat.completions.create if chat else server.client().completions.create
+        asked = {"messages": TALK} if chat else {"prompt": PROMPTS[0]}
+        chunks = list(create(**asked, **GREEDY, stream=True, stream_options=options))
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == 24
+        assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+
+
+def test_what_a_template_is_told(server, expected):
+    told = {"how": "fox "}
+    (wanted,) = expected.chat(TALK, PARAMS, chat_template_kwargs=told)
+    (plain,) = expected.chat(TALK, PARAMS)
+    assert wanted.prompt.startswith("<s>fox ")
+    assert wanted.outputs[0].text != plain.outputs[0].text
+    create = server.client().chat.completions.create
+    extra = {"extra_body": {"ignore_eos": True, "chat_template_kwargs": told}}
+    answer = create(messages=TALK, **GREEDY | extra)
+    assert answer.choices[0].message.content == wanted.outputs[0].text
+    for wrong, words in (({"tokenize": True}, "'tokenize' is"), ({"thinking": 1}, "'thinking' is"), (3, "=3 must")):
+        with pytest.raises(openai.BadRequestError, match=words) as refused:
+            create(messages=TALK, **GREEDY | {"extra_body": {"chat_template_kwargs": wrong}})
+        assert refused.value.param == "chat_template_kwargs"
+
+
+def test_the_models_own_end_is_no_stop_reason(server):
+    """As in vLLM: null, but for ids that were asked for."""
+    for asked, reason in (({}, None), ({"stop_token_ids": [2]}, 2)):
+        extra = {"extra_body": {"logit_bias": {"2": 100}, **asked}}
+        choice = server.client().completions.create(prompt="x", **GREEDY | extra).choices[0]
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
 
 
 @pytest.mark.parametrize("stream", [False, True])

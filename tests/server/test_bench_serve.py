@@ -41,9 +41,13 @@ def test_what_is_refused_is_counted_and_told(another, capsys):
 
 def test_what_cannot_be_measured(server, capsys):
     line = refused(capsys, "bench-serve", "http://127.0.0.1:9/v1")
-    assert "http://127.0.0.1:9/v1 lists no model: Connection error" in line
+    assert "http://127.0.0.1:9/v1 lists no model (APIConnectionError: Connection error" in line
     line = refused(capsys, "bench-serve", server.url + "/v1", "--model", "other")
     assert "all 20 requests failed, the first: " in line
     assert "model 'other' is not served here" in line
+    for url, words in (("http://[::1", "is no address of a server"), (server.url, "lists no model")):
+        assert words in refused(capsys, "bench-serve", url)
+    for name, value in (("temperature", "nan"), ("timeout", "nan"), ("api_key", "schlüssel")):
+        assert name in refused(capsys, "bench-serve", "x", f"--{name.replace('_', '-')}", value)
     assert "give whole numbers of at least 1" in refused(capsys, "bench-serve", "x", "--concurrency", "0")
     assert "concurrency=2000 is above 1000" in refused(capsys, "bench-serve", "x", "--concurrency", "2000")

@@ -134,9 +134,17 @@ def test_what_is_missing_is_refused_by_its_name(name):
         ({"messages": [{"role": "tool", "content": "x"}]}, True, 400, "messages[0].role", "role='tool'"),
         ({"messages": [{"role": [], "content": "x"}]}, True, 400, "messages[0].role", "role=None"),
         (
-            {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
-            *(True, 400, "messages[0].name", "messages[0].name is not supported"),
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+            *(True, 400, "messages[0].tool_call_id", "messages[0].tool_call_id is not supported"),
         ),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": 3}]},
+            *(True, 400, "messages[0].name", "messages[0].name=3 must be a string"),
+        ),
+        ({"stop": ["a", "b" * 1001]}, False, 400, "stop", "of 1001 characters: the server takes at most 1000"),
+        ({"stop": "b" * 1001}, False, 400, "stop", "of 1001 characters: the server takes at most 1000"),
+        ({"bad_words": ["b" * 257]}, False, 400, "bad_words", "of 257 characters: the server takes at most 256"),
+        ({"option_x": 1}, False, 400, "option_x", "unknown field 'option_x' of the request: "),
         (
             {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             *(True, 400, "messages[1].content[0].type", "type='image_url' is not supported: text is"),
@@ -155,7 +163,13 @@ def test_what_changes_no_output_is_taken():
     assert wish(extra).params == SamplingParams()
 
 
+def test_who_speaks_is_told_to_the_template():
+    said = {"role": "user", "content": "x", "name": "Ann"}
+    assert wish({"messages": [said | {"type": "text"}]}, chat=True).messages == [said]
+
+
 def test_a_chat_has_its_own_names():
+    assert wish({"top_logprobs": 0}, chat=True).params.logprobs is None
     assert wish({"logprobs": True}, chat=True).params.logprobs == 0
     assert wish({"logprobs": True, "top_logprobs": 4}, chat=True).params.logprobs == 4
     assert wish({"logprobs": False}, chat=True).params.logprobs is None
