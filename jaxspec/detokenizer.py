@@ -17,8 +17,8 @@ class Detokenizer:
         self.tokenizer, self.stop, self.min_tokens = tokenizer, stop, min_tokens
         self.skip_special_tokens = skip_special_tokens
         self.hidden: frozenset[int] = frozenset()  # ids that end the output and are not part of its text
-        self.stop_string: str | None = None
-        self.stop_at = 0  # where in the text the stop string begins
+        self.stop_string: str | None
+        self.stop_at: int  # where in the text the stop string begins
         self.begin()
 
     def begin(self) -> None:
@@ -26,6 +26,7 @@ class Detokenizer:
         self.text, self.unfinished = "", ""  # unfinished: what can be read already before half a character
         self.window, self.read = 0, 0  # ids before `read` are in text; the window gives them context
         self.searched = self.num_fed = 0  # by find_stop: characters, ids
+        self.stop_string, self.stop_at = None, 0
 
     def decode(self, ids: list[int]) -> str:
         ids = [i for i in ids if i not in self.hidden] if self.hidden else ids
@@ -38,6 +39,7 @@ class Detokenizer:
             self.begin()
             start = 0
         for end in range(start + 1, len(ids) + 1):
+            self.num_fed = -1  # an interrupt from here on leaves nothing that is known
             self.feed(ids[:end])
             readable, known = self.text + self.unfinished, self.searched
             self.num_fed, self.searched = end, len(readable)

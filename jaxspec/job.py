@@ -20,7 +20,7 @@ from jaxspec.outputs import (
 from jaxspec.prompts import Ask
 
 # What each id says by itself, as far as it was asked for: a tokenizer takes its time, and others wait meanwhile.
-TEXTS: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
+TEXTS: weakref.WeakKeyDictionary[Any, dict[int, str | None]] = weakref.WeakKeyDictionary()
 
 
 class Sample:
@@ -150,9 +150,17 @@ def described(
         rows = {chosen: (entry.logprob, entry.rank)}
         rows |= {i: (logprob, rank) for i, logprob, rank in likeliest if i != chosen}
         for i in rows.keys() - texts.keys():
-            texts[i] = tokenizer.decode([i])
+            texts[i] = text_of(tokenizer, i)
         found.append({i: Logprob(logprob, rank, texts[i]) for i, (logprob, rank) in rows.items()})
     return found
+
+
+def text_of(tokenizer: Any, i: int) -> str | None:
+    """What an id says by itself; None where the tokenizer fails at it, as some do at ids of a padded table."""
+    try:
+        return tokenizer.decode([i])
+    except Exception:
+        return None
 
 
 def timing_of(requests: Sequence[Request]) -> RequestTiming:

@@ -169,8 +169,7 @@ class LLM:
         asked = self._prepare(prompts, sampling_params)
         jobs: list[Job] = []
         try:
-            for ask in asked:
-                jobs.append(self._submit(ask))
+            self._submit_all(asked, jobs)
             self._finish([request for job in jobs for request in job.requests], progress=progress)
         finally:
             for job in jobs:  # on an exception, nothing stays behind
@@ -204,8 +203,7 @@ class LLM:
     def _pieces(self, asked: Sequence[Ask]) -> Iterator[StreamOutput]:
         jobs: list[Job] = []
         try:
-            for ask in asked:  # not earlier: an iterator that never started frees nothing
-                jobs.append(self._submit(ask))
+            self._submit_all(asked, jobs)  # not earlier: an iterator that never started frees nothing
             left = jobs
             while left:
                 # Steps of other requests advance these too, so there may be something to show already.
@@ -258,6 +256,18 @@ class LLM:
         add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=ask.bad_words)
         return Job(self.tokenizer, ask, named(ask.index, add, ask.ids, ask.params))
 
+    def _submit_all(self, asked: Sequence[Ask], jobs: list[Job]) -> None:
+        """Adds a job for each to `jobs`; where that is interrupted, nothing is queued that is not in there."""
+        known = set(self.engine.roster.open)
+        try:
+            for ask in asked:
+                jobs.append(self._submit(ask))
+        except BaseException:
+            known.update(request.id for job in jobs for request in job.requests)
+            for request in [r for i, r in self.engine.roster.open.items() if i not in known]:
+                self.engine.abort(request)
+            raise
+
     def _step(self, *, streaming: bool = False) -> list[Request]:
         """One step of the engine: the requests, one a sample, that ran or ended."""
         ran = self.engine.step(streaming=streaming)
@@ -265,9 +275,9 @@ class LLM:
         return ran
 
     def _abort(self, job: Job) -> None:
-        """Ends the samples of a job that have not ended."""
+        """Ends the samples of a job that have not ended, and frees those that ended by no step's doing."""
         left = [request for request in job.requests if request.finish_reason is None]
-        for request in left:
+        for request in job.requests:
             self.engine.abort(request)
         self._tell(left)
 

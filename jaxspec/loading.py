@@ -53,7 +53,25 @@ def load(source: Any, dtype: Any, placement: Any, target: Model | None = None) -
         as_mine = lambda name: jax.device_put(jnp.asarray(target.params[name], own), abstract[name].sharding)
         theirs = {name: as_mine(name) for name in borrowed}  # no copy where they agree
         abstract = {name: p for name, p in abstract.items() if name not in theirs}
-    return Model(config, checkpoints.load_params(source, config, abstract) | theirs)
+    params = checkpoints.load_params(source, config, abstract)
+    if target is None:
+        check_head(source.name, {name: params[name] for name, p in abstract.items() if p.head})
+    return Model(config, params | theirs)
+
+
+def check_head(name: str, weights: dict[str, jax.Array]) -> None:
+    """Raises UserError where a logit would be no number: whoever is told the largest only would not see it."""
+    for where, known in jax.device_get(finite(weights)).items():
+        if not known:
+            raise UserError(
+                f"{name}: {where}, of which all logits are made, holds numbers that are not finite: fetch the model "
+                "again, or take another dtype"
+            )
+
+
+@jax.jit
+def finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.isfinite(x).all() for name, x in arrays.items()}
 
 
 def draft_config(

@@ -10,9 +10,11 @@ from typing import Any
 
 from jaxspec.errors import UserError
 from jaxspec.options import ids as checked_ids
+from jaxspec.options import unknown
 from jaxspec.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+FORMS = ("prompt", "prompt_token_ids")  # keys of a mapping
 BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token ids
 
 
@@ -55,7 +57,8 @@ def as_list(prompts: Any) -> list[Prompt]:
     if not isinstance(prompts, Iterable):
         raise UserError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
-    return [prompts] if prompts and all(hasattr(p, "__index__") for p in prompts) else prompts
+    number = lambda p: hasattr(p, "__index__") and getattr(p, "ndim", 0) == 0  # arrays have it, too
+    return [prompts] if prompts and all(map(number, prompts)) else prompts
 
 
 def spread(params: Any, count: int) -> list[SamplingParams]:
@@ -94,6 +97,9 @@ def readable(text: Any, where: str = "") -> str:
 
 def encode(tokenizer: Any, prompt: Any) -> list[int]:
     """The prompt's token ids."""
+    for name in prompt if isinstance(prompt, Mapping) else ():
+        if name not in FORMS:
+            raise unknown(str(name)[:80], "a prompt", FORMS, "key")
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(prompt, str) or (ids is None and text_of(prompt) is not None):
         return list(tokenizer.encode(readable(text_of(prompt))))
@@ -119,11 +125,28 @@ def rendered(tokenizer: Any, messages: Any, given: Mapping[str, Any] | None = No
         if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise UserError(f"chat_template_kwargs: {name!r:.80} is nothing that the model's chat template is told")
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **named)
+        text = tokenizer.apply_chat_template(flattened(messages), tokenize=False, add_generation_prompt=True, **named)
     except Exception as error:  # the template is a program of the model's, and raises what it likes
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said}") from error
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
+
+
+def flattened(messages: Iterable[Any]) -> list[Any]:
+    """The messages, their contents as text: parts of it are joined by line breaks, as in vLLM. Raises UserError for a
+    content that is none: templates would show it as Python does."""
+    return [
+        {**m, "content": content_of(i, m.get("content"))} if isinstance(m, Mapping) else m
+        for i, m in enumerate(messages)
+    ]
+
+
+def content_of(index: int, content: Any) -> str:
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str | BYTES) else [content]
+    texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else p for p in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"messages[{index}] has content={content!r:.80}: give a string, or a list of text parts")
+    return "\n".join(texts)
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

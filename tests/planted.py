@@ -38,6 +38,36 @@ class Fault:
 
 
 FAULTS = (
+    Fault(  # an id that was fed before an interrupt counts as heard of
+        "jaxspec/detokenizer.py",
+        "            self.num_fed = -1  # an interrupt from here on leaves nothing that is known\n",
+        "",
+        "tests/test_detokenizer.py -k interrupt_after",
+    ),
+    Fault(  # a seeded row's run hangs on its neighbours' drafts
+        "jaxspec/drafters/suffix.py",
+        "kept &= (jnp.arange(count)",
+        "kept | (jnp.arange(count)",
+        "tests/drafters/test_suffix.py -k seeded_row",
+    ),
+    Fault(  # a copy that fails ends everybody who came with it
+        "jaxspec/engine/engine.py",
+        "with self.roster.blame(owners):",
+        "with self.roster.blame(admitted):",
+        "tests/engine/test_faults.py -k it_was_for",
+    ),
+    Fault(  # a stream that the garbage collector ends changes queues that somebody is changing
+        "jaxspec/engine/roster.py",
+        "not in self.open or self.inside:",
+        "not in self.open:",
+        "tests/llm/test_neighbours.py -k collector",
+    ),
+    Fault(  # an interrupt between two requests leaves the first behind
+        "jaxspec/llm.py",
+        "for request in [r for i, r in self.engine.roster.open.items() if i not in known]:",
+        "for request in ():",
+        "tests/llm/test_neighbours.py -k queued",
+    ),
     Fault(  # a part that begins within a group takes the scales of its beginning
         "checkpoints/safetensors.py",
         "[..., first % size :]",

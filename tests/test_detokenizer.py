@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -175,3 +176,24 @@ def test_how_much_of_a_stop_string_a_text_ends_with():
         text, string = ("".join(rng.choices("ab", k=rng.randrange(least, 8))) for least in (0, 1))
         sizes = [n for n in range(len(string)) if text.endswith(string[:n])]
         assert overlap(text, string) == max(sizes, default=0), (text, string)
+
+
+def test_an_interrupt_after_an_id_was_fed():
+    """The launch is made again, and may say something else: nothing is left of what it said first."""
+    for line in ("feed", "end"):
+        detokenizer = Detokenizer(Bytes(), stop=("ab",))
+        feed = detokenizer.feed
+
+        def interrupted(ids, feed=feed, detokenizer=detokenizer, **how):
+            feed(ids, **how)
+            detokenizer.feed = feed  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        if line == "feed":
+            detokenizer.feed = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                detokenizer.find_stop(list(b"xy"), 0)
+        else:  # it was found, and nobody heard of it
+            assert detokenizer.find_stop(list(b"xab"), 0) == 3
+        assert detokenizer.find_stop(list(b"zcd"), 0) is None
+        assert detokenizer.finish(list(b"zcd"), include_stop=False) == "zcd"

@@ -45,6 +45,8 @@ class Suffix(Drafter):
         runs, probs = frequent_runs(after, known, counted)
         longest = jnp.minimum((lengths * self.factor + 1e-6).astype(jnp.int32), self.depth - lengths)
         kept = (probs > 0) & (probs >= self.min_prob) & (jnp.arange(count) < longest[:, None])
+        # Those that the row wants: which run is chosen is not to hang on what its neighbours want.
+        kept &= (jnp.arange(count) < history.num_wanted[:, None])[:, None]
         expected = jnp.sum(jnp.where(kept, probs, 0.0), axis=2)  # tokens that are right, [B,P]
         best = expected.shape[1] - 1 - jnp.argmax(expected[:, ::-1], axis=1)  # of equals the longest match
         pick = lambda x: jnp.take_along_axis(x, best[:, None, None], axis=1)[:, 0]

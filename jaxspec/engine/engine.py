@@ -171,19 +171,20 @@ class Engine:
         what no device takes must not spoil the others' launch."""
         admitted, copies = self.scheduler.admit()
         for at in range(0, len(copies), batch.COPIES):
-            with self.roster.blame(admitted):
-                some = copies[at : at + batch.COPIES]
-                self.prefilling.queue(admitted, Plan("copy_pages", batch.copied_pages(some, self.layout)))
+            owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
+            with self.roster.blame(owners):
+                self.prefilling.queue(owners, Plan("copy_pages", batch.copied_pages(pages, self.layout)))
         for request in admitted:
+            if not request.pages:  # the caches were lost, and it waits again
+                continue
             with self.roster.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
         """One pass over the next tokens of these requests' prompts. Where nothing is drafted the draft does not read
         them: where speculation does not pay, neither does that, and where it comes to, the draft catches up."""
-        with self.roster.blame(requests):
-            pages = self.grown_shape(self.scheduler.running)[1]
-            self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
+        pages = self.grown_shape(self.scheduler.running)[1]
+        self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
         """One launch over these requests, whose prompts are in the caches, or will be when the device comes to it."""
@@ -201,9 +202,11 @@ class Engine:
             num_rounds = 1 if first else min(num_rounds, self.controller.rounds_within(SHOWN_EVERY, kind, choice.k))
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
         reading = self.catch_up(requests) if choice.k else 0.0
+        if not all(r.pages for r in requests):  # the caches were lost
+            return
         plan = self.launch(requests, choice.k, num_rounds, choice.worth)
         self.prefilling.settle()  # only now: the device has come to it while the launch was packed
-        if not all(r.pages for r in requests):  # the caches were lost
+        if not all(r.pages for r in requests):
             return
         with self.timed("decode_seconds") as watch:
             result = self.runner.fetch(self.runner.start(plan))

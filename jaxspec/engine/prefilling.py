@@ -49,9 +49,12 @@ class Prefilling:
             return
         rows = self.pieces(requests)
         taking_part = list(dict.fromkeys(request for request, *_ in rows))
-        shape, variant = self.catalogue.prefill("prefill", self.shape, batch.prefill_variant(taking_part))
-        started = self.queue(taking_part, Plan("prefill", (self.chunk(rows, shape, row_pages),), variant=variant))
-        scores = None if variant.logprobs is None else self.roster.runner.fetch(started)
+        with self.roster.blame(taking_part):
+            shape, variant = self.catalogue.prefill("prefill", self.shape, batch.prefill_variant(taking_part))
+            started = self.queue(taking_part, Plan("prefill", (self.chunk(rows, shape, row_pages),), variant=variant))
+            scores = None if variant.logprobs is None else self.roster.runner.fetch(started)
+        if not all(request.pages for request in taking_part):  # the caches were lost
+            return
         for row, (request, _, length) in enumerate(rows):
             with self.roster.blame([request], device=False):
                 results.absorb_chunk(request, row, length, scores, self.lag)
@@ -67,9 +70,12 @@ class Prefilling:
         while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
             starts = [r.draft_len + self.lag.lookahead for r in behind]
             rows = batch.pieces(behind, starts, self.shape, ends=[r.target_len for r in behind])
-            shape, variant = self.catalogue.prefill("catch_up", self.shape, NOTHING)
-            plan = Plan("catch_up", (self.chunk(rows, shape, row_pages),), variant=variant)
-            self.queue([request for request, *_ in rows], plan)
+            taking_part = [request for request, *_ in rows]
+            with self.roster.blame(taking_part):
+                shape, variant = self.catalogue.prefill("catch_up", self.shape, NOTHING)
+                self.queue(taking_part, Plan("catch_up", (self.chunk(rows, shape, row_pages),), variant=variant))
+            if not all(request.pages for request in taking_part):
+                return
             for request, _, length in rows:
                 request.draft_len += length
 

@@ -20,7 +20,9 @@ class Roster:
         self.open: dict[int, Request] = {}  # by id: what has not left yet, wherever it is
         self.failed: list[Request] = []  # in this step, or ended in one that was interrupted
         self.midway = False  # in a change that, interrupted, leaves queues, pages and caches in no known state
-        self.stepping = False
+        self.inside = (
+            False  # ... which is under way: whoever is called within, by the garbage collector, changes nothing
+        )
 
     def add(self, requests: Sequence[Request]) -> None:
         with self.whole():
@@ -29,16 +31,22 @@ class Roster:
             self.open.update({request.id: request for request in requests})
 
     def abort(self, request: Request) -> None:
-        """Ends a request and frees its pages. Does nothing to one that has ended."""
+        """Ends a request, where it has not ended, and frees its pages."""
         if request.finish_reason is None:
             request.finish_reason, request.times.finished = "abort", time.perf_counter()
-        if request.id not in self.open or self.stepping:  # a step lets go of what has ended
+        if request.id not in self.open or self.inside:  # a step lets go of what has ended
             return
         if self.midway:
             self.begin_again()
         else:
             with self.whole():
-                self.leave(request)
+                self.let_go(request)
+
+    def let_go(self, request: Request) -> None:
+        """Of one that has ended; where the engine did not end it, as where its text cannot be read, it is told of."""
+        if request.finish_reason == "error" and request not in self.failed:
+            self.failed.append(request)
+        self.leave(request)
 
     def leave(self, request: Request) -> None:
         self.open.pop(request.id, None)
@@ -47,21 +55,21 @@ class Roster:
     def leave_ended(self) -> list[Request]:
         """Lets go of what has ended, by whatever; those that failed."""
         for request in [r for r in self.open.values() if r.finish_reason]:
-            self.leave(request)
+            self.let_go(request)
         failed, self.failed = self.failed, []
         return failed
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """The engine's step is done inside. Where the last one did not come to its end, all pages are computed anew."""
+        """The engine's step is done inside. Where the last one did not come to its end, all pages are computed anew.
+        What ended since is let go of first: nobody waits for a row of it."""
+        self.inside = False  # an interrupt may have come where that was to be set
         if self.midway or self.runner.lost:
             self.begin_again()
-        try:
-            with self.whole():
-                self.stepping = True
-                yield
-        finally:
-            self.stepping = False
+        with self.whole():
+            for request in [r for r in self.open.values() if r.finish_reason]:
+                self.let_go(request)
+            yield
 
     @contextlib.contextmanager
     def blame(self, requests: Sequence[Request], *, device: bool = True) -> Iterator[None]:
@@ -82,9 +90,13 @@ class Roster:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """What is done inside is done wholly, or undone by `begin_again`."""
-        outer, self.midway = self.midway, True
-        yield
-        self.midway = outer
+        outer = self.midway, self.inside
+        try:
+            self.midway = self.inside = True
+            yield
+            self.midway = outer[0]
+        finally:
+            self.inside = outer[1]
 
     def begin_again(self) -> None:
         """After an interrupt: queues, pages and caches may be in any state, tokens are whole."""

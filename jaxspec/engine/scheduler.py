@@ -68,11 +68,11 @@ class Scheduler:
         for request in self.waiting:
             request.lose_pages()
 
-    def admit(self) -> tuple[list[Request], list[tuple[int, int]]]:
+    def admit(self) -> tuple[list[Request], list[tuple[Request, tuple[int, int]]]]:
         """Moves waiting requests to running while there are rows, and pages for what they hold and one more round
-        -> (the newcomers, (source, target) of pages to be copied)."""
+        -> (the newcomers, of pages to be copied for whom, and (source, target))."""
         admitted: list[Request] = []
-        copies: list[tuple[int, int]] = []
+        copies: list[tuple[Request, tuple[int, int]]] = []
         # A page for each that runs already and may grow, or they would soon push the newcomers out again.
         spare = sum(len(r.pages) < self.most_pages(r) for r in self.running) if self.waiting else 0
         for request in list(self.waiting):
@@ -93,7 +93,8 @@ class Scheduler:
             request.target_len, request.draft_len = len(known) * self.page_size, drafted * self.page_size
             request.num_registered = len(known) if sibling is None else 0
             if sibling is not None:
-                copies += self.share_prompt(request, sibling, len(known), {b: a for a, b in copies})
+                source = {target: page for _, (page, target) in copies}
+                copies += [(request, copy) for copy in self.share_prompt(request, sibling, len(known), source)]
             now = time.perf_counter()
             request.times.admitted = request.times.admitted or now
             if request.prefilled:

@@ -365,3 +365,32 @@ def test_an_interrupt_between_any_two_lines(share):
         assert text == [Letters().decode(requests[0].output, True)], count
         assert not engine.busy
     check_usable(engine)
+
+
+def test_a_pass_that_fails_ends_those_that_it_held(monkeypatch):
+    """Others wait for theirs, and get it."""
+    engine = new_engine("noisy", K, page_size=4, num_pages=40, max_num_seqs=3, prefill_chunk=16)
+    held: list[Request] = []
+    start = engine.runner.start
+
+    def started(plan):
+        if plan.program == "prefill" and not held:
+            held.append(requests[0])
+            raise RuntimeError("out of memory")
+        return start(plan)
+
+    monkeypatch.setattr(engine.runner, "start", started)
+    requests = [engine.add(p, s) for p, s in zip(([5] * 40, PROMPTS[2], PROMPTS[3]), SAMPLING[2:], strict=False)]
+    finish(engine)
+    assert [r.finish_reason for r in requests] == ["error", "length", "length"]
+
+
+def test_a_copy_that_fails_ends_those_that_it_was_for(monkeypatch):
+    engine = new_engine("noisy", K, page_size=4, num_pages=40, max_num_seqs=3)
+    break_once(engine, monkeypatch, "copy_pages", RuntimeError("no copy"), donated=False)
+    first, second = engine.add([5] * 11, params(30, n=2)[0]).samples
+    engine.step(1)
+    stranger = engine.add(PROMPTS[2], SAMPLING[2])
+    finish(engine)
+    assert [r.finish_reason for r in (first, second, stranger)] == ["length", "error", "length"]
+    assert second.error == "RuntimeError: no copy"

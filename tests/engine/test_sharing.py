@@ -20,7 +20,7 @@ def test_samples_wait_for_the_prompt_and_share_it():
     admitted, copies = s.admit()
     assert admitted == [second, third]
     assert second.pages[:2] == third.pages[:2] == first.pages[:2]
-    assert copies == [(first.pages[2], second.pages[2]), (first.pages[2], third.pages[2])]
+    assert copies == [(r, (first.pages[2], r.pages[2])) for r in (second, third)]
     assert [s.allocator.references[page] for page in first.pages[:2]] == [3, 3]
     assert len({r.pages[2] for r in (first, second, third)}) == 3
     assert all((r.target_len, r.draft_len, r.prefilled) == (10, 10, True) for r in admitted)
@@ -180,7 +180,7 @@ def test_a_copy_of_a_copy_begins_at_what_is_there():
     s.sibling = monkey  # type: ignore[method-assign]
     admitted, copies = s.admit()
     assert admitted == [first, second]
-    assert copies == [(third.pages[1], first.pages[1]), (third.pages[1], second.pages[1])]
+    assert copies == [(r, (third.pages[1], r.pages[1])) for r in (first, second)]
 
 
 def test_samples_that_wait_cost_no_more_each_the_more_there_are():

@@ -25,7 +25,9 @@ from tests.model_folders import write_model
         (b"abc", "prompt 1: b'abc' is no prompt: give a string"),
         ({"prompt_token_ids": b"abc"}, "prompt 1: .* is no prompt"),
         ({"prompt_token_ids": "abc"}, "prompt 1: .* is no prompt"),
-        ({"promt": "x"}, "prompt 1: .*'promt'.* is no prompt"),
+        ({"promt": "x"}, "prompt 1: unknown key 'promt' of a prompt: did you mean 'prompt'?"),
+        ({"prompt": "x", "multi_modal_data": {}}, "prompt 1: unknown key 'multi_modal_data' of a prompt: known keys: "),
+        ({}, "prompt 1: {} is no prompt"),
         (None, "prompt 1: None is no prompt"),
     ],
 )
