@@ -81,7 +81,10 @@ class Generation(Response):
         for output in outputs:
             for completion in output.outputs:
                 check_whole(completion.finish_reason, completion.error)
-        response = Response(self.answer.whole(outputs), media_type="application/json")
+        written = self.answer.whole
+        # Log-probabilities of long answers are megabytes, and the loop has others to serve.
+        body = written(outputs) if self.wish.params.logprobs is None else await asyncio.to_thread(written, outputs)
+        response = Response(body, media_type="application/json")
         await response(scope, receive, send)
 
     async def stream(self, asked: Asked, send: Send) -> None:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.setup import as_published
+from jaxspec.engine.setup import Model
 from jaxspec.loading import laid
 from jaxspec.models.decoder import compute_dtype, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.storage import OutputFirst, stored_for
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU, Device
-from tests import tiny_models
+from tests import lively_models, tiny_models
 from tests.models import forward
 
 STREAMS = Backend(CPU, make_placement())
@@ -127,3 +128,19 @@ def test_over_several_devices_they_lie_in_float32_again():
         assert over_two.params[name].dtype == array.dtype, name
         np.testing.assert_array_equal(over_two.params[name], array, err_msg=name)
     assert len(over_two.params["head"].sharding.device_set) == 2
+
+
+def test_beside_a_narrow_table_a_draft_computes_as_by_itself():
+    """It reads ids in its target's table, which lies in bfloat16 where that holds the same numbers."""
+    found = lively_models.reduced(lively_models.target())
+    params = dict(found.params)
+    narrow = params | {"embed": params["embed"].astype(jnp.bfloat16)}
+    wide = params | {"embed": narrow["embed"].astype(jnp.float32)}
+    assert compute_dtype(narrow) == Model(found.config, narrow).dtype == jnp.float32
+    logits = lambda params: forward.run(found.config, params, np.array([[3, 5, 7, 5]], np.int32), (3, 1))
+    expected = logits(wide)
+    np.testing.assert_array_equal(logits(narrow), expected)
+    stored = stored_for(STREAMS, found.config, dict(narrow))
+    assert isinstance(stored, OutputFirst)
+    assert compute_dtype(stored) == jnp.float32
+    np.testing.assert_allclose(logits(stored), expected, atol=1e-5)
