@@ -143,7 +143,7 @@ def flattened(messages: Iterable[Any]) -> list[Any]:
 
 def content_of(index: int, content: Any) -> str:
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | BYTES) else [content]
-    texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else p for p in parts]
+    texts: list[Any] = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else p for p in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f"messages[{index}] has content={content!r:.80}: give a string, or a list of text parts")
     return "\n".join(texts)

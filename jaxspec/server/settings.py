@@ -49,8 +49,8 @@ class ServerConfig:
         for name in ("api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise UserError(f"{name} is empty: leave it out, or give one")
-        key, name = self.api_key, self.served_model_name
+        key, served = self.api_key, self.served_model_name
         if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UserError("api_key must be of printable ASCII characters, no space at an end: HTTP carries no others")
-        if name is not None and not name.isprintable():
-            raise UserError(f"served_model_name={name!r:.80} must be of printable characters: answers hold it")
+        if served is not None and not served.isprintable():
+            raise UserError(f"served_model_name={served!r:.80} must be of printable characters: answers hold it")
