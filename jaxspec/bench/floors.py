@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params, parameters, weight_bytes
+from jaxspec.models.decoder import Params, parameters, read_by_pass, weight_bytes
 from jaxspec.models.paged import PagedModel
 
 
@@ -29,28 +28,39 @@ def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> fl
 
 def pass_flop(model: PagedModel, params: Params, tokens: float) -> float:
     """Two a weight that the pass reads, and token; attention is left out."""
-    return 2 * tokens * weight_bytes(model.config, params) / jnp.dtype(model.layout.dtype).itemsize
+    return 2 * tokens * weight_count(model.config, params)
 
 
 def drafting_flop(drafter: Any, target: Params, draft: Params, rows: int) -> float:
     """As `drafting_bytes`, without pages; a drafter that fills its places at once computes all of them in its pass."""
     model: PagedModel = drafter.model
     at_once = drafter.independent and model.config.cached_layers
-    weights = drafting_bytes(drafter, target, draft, 0, 0) / jnp.dtype(model.layout.dtype).itemsize
+    weights = drafting_weights(drafter, target, draft, weight_count)
     return 2 * rows * weights * (drafter.num_speculative_tokens if at_once else 1)
 
 
 def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, context: int) -> float:
     """Read by a drafter's passes of one round; the head of logits counts in each, be it the target's."""
     model: PagedModel = drafter.model
-    config, own = model.config, weight_bytes(model.config, draft)
-    once = sum(draft[name].nbytes for name in config.features_from)
-    pages = page_bytes(model, rows, context) if config.cached_layers else 0
-    borrowed = 0
+    pages = page_bytes(model, rows, context) if model.config.cached_layers else 0
+    return drafting_weights(drafter, target, draft, weight_bytes) + drafter.passes * pages
+
+
+def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Callable[..., float]) -> float:
+    """What a round's passes read, by `weight_bytes` or `weight_count`; what makes features is read once."""
+    config = drafter.model.config
+    own = measure(config, draft)
+    once = own - measure(config, draft, without=config.features_from)
+    borrowed = 0.0
     if config.borrows_head:
         heads = drafter.target.config
-        borrowed = weight_bytes(heads, target) - weight_bytes(heads, target, logits=False)
-    return drafter.passes * (own - once + pages + borrowed) + once
+        borrowed = measure(heads, target) - measure(heads, target, logits=False)
+    return drafter.passes * (own - once + borrowed) + once
+
+
+def weight_count(config: ModelConfig, params: Params, **which: Any) -> float:
+    """Weights that one pass reads, however many bytes they take."""
+    return sum(w.size for w in read_by_pass(config, params, **which).values())
 
 
 def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -> float:

@@ -75,9 +75,11 @@ def serve(engine: Engine, wishes: Sequence[Wish], *, temperature: float, streami
 PARTS = ("prefill", "decode", "compile")
 
 
-def told(values: Sequence[float | None]) -> dict[str, float]:
-    """In milliseconds."""
+def told(values: Sequence[float | None]) -> dict[str, float | None]:
+    """In milliseconds; None where there is nothing to tell, as of the time between tokens where each answer is one."""
     known = 1e3 * np.array([v for v in values if v is not None])
+    if not known.size:
+        return dict.fromkeys(("mean", "p50", "p99"))
     return {"mean": float(known.mean()), "p50": float(np.median(known)), "p99": float(np.percentile(known, 99))}
 
 
@@ -95,6 +97,7 @@ def load_rows(
     for run in range(1, load.runs + 1):
         say(f"  load, run {run} of {load.runs} ...")
         counts = engine.metrics = engine.no_counts()
+        put_back = engine.scheduler.num_preemptions
         requests, seconds = serve(engine, wishes, temperature=setup.options.temperature, streaming=bool(load.rate))
         timings = [r.times.timing(len(r.output)) for r in requests]
         tokens = sum(len(r.output) for r in requests)
@@ -105,7 +108,7 @@ def load_rows(
             tokens_per_second=tokens / seconds["whole"], acceptance_length=counts.mean_acceptance_length,
             time_to_first_token_ms=told([t.time_to_first_token for t in timings]),
             time_per_output_token_ms=told([t.time_per_output_token for t in timings]),
-            seconds=seconds, preemptions=engine.scheduler.num_preemptions,
+            seconds=seconds, preemptions=engine.scheduler.num_preemptions - put_back,
         )  # fmt: skip
 
 

@@ -64,6 +64,8 @@ class Load:
             first, *last = getattr(self, name)
             if len(last) > 1 or (last and last[0] < first):
                 raise UserError(f"--{name.replace('_', '-')}: give the shortest and the longest, 128,1024")
+        if self.seed < 0:
+            raise UserError(f"--seed {self.seed} is below 0")
         if not 0 <= self.rate < float("inf"):
             raise UserError(f"--rate {self.rate} must be 0 or more requests a second")
 

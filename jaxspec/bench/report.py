@@ -86,8 +86,10 @@ def time_table(rows: list[Row]) -> Any:
     return made
 
 
-def digits(ms: float) -> str:
-    """Three that mean something."""
+def digits(ms: float | None) -> str:
+    """Three that mean something; nothing where there is nothing to tell."""
+    if ms is None:
+        return ""
     return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 10 else f"{ms:.1f}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ class Way:
 class Run:
     """One prompt's answer by one method.
 
-    seconds: prefill and decoding, compiling left out.
+    seconds: of the call, as others' are measured, compiling left out.
     """
 
     output: RequestOutput
@@ -178,11 +179,10 @@ def warm_up(way: Way, prompts: dict[str, Any], max_tokens: int) -> float:
 
 
 def answer(way: Way, prompt: Any, max_tokens: int) -> Run:
-    spent = lambda: way.llm.timing.prefill_seconds + way.llm.timing.decode_seconds
-    before = spent()
-    params = sampling(max_tokens, way.num_speculative_tokens)
+    timing, params = way.llm.timing, sampling(max_tokens, way.num_speculative_tokens)
+    before, started = timing.compile_seconds, time.perf_counter()
     output = way.llm.generate([prompt], params, progress=False)[0]
-    return Run(output, spent() - before)
+    return Run(output, time.perf_counter() - started - (timing.compile_seconds - before))
 
 
 def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -207,12 +207,19 @@ def abstract_params(config: ModelConfig, dtype: Any, placement: Placement) -> di
     return {name: lies(p) for name, p in parameters(config, dtype).items()}
 
 
-def weight_bytes(config: ModelConfig, params: Params, *, logits: bool = True) -> int:
-    """Read by one pass. Of an embedding table that is not the head, a pass reads single rows only; without logits
-    (prefill) it reads neither head nor table."""
+def read_by_pass(
+    config: ModelConfig, params: Params, *, logits: bool = True, without: Collection[str] = ()
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters that one pass reads. Of an embedding table that is not the head it reads single rows only; without
+    logits (prefill) neither head nor table. without: what it does not."""
     read = {name for name, p in parameters(config).items() if (logits if p.head else p.kind != "table")}
     shapes = jax.eval_shape(dict, params)  # not the arrays, which may have to be turned to be seen
-    return sum(w.size * w.dtype.itemsize for name, w in shapes.items() if name in read)
+    return {name: w for name, w in shapes.items() if name in read and name not in without}
+
+
+def weight_bytes(config: ModelConfig, params: Params, **which: Any) -> int:
+    """Of `read_by_pass`."""
+    return sum(w.size * w.dtype.itemsize for w in read_by_pass(config, params, **which).values())
 
 
 def random_params(

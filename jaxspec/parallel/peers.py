@@ -92,11 +92,14 @@ class Peers:
             signal.signal(kind, handler)
 
     def finish(self) -> None:
-        """Process 0 is done, and the others may leave."""
-        self.done = True
+        """Process 0 is done, and the others may leave; they say why where an error ended it. (Where a person types, one
+        is remembered from long ago.)"""
+        self.done, error = True, None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        said = f"process 0 failed: {type(error).__name__}: {error}"
+        frame = DONE if error is None else FAILED + json.dumps([" ".join(said.split()), 1]).encode()
         for other in self.connections:
             with contextlib.suppress(OSError):
-                self.send(other, DONE)
+                self.send(other, frame)
 
     # All have to be alike.
 
@@ -133,6 +136,9 @@ class Peers:
         process has said why."""
         if not self.ending.acquire(blocking=False):
             threading.Event().wait()  # another thread is about to end it
+        if threading.current_thread() is threading.main_thread():  # a second signal is not to cut this off
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
         line = " ".join(line.split())
         for other in self.connections:
             with contextlib.suppress(OSError):
@@ -164,7 +170,9 @@ class Peers:
                 frame = self.connections[other].recv_bytes(LARGEST)
                 kind, rest = frame[:1], frame[1:]
                 if kind == FAILED:
-                    self.end(*json.loads(rest))
+                    if not self.ending.locked():  # else it answers this one's own end, and all that is left is its own
+                        self.end(*json.loads(rest))
+                    continue
                 if kind == STOP:
                     os.kill(os.getpid(), rest[0])
                     continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -62,6 +63,13 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def digest(self) -> str:
+        found = hashlib.sha256(f"{self.tokens.dtype}{self.tokens.shape}".encode())
+        for array in (self.tokens, self.mask):
+            found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()[:12]
 
 
 ARRAYS = tuple(field.name for field in dataclasses.fields(Shards) if field.name != "manifest")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+import checkpoints
 from jaxspec.engine.batch import power_of_two
 from jaxspec.engine.request import Request
 from jaxspec.errors import UserError
@@ -89,10 +90,11 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     """
     folder, engine = Path(out), llm.engine
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = {"target": target, "vocab_size": engine.limits.vocab_size, **options.recipe}
-    check_recipe(folder, recipe)
+    tokenizer = checkpoints.fingerprint(llm.tokenizer)
+    recipe = {
+        "target": target, "vocab_size": engine.limits.vocab_size, "tokenizer": tokenizer, **options.recipe,
+    }  # fmt: skip
     done: dict[int, Counter[str]] = {}
-    look(folder, done)
     at_once, mine = num_rows(options), -(-options.tokens // options.part[1])
     indices = (index for index in itertools.count() if options.takes(index) and index not in done)
     waiting: deque[tuple[Shard, int]] = deque()
@@ -100,7 +102,10 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     under_way: dict[int, Shard] = {}
 
     def num_tokens() -> int:
-        ended = sum(count["tokens"] for index, count in done.items() if options.takes(index))
+        """Of this part. What lies behind a gap does not count: nobody reads it before that is filled."""
+        mine = filter(options.takes, itertools.count())
+        gap = next(index for index in mine if index not in done and index not in under_way)
+        ended = sum(count["tokens"] for index, count in done.items() if options.takes(index) and index < gap)
         return ended + sum(s.num_tokens for s in under_way.values()) + sum(r.num_tokens for r in running)
 
     def refill() -> None:
@@ -140,11 +145,13 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
             describe()
 
     def describe() -> dict[str, Any]:
+        check_recipe(folder, recipe)  # of others, too, which may be filling it
         look(folder, done)
         described = manifest(recipe, done, options.tokens)
         write_manifest(folder, described)
         return described
 
+    describe()  # before the first shard: whoever ends here, or begins beside this one, is not to mix two recipes
     try:
         with (
             contextlib.closing(ahead(lambda index: (index, openings(llm, options, index)), indices)) as fresh,
@@ -173,11 +180,11 @@ def kept(folder: Path) -> str:
 
 
 def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    if not (folder / MANIFEST).is_file():
+    if not (folder / MANIFEST).is_file() or not any(folder.glob(SHARDS)):  # nothing is kept of another recipe
         return
     there = read_manifest(folder)
     for name, wanted in recipe.items():
-        if there.get(name) != wanted:
+        if there.get(name, wanted) != wanted:
             raise UserError(
                 f"{folder} holds data with {name}={there.get(name)!r}, not {wanted!r}: choose another folder, or the "
                 "same options to add to it"

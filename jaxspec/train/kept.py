@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,9 +80,10 @@ def kept(
 
 
 def digest(target: Model, rows: Rows) -> str:
-    """Of the rows and of the first row of each of the target's parameters."""
+    """Of the rows, of the target's configuration, and of the first row of each of its parameters."""
     found = hashlib.sha256(f"{rows.tokens.dtype}{rows.tokens.shape}".encode())
     found.update(np.ascontiguousarray(rows.tokens).data)
+    found.update(json.dumps(target.config.to_json(), sort_keys=True).encode())
     for name in sorted(target.params):
         found.update(np.asarray(target.params[name][:1]).tobytes())
     return found.hexdigest()[:12]

@@ -28,6 +28,7 @@ from jaxspec.train.setup import Setup, measurer, prepare, teacher
 from jaxspec.train.step import State, dense_backend, first_state, learning_rate, make_step, place_rows
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
+ROWS = "rows"  # of recipe.json: which ones the data made
 METRIC = "acceptance_length"  # which draft is best
 LOG_EVERY = 10  # steps between lines of the journal; reading a number waits for its step
 SHARE_OF_STEPS = 0.93  # of the minutes that are given; the rest is for measurements
@@ -46,9 +47,15 @@ def train(options: TrainOptions) -> Path:
     started = time.perf_counter()
     check_folder(options)
     setup = prepare(options)
+    known = {**recipe(options), ROWS: setup.rows.digest}
+    if options.resume and (begun := read_json(options.out / RECIPE).get(ROWS, known[ROWS])) != known[ROWS]:
+        raise UserError(
+            f"--resume: {options.data} makes rows {known[ROWS]}, the run was begun with {begun}: give the data as it "
+            "was, or begin anew in another folder"
+        )
     target, batch = teacher(setup)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / RECIPE).write_text(json.dumps(recipe(options), indent=1) + "\n", encoding="utf-8")
+    (options.out / RECIPE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     history = orbax.History(options.out / WORK, METRIC)
     try:
         run(setup, target, batch, history, started)
@@ -128,7 +135,7 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
     ):
         if begun is None:
             keep(at, state)
-        since = time.perf_counter()
+        since, resumed = time.perf_counter(), at
         while at < total and not late:
             rate = learning_rate(o, at, total)
             state, metrics = step(state, rate, fixed, next(batches))
@@ -139,10 +146,12 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
             if at % LOG_EVERY == 0 or measuring:
                 means = {name: float(np.mean([m[name] for m in jax.device_get(window)])) for name in metrics}
                 each = (time.perf_counter() - since) / len(window)
+                if not np.isfinite(means["loss"]):
+                    raise UserError(f"the loss is no number at step {at}: lower --learning-rate, and begin anew")
                 clocks = {"step_seconds": each, "seconds": time.perf_counter() - started}
                 journal.add({"step": at, **means, "learning_rate": rate, **clocks})
                 report(at, f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}")
-                if deadline and at == 3 * LOG_EVERY:  # the first ones compiled
+                if deadline and not late and at - resumed >= 3 * LOG_EVERY and journal.total is None:  # none compiled
                     total = steps_that_fit(total, at, each, deadline - time.perf_counter())
                     journal.add({"step": at, "total": total})
                     say(f"{1e3 * each:.0f} ms a step: {total} steps")
@@ -165,11 +174,14 @@ class Journal:
 
     def __init__(self, path: Path, begun: int | None) -> None:
         """Keeps what there is up to the step from which a run goes on."""
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may have been cut off
         last = -1 if begun is None else begun
         with told(path):
             self.path, self.rows = path, [row for row in map(json.loads, lines) if row["step"] <= last]
-        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        partial.replace(path)
 
     @property
     def total(self) -> int | None:

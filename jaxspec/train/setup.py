@@ -82,6 +82,19 @@ def prepare(options: TrainOptions) -> Setup:
             f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
             "generate the data with this target"
         )
+    digest = checkpoints.fingerprint(tokenizer)
+    if shards.manifest.get("tokenizer", digest) != digest:
+        raise UserError(
+            f"{options.data} was written by {shards.manifest.get('target')}, which has another tokenizer than "
+            f"{options.target}: generate the data with this target"
+        )
+    held, room = data.heldout(shards), target.config.max_model_len
+    longest = min(int(held.prompt_length.max()), LONGEST_PROMPT) + options.eval_tokens
+    for option, value, most in (("length", options.length, room), ("eval-tokens", longest, room)):
+        if value > most:
+            beside = f", with prompts {value} tokens," if option == "eval-tokens" else ""
+            given = getattr(options, option.replace("-", "_"))
+            raise UserError(f"--{option} {given}{beside} exceeds the {most} that {options.target} reads: lower it")
     if (options.top_n or 0) > target.config.vocab_size:
         raise UserError(
             f"--top-n {options.top_n} exceeds the target's {target.config.vocab_size} ids: lower it, or give 0 for all"
@@ -96,7 +109,6 @@ def prepare(options: TrainOptions) -> Setup:
         draft = method.new(options, target, counts, placement)
     ids = {name: draft.params[name] for name, p in parameters(draft.config).items() if p.kind == "ids"}
     stop_ids = checkpoints.load_stop_ids(source, tokenizer)
-    digest = checkpoints.fingerprint(tokenizer)
     everywhere = make_placement(count)
     return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, device, dtype, placement, everywhere)
 

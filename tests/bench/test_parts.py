@@ -112,6 +112,8 @@ def test_bytes_of_a_pass(name, windows):
     # Two a number and token, but for norms, which are float32 and few.
     numbers = (weights - config.num_layers * 4 * (2 * e + 2 * d) - 4 * e) / 2
     assert floors.pass_flop(model, params, 15) == pytest.approx(2 * 15 * numbers, rel=0.02)
+    wide = {name: w.astype(jnp.float32) for name, w in params.items()}  # the same, whatever they take
+    assert floors.pass_flop(model, wide, 15) == floors.pass_flop(model, params, 15)
     if windows is None:  # all pages of the pool, as they are allocated
         pool = sum(page.nbytes for page in allocate(layout, make_placement()))
         assert floors.page_bytes(model, 1, layout.num_pages * layout.page_size) == pool

@@ -1,4 +1,4 @@
-"""What each process of a test's job runs: python -m tests.parallel.member serve|read HOST:PORT PROCESSES WHICH ..."""
+"""What a process of a test's job runs: python -m tests.parallel.member serve|fail|read HOST:PORT PROCESSES WHICH ..."""
 
 from __future__ import annotations
 
@@ -100,5 +100,7 @@ if __name__ == "__main__":
     else:
         options = OPTIONS | json.loads(given[1])
         llm = LLM(given[0], tensor_parallel_size=len(jax.devices()), **options)
+        if task == "fail":  # in process 0, where alone the script goes on
+            raise RuntimeError("the script's own\nfault")
         again = [lambda: llm.speculating(None), lambda: LLM(given[0], **options), lambda: join_hosts(where, 2, 0)]
         print(json.dumps(serve(llm) | {"refused": list(map(refusal, again))}))

@@ -178,6 +178,16 @@ def test_one_that_ends_ends_all(folder, count, number, rank, line, status):
 
 
 @pytest.mark.thorough
+def test_a_script_that_fails_ends_all(folder):
+    """After the model was made, where no call of the library's is under way."""
+    with job(members("fail", 2, str(folder / "target"), "{}")) as found:
+        (first, _, err), (other, _, said) = found.wait(LONGEST)
+    assert (first, other) == (1, 1)
+    assert "RuntimeError: the script's own" in err
+    assert "jaxspec: process 0 failed: RuntimeError: the script's own fault: all processes end\n" in said
+
+
+@pytest.mark.thorough
 def test_a_server(folder):
     """Process 0 has it. Told to end, be it by way of another process, it answers what it has, and all end well."""
     own = ["--port", "0", "--no-warm-up", "--max-num-seqs", "2", "--num-pages", "64"]

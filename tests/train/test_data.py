@@ -225,3 +225,38 @@ def test_command(folder, tmp_path, capsys):
         cli.main([*arguments, "--part", "2"])
     assert stop.value.code == 2
     assert "--part 2: give i/n" in capsys.readouterr().err
+
+
+def test_a_part_that_is_lost_is_made_up(llm, out, options, tmp_path):
+    """However much the others have written: nobody reads what lies behind a gap."""
+    for i in (2, 3):
+        generate.generate(llm, tmp_path, DataOptions(**options | {"part": (i, 3)}), target="tiny", progress=False)
+    described = generate.generate(llm, tmp_path, DataOptions(**options), target="tiny", progress=False)
+    assert described["tokens"] >= OPTIONS["tokens"]
+    assert len(data.load(tmp_path)) == described["sequences"]
+    assert contents(tmp_path)["shard-00000.npz"] == contents(out)["shard-00000.npz"]
+
+
+def test_two_recipes_do_not_mix(llm, tmp_path, monkeypatch):
+    """Where one ends before it described its first shard, and where two begin together."""
+
+    def ended(path, arrays):
+        data.write_shard(path, arrays)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "write_shard", ended)
+    with pytest.raises(KeyboardInterrupt):
+        generate.generate(llm, tmp_path, DataOptions(**OPTIONS), target="tiny", progress=False)
+    monkeypatch.undo()
+    other = DataOptions(**OPTIONS | {"seed": 6})
+    with pytest.raises(ValueError, match="seed=5, not 6: choose another folder"):
+        generate.generate(llm, tmp_path, other, target="tiny", progress=False)
+    another = tmp_path / "another"
+
+    def begins_beside(path, arrays):
+        data.write_shard(path, arrays)
+        data.write_manifest(another, data.read_manifest(another) | {"seed": 9})
+
+    monkeypatch.setattr(generate, "write_shard", begins_beside)
+    with pytest.raises(ValueError, match="seed=9, not 5"):
+        generate.generate(llm, another, DataOptions(**OPTIONS), target="tiny", progress=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -19,10 +20,13 @@ import checkpoints
 from checkpoints import orbax
 from jaxspec import LLM, SamplingParams
 from jaxspec.cli import main
+from jaxspec.errors import UserError
 from jaxspec.info import describe
-from jaxspec.train import kept, loop
+from jaxspec.train import data, kept, loop
+from jaxspec.train.setup import prepare
 from jaxspec.train.step import learning_rate
 from tests import model_folders
+from tests.checkpoints.files import fails
 from tests.train import runs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -279,3 +283,46 @@ def test_a_run_does_not_mix_with_another(trained, root):
         loop.train(runs.options(root, "draft"))
     with pytest.raises(ValueError, match=r"--seed 2, but the run was begun with 1"):
         loop.train(runs.options(root, "draft", resume=True, seed=2))
+
+
+def test_a_run_does_not_go_on_with_other_data(trained, root, tmp_path):
+    """Ids of a reduced vocabulary, and the order of the rows, come of the data."""
+    shutil.copytree(trained, tmp_path / "draft")
+    shutil.copytree(root / "data", tmp_path / "data")
+    data.write_shard(data.shard_path(tmp_path / "data", 1), data.read_shard(data.shard_path(root / "data", 0)))
+    data.write_manifest(tmp_path / "data", {"shards": 2})
+    with fails(UserError, "--resume", "makes rows", "give the data as it was"):
+        loop.train(runs.options(root, str(tmp_path / "draft"), data=tmp_path / "data", resume=True))
+
+
+def test_a_journal_whose_last_line_was_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10, "loss": 2}\n{"step": 20, "lo')
+    assert loop.Journal(path, 20).rows == [{"step": 10, "loss": 2}]
+    assert path.read_text() == '{"step": 10, "loss": 2}\n'
+
+
+def test_data_of_another_tokenizer_is_refused(root, tmp_path):
+    shutil.copytree(root / "data", tmp_path / "data")
+    data.write_manifest(tmp_path / "data", {"shards": 1, "target": "other", "tokenizer": "0" * 64})
+    with fails(UserError, "was written by other, which has another tokenizer"):
+        prepare(runs.options(root, "none", data=tmp_path / "data"))
+    with fails(UserError, "--eval-tokens 600, with prompts 608 tokens, exceeds the 512"):
+        prepare(runs.options(root, "none", eval_tokens=600))
+
+
+def test_a_loss_that_is_no_number_ends_a_run(root, tmp_path, monkeypatch):
+    real = loop.make_step
+
+    def broken(*given):
+        step = real(*given)
+
+        def run(*arrays):
+            state, metrics = step(*arrays)
+            return state, metrics | {"loss": metrics["loss"] * np.nan}
+
+        return run
+
+    monkeypatch.setattr(loop, "make_step", broken)
+    with fails(UserError, "the loss is no number at step 10: lower --learning-rate"):
+        loop.train(runs.options(root, str(tmp_path / "nan")))
