@@ -20,11 +20,14 @@ LARGEST = 127
 SCALE = "_scale"  # after a tensor's name
 
 
-def narrowed(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def narrowed(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
     """x f[..., I] -> (i8[..., I], bf16[..., I / GROUP]): the nearest multiples of the smallest powers of two of which
-    127 reach a group's largest number."""
+    127 reach a group's largest number. Raises UserError, with the tensor's name, for numbers that are not finite."""
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
-    mantissa, exponent = np.frexp(np.abs(groups).max(axis=-1) / np.float32(LARGEST))
+    largest = np.abs(groups).max(axis=-1)
+    if not np.isfinite(largest).all():
+        raise UserError(f"tensor {name} holds numbers that are not finite: 8 bits have none for them")
+    mantissa, exponent = np.frexp(largest / np.float32(LARGEST))
     exponent = np.maximum(exponent - (mantissa == 0.5), -126)  # the least that is not rounded to nothing somewhere
     scale = np.ldexp(np.float32(1), exponent)
     whole = np.rint(groups / scale[..., None]).astype(np.int8)
@@ -36,12 +39,12 @@ def widened(whole: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return (whole.astype(np.float32) * scale.astype(np.float32)).astype(scale.dtype)
 
 
-def rounded(x: np.ndarray, axis: int = -1) -> np.ndarray:
+def rounded(x: np.ndarray, axis: int = -1, name: str = "") -> np.ndarray:
     """x f[...], its groups along an axis of products, rounded to what 8 bits hold; as it is where they do not divide
     it."""
     if not fits(x.shape, axis):
         return x
-    whole, scale = narrowed(np.moveaxis(x, axis, -1))
+    whole, scale = narrowed(np.moveaxis(x, axis, -1), name)
     return np.moveaxis(widened(whole, np.repeat(scale, GROUP, axis=-1)), -1, axis).astype(x.dtype)
 
 
@@ -55,8 +58,6 @@ def split(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     for name, x in tensors.items():
         if x.dtype.kind in "iub" or not fits(x.shape):
             found[name] = x
-            continue
-        if not np.isfinite(x.astype(np.float32)).all():
-            raise UserError(f"tensor {name} holds numbers that are not finite: 8 bits have none for them")
-        found[name], found[name + SCALE] = narrowed(x)
+        else:
+            found[name], found[name + SCALE] = narrowed(x, name)
     return found

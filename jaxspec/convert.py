@@ -73,17 +73,17 @@ def as_jaxspec(
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.borrowed}
     params = checkpoints.load_params(source, config, own, progress=progress)
     if weight_bits is not None:
-        params = {name: jax.device_put(rounded(known[name], x), here) for name, x in params.items()}
+        params = {name: jax.device_put(rounded(name, known[name], x), here) for name, x in params.items()}
     if tokenizer is not None:
         config = dataclasses.replace(config, eos_ids=checkpoints.load_stop_ids(source, tokenizer))
     checkpoints.save(dst, params, config, tokenizer, fingerprint=fingerprint)
 
 
-def rounded(parameter: Parameter, x: jax.Array) -> Any:
+def rounded(name: str, parameter: Parameter, x: jax.Array) -> Any:
     """A matrix or table, rounded to 8 bits along what products sum over."""
     if parameter.kind not in ("matrix", "table"):
         return x
-    return eight_bits.rounded(np.asarray(x), axis=0 if parameter.kind == "matrix" else -1)
+    return eight_bits.rounded(np.asarray(x), axis=0 if parameter.kind == "matrix" else -1, name=name)
 
 
 def as_speculators(

@@ -18,3 +18,8 @@ class UnsupportedError(UserError, NotImplementedError):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a command as an interrupt does."""
+
+
+def said(error: BaseException) -> str:
+    """What a message says of it: one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

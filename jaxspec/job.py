@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxspec.detokenizer import Detokenizer
-from jaxspec.engine.request import Request, Times, TokenLogprobs, said
+from jaxspec.engine.request import Request, Times, TokenLogprobs
+from jaxspec.errors import said
 from jaxspec.outputs import (
     CompletionOutput,
     Logprob,

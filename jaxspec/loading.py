@@ -55,11 +55,11 @@ def load(source: Any, dtype: Any, placement: Any, target: Model | None = None) -
         abstract = {name: p for name, p in abstract.items() if name not in theirs}
     params = checkpoints.load_params(source, config, abstract)
     if target is None:
-        check_head(source.name, {name: params[name] for name, p in abstract.items() if p.head})
+        check_finite(source.name, {name: params[name] for name, p in abstract.items() if p.head})
     return Model(config, params | theirs)
 
 
-def check_head(name: str, weights: dict[str, jax.Array]) -> None:
+def check_finite(name: str, weights: dict[str, jax.Array]) -> None:
     """Raises UserError where a logit would be no number: whoever is told the largest only would not see it."""
     for where, known in jax.device_get(finite(weights)).items():
         if not known:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, said
 from jaxspec.options import ids as checked_ids
 from jaxspec.options import unknown
 from jaxspec.sampling_params import SamplingParams
@@ -127,8 +127,7 @@ def rendered(tokenizer: Any, messages: Any, given: Mapping[str, Any] | None = No
     try:
         text = tokenizer.apply_chat_template(flattened(messages), tokenize=False, add_generation_prompt=True, **named)
     except Exception as error:  # the template is a program of the model's, and raises what it likes
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said}") from error
+        raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said(error)}") from error
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
 
 

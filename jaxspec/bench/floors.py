@@ -49,13 +49,13 @@ def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, conte
 def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Callable[..., float]) -> float:
     """What a round's passes read, by `weight_bytes` or `weight_count`; what makes features is read once."""
     config = drafter.model.config
-    own = measure(config, draft)
-    once = own - measure(config, draft, without=config.features_from)
+    each = measure(config, draft, without=config.features_from)
+    once = measure(config, draft) - each
     borrowed = 0.0
     if config.borrows_head:
         heads = drafter.target.config
         borrowed = measure(heads, target) - measure(heads, target, logits=False)
-    return drafter.passes * (own - once + borrowed) + once
+    return drafter.passes * (each + borrowed) + once
 
 
 def weight_count(config: ModelConfig, params: Params, **which: Any) -> float:

@@ -26,11 +26,6 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: list[float]
 
 
-def said(error: Exception) -> str:
-    """What a request that failed says of it: one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
 @dataclasses.dataclass
 class Times:
     """Moments of a request's life, in seconds of time.perf_counter; None: not yet."""

@@ -6,9 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxspec.engine.request import Request, said
+from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.errors import said
 
 
 class Roster:
@@ -20,9 +21,7 @@ class Roster:
         self.open: dict[int, Request] = {}  # by id: what has not left yet, wherever it is
         self.failed: list[Request] = []  # in this step, or ended in one that was interrupted
         self.midway = False  # in a change that, interrupted, leaves queues, pages and caches in no known state
-        self.inside = (
-            False  # ... which is under way: whoever is called within, by the garbage collector, changes nothing
-        )
+        self.inside = False  # ... which is under way: who is called within, by the garbage collector, changes nothing
 
     def add(self, requests: Sequence[Request]) -> None:
         with self.whole():
@@ -48,14 +47,17 @@ class Roster:
             self.failed.append(request)
         self.leave(request)
 
+    def let_go_of_ended(self) -> None:
+        for request in [r for r in self.open.values() if r.finish_reason]:
+            self.let_go(request)
+
     def leave(self, request: Request) -> None:
         self.open.pop(request.id, None)
         self.scheduler.remove(request)
 
     def leave_ended(self) -> list[Request]:
         """Lets go of what has ended, by whatever; those that failed."""
-        for request in [r for r in self.open.values() if r.finish_reason]:
-            self.let_go(request)
+        self.let_go_of_ended()
         failed, self.failed = self.failed, []
         return failed
 
@@ -67,8 +69,7 @@ class Roster:
         if self.midway or self.runner.lost:
             self.begin_again()
         with self.whole():
-            for request in [r for r in self.open.values() if r.finish_reason]:
-                self.let_go(request)
+            self.let_go_of_ended()
             yield
 
     @contextlib.contextmanager

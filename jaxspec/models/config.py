@@ -185,7 +185,7 @@ class ModelConfig:
         head_dim = raw["hidden_size"] // heads if raw.get("head_dim") is None else raw["head_dim"]
         number("head_dim", head_dim)
         ropes = rope_tables(raw, head_dim)
-        activation, scaled = raw.get(family.activation_key, "silu"), "query_pre_attn_scalar" in family.reads
+        activation, scaled = raw.get(family.activation_key, "silu"), "query_pre_attn_scalar" in family.takes
         if activation not in tuple(ACTIVATIONS):  # what a file says need not be hashable
             raise UnsupportedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
         if scaled:

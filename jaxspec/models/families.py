@@ -63,7 +63,7 @@ class Family:
     # Which layers have a config.json's sliding window: those that layer_types name, all of them, or none.
     windows: Literal["named", "all", "none"] = "named"
     activation_key: str = "hidden_act"
-    reads: tuple[str, ...] = ()  # options of config.json that are refused in other families: see `hf.RARE`
+    takes: tuple[str, ...] = ()  # options of config.json that are refused in other families: see `hf.FIXED`
     names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)  # where not `checkpoints.names.HF`
     reads_as: str | None = None  # the model_type whose defaults its config.json has, where transformers lacks its own
     gguf: Gguf | None = Gguf()  # None: no such files, or they say another architecture
@@ -74,12 +74,14 @@ class Family:
         return alike | {"embed_scale": math.sqrt(width) if self.scaled_embedding else 1.0}
 
 
+ALWAYS = ("attention_bias",)  # these biases are there, whatever is said of them
+
 FAMILIES = {
     "llama": Family("llama", windows="none", gguf=Gguf(interleaved=True)),
     "mistral": Family("mistral", windows="all", gguf=None),  # its GGUF files say llama, and do not tell a window in use
-    "qwen2": Family("qwen2", qkv_bias=True),
+    "qwen2": Family("qwen2", qkv_bias=True, takes=ALWAYS),
     "qwen3": Family("qwen3", qk_norm=True),
-    "mimo": Family("mimo", qkv_bias=True, reads_as="qwen2", gguf=None),
+    "mimo": Family("mimo", qkv_bias=True, takes=ALWAYS, reads_as="qwen2", gguf=None),
     "gemma3": Family(
         "gemma3_text",
         qk_norm=True,
@@ -88,7 +90,7 @@ FAMILIES = {
         activation="gelu_tanh",
         scaled_embedding=True,
         activation_key="hidden_activation",
-        reads=("final_logit_softcapping", "query_pre_attn_scalar"),
+        takes=("final_logit_softcapping", "query_pre_attn_scalar"),
         names={  # an old name has a new meaning
             "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
             "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),

@@ -33,10 +33,13 @@ NUMBERS = {
     "bos_token_id": "bos_id",
     "pard_token": "token_id",
 }
-# Option that changes what a model computes -> the only value of it that is supported (null is that too).
+# Option that changes what a model computes -> the only value of it that is supported (null is that too), but in the
+# families that take any: see `Family.takes`.
 FIXED: dict[str, Any] = {
     "attention_bias": False,
     "attn_logit_softcapping": None,  # Gemma 3's configurations have it, and nothing reads it
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
     "mlp_bias": False,
     "use_bidirectional_attention": False,
     "is_causal": True,
@@ -56,7 +59,6 @@ NEEDED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-RARE = ("final_logit_softcapping", "query_pre_attn_scalar")  # see `Family.reads`
 READ = (
     *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
     *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
@@ -83,11 +85,8 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
         if raw.get(key):
             raise UnsupportedError(f"{key}: of quantised checkpoints only GGUF files are read")
     family = FAMILIES[MODEL_TYPES[kind]]
-    fixed = FIXED | {key: None for key in RARE if key not in family.reads}
-    if family.qkv_bias:  # whatever is said: these biases are there, and none besides
-        del fixed["attention_bias"]
-    for key, only in fixed.items():
-        if raw.get(key) not in (None, only):
+    for key, only in FIXED.items():
+        if key not in family.takes and raw.get(key) not in (None, only):
             more = "" if only is None else f": only {json.dumps(only)} is"
             raise UnsupportedError(f"{key}={short(raw[key])} in a {kind!r} checkpoint is not supported{more}")
     for key, what in NUMBERS.items():

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from jaxspec.errors import Terminated, UserError
+from jaxspec.errors import Terminated, UserError, said
 from jaxspec.progress import say
 
 # The first byte of a frame: a plan; values to compare; why all end; process 0 is done; process 0 is to end.
@@ -95,8 +95,7 @@ class Peers:
         """Process 0 is done, and the others may leave; they say why where an error ended it. (Where a person types, one
         is remembered from long ago.)"""
         self.done, error = True, None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        said = f"process 0 failed: {type(error).__name__}: {error}"
-        frame = DONE if error is None else FAILED + json.dumps([" ".join(said.split()), 1]).encode()
+        frame = DONE if error is None else FAILED + json.dumps([f"process 0 failed: {said(error)}", 1]).encode()
         for other in self.connections:
             with contextlib.suppress(OSError):
                 self.send(other, frame)
@@ -125,11 +124,11 @@ class Peers:
 
     def fail(self, error: BaseException) -> NoReturn:
         time.sleep(PATIENCE)  # where another was lost this is what came of it, and what ends all is that
-        said = "was interrupted" if isinstance(error, KeyboardInterrupt) else None
-        if said is None and not isinstance(error, UserError | OSError) and not self.ending.locked():
+        what = "was interrupted" if isinstance(error, KeyboardInterrupt) else None
+        if what is None and not isinstance(error, UserError | OSError) and not self.ending.locked():
             traceback.print_exception(error)
-            said = f"failed: {type(error).__name__}: {error}"
-        self.end(f"process {self.rank} {said}" if said else f"process {self.rank}: {error}", status_of(error))
+            what = f"failed: {said(error)}"
+        self.end(f"process {self.rank} {what}" if what else f"process {self.rank}: {error}", status_of(error))
 
     def end(self, line: str, status: int, *, said: bool = False) -> NoReturn:
         """Ends this process, and the others. At once: what runs on a device without all of them has no end. said: this

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import UserError
 from jaxspec.options import number, options, whole
+from jaxspec.server.settings import LONGEST
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -38,7 +39,6 @@ WORDS = (
     "old",
 )
 PERCENTILES = (50, 99)
-LONGEST = 1e6  # seconds
 MOST_CLIENTS = 1000  # connections that OpenAI's client opens
 
 

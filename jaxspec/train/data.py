@@ -64,7 +64,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         found = hashlib.sha256(f"{self.tokens.dtype}{self.tokens.shape}".encode())
         for array in (self.tokens, self.mask):

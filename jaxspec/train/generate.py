@@ -90,10 +90,8 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     """
     folder, engine = Path(out), llm.engine
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = checkpoints.fingerprint(llm.tokenizer)
-    recipe = {
-        "target": target, "vocab_size": engine.limits.vocab_size, "tokenizer": tokenizer, **options.recipe,
-    }  # fmt: skip
+    made_by = {"target": target, "tokenizer": checkpoints.fingerprint(llm.tokenizer)}
+    recipe = {**made_by, "vocab_size": engine.limits.vocab_size, **options.recipe}
     done: dict[int, Counter[str]] = {}
     at_once, mine = num_rows(options), -(-options.tokens // options.part[1])
     indices = (index for index in itertools.count() if options.takes(index) and index not in done)
@@ -103,8 +101,8 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
 
     def num_tokens() -> int:
         """Of this part. What lies behind a gap does not count: nobody reads it before that is filled."""
-        mine = filter(options.takes, itertools.count())
-        gap = next(index for index in mine if index not in done and index not in under_way)
+        own = filter(options.takes, itertools.count())
+        gap = next(index for index in own if index not in done and index not in under_way)
         ended = sum(count["tokens"] for index, count in done.items() if options.takes(index) and index < gap)
         return ended + sum(s.num_tokens for s in under_way.values()) + sum(r.num_tokens for r in running)
 

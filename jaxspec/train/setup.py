@@ -88,13 +88,11 @@ def prepare(options: TrainOptions) -> Setup:
             f"{options.data} was written by {shards.manifest.get('target')}, which has another tokenizer than "
             f"{options.target}: generate the data with this target"
         )
-    held, room = data.heldout(shards), target.config.max_model_len
-    longest = min(int(held.prompt_length.max()), LONGEST_PROMPT) + options.eval_tokens
-    for option, value, most in (("length", options.length, room), ("eval-tokens", longest, room)):
-        if value > most:
-            beside = f", with prompts {value} tokens," if option == "eval-tokens" else ""
-            given = getattr(options, option.replace("-", "_"))
-            raise UserError(f"--{option} {given}{beside} exceeds the {most} that {options.target} reads: lower it")
+    longest = min(int(data.heldout(shards).prompt_length.max()), LONGEST_PROMPT) + options.eval_tokens
+    measured = f"--eval-tokens {options.eval_tokens}, with prompts {longest} tokens,"
+    for value, given in ((options.length, f"--length {options.length}"), (longest, measured)):
+        if value > (most := target.config.max_model_len):
+            raise UserError(f"{given} exceeds the {most} that {options.target} reads: lower it")
     if (options.top_n or 0) > target.config.vocab_size:
         raise UserError(
             f"--top-n {options.top_n} exceeds the target's {target.config.vocab_size} ids: lower it, or give 0 for all"

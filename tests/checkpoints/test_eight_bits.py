@@ -156,6 +156,8 @@ def test_what_is_refused(folder, tmp_path):
         save_file({"0.linear.weight": x}, tmp_path / "broken" / "model.safetensors")
         with fails(UserError, "tensor 0.linear.weight holds numbers that are not finite"):
             heads.convert(tmp_path / "broken", free, weight_bits=8)
+        with fails(UserError, "tensor embed holds numbers that are not finite"):
+            eight_bits.rounded(x, name="embed")
     assert not free.exists()
 
 
