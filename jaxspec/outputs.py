@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -131,6 +132,15 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether every sample has ended."""
         return all(completion.finish_reason is not None for completion in self.outputs)
+
+
+def whole(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """What is measured has to be: raises RuntimeError where a sample failed."""
+    outputs = list(outputs)
+    for output in outputs:
+        if failed := next((completion.error for completion in output.outputs if completion.error), None):
+            raise RuntimeError(f"an answer failed: {failed}")
+    return outputs
 
 
 @dataclasses.dataclass

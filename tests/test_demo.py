@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -90,6 +91,17 @@ def test_a_head_is_called_by_its_name(tmp_path, capsys):
         assert any(line.split()[:1] == [name] for line in lines), name
     report.draw(document, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_an_answer_that_fails_is_no_answer():
+    class Failing:
+        timing = SimpleNamespace(compile_seconds=0.0)
+
+        def generate(self, *_, **__):
+            return [SimpleNamespace(outputs=[SimpleNamespace(error="KeyError: 'parts'")])]
+
+    with pytest.raises(RuntimeError, match="an answer failed: KeyError: 'parts'"):
+        demo.answer(demo.Way(Failing(), 4), "?", 8)
 
 
 def test_two_engines_serve_all_numbers_of_drafts():

@@ -14,7 +14,7 @@ from jaxspec.demo.options import Options
 from jaxspec.drafters.methods import LOOKUP
 from jaxspec.embedded import MODEL
 from jaxspec.errors import UserError
-from jaxspec.outputs import RequestOutput, SpecDecodeMetrics
+from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, whole
 from jaxspec.progress import say
 from jaxspec.sampling_params import SamplingParams
 
@@ -181,7 +181,7 @@ def warm_up(way: Way, prompts: dict[str, Any], max_tokens: int) -> float:
 def answer(way: Way, prompt: Any, max_tokens: int) -> Run:
     timing, params = way.llm.timing, sampling(max_tokens, way.num_speculative_tokens)
     before, started = timing.compile_seconds, time.perf_counter()
-    output = way.llm.generate([prompt], params, progress=False)[0]
+    (output,) = whole(way.llm.generate([prompt], params, progress=False))
     return Run(output, time.perf_counter() - started - (timing.compile_seconds - before))
 
 

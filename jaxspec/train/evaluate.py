@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.config import EngineConfig
 from jaxspec.errors import UserError
 from jaxspec.llm import LLM
-from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.outputs import SpecDecodeMetrics, whole
 from jaxspec.parallel.placement import device_name
 from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
@@ -71,7 +71,7 @@ def evaluate(
     asked = [llm.render_chat([{"role": "user", "content": text}]) for texts in prompts.values() for text in texts]
     measured = []
     for p in params:
-        outputs = llm.generate([text for text in asked for _ in p], p * count, progress=progress)
+        outputs = whole(llm.generate([text for text in asked for _ in p], p * count, progress=progress))
         every = [[output.metrics for output in some] for some in zip(*[iter(outputs)] * samples, strict=True)]
         left = iter(every)
         parts = {category: list(itertools.islice(left, len(texts))) for category, texts in prompts.items()}

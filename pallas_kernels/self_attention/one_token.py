@@ -43,8 +43,9 @@ def self_attention(
     in_parts = x.dtype == jnp.bfloat16 and _split_product.covers(qkv)
     splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
     if in_parts:
+        x, norm = (x, norm) if normed is None else (normed, None)
         product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=g, device=device)
-        operands |= {"heads": product["sums"], "squares": product["squares"], "old_counts": product["zeros"]}
+        operands |= {"heads": product["sums"], "squares": product.get("squares"), "old_counts": product["zeros"]}
     else:
         normed = rms_norm(norm, x, eps) if normed is None else normed
         operands["heads"] = linear(qkv, normed).reshape(1, -1)

@@ -115,12 +115,17 @@ def test_every_flavour_equals_the_parts(name, case, dtype):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
-@cases("case", CASES[2:4], quick=CASES[2:3], ids=str)
-def test_x_may_be_normed_already(name, case):
+@cases("case", [*CASES[:4], CASES[5]], quick=CASES[:1] + CASES[2:3], ids=str)
+@cases("norm", ["there", "none"], quick=["none"])
+def test_x_may_be_normed_already(name, case, norm):
+    """As it is where a layer before has done it, and where a head made the first layer's input itself and there is
+    none."""
     arguments, live = random_arguments(case, "bfloat16")
     expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
     x = arguments["x"]
     arguments |= {"normed": rms_norm(arguments["norm"], x, 1e-6), "x": jnp.full_like(x, jnp.nan)}
+    if norm == "none":
+        arguments["norm"] = None
     check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
 
 

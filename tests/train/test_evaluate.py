@@ -72,6 +72,20 @@ def counted(rounds: int, accepted: int) -> SpecDecodeMetrics:
     return SpecDecodeMetrics(rounds, 2 * rounds, [accepted, 0], rounds + accepted)
 
 
+def test_an_answer_that_fails_is_told(folder, other, monkeypatch):
+    """One of many: what is left of them would be another measurement."""
+    generate = evaluate.LLM.generate
+
+    def failing(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        outputs[1].outputs[0].error = "no numbers"
+        return outputs
+
+    monkeypatch.setattr(evaluate.LLM, "generate", failing)
+    with pytest.raises(RuntimeError, match="an answer failed: no numbers"):
+        evaluate.evaluate(folder, other, PROMPTS, num_speculative_tokens=2, max_tokens=4, progress=False)
+
+
 def test_a_standard_error_does_not_hold_the_prompts_own_difference():
     """Of fixed prompts: what differs between them does not count, what differs between the samples of one does."""
     still = [[counted(10, 2)] * 4, [counted(10, 8)] * 4]
