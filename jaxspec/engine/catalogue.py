@@ -131,12 +131,12 @@ def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
 
 
 def launches(ks: Sequence[int], row_counts: Sequence[int], row_pages: int, rule: str | None) -> Iterator[Launch]:
-    """The smallest first, where several serve."""
+    """The smallest first, where several serve. Of one variant after the other: what is compiled next to each other has
+    few products of matrices in common, and later ones find what a GPU's compiler chose for those by trying."""
     greedy, sampled, whole = variants(rule)
-    for rows in row_counts:
-        for variant in (greedy, sampled):
-            yield from (Launch(k, rows, row_pages, variant) for k in ks)
-        yield from (Launch(k, rows, row_pages, whole) for k in sorted({ks[0], ks[-1]}))  # seldom, so few
+    few = sorted({ks[0], ks[-1]})  # of what is seldom asked for
+    for variant, counts in ((greedy, ks), (sampled, ks), (whole, few)):
+        yield from (Launch(k, rows, row_pages, variant) for rows in row_counts for k in counts)
 
 
 def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator[Prefill]:
