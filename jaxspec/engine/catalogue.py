@@ -16,7 +16,8 @@ from jaxspec.engine.batch import ChunkShape, power_of_two
 from jaxspec.sampling_params import MAX_LOGPROBS
 from jaxspec.verify import rules
 
-FEWEST_ROWS = 16  # of the launches that are warmed up, but for a single row's
+Passes = Literal["prefill", "catch_up"]
+FEWEST_ROWS = 16  # of the launches that are warmed up, but for a single row's, and where there are no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +33,14 @@ class Launch:
     variant: Variant
 
     def __str__(self) -> str:
-        return f"launch, {self.rows} rows, {self.k} drafts a round, {self.variant}"
+        return f"launch, {self.rows} rows of {self.row_pages} pages, {self.k} drafts a round, {self.variant}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
     """A pass over prompts: `prefill`, or `catch_up`, by which the draft reads them."""
 
-    name: Literal["prefill", "catch_up"]
+    name: Passes
     shape: ChunkShape
     row_pages: int
     variant: Variant
@@ -69,21 +70,21 @@ class Open:
         self.grown = max(power_of_two(num_rows), self.grown[0]), max(pages, self.grown[1])
         return self.grown
 
-    def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> tuple[int, Variant]:
-        """(K, variant) of the program for a batch that wants these."""
-        return k, self.variants.choose((k, *shape), exact)
+    def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> Launch:
+        """The program for a batch that wants these."""
+        return Launch(k, *shape, self.variants.choose((k, *shape), exact))
 
-    def prefill(self, name: str, shape: ChunkShape, exact: Variant) -> tuple[ChunkShape, Variant]:
-        """The shape and the variant of a pass over prompts."""
-        return shape, exact
+    def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
+        """The program of a pass over prompts."""
+        return Prefill(name, shape, row_pages, exact)
 
 
 class Closed(Open):
     """Of an engine that warms up: `launches` and `prefills` are all there are, and a page copy. The widest block table
-    serves all.
+    serves all; a batch of 16 has a narrow one, too.
 
-    ks: K, each that there is; rule: the acceptance rule asked for, or None; chunk: the shape of a pass over prompts;
-    catches_up: whether there is a draft that reads them.
+    ks: K, each that there is; rule: the acceptance rule asked for, or None; table_widths: N; chunk: the shape of a pass
+    over prompts; catches_up: whether there is a draft that reads them.
     """
 
     def __init__(
@@ -92,25 +93,25 @@ class Closed(Open):
         rule: str | None,
         *,
         max_num_seqs: int,
-        row_pages: int,
+        table_widths: Sequence[int],
         chunk: ChunkShape,
         catches_up: bool,
     ) -> None:
-        super().__init__((row_pages,))
+        super().__init__(table_widths)
         self.rows = row_counts(max_num_seqs)
-        self.launches = tuple(launches(sorted(ks), self.rows, row_pages, rule))
-        self.prefills = tuple(prefills(chunk, row_pages, catches_up=catches_up))
+        self.launches = tuple(launches(sorted(ks), self.rows, self.table_widths, rule))
+        self.prefills = tuple(prefills(chunk, self.table_widths[-1], catches_up=catches_up))
 
     def shape(self, num_rows: int, num_pages: int) -> tuple[int, int]:
-        return next(rows for rows in self.rows if rows >= num_rows), self.table_widths[0]
+        fits = lambda sizes, wanted: next(size for size in sizes if size >= wanted)
+        return fits(self.rows, num_rows), fits(self.table_widths, num_pages)
 
-    def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> tuple[int, Variant]:
-        serves = (p for p in self.launches if p.rows == shape[0] and p.k >= k)
-        return next((p.k, p.variant) for p in serves if p.variant.covers(exact))
+    def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> Launch:
+        serves = (p for p in self.launches if p.rows == shape[0] and p.row_pages >= shape[1] and p.k >= k)
+        return next(p for p in serves if p.variant.covers(exact))
 
-    def prefill(self, name: str, shape: ChunkShape, exact: Variant) -> tuple[ChunkShape, Variant]:
-        known = next(p for p in self.prefills if p.name == name and p.variant.covers(exact))
-        return known.shape, known.variant
+    def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
+        return next(p for p in self.prefills if p.name == name and p.variant.covers(exact))
 
 
 def row_counts(most: int) -> tuple[int, ...]:
@@ -130,13 +131,17 @@ def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
     return Variant(frozenset(greedy)), sampled, whole
 
 
-def launches(ks: Sequence[int], row_counts: Sequence[int], row_pages: int, rule: str | None) -> Iterator[Launch]:
+def launches(
+    ks: Sequence[int], row_counts: Sequence[int], table_widths: Sequence[int], rule: str | None
+) -> Iterator[Launch]:
     """The smallest first, where several serve. Of one variant after the other: what is compiled next to each other has
     few products of matrices in common, and later ones find what a GPU's compiler chose for those by trying."""
     greedy, sampled, whole = variants(rule)
-    few = sorted({ks[0], ks[-1]})  # of what is seldom asked for
-    for variant, counts in ((greedy, ks), (sampled, ks), (whole, few)):
-        yield from (Launch(k, rows, row_pages, variant) for rows in row_counts for k in counts)
+    few, wide = sorted({ks[0], ks[-1]}), table_widths[-1:]  # of what is seldom asked for
+    for variant, counts, every in ((greedy, ks, table_widths), (sampled, ks, table_widths), (whole, few, wide)):
+        for rows in row_counts:
+            widths = every if rows == FEWEST_ROWS else wide  # fewer gain nothing by another; of many one is long
+            yield from (Launch(k, rows, row_pages, variant) for k in counts for row_pages in widths)
 
 
 def prefills(chunk: ChunkShape, row_pages: int, *, catches_up: bool) -> Iterator[Prefill]:

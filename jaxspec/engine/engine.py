@@ -226,15 +226,14 @@ class Engine:
 
     def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Plan:
         """One launch of the device program over these requests."""
-        shape, spec = self.grown_shape(requests), self.speculative
-        k, variant = self.catalogue.launch(k, shape, batch.variant(requests))
+        program, spec = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests)), self.speculative
         others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
         inputs = batch.launch_input(
             requests,
-            k,
-            variant,
+            program.k,
+            program.variant,
             self.layout,
-            shape,
+            (program.rows, program.row_pages),
             num_rounds=num_rounds,
             # While others wait a row that has ended is wasted, and so is a launch for each that ends.
             max_ends=-(-len(requests) // 16) if others_wait else batch.NEVER,
@@ -242,7 +241,7 @@ class Engine:
             rule_options=spec.rule_options if spec else (),
             vocab_size=self.limits.vocab_size,
         )
-        return Plan("launch", (inputs,), k=k, variant=variant)
+        return Plan("launch", (inputs,), k=program.k, variant=program.variant)
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
         """(B, N) of the next launch. N has room for what the rows may come to hold: for what they hold now it would

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.decode.plans import NOTHING, Plan
 from jaxspec.engine import batch, results
-from jaxspec.engine.catalogue import Open
+from jaxspec.engine.catalogue import Open, Prefill
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster
 
@@ -50,9 +50,9 @@ class Prefilling:
         rows = self.pieces(requests)
         taking_part = list(dict.fromkeys(request for request, *_ in rows))
         with self.roster.blame(taking_part):
-            shape, variant = self.catalogue.prefill("prefill", self.shape, batch.prefill_variant(taking_part))
-            started = self.queue(taking_part, Plan("prefill", (self.chunk(rows, shape, row_pages),), variant=variant))
-            scores = None if variant.logprobs is None else self.roster.runner.fetch(started)
+            program = self.catalogue.prefill("prefill", self.shape, row_pages, batch.prefill_variant(taking_part))
+            started = self.queue(taking_part, self.plan(program, rows))
+            scores = None if program.variant.logprobs is None else self.roster.runner.fetch(started)
         if not all(request.pages for request in taking_part):  # the caches were lost
             return
         for row, (request, _, length) in enumerate(rows):
@@ -72,8 +72,8 @@ class Prefilling:
             rows = batch.pieces(behind, starts, self.shape, ends=[r.target_len for r in behind])
             taking_part = [request for request, *_ in rows]
             with self.roster.blame(taking_part):
-                shape, variant = self.catalogue.prefill("catch_up", self.shape, NOTHING)
-                self.queue(taking_part, Plan("catch_up", (self.chunk(rows, shape, row_pages),), variant=variant))
+                program = self.catalogue.prefill("catch_up", self.shape, row_pages, NOTHING)
+                self.queue(taking_part, self.plan(program, rows))
             if not all(request.pages for request in taking_part):
                 return
             for request, _, length in rows:
@@ -97,5 +97,7 @@ class Prefilling:
                 if request.prefilled:
                     request.times.prefilled = request.times.prefilled or now
 
-    def chunk(self, rows: Sequence[batch.Piece], shape: batch.ChunkShape, row_pages: int) -> Any:
-        return batch.chunk_input(rows, self.roster.runner.decoding.target.layout, shape, row_pages=row_pages)
+    def plan(self, program: Prefill, rows: Sequence[batch.Piece]) -> Plan:
+        layout = self.roster.runner.decoding.target.layout
+        chunk = batch.chunk_input(rows, layout, program.shape, row_pages=program.row_pages)
+        return Plan(program.name, (chunk,), variant=program.variant)

@@ -136,13 +136,14 @@ def catalogue(config: EngineConfig, speculative: Speculation, device: Device, lo
     """Which programs there are. longest: positions of a row; lags: whether a draft has a cache, which may lag."""
     page_size = config.page_size or facts(device.platform).page_size
     most = -(-longest // page_size)
+    widths = table_widths(device, config.kernels, most, page_size)
     if not config.warm_up:
-        return Open(table_widths(device, config.kernels, most, page_size))
+        return Open(widths)
     return Closed(
         ks(speculative),
         speculative.rejection_sample_method if speculative else None,
         max_num_seqs=config.max_num_seqs,
-        row_pages=most,
+        table_widths=widths,
         chunk=chunk_shape(config, device.platform),
         catches_up=lags,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,7 +17,7 @@ from jaxspec.decode import programs
 from jaxspec.decode.state import Variant
 from jaxspec.engine import setup
 from jaxspec.engine.batch import FEW, ChunkShape
-from jaxspec.engine.catalogue import Closed, prefills, row_counts, variants
+from jaxspec.engine.catalogue import Closed, Launch, prefills, row_counts, variants
 from jaxspec.engine.warming import plans, warm_up
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
@@ -81,19 +82,22 @@ def test_sizes_of_passes_over_prompts(shape, sizes):
 def test_every_batch_has_a_program(rule):
     """Whatever it asks for, of every number of rows and drafts, and the smallest of those that serve."""
     spec = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
-    found = Closed(setup.ks(spec), rule, max_num_seqs=64, row_pages=9, chunk=ChunkShape(32, 64, 4), catches_up=True)
+    sizes = {"max_num_seqs": 64, "table_widths": (5, 9), "chunk": ChunkShape(32, 64, 4)}
+    found = Closed(setup.ks(spec), rule, **sizes, catches_up=True)
     greedy, sampled, whole = variants(rule)
-    for rows, k in [(1, 0), (1, 4), (9, 2), (64, 4)]:
-        shape = found.shape(rows, 3)
-        assert shape == (next(n for n in (1, 16, 64) if n >= rows), 9)
-        for wanted, (most, variant) in {
-            greedy: (k, greedy),
-            Variant(sampled.rules, filters=True): (k, sampled),
-            Variant(greedy.rules, logprobs=5): (4 if k else 0, whole),
-            Variant(greedy.rules, processors=True): (4 if k else 0, whole),
-            whole: (4 if k else 0, whole),
+    for rows, pages, k in [(1, 3, 0), (1, 9, 4), (9, 3, 2), (9, 6, 4), (9, 5, 0), (64, 3, 4)]:
+        shape = found.shape(rows, pages)
+        size = next(n for n in (1, 16, 64) if n >= rows)
+        width = 5 if size == 16 and pages <= 5 else 9
+        for wanted, (most, columns, variant) in {
+            greedy: (k, width, greedy),
+            Variant(sampled.rules, filters=True): (k, width, sampled),
+            Variant(greedy.rules, logprobs=5): (4 if k else 0, 9, whole),
+            Variant(greedy.rules, processors=True): (4 if k else 0, 9, whole),
+            whole: (4 if k else 0, 9, whole),
         }.items():
-            assert found.launch(k, shape, wanted) == (most, variant)
+            assert found.launch(k, shape, wanted) == Launch(most, size, columns, variant)
+        assert found.prefill("prefill", found.prefills[0].shape, shape[1], Variant()).row_pages == 9
 
 
 # What is compiled
@@ -150,8 +154,9 @@ def test_one_that_did_not_warm_up_counts_what_requests_waited_for():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["draft_model", "ngram+eagle3"])
-def test_the_soak_compiles_nothing(method):
-    """Rows give way and come back; and prompts are queued ahead of launches."""
+def test_the_soak_compiles_nothing(method, monkeypatch):
+    """Rows give way and come back; prompts are queued ahead of launches; block tables have two widths."""
+    monkeypatch.setattr("jaxspec.engine.catalogue.FEWEST_ROWS", 2)
     rng = np.random.default_rng(5)
     requests = draw(rng, 60)
     for i, case in enumerate(requests[40:], 40):
@@ -160,15 +165,28 @@ def test_the_soak_compiles_nothing(method):
     engine = tiny_engine(method, warm_up=True, max_num_seqs=2)
     soak = Soak(engine, rng)
     del engine.grown_shape
-    sizes = {"max_num_seqs": engine.config.max_num_seqs, "row_pages": engine.catalogue.table_widths[0]}
+    (widest,) = engine.catalogue.table_widths
+    sizes = {"max_num_seqs": engine.config.max_num_seqs, "table_widths": (widest // 2, widest)}
     lags = engine.lag.most is not None
     engine.catalogue = Closed(
         tuple(engine.runner.drafters), None, **sizes, chunk=engine.prefilling.shape, catches_up=lags
     )
     engine.prefilling.catalogue = engine.catalogue
     warm_up(engine)
-    known = engine.runner.programs.num_compiled
+    known, run, widths = engine.runner.programs.num_compiled, engine.runner.start, Counter()
+
+    def start(plan):
+        if plan.program == "launch":
+            (launched,) = plan.arrays
+            widths[launched.block_table.shape] += 1
+        return run(plan)
+
+    monkeypatch.setattr(engine.runner, "start", start)
     soak.serve(requests)
+    assert {rows: sorted(n for b, n in widths if b == rows) for rows in (1, 2)} == {
+        1: [widest],
+        2: [widest // 2, widest],
+    }
     soak.check_idle()
     assert (engine.runner.programs.num_compiled, engine.timing.num_compiled) == (known, 0)
     assert complaints(requests, soak.requests, reference_engine()) == []
