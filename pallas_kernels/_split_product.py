@@ -38,7 +38,8 @@ class Parts:
 
 def covers(*weights) -> bool:
     """The matrices that the kernel covers and is meant for."""
-    return all(w.shape[0] % STEP == 0 and w.shape[1] % 64 == 0 and w.size < MAX_SIZE for w in weights)
+    fits = lambda w: w.shape[0] % STEP == 0 and w.shape[1] % 64 == 0 and w.size < MAX_SIZE
+    return all(w.dtype == jnp.bfloat16 and fits(w) for w in weights)
 
 
 def tile(depth: int, width: int) -> tuple[int, int]:

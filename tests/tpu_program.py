@@ -49,6 +49,7 @@ class Program:
     """
 
     device = Device("tpu")
+    draft_dtype: str | None = None  # where it is another than the target's
     kept: Path | None = None  # where programs go through, and come from
 
     def __init__(
@@ -68,7 +69,8 @@ class Program:
         configs = {"target": target} | ({"draft": draft} if draft else {})
         places = setup.placements(configs, self.placement)
         configs = {name: config.copied_for(places[name].degree) for name, config in configs.items()}
-        self.models = {n: Model(c, abstract_params(c, self.dtype, places[n])) for n, c in configs.items()}
+        dtypes = {"target": self.dtype, "draft": self.draft_dtype or self.dtype}
+        self.models = {n: Model(c, abstract_params(c, dtypes[n], places[n])) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
         drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})
         self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts) if num_drafts else None

@@ -232,6 +232,8 @@ def _kernel(
         query_at, first_at = of_token(POSITION), plgpu.load(out["tree"].at[b, jnp.int32(0), jnp.int32(FIRST_NODE)])
         tree = of_token(FIRST_NODE), [of_token(i) for i in range(WORDS, out["tree"].shape[2])]
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
+    if tree is not None:  # nodes of a block see each other, also those that other programs have
+        last_query = kv_len[b] - 1
     begin = 0 if window is None else jnp.maximum(first_at - window + 1, 0)
     end = jnp.clip(last_query + 1, 0, row_pages * page_size)
     if "num_keys" in out:

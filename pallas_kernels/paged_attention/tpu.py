@@ -83,11 +83,12 @@ def _kernel(
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
     query_at = position + (first_row + lax.broadcasted_iota(jnp.int32, (block_rows, 1), 0)) // group
 
-    here = query_at >= 0
     if nodes:
         tree = nodes[0][...]
         of_query = lambda i: tree[:, i : i + 1]
         query_at, first_query = of_query(POSITION), tree[0, FIRST_NODE]  # no query stands before it
+        last_query = kv_len[row] - 1  # nodes of a block see each other, also those that other programs have
+    here = query_at >= 0
 
     # The block reads keys [begin, end), in the pages [first_page, end_page).
     begin = 0 if window is None else jnp.maximum(first_query - window + 1, 0)

@@ -191,6 +191,26 @@ def test_a_node_of_a_tree_sees_its_ancestors(name, case, earlier):
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
+def test_nodes_of_a_block_see_each_other(name):
+    """Also those that another program has the queries of; and where fewer are wanted than there are, so that the first
+    of them would stand before the text if all were written."""
+    case = Case(b=2, t=16, h=32, g=1, d=64, s=8, n=8)
+    draw = np.random.default_rng(3)
+    first, wanted = np.array([37, 4], np.int32), np.array([16, 5], np.int32)
+    ids = draw.permutation(case.num_pages)[: case.b * case.n].reshape(case.b, case.n).astype(np.int32)
+    pages = draw.normal(size=(case.num_pages, case.s, 2 * case.g, case.d)).astype(np.float32)
+    query = draw.normal(size=(case.b, case.t, case.h, case.d)).astype(np.float32)
+    end, where = first + wanted, jnp.asarray(first[:, None] + np.arange(case.t))
+    tree = packed(where, jnp.asarray(first), jnp.ones((case.b, case.t, case.t), bool))
+    out = kernel("paged_attention", name, **case.options)(query, pages, ids, end, end, tree)
+    chain = kernel("paged_attention", "reference", **case.options)
+    for b in range(case.b):
+        for t in range(wanted[b]):
+            alone = chain(query[b : b + 1, t : t + 1], pages, ids[b : b + 1], end[b : b + 1])
+            np.testing.assert_allclose(out[b, t], alone[0, 0], rtol=0, atol=ATOL["float32"], err_msg=f"{b}, {t}")
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
 @cases("case", CASES[1:3], quick=CASES[1:2], ids=str)
 def test_bfloat16(name, case):
     check_case(case, name, jnp.bfloat16)
