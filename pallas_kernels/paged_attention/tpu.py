@@ -18,16 +18,23 @@ from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
 # Sizes of a program, within the 16 MiB of VMEM that v5e gives it by default.
 MAX_ROWS, ROWS_BYTES = 256, 4 * 2**20  # query rows of a key-value head; bytes of all heads' rows, results and sums
 MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # keys fetched at a time; bytes of the two page buffers
+MOST_BYTES = 4 * 2**20  # of these two, where a page alone is larger
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
-def fits(query, *_, **options) -> bool:
-    return query.shape[-1] % 64 == 0
+def fits(query, pages, *_, **options) -> bool:
+    return query.shape[-1] % 64 == 0 and 2 * page_bytes(pages) <= MOST_BYTES
+
+
+def page_bytes(pages) -> int:
+    """Of one, as it lies in VMEM."""
+    _, s, g2, d = pages.shape
+    return s * _round_up(g2, 8) * _round_up(d, 128) * pages.dtype.itemsize
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "device"))
 def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, device):
-    (b, t, h, d), (_, s, g2, _) = query.shape, pages.shape
+    (b, t, h, d), (_, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2
     group = h // g
     rows = t * group  # row r of a key-value head: token r // group, head r % group within the group
@@ -35,12 +42,13 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
     row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query, out twice each; acc; top, total
     block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
     padded_rows = _round_up(rows, block_rows)
-    page_bytes = s * _round_up(g2, 8) * lanes * pages.dtype.itemsize
-    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes)))
+    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))
 
     query = query.reshape(b, t, g, group, d).swapaxes(1, 2).reshape(b, g, rows, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_rows - rows), (0, 0)))
     spec = pl.BlockSpec((None, g, block_rows, d), lambda row, block, *_: (row, 0, block, 0))
+    # A row's own line of the table: all of it may be more than scalar memory holds.
+    table_spec = pl.BlockSpec((None, 1, n), lambda row, *_: (row, 0, 0), memory_space=pltpu.SMEM)
     nodes, node_specs = [], []
     if tree is not None:  # a line for each query row
         nodes = [jnp.pad(jnp.repeat(tree, group, axis=1), ((0, 0), (0, padded_rows - rows), (0, 0)))]
@@ -48,9 +56,9 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
     out = pl.pallas_call(
         functools.partial(_kernel, num_tokens=t, group=group, scale=scale, window=window, soft_cap=soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=2,
             grid=(b, padded_rows // block_rows),
-            in_specs=[spec, pl.BlockSpec(memory_space=pl.ANY), *node_specs],
+            in_specs=[table_spec, spec, pl.BlockSpec(memory_space=pl.ANY), *node_specs],
             out_specs=spec,
             scratch_shapes=[
                 pltpu.VMEM((2, block_pages, s, g2, d), pages.dtype),
@@ -63,12 +71,12 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         interpret=device.interpret,
         name="paged_attention",
-    )(block_table, kv_len, kv_len if num_keys is None else num_keys, query, in_hbm(pages, device), *nodes)
+    )(kv_len, kv_len if num_keys is None else num_keys, block_table[:, None], query, in_hbm(pages, device), *nodes)
     return out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
 
 
 def _kernel(
-    block_table, kv_len, num_keys, query, pages, *refs,
+    kv_len, num_keys, block_table, query, pages, *refs,
     num_tokens, group, scale, window, soft_cap,
 ):  # fmt: skip
     *nodes, out, buffer, semaphores, top, total, acc = refs
@@ -100,7 +108,7 @@ def _kernel(
         block_start = first_page + block * block_pages
 
         def copy(i, _):
-            page = jnp.minimum(block_table[row, block_start + i], num_pages - 1)
+            page = jnp.minimum(block_table[0, block_start + i], num_pages - 1)
             act(pltpu.make_async_copy(pages.at[page], buffer.at[block % 2, i], semaphores.at[block % 2]))
 
         lax.fori_loop(0, jnp.minimum(block_pages, end_page - block_start), copy, None)

@@ -1,5 +1,7 @@
 """The TPU forms through the real TPU compiler, which needs no TPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,23 @@ def compile_attention(topology, heads, num_tokens, dtype, **options):
 @cases("heads", HEADS, quick=[(3, 64)])
 def test_paged_attention(topology, heads):
     assert "tpu_custom_call" in compile_attention(topology, heads, 5, jnp.bfloat16)
+
+
+@cases(("rows", "row_pages"), [(64, 4097), (256, 1281)], quick=[(64, 4097)])
+def test_block_tables_need_not_fit_into_scalar_memory(rows, row_pages):
+    """131,072 positions of 64 rows, 40,960 of 256."""
+    bf16 = functools.partial(shape, dtype=jnp.bfloat16)
+    attend = lambda *arguments: paged_attention(*arguments, scale=1.0, **TPU)
+    arguments = bf16(rows, 5, 8, 64), bf16(NUM_PAGES, PAGE_SIZE, 4, 64), shape(rows, row_pages), shape(rows)
+    assert "tpu_custom_call" in tpu_compile("v5e:1x1", attend, *arguments).as_text()
+
+
+@cases("page_size", [512, 1024], quick=[512])
+def test_large_pages_fit_vmem_or_take_plain_attention(page_size):
+    bf16 = functools.partial(shape, dtype=jnp.bfloat16)
+    arguments = bf16(2, 512, 8, 128), bf16(8, page_size, 16, 128), shape(2, 8), shape(2)
+    attend = lambda *arguments: paged_attention(*arguments, scale=1.0, **TPU)
+    assert ("tpu_custom_call" in tpu_compile("v5e:1x1", attend, *arguments).as_text()) == (page_size == 512)
 
 
 @cases("num_tokens", [1, 512], quick=[512])
