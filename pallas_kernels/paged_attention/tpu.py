@@ -18,12 +18,11 @@ from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
 # Sizes of a program, within the 16 MiB of VMEM that v5e gives it by default.
 MAX_ROWS, ROWS_BYTES = 256, 4 * 2**20  # query rows of a key-value head; bytes of all heads' rows, results and sums
 MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # keys fetched at a time; bytes of the two page buffers
-MOST_BYTES = 4 * 2**20  # of these two, where a page alone is larger
 MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
 
 
 def fits(query, pages, *_, **options) -> bool:
-    return query.shape[-1] % 64 == 0 and 2 * page_bytes(pages) <= MOST_BYTES
+    return query.shape[-1] % 64 == 0 and 2 * page_bytes(pages) <= PAGES_BYTES
 
 
 def page_bytes(pages) -> int:
@@ -42,7 +41,7 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
     row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query, out twice each; acc; top, total
     block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
     padded_rows = _round_up(rows, block_rows)
-    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))
+    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # one of more than MAX_KEYS
 
     query = query.reshape(b, t, g, group, d).swapaxes(1, 2).reshape(b, g, rows, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_rows - rows), (0, 0)))
