@@ -28,6 +28,7 @@
 # session: one to three minutes. Where jaxspec is installed already, it changes nothing.
 
 # %%
+import glob
 import importlib.metadata
 import importlib.util
 import os
@@ -41,12 +42,13 @@ SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /conte
 
 def runtime():
     """What pip has to know: the kind of device, found without JAX."""
-    if pathlib.Path("/dev/accel0").exists() or pathlib.Path("/dev/vfio/0").exists() or "TPU_WORKER_ID" in os.environ:
+    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
         return "tpu"
     return "cuda12" if shutil.which("nvidia-smi") else ""
 
 
-if importlib.util.find_spec("jaxspec"):
+found = importlib.util.find_spec("jaxspec")
+if found and found.origin:  # a folder of that name is none
     print("jaxspec is installed.")
 else:
     loaded = "jax" in sys.modules

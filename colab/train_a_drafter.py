@@ -31,6 +31,7 @@
 # session: one to three minutes. Where jaxspec is installed already, it changes nothing.
 
 # %%
+import glob
 import importlib.metadata
 import importlib.util
 import os
@@ -44,12 +45,13 @@ SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /conte
 
 def runtime():
     """What pip has to know: the kind of device, found without JAX."""
-    if pathlib.Path("/dev/accel0").exists() or pathlib.Path("/dev/vfio/0").exists() or "TPU_WORKER_ID" in os.environ:
+    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
         return "tpu"
     return "cuda12" if shutil.which("nvidia-smi") else ""
 
 
-if importlib.util.find_spec("jaxspec"):
+found = importlib.util.find_spec("jaxspec")
+if found and found.origin:  # a folder of that name is none
     print("jaxspec is installed.")
 else:
     loaded = "jax" in sys.modules
@@ -102,13 +104,16 @@ print(f"{TOKENS:,} tokens of text, then " + (f"{MINUTES:g} minutes" if MINUTES e
 # `jaxspec generate-data --target smollm2-135m-instruct --out data --tokens 4000000`
 
 # %%
+import checkpoints
 from jaxspec import LLM
 from jaxspec.train.data_options import DataOptions
-from jaxspec.train.generate import engine_options, generate
+from jaxspec.train.generate import generate
+from jaxspec.train.writer import engine_options
 
 mixture = {} if MIXTURE is None else {"mixture": MIXTURE}
 data = DataOptions(tokens=TOKENS, length=LENGTH, shard_size=SHARD_SIZE, seed=SEED, **mixture)
-written = generate(LLM(TARGET, **engine_options(data)), FOLDER / "data", data, target=TARGET)
+options = engine_options(data, checkpoints.load_config(checkpoints.resolve(TARGET)))
+written = generate(LLM(TARGET, **options), FOLDER / "data", data, target=TARGET)
 print(f"\n{written['sequences']} sequences, {written['tokens']} tokens")
 
 # %% [markdown]

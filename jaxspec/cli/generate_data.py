@@ -40,15 +40,17 @@ def generate_data(
     if "temperatures" in given:
         given["temperatures"] = shares("--temperatures", given["temperatures"], float)
     options = DataOptions(**given | {"part": part_of(given["part"])})
-    from jaxspec.train.generate import engine_options, generate, kept
+    from jaxspec.train.generate import generate, kept
 
     with keeping(lambda: kept(out)):
         import checkpoints
         from jaxspec.llm import LLM
+        from jaxspec.train.writer import engine_options
 
         say(f"loading {target} ...")
-        name = checkpoints.resolve(target).name
-        written = generate(LLM(target, dtype=dtype, **engine_options(options)), out, options, target=name)
+        source = checkpoints.resolve(target)
+        llm = LLM(target, dtype=dtype, **engine_options(options, checkpoints.load_config(source), dtype))
+        written = generate(llm, out, options, target=source.name)
     if as_json:
         print(json.dumps(written))
     else:

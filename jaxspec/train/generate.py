@@ -12,10 +12,8 @@ import jax
 import numpy as np
 
 import checkpoints
-from jaxspec.engine.batch import power_of_two
 from jaxspec.engine.request import Request
 from jaxspec.errors import UserError
-from jaxspec.platforms import facts
 from jaxspec.progress import token_progress
 from jaxspec.train.ahead import ahead
 from jaxspec.train.data import (
@@ -36,24 +34,6 @@ if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
 REFILL = 8  # eighths of the rows are filled again at a time
-
-
-def num_rows(options: DataOptions) -> int:
-    """Sequences that are decoded together."""
-    return options.rows or facts(jax.default_backend()).text_rows
-
-
-def engine_options(options: DataOptions) -> dict[str, Any]:
-    """Of an LLM that generates: pages for all rows, so that nobody waits or is put back, and prompts in one pass."""
-    rows, page_size = num_rows(options), facts(jax.default_backend()).page_size
-    return {
-        "max_model_len": options.length,
-        "max_num_seqs": rows,
-        "page_size": page_size,
-        "num_pages": rows * -(-options.length // page_size),
-        "enable_prefix_caching": False,
-        "prefill_chunk": max(power_of_two(options.length) * power_of_two(rows) // 2, 16),
-    }
 
 
 class Shard:
@@ -93,7 +73,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     made_by = {"target": target, "tokenizer": checkpoints.fingerprint(llm.tokenizer)}
     recipe = {**made_by, "vocab_size": engine.limits.vocab_size, **options.recipe}
     done: dict[int, Counter[str]] = {}
-    at_once, mine = num_rows(options), -(-options.tokens // options.part[1])
+    at_once, mine = engine.config.max_num_seqs, -(-options.tokens // options.part[1])
     indices = (index for index in itertools.count() if options.takes(index) and index not in done)
     waiting: deque[tuple[Shard, int]] = deque()
     running: dict[Request, tuple[Shard, int]] = {}

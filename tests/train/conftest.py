@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.llm import LLM
 from jaxspec.train.data_options import DataOptions
-from jaxspec.train.generate import engine_options
+from jaxspec.train.writer import engine_options
 from tests.model_folders import write_model
 
 MIXTURE = {"chat": 2.0, "free": 1.0, "list": 0.0}

@@ -1,0 +1,60 @@
+"""How many sequences a target writes together: the options of an engine that has room for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxspec.cache.budget import memory
+from jaxspec.cache.pages import cache_layout
+from jaxspec.config import EngineConfig
+from jaxspec.engine.batch import power_of_two
+from jaxspec.engine.setup import Model, temporary_bytes
+from jaxspec.loading import compute_dtype
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import abstract_params
+from jaxspec.parallel.placement import make_placement
+from jaxspec.platforms import facts
+from jaxspec.train.data_options import DataOptions
+from pallas_kernels.device import here
+
+
+def engine_options(options: DataOptions, config: ModelConfig | None = None, dtype: str = "auto") -> dict[str, Any]:
+    """Of an LLM that generates: pages for all rows, so that nobody waits or is put back, and prompts in one pass.
+
+    config: the target's, by which rows are halved, unless options say how many, until all of it fits into memory.
+    """
+    rows = options.rows or facts(jax.default_backend()).text_rows
+    found = with_rows(options, rows)
+    while config and not options.rows and rows > 1 and not fits(found, config, dtype):
+        rows //= 2
+        found = with_rows(options, rows)
+    return found
+
+
+def fits(options: dict[str, Any], config: ModelConfig, dtype: str) -> bool:
+    """Whether such an engine does, where the device says how much it holds."""
+    device = here()
+    if (stats := memory(jax.devices()[0])) is None:
+        return True
+    compute = compute_dtype(dtype, device)
+    sizes = {"page_size": options["page_size"], "num_pages": options["num_pages"], "dtype": compute}
+    page = cache_layout(config, **sizes, platform=device.platform).stored_bytes(1, device.platform)
+    weights = sum(x.size * x.dtype.itemsize for x in abstract_params(config, compute, make_placement()).values())
+    engine = EngineConfig(**options)
+    temporary = temporary_bytes({"target": Model(config, {})}, engine, None, device.platform)
+    needed = weights + temporary + options["num_pages"] * page
+    return needed <= engine.memory_utilization * stats["bytes_limit"]
+
+
+def with_rows(options: DataOptions, rows: int) -> dict[str, Any]:
+    page_size = facts(jax.default_backend()).page_size
+    return {
+        "max_model_len": options.length,
+        "max_num_seqs": rows,
+        "page_size": page_size,
+        "num_pages": rows * -(-options.length // page_size),
+        "enable_prefix_caching": False,
+        "prefill_chunk": max(power_of_two(options.length) * power_of_two(rows) // 2, 16),
+    }
