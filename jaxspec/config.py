@@ -233,7 +233,8 @@ class EngineConfig:
       max_model_len: Longest prompt + output, in tokens. Default: the model's own.
       max_num_seqs: Requests decoded together.
       page_size: Tokens a cache page holds. Default 16, on TPU 32.
-      num_pages: Pages in the pool. Default: what memory_utilization of the free device memory holds.
+      num_pages: Pages in the pool. Default: what memory_utilization of the device's memory holds beside weights and
+        temporary memory; on a CPU what 1 GiB holds.
       enable_prefix_caching: Keep the pages of ended requests and share them with requests that begin alike.
       rounds_per_launch: Rounds that one launch of the device program runs, 1 to 64. Default: 64, and 16 where something
         may happen on the host in the meantime: a stop string found, or, in AsyncLLM, another request.

@@ -37,9 +37,12 @@ def options(cls: type[T]) -> type[T]:
     return cls
 
 
+VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # its names of what has another here
+
+
 def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
     """The refusal of an option, or by whatever word it goes, that `what` does not have."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = [VLLM[name]] if VLLM.get(name) in known else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known {word}s: {', '.join(known)}"
     return UserError(f"unknown {word} {name!r} of {what}: {hint}")
 

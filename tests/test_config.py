@@ -182,6 +182,10 @@ WRONG = [
         "draft_tensor_parallel_size: method='ngram' has no draft that could be cut",
     ),
     (EngineConfig, {"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
+    (EngineConfig, {"gpu_memory_utilization": 0.5}, "did you mean 'memory_utilization'?"),
+    (EngineConfig, {"block_size": 16}, "did you mean 'page_size'?"),
+    (EngineConfig, {"max_num_batched_tokens": 512}, "did you mean 'prefill_chunk'?"),
+    (EngineConfig, {"disable_log_stats": True}, "known options: tokenizer, revision, tensor_parallel_size,"),
 ]
 LATER = [
     (SpeculativeConfig, {"quantization": "int8"}),

@@ -85,7 +85,7 @@ class Options:
       lengths: Tokens a round, one or several; where K adapts, of drafts that fade. Real acceptance without it.
       rates: Of the stage load: how often the first, second, ... draft is kept, 0.74,0.55.
       dtype: auto, float32, bfloat16 or float16.
-      stages: Of target,draft,round,...; all but adaptive.
+      stages: Of target,draft,round,...; all but adaptive and load.
       temperature: 0 is greedy.
       kernels: reference or pallas; the platform's best.
       launches: Timed launches a figure.

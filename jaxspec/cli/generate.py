@@ -13,7 +13,7 @@ import typer
 
 from jaxspec import embedded
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.shared import MODEL_HELP, AsJson, HostOptions, join
+from jaxspec.cli.shared import DRAFT_HELP, MODEL_HELP, AsJson, HostOptions, join
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.errors import UserError
@@ -46,11 +46,9 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", show_default=False)],
     *,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = embedded.MODEL,
-    draft: Annotated[
-        str | None, typer.Option(help="A smaller model of the same family that drafts; the embedded model has its own.")
-    ] = None,
+    draft: Annotated[str | None, typer.Option(help=DRAFT_HELP + " The embedded model has one.")] = None,
     method: Annotated[
-        Method | None, typer.Option(help="Default: draft_model with --draft, both with the embedded pair, else ngram.")
+        Method | None, typer.Option(help="Default: found out with --draft, both with the embedded pair, else ngram.")
     ] = None,
     drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, DRAFTED, OWN)],
     sampling: Annotated[dict[str, Any], Fields(SamplingParams, SAMPLING, OWN)],

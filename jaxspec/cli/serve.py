@@ -14,7 +14,7 @@ import typer
 from jaxspec.cli.exits import STOPPED
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.generate import DRAFTED, Method, speculation
-from jaxspec.cli.shared import MODEL_HELP, HostOptions, extra, join
+from jaxspec.cli.shared import DRAFT_HELP, MODEL_HELP, HostOptions, extra, join
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.errors import UserError
 from jaxspec.progress import say
@@ -42,9 +42,9 @@ OWN = {
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, show_default=False)],
     *,
-    draft: Annotated[str | None, typer.Option(help="A smaller model of the same family that drafts.")] = None,
+    draft: Annotated[str | None, typer.Option(help=DRAFT_HELP)] = None,
     method: Annotated[
-        Method | None, typer.Option(help="Default: draft_model with --draft, both with the embedded pair, else ngram.")
+        Method | None, typer.Option(help="Default: found out with --draft, both with the embedded pair, else ngram.")
     ] = None,
     drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, DRAFTED, OWN)],
     speculative_config: Annotated[

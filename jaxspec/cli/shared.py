@@ -18,6 +18,7 @@ from jaxspec.errors import UserError
 from jaxspec.parallel import hosts
 from jaxspec.parallel.hosts import Hosts
 
+DRAFT_HELP = "What drafts: a smaller model with the same tokenizer, or a head."
 MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
 DTYPE_HELP = sentences(EngineConfig)["dtype"]
 
@@ -45,4 +46,6 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UserError(f"this command needs {error.name or error}: pip install 'jaxspec[{name}]'") from None
+        raise UserError(
+            f"this command needs {error.name or error}: pip install -e '.[{name}]' in jaxspec's folder"
+        ) from None

