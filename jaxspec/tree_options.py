@@ -54,8 +54,6 @@ def sized(said: dict[str, int]) -> dict[str, Any]:
 
 def fixed(choices: Any, said: dict[str, int]) -> dict[str, Any]:
     """The tree of these paths, level by level."""
-    for name, value in said.items():
-        raise UserError(f"tree_choices is given, and {name}={value}: drop one of them")
     line = f"tree_choices={choices!r:.80} must be a list of paths, each a list of ranks below {MAX_WIDTH}"
     listed = lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes)
     if not listed(choices) or not all(map(listed, choices := list(choices))):
@@ -67,9 +65,8 @@ def fixed(choices: Any, said: dict[str, int]) -> dict[str, Any]:
     for path in paths:
         if path[:-1] and path[:-1] not in known:
             raise UserError(f"tree_choices has {list(path)}, but not {list(path[:-1])}, which it comes after: add that")
-    return {
-        "tree_choices": tuple(sorted(paths, key=lambda path: (len(path), path))),
-        "tree_width": 1 + max(map(max, paths)),
-        "tree_depth": max(map(len, paths)),
-        "tree_nodes": len(paths) + 1,
-    }
+    found = {"tree_width": 1 + max(map(max, paths)), "tree_depth": max(map(len, paths)), "tree_nodes": len(paths) + 1}
+    for name, value in said.items():
+        if value != found[name]:  # else it is what was found before
+            raise UserError(f"tree_choices is given, and {name}={value}: drop one of them")
+    return {"tree_choices": tuple(sorted(paths, key=lambda path: (len(path), path)))} | found

@@ -12,6 +12,7 @@ from jaxspec.cli.exits import keeping
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
 from jaxspec.config import EngineConfig
+from jaxspec.errors import UserError
 from jaxspec.progress import say
 from jaxspec.train.data_options import TEMPERATURES, DataOptions, part_of, shares
 
@@ -40,6 +41,8 @@ def generate_data(
     if "temperatures" in given:
         given["temperatures"] = shares("--temperatures", given["temperatures"], float)
     options = DataOptions(**given | {"part": part_of(given["part"])})
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file: name a folder")
     from jaxspec.train.generate import generate, kept
 
     with keeping(lambda: kept(out)):

@@ -191,7 +191,7 @@ def kept_of(shape: Shape, first: Any, weigh: Callable[[Any, Nodes, Any], Any], *
         return state, found, nodes, (begin + chosen, best_scores)
 
     carry = state, found, nodes, (own, scores[:, 0])
-    if alike:  # compiled once
+    if alike and depth > 1:  # compiled once; a loop of no rounds would be traced all the same
         carry = lax.fori_loop(1, depth, one_more, carry)
     else:
         for level in range(1, depth):

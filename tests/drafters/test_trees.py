@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from jaxspec.errors import UserError
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify import tree as rule
-from tests import lively_models, tiny_models
+from tests import lively_heads, lively_models, tiny_models
 from tests.drafters.references import common, pard
 from tests.drafters.rounds import Pair, states, upto
 from tests.drafters.test_heads import GREEDY, PROMPT, SIZES, folders, read, reference  # noqa: F401
@@ -208,6 +209,27 @@ def test_text_is_plain_decodings(method, wish):
     assert texts(served) == texts(alone)
     if (method, wish) in {("noisy", "greedy"), ("itself", "seeded")}:
         assert total(served)[:2] > [0, 0]
+
+
+@cases("kind", ["draft_model", "eagle3", "medusa", "mlp_speculator", "dflash"], quick=["draft_model"])
+@cases("width", [1, 3], quick=[3])
+def test_a_tree_of_one_level(kind, width):
+    spec, listed = {"tree_width": width, "tree_depth": 1}, params(**WISHES["greedy"])
+    if kind == "draft_model":
+        engine = new_engine("noisy", 4, spec=spec)
+    else:
+        engine = lively_heads.engine(kind, 4, spec=spec)
+    served = serve(engine, PROMPTS, listed)
+    assert [r.error for r in served] == [None] * len(served)
+    assert texts(served) == texts(serve(lively_models.engine(), PROMPTS, listed))
+    assert engine.metrics.num_draft_tokens == width * engine.metrics.num_drafts > 0
+
+
+def test_a_config_is_built_again_of_its_own_fields():
+    for options in (TREE, {"tree_choices": CHOICES}):
+        config = SpeculativeConfig(model="m", **options)
+        assert dataclasses.replace(config) == config
+        assert dataclasses.replace(config, adaptive=False).tree_nodes == config.tree_nodes
 
 
 def test_more_is_accepted_than_of_a_chain():

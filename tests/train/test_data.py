@@ -225,6 +225,11 @@ def test_command(folder, tmp_path, capsys):
         cli.main([*arguments, "--part", "2"])
     assert stop.value.code == 2
     assert "--part 2: give i/n" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*arguments[:4], str(tmp_path / "file"), *arguments[5:]])
+    assert stop.value.code == 2
+    assert "file is a file: name a folder" in capsys.readouterr().err
 
 
 def test_a_part_that_is_lost_is_made_up(llm, out, options, tmp_path):
