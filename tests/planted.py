@@ -38,6 +38,24 @@ class Fault:
 
 
 FAULTS = (
+    Fault(  # one disturbed measurement keeps a number of drafts from being chosen
+        "jaxspec/engine/adaptive.py",
+        "self.costs[which] = min(new, self.once[which])",
+        "self.costs[which] = self.once[which]",
+        "tests/engine/test_adaptive.py -k disturbed",
+    ),
+    Fault(  # a program ends a block's keys at its own last query
+        "pallas_kernels/paged_attention/gpu.py",
+        "        last_query = kv_len[b] - 1\n",
+        "        pass\n",
+        "tests/pallas_kernels/test_paged_attention.py -k 'see_each_other and gpu'",
+    ),
+    Fault(  # what one row's kernel leaves of a norm is asked for where there is none
+        "pallas_kernels/self_attention/one_token.py",
+        'product.get("squares")',
+        'product["squares"]',
+        "tests/drafters/test_kernels.py -k 'real_widths and eagle3'",
+    ),
     Fault(  # an id that was fed before an interrupt counts as heard of
         "jaxspec/detokenizer.py",
         "            self.num_fed = -1  # an interrupt from here on leaves nothing that is known\n",

@@ -79,6 +79,7 @@ class Controller:
     def __init__(self, choices: Sequence[int], *, adaptive: bool = True, draft_cost: float = 0.0) -> None:
         self.choices, self.adaptive, self.draft_cost = tuple(sorted(choices)), adaptive, draft_cost
         self.costs: dict[tuple[Hashable, int], float] = {}  # (kind of launch, k) -> seconds a round
+        self.once: dict[tuple[Hashable, int], float] = {}  # the same, where there is one measurement only
         self.ran: dict[tuple[Hashable, int], float] = {}  # the same -> when it ran last, in seconds of all launches
         self.overall = Acceptance(self.choices[-1], LONG_MEMORY)
         self.best: int | None = None
@@ -159,8 +160,9 @@ class Controller:
         self, kind: Hashable, k: int, seconds: float, num_rounds: int, *, tokens: int, catch_up: float = 0.0
     ) -> None:
         """A launch of so many rounds gained so many tokens of all rows, after catch_up seconds for the draft to read
-        what it had missed. The first of its kind is slow for reasons of its own and does not count; of the others the
-        faster count more, because what disturbs a measurement makes it slower."""
+        what it had missed. The first of its kind is slow for reasons of its own and does not count; of the next two the
+        faster does, and of the others the faster count more, because what disturbs a measurement makes it slower: a
+        choice that seems slow is not measured again for long."""
         instead, self.instead = self.instead, None
         if not num_rounds:
             return
@@ -170,9 +172,12 @@ class Controller:
             self.spent += max(lost, 0.0)
         if k == self.best:
             self.rounds += num_rounds
-        first = (kind, k) not in self.ran
-        self.ran[kind, k] = self.seconds
-        if first:
-            return
-        new, old = seconds / num_rounds, self.costs.get((kind, k))
-        self.costs[kind, k] = new if old is None else old + (new - old) * (0.5 if new < old else 0.2)
+        which, new = (kind, k), seconds / num_rounds
+        first = which not in self.ran
+        self.ran[which] = self.seconds
+        if which in self.costs:
+            self.costs[which] += (new - self.costs[which]) * (0.5 if new < self.costs[which] else 0.2)
+        elif which in self.once:
+            self.costs[which] = min(new, self.once[which])
+        elif not first:
+            self.once[which] = new
