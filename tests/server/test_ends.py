@@ -218,4 +218,4 @@ def test_what_is_not_installed_is_named(capsys, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("jaxspec.server.")]:
         monkeypatch.delitem(sys.modules, name)
     line = refused(capsys, "serve", "no-such-model")
-    assert "this command needs fastapi: pip install 'jaxspec[serve]'" in line
+    assert "this command needs fastapi: pip install -e '.[serve]' in jaxspec's folder" in line
