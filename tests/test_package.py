@@ -72,7 +72,7 @@ ARROWS = {
     "verify.rules engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
-    "drafters.dspark cache",
+    "drafters.dspark cache fit",
     "server": "config keywords options outputs prompts sampling_params async_llm prometheus",
     "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm async_llm "
     "convert info demo bench train server drafters.methods verify.rules",

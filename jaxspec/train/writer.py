@@ -7,14 +7,12 @@ from typing import Any
 import jax
 
 from jaxspec.cache.budget import memory
-from jaxspec.cache.pages import cache_layout
 from jaxspec.config import EngineConfig
 from jaxspec.engine.batch import power_of_two
 from jaxspec.engine.setup import Model, temporary_bytes
+from jaxspec.fit import page_bytes, weight_bytes
 from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.placement import make_placement
 from jaxspec.platforms import facts
 from jaxspec.train.data_options import DataOptions
 from pallas_kernels.device import here
@@ -38,13 +36,10 @@ def fits(options: dict[str, Any], config: ModelConfig, dtype: str) -> bool:
     device = here()
     if (stats := memory(jax.devices()[0])) is None:
         return True
-    compute = compute_dtype(dtype, device)
-    sizes = {"page_size": options["page_size"], "num_pages": options["num_pages"], "dtype": compute}
-    page = cache_layout(config, **sizes, platform=device.platform).stored_bytes(1, device.platform)
-    weights = sum(x.size * x.dtype.itemsize for x in abstract_params(config, compute, make_placement()).values())
-    engine = EngineConfig(**options)
+    compute, engine = compute_dtype(dtype, device), EngineConfig(**options)
+    pages = options["num_pages"] * page_bytes(config, compute, 1, device.platform)
     temporary = temporary_bytes({"target": Model(config, {})}, engine, None, device.platform)
-    needed = weights + temporary + options["num_pages"] * page
+    needed = weight_bytes(config, compute, 1) + pages + temporary
     return needed <= engine.memory_utilization * stats["bytes_limit"]
 
 
