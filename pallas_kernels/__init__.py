@@ -1,5 +1,8 @@
 """Device kernels of speculative decoding: each op as plain jnp, Pallas for TPU and Pallas for GPU."""
 
+import importlib.util
+import sys
+import types
 import warnings
 
 from pallas_kernels.feed_forward import feed_forward
@@ -14,6 +17,12 @@ from pallas_kernels.slot_mapping import slot_mapping
 # behind its dispatch, and what the kernels' next form would take is this project's to see to (docs/notes/gpu.md).
 TRITON_ENDS = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", message=TRITON_ENDS, category=DeprecationWarning)
+
+# MLIR asks Python for a module of each dialect, and where there is none, as of Triton's, has the path searched anew for
+# every operation: a quarter of the lowering of a program for GPUs. So there is one, with nothing in it.
+TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
+if importlib.util.find_spec(TRITON_DIALECT) is None:
+    sys.modules.setdefault(TRITON_DIALECT, types.ModuleType(TRITON_DIALECT))
 
 __all__ = [
     "feed_forward",

@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels._overlap import WARPS, ask_for, start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
 from pallas_kernels.device import Device
+from pallas_kernels.forms import lowered_once
 
 MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer are filled up
 COLUMNS, DEPTH = 64, 128  # of weights in one read, or twice the columns where that leaves programs enough
@@ -83,6 +84,7 @@ def what_to_ask_for(then, rows: int, grid: tuple[int, int], device: Device):
     return [then], {"size": then.size * then.dtype.itemsize, "parts": parts, "programs": math.prod(grid)}
 
 
+@lowered_once("gated", "device")
 def product(x, weights, *, gated=None, then=None, device):
     """x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
@@ -152,6 +154,7 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
         plgpu.store(out.at[to], result, mask=jnp.broadcast_to((row < rows)[None, :], result.shape))
 
 
+@lowered_once("eps", "device")
 def add_and_norm(x, parts, scale, eps, *, device):
     """x [rows, width] + parts f32[splits, rows, width], and its RMSNorm, both in the dtype of x."""
     return pl.pallas_call(

@@ -105,6 +105,12 @@ def shared(op: str, name: str, options: tuple[str, ...]) -> Callable:
     return jax.jit(function(op, name), static_argnames=options)
 
 
+def lowered_once(*static: str) -> Callable[[Callable], Callable]:
+    """Decorates what calls a kernel for several ops, or cases of one: a program lowers it once for all calls that are
+    alike."""
+    return functools.partial(jax.jit, static_argnames=static)
+
+
 def module(op: str, name: str) -> Any:
     """pallas_kernels/<op>/<name>.py, imported only when it is used."""
     return importlib.import_module(f"{__package__}.{op}.{name}")

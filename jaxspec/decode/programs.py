@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import os
 import threading
 import time
 from collections import Counter
@@ -27,6 +29,8 @@ from jaxspec.sampling.logprobs import Logprobs
 
 WORTH_COMPILING = 16  # launches
 one_at_a_time = threading.RLock()
+# So many programs at a time: the compiler uses several threads for one, and lowering goes on meanwhile.
+compiling = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
 
 # Name -> function(config, params, cache, *arrays) -> (cache, the rest).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -89,7 +93,7 @@ class Programs:
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
             with contextlib.suppress(ValueError, NotImplementedError):  # jax does not export all that it compiles
                 return from_disk(self.folder, kept, name, config, params, cache, placed)
-        return lower(name, config, params, cache, placed).compile()
+        return compiled(lower(name, config, params, cache, placed))
 
 
 @dataclasses.dataclass
@@ -129,7 +133,7 @@ def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> ja
         "out_shardings": (pages, place),
         "compiler_options": compiler_options(place),
     }
-    with without_source_lines():
+    with lowering():
         return jax.jit(program, **options).lower(params, cache, packed)
 
 
@@ -169,25 +173,36 @@ def lower_from_disk(
         "out_shardings": [*formats, place],
         "compiler_options": compiler_options(place),
     }
-    with without_source_lines():
-        found = stored.load(folder, kept)
+    with lowering():
+        found, new = stored.load(folder, kept), None
         if found is None:
-            plain = jax.jit(program, in_shardings=where(arrays), out_shardings=[*where(pages), place])
-            found = stored.store(folder, kept, plain, arrays, lambda: traced[0].leaves)
-        return jax.jit(found.call, **options).lower(*arrays), found.note
+            # Of one device they say nothing, and take as long to write as all the rest.
+            lie = {"in_shardings": where(arrays), "out_shardings": [*where(pages), place]}
+            plain = jax.jit(program, **(lie if len(place.device_set) > 1 else {}))
+            new = stored.exported(plain, arrays)
+            found = stored.Stored(new.call, traced[0].leaves)
+        lowered = jax.jit(found.call, **options).lower(*arrays)
+    if new is not None:
+        stored.store(folder, kept, new, found.note)
+    return lowered, found.note
 
 
 def from_disk(folder: Path, kept: str, name: str, config: Any, *arguments: Any) -> Callable[..., Any]:
     """The compiled program of `lower_from_disk`, which takes what that of `lower` takes."""
     lowered, note = lower_from_disk(folder, kept, name, config, *arguments)
-    compiled, structure = lowered.compile(), jax.tree.structure(answer(name, config))
+    program, structure = compiled(lowered), jax.tree.structure(answer(name, config))
     leaves = tuple((tuple(shape), dtype) for shape, dtype in note)
 
     def run(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
-        *pages, words = compiled(*jax.tree.leaves((params, cache, packed)))
+        *pages, words = program(*jax.tree.leaves((params, cache, packed)))
         return jax.tree.unflatten(jax.tree.structure(cache), pages), Packed(words, structure, leaves)
 
     return run
+
+
+def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    with compiling:
+        return lowered.compile()
 
 
 def answer(name: str, config: Any) -> Any:
@@ -200,20 +215,25 @@ def answer(name: str, config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def without_source_lines() -> Iterator[None]:
+def lowering() -> Iterator[None]:
     """What is lowered names its operations ("while/body/..."), but not the lines of source that they come from.
 
     libtpu 0.0.42 compares the stacks of those lines while it inlines, and for some of them never comes to an end:
     whether a program compiles would hang on who called `generate`, and on where a function stands in its file.
+
+    Python collects its garbage afterwards: among so many new objects it would look for some again and again.
     """
     name = "jax_traceback_in_locations_limit"
-    with one_at_a_time:  # the option is the process's, not the thread's
-        before = getattr(jax.config, name)
+    with one_at_a_time:  # the options are the process's, not the thread's
+        before, collects = getattr(jax.config, name), gc.isenabled()
         jax.config.update(name, 0)
+        gc.disable()
         try:
             yield
         finally:
             jax.config.update(name, before)
+            if collects:
+                gc.enable()
 
 
 def compiler_options(place: Sharding) -> dict[str, Any] | None:

@@ -71,17 +71,19 @@ def load(folder: Path, name: str) -> Stored | None:
         return None
 
 
-def store(folder: Path, name: str, program: Any, arrays: Sequence[Any], note: Callable[[], Any]) -> Stored:
-    """Lowers the jitted program for these arrays, and keeps that; what cannot be written is not kept. note: asked for
-    after the program was traced."""
+def exported(program: Any, arrays: Sequence[Any]) -> export.Exported:
+    """The jitted program, lowered for these arrays."""
     allowed = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in KERNELS]
     platform = next(iter(arrays[0].sharding.device_set)).platform
     elsewhere = [{"gpu": "cuda"}.get(platform, platform)] if platform != jax.devices()[0].platform else None
-    exported = export.export(program, platforms=elsewhere, disabled_checks=allowed)(*arrays)
-    blob, noted = bytes(exported.serialize()), note()
-    header = json.dumps({"sha256": hashlib.sha256(blob).hexdigest(), "note": noted})
+    return export.export(program, platforms=elsewhere, disabled_checks=allowed)(*arrays)
+
+
+def store(folder: Path, name: str, program: export.Exported, note: Any) -> None:
+    """Keeps it, and the note; what cannot be written is not kept."""
+    blob = bytes(program.serialize())
+    header = json.dumps({"sha256": hashlib.sha256(blob).hexdigest(), "note": note})
     keep(folder / name, lambda new: new.write_bytes(header.encode() + b"\n" + blob))
-    return Stored(exported.call, noted)
 
 
 def keep(path: Path, write: Callable[[Path], Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,9 +16,10 @@ from jaxspec.engine.engine import Engine
 def warm_up(engine: Engine, report: Callable[[int, int, str], None] = lambda done, total, name: None) -> None:
     """Compiles what the engine may need, all of it known where it was made to warm up. report(done, of how many, which
     was the last)."""
-    started, wanted = time.perf_counter(), list(plans(engine))
-    # Lowering holds Python; what the compiler does then does not. It uses several threads for large programs itself.
-    pool = ThreadPoolExecutor(max(os.cpu_count() or 1, 2))
+    # Lowering holds Python, and is done for one after the other, while others compile. So what takes the compiler
+    # longest comes first: launches with all that a request may ask for.
+    started, wanted = time.perf_counter(), list(plans(engine))[::-1]
+    pool = ThreadPoolExecutor(max(len(wanted), 1))
     try:
         names = {pool.submit(engine.runner.compile, plan): name for name, plan in wanted}
         report(0, len(wanted), "")

@@ -14,9 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._split_product import added
+from pallas_kernels.forms import lowered_once
 from pallas_kernels.paged_attention.gpu import tile
 
 
+@lowered_once("eps", "device")
 def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, device):
     """parts [splits, M, (H + 2G) * D] of the product, for M tokens -> queries [M, H * D], and pages with what is new.
 

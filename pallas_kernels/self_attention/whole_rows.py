@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels._few_rows import what_to_ask_for, whole
 from pallas_kernels._overlap import WARPS, ask_for
 from pallas_kernels.device import Device
+from pallas_kernels.forms import lowered_once
 from pallas_kernels.paged_attention.gpu import (
     MIN_ROWS,
     attend,
@@ -36,6 +37,7 @@ def covers(num_tokens, parts, pages, block_table, device: Device) -> bool:
     return one and num_tokens * (num_queries(parts, pages) + 2) <= MIN_ROWS
 
 
+@lowered_once("eps", "scale", "window", "soft_cap", "device")
 def attention(
     parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
     eps, scale, window, soft_cap, then=None, device,

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from jaxspec.decode import programs
 from jaxspec.decode.programs import WORTH_COMPILING, Variants
 from jaxspec.decode.state import Variant
 from tests.lively_models import PROMPTS, new_engine, params, serve, texts
@@ -40,6 +41,17 @@ def test_a_narrow_batch_uses_a_wide_program_for_a_while():
     assert variants.choose("p", Variant(filters=True)) == WIDE
     assert variants.choose("p", Variant(STANDARD)) == Variant(STANDARD), "nothing there covers it"
     assert variants.choose("q", GREEDY) == GREEDY, "of another shape there is none"
+
+
+def test_garbage_is_collected_again(monkeypatch):
+    for collects in (True, False):
+        monkeypatch.setattr(programs.gc, "isenabled", lambda collects=collects: collects)
+        done: list[str] = []
+        monkeypatch.setattr(programs.gc, "disable", lambda done=done: done.append("off"))
+        monkeypatch.setattr(programs.gc, "enable", lambda done=done: done.append("on"))
+        with pytest.raises(KeyboardInterrupt), programs.lowering():
+            raise KeyboardInterrupt
+        assert done == (["off", "on"] if collects else ["off"])
 
 
 def test_a_wide_batch_never_uses_a_narrow_program():

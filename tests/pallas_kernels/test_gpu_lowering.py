@@ -1,8 +1,10 @@
 """The GPU forms lowered for a GPU that is not there: what Triton's dialect refuses shows here."""
 
+import re
 import subprocess
 import sys
 import types
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,9 @@ def shape(*dims, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
+MAPPED = shape(48), shape(48, dtype=jnp.bool_), shape(9), shape(8, 64)
+
+
 def lowered(function, *shapes) -> str:
     with jax.sharding.use_abstract_mesh(MESH):
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
@@ -42,14 +47,44 @@ def assert_lowers(function, *shapes):
     assert "xla.gpu.triton" in lowered(function, *shapes)
 
 
+def test_nothing_is_looked_for_again_and_again(monkeypatch):
+    """MLIR asks for a module of each dialect, at each operation where there is none."""
+    asked: Counter[str] = Counter()
+
+    class Spy:
+        def find_spec(self, name, path=None, target=None):
+            asked[name] += 1
+
+    monkeypatch.setattr(sys, "meta_path", [Spy(), *sys.meta_path])
+    assert_lowers(lambda *a: slot_mapping(*a, page_size=16, max_model_len=1000, pad_slot=16000, **GPU), *MAPPED)
+    assert all(count < 10 for count in asked.values()), asked.most_common(3)
+
+
+def test_a_kernel_is_lowered_once():
+    """Whichever case of an op calls it: a layer's second half in a model, and at its end."""
+    rows, width, mlp = 2, 1024, 3072
+    shapes = [shape(*s, dtype=jnp.bfloat16) for s in ((rows, width), (width, width), (width, 2 * mlp), (mlp, width))]
+    norm = shape(width, dtype=jnp.float32)
+
+    def layers(x, out, gate_up, down, norm):
+        options = {"eps": 1e-6, "block": 128, "platform": H100, "implementation": "pallas"}
+        for _ in range(2):
+            x, _ = feed_forward(x, x, out, gate_up, down, norm=norm, next_norm=norm, **options)
+        return feed_forward(x, x, out, gate_up, down, norm=norm, **options)[0]
+
+    calls = [line for line in lowered(layers, *shapes, norm).splitlines() if "xla.gpu.triton" in line]
+    times = Counter(re.sub(r"%\w+", "", line) for line in calls)
+    assert len(times) == 5
+    assert max(times.values()) == 2  # of the first layer again, since an argument's type says where it lies
+
+
 def test_merge_tokens():
     assert_lowers(lambda *a: merge_tokens(*a, **GPU), shape(40), shape(8), shape(9), shape(8))
 
 
 def test_slot_mapping():
     options = {"page_size": 16, "max_model_len": 1000, "pad_slot": 16000}
-    shapes = shape(48), shape(48, dtype=jnp.bool_), shape(9), shape(8, 64)
-    assert_lowers(lambda *a: slot_mapping(*a, **options, **GPU), *shapes)
+    assert_lowers(lambda *a: slot_mapping(*a, **options, **GPU), *MAPPED)
 
 
 @cases("heads", [(1, 64), (3, 96), (8, 128), (8, 256)], quick=[(3, 96)], ids=str)
