@@ -8,8 +8,8 @@ The axis letters, everywhere the same:
   V vocabulary                    E model width             R rounds a launch
   L layers                        F MLP width               M numbers of a token's features
 
-The target's pass over K drafts has T = K + 1. `_` is an axis of no interest, `*rest` any number of axes. A single
-letter is written with a space before it, " B": linters take it for a name otherwise.
+The target's pass over K drafts has T = K + 1. `_` is an axis of no interest, `*rest` or `...` any number of axes. A
+single letter is written with a space before it, " B": linters take it for a name otherwise.
 """
 
 from __future__ import annotations

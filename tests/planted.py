@@ -247,8 +247,8 @@ FAULTS = (
     ),
     Fault(  # half of a seed is not looked at
         "jaxspec/sampling/rng.py",
-        "(words[0], words[1], position,",
-        "(words[1], position,",
+        "(high, low, position,",
+        "(low, position,",
         "tests/decode/test_seeded.py -k every_bit",
     ),
     Fault(  # one id more than top_k asks for

@@ -41,7 +41,7 @@ def test_axes_are_the_defined_letters():
     for path in ANNOTATED:
         for axes in re.findall(r"\[(?:Array|np\.ndarray), \"([^\"]*)\"\]", path.read_text()):
             for axis in axes.split():
-                named = re.fullmatch(r"\*?#?[a-z]+|\{\w+\}|_|\d+", axis)
+                named = re.fullmatch(r"\*?#?[a-z]+|\{\w+\}|_|\d+|\.\.\.", axis)
                 assert named or axis in shapes.AXES, f"{path}: axis {axis!r} is not defined in shapes.py"
 
 

@@ -210,9 +210,9 @@ def own_tokens(context: Context, history: History, values: Values, tree: Topolog
     if values.ndim == 2:
         return values
     if "shared" in context.config.variant.noises:
-        at = lambda i: shared_noise(rows.seed, history.num_tokens + i, values.shape[-1])
         depth = values.shape[1] if tree is None else tree.paths.shape[2]
-        noise = jnp.stack([at(i) for i in range(depth)], axis=1)
+        positions = history.num_tokens[:, None] + jnp.arange(depth, dtype=jnp.int32)
+        noise = shared_noise(rows.seed, positions, values.shape[-1])
         noise = noise if tree is None else take(noise, tree.depth)
         values = values + jnp.where((shares_noise(context) & ~rows.greedy)[:, None, None], noise, 0.0)
     return likeliest(values)  # of a greedy row: filters never touch the largest logit

@@ -102,19 +102,23 @@ def bits_at_a_time(bits: int, values: jax.Array, weights: jax.Array, need: jax.A
 
     A pass is one reduction to 2**bits - 1 sums, one a candidate, and reads each value once. Rows may be in pieces.
     """
+    refine = lambda i, t: refined(bits, values, weights, need, t, jnp.asarray(32 - bits * (i + 1), jnp.uint32))
+    t = jnp.zeros((*values.shape[: need.ndim - 1], 1), jnp.uint32)
+    return lax.fori_loop(0, 32 // bits, refine, t, unroll=bits > 1)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # lowered once in a program, for all passes
+def refined(
+    bits: int, values: jax.Array, weights: jax.Array, need: jax.Array, t: jax.Array, shift: jax.Array
+) -> jax.Array:
+    """The threshold t with its next bits, which stand at `shift`."""
     rows = need.ndim - 1
     zeros = [jnp.float32(0)] * ((1 << bits) - 1)
     each_with_each = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
-
-    def refine(i: jax.Array, t: jax.Array) -> jax.Array:
-        shift = jnp.asarray(32 - bits * (i + 1), jnp.uint32)
-        candidates = [t | jnp.uint32(digit) << shift for digit in range(1, 1 << bits)]
-        wide = [c.reshape(c.shape[:-1] + (1,) * (values.ndim - rows)) for c in candidates]
-        sums = [jnp.where(values >= candidate, weights, 0.0) for candidate in wide]
-        for axis in reversed(range(rows, values.ndim)):
-            sums = lax.reduce(sums, zeros, each_with_each, (axis,))
-        digit = sum((s[..., None] >= need).astype(jnp.uint32) for s in sums)
-        return t | digit << shift
-
-    t = jnp.zeros((*values.shape[:rows], 1), jnp.uint32)
-    return lax.fori_loop(0, 32 // bits, refine, t, unroll=bits > 1)
+    candidates = [t | jnp.uint32(digit) << shift for digit in range(1, 1 << bits)]
+    wide = [c.reshape(c.shape[:-1] + (1,) * (values.ndim - rows)) for c in candidates]
+    sums = [jnp.where(values >= candidate, weights, 0.0) for candidate in wide]
+    for axis in reversed(range(rows, values.ndim)):
+        sums = lax.reduce(sums, zeros, each_with_each, (axis,))
+    digit = sum((s[..., None] >= need).astype(jnp.uint32) for s in sums)
+    return t | digit << shift

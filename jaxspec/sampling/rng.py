@@ -18,33 +18,39 @@ PURPOSES = {"draft": 0, "accept": 1, "residual": 2, "shared": 3}
 
 def keys(
     seed: UInt[Array, "B 2"],
-    position: Int[Array, " B"],
+    position: Int[Array, "B ..."],
     purpose: str,
-    offset: Int[Array, " B"] | Int[Array, ""] | int = 0,
-) -> Key[Array, " B"]:
-    """One key a row. seed: its high and its low word."""
+    offset: Int[Array, "B ..."] | Int[Array, ""] | int = 0,
+) -> Key[Array, "B ..."]:
+    """One key a row, or some, which take no longer to compile. seed: a row's high and its low word."""
     offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), position.shape)
-
-    def one(words, position, offset):
-        key = jax.random.key(0, impl="threefry2x32")
-        for part in (words[0], words[1], position, PURPOSES[purpose], offset):
-            key = jax.random.fold_in(key, part)
-        return key
-
-    return jax.vmap(one)(seed, position, offset)
+    return folded(seed, position, PURPOSES[purpose], offset)
 
 
-def gumbel(keys: Key[Array, " B"], size: int) -> Float[Array, "B {size}"]:
-    """Standard Gumbel noise, one key a row.
+@jax.jit  # lowered once in a program, wherever it is called
+def folded(seed: jax.Array, position: jax.Array, purpose: jax.Array, offset: jax.Array) -> jax.Array:
+    """`keys` of a purpose's number."""
+    shape, fold = position.shape, jax.jit(jax.vmap(jax.random.fold_in))
+    each = lambda x: jnp.broadcast_to(x, shape).reshape(-1)
+    high, low = (jnp.reshape(word, (-1, *(1,) * (len(shape) - 1))) for word in (seed[:, 0], seed[:, 1]))
+    keys = each(jax.random.key(0, impl="threefry2x32"))
+    for part in (high, low, position, purpose, offset):
+        keys = fold(keys, each(part))
+    return keys.reshape(shape)
+
+
+def gumbel(keys: Key[Array, "*some"], size: int) -> Float[Array, "*some {size}"]:
+    """Standard Gumbel noise, so many numbers a key.
 
     mode="high": the default mode caps near 16 and would never sample the tail of a large vocabulary.
     """
-    return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32, mode="high"))(keys)
+    drawn = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32, mode="high"))(keys.reshape(-1))
+    return drawn.reshape(*keys.shape, size)
 
 
-def uniform(keys: Key[Array, " B"]) -> Float[Array, " B"]:
+def uniform(keys: Key[Array, "*some"]) -> Float[Array, "*some"]:
     """Uniform numbers in [0, 1)."""
-    return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
+    return jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.reshape(-1)).reshape(keys.shape)
 
 
 def seed_words(seed: int) -> tuple[int, int]:

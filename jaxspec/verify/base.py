@@ -36,10 +36,11 @@ class Case(NamedTuple):
 
     def uniforms(self) -> Float[Array, "B K"]:
         """A number in [0, 1) for each draft."""
+        shape = self.proposal.tokens.shape
         if not self.num_drafts:
-            return jnp.zeros(self.proposal.tokens.shape)
-        keys = [rng.keys(self.seed, self.num_tokens, "accept", i) for i in range(self.num_drafts)]
-        return jnp.stack([rng.uniform(key) for key in keys], axis=1)
+            return jnp.zeros(shape)
+        start, which = jnp.broadcast_to(self.num_tokens[:, None], shape), jnp.arange(self.num_drafts, dtype=jnp.int32)
+        return rng.uniform(rng.keys(self.seed, start, "accept", jnp.broadcast_to(which, shape)))
 
 
 @jax.tree_util.register_dataclass

@@ -17,9 +17,9 @@ from jaxspec.verify.greedy import verify as verify
 
 
 def shared_noise(
-    seed: UInt[Array, "B 2"], position: Int[Array, " B"], vocab_size: int
-) -> Float[Array, "B {vocab_size}"]:
-    """The noise of the token that will stand at this absolute position."""
+    seed: UInt[Array, "B 2"], position: Int[Array, "B ..."], vocab_size: int
+) -> Float[Array, "B ... {vocab_size}"]:
+    """The noise of the tokens that will stand at these absolute positions."""
     return rng.gumbel(rng.keys(seed, position, "shared"), vocab_size)
 
 

@@ -51,6 +51,19 @@ def test_an_offset_may_be_a_number_or_an_array():
     )
 
 
+def test_a_row_may_have_some():
+    seeds, positions = words(1, 2, 3), jnp.arange(12).reshape(3, 4)
+    offsets = positions % 3
+    some = data(seeds, positions, "shared", offsets)
+    every = rng.keys(seeds, positions, "shared", offsets)
+    noise, one = rng.gumbel(every, 5), rng.uniform(every)
+    for i in range(4):
+        keys = rng.keys(seeds, positions[:, i], "shared", offsets[:, i])
+        np.testing.assert_array_equal(some[:, i], jax.random.key_data(keys))
+        np.testing.assert_array_equal(noise[:, i], rng.gumbel(keys, 5))
+        np.testing.assert_array_equal(one[:, i], rng.uniform(keys))
+
+
 def test_seeds_have_64_bits():
     assert rng.seed_words((7 << 32) + 9) == (7, 9)
     assert rng.seed_words(-1) == (0xFFFFFFFF, 0xFFFFFFFF)
