@@ -90,6 +90,9 @@ CPU_COMPILER_OPTIONS = {
     **{f"xla_cpu_fast_math_honor_{what}": True for what in ("nans", "infs", "division", "functions")},
 }
 
+# A pass that goes through the whole program and makes nothing faster.
+GPU_COMPILER_OPTIONS = {"xla_disable_hlo_passes": "simplify-while-loops"}
+
 PLATFORMS = {
     "cpu": Platform(
         dtype="float32",
@@ -112,6 +115,7 @@ PLATFORMS = {
         short_row=WHOLE_KEYS,
         piece=32,
         least_pieces=8,  # a pass over 256 tokens takes no longer than reading the weights
+        compiler_options=GPU_COMPILER_OPTIONS,
         dense_attention="cudnn",
     ),
     "tpu": Platform(
