@@ -21,8 +21,8 @@ warnings.filterwarnings("ignore", message=TRITON_ENDS, category=DeprecationWarni
 # MLIR asks Python for a module of each dialect, and where there is none, as of Triton's, has the path searched anew for
 # every operation: a quarter of the lowering of a program for GPUs. So there is one, with nothing in it.
 TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
-if importlib.util.find_spec(TRITON_DIALECT) is None:
-    sys.modules.setdefault(TRITON_DIALECT, types.ModuleType(TRITON_DIALECT))
+if TRITON_DIALECT not in sys.modules and importlib.util.find_spec(TRITON_DIALECT) is None:
+    sys.modules[TRITON_DIALECT] = types.ModuleType(TRITON_DIALECT)
 
 __all__ = [
     "feed_forward",
