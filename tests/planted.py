@@ -247,8 +247,8 @@ FAULTS = (
     ),
     Fault(  # half of a seed is not looked at
         "jaxspec/sampling/rng.py",
-        "(high, low, position,",
-        "(low, position,",
+        "(seed[:, 0], seed[:, 1])",
+        "(seed[:, 1],)",
         "tests/decode/test_seeded.py -k every_bit",
     ),
     Fault(  # one id more than top_k asks for

@@ -44,7 +44,7 @@ def rank(
     if adjust is not None:
         logits = jax.vmap(lambda logits, path: adjust(logits, path, i), in_axes=1, out_axes=1)(logits, paths)
     if variant.noises:
-        logits = process(logits, rows, filters=variant.filters)
+        logits = process(logits, rows, filters=variant.filters, bits=16)
         if not config.greedy_draft:
             noise = shared_noise(rows.seed, history.num_tokens + i, vocab_size)
             logits += jnp.where(rows.greedy[:, None], 0.0, noise)[:, None]

@@ -12,7 +12,7 @@ from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import MAX_ROUNDS
 from jaxspec.decode.round import round, runnable
 from jaxspec.decode.state import RUNNING, Context, DecodeConfig, DecodeState, LaunchInput, LaunchResult, Params
-from jaxspec.sampling import logprobs, processors
+from jaxspec.sampling import logprobs, processors, rng
 
 PATIENCE = 2.0  # rounds that a launch may fall behind before it is given up
 
@@ -44,11 +44,12 @@ def launch(
 
 def begin(config: DecodeConfig, params: Params, batch: LaunchInput) -> Context:
     """What is dense, or takes a sum, is made here, once a launch and outside the loop."""
-    tables, layout = None, config.target.layout
+    tables, layout, rows = None, config.target.layout, batch.sampling
     if batch.processors is not None:
         tables = processors.tables(batch.processors, batch.tokens, config.target.config.vocab_size)
     capacity = jnp.sum(batch.block_table < layout.num_pages, axis=1) * layout.page_size
-    return Context(config, params, batch, tables, capacity)
+    rows = dataclasses.replace(rows, seed=rng.of_seed(rows.seed))
+    return Context(config, params, dataclasses.replace(batch, sampling=rows), tables, capacity)
 
 
 def losing(batch: LaunchInput, state: DecodeState) -> jax.Array:

@@ -129,7 +129,7 @@ def choose(
         logits = adjust(logits, drafts, i)
     if certain:
         return likeliest(logits), None
-    z = process(logits[:, None], rows, filters=variant.filters)[:, 0]
+    z = process(logits[:, None], rows, filters=variant.filters, bits=16)[:, 0]
     keys = rng.keys(rows.seed, history.num_tokens, "draft", i)
     if "shared" in variant.noises:
         keys = jnp.where(shares_noise(context), rng.keys(rows.seed, history.num_tokens + i, "shared"), keys)

@@ -28,7 +28,7 @@ class SamplingRows:
     top_k i32[B] (0: off).
     top_p f32[B] (1: off).
     min_p f32[B] (0: off).
-    seed uint32[B,2]: 64 bits.
+    seed uint32[B,2]: 64 bits; within a launch what `rng.of_seed` makes of them.
     rule i32[B]: the number of the acceptance rule.
     """
 
@@ -44,11 +44,14 @@ class SamplingRows:
         return self.temperature == 0.0
 
 
-def process(logits: Float[Array, "B T V"], rows: SamplingRows, *, filters: bool) -> Float[Array, "B T V"]:
+def process(
+    logits: Float[Array, "B T V"], rows: SamplingRows, *, filters: bool, bits: int = 32
+) -> Float[Array, "B T V"]:
     """Logits -> scaled and filtered logits, -inf where forbidden; softmax of it is the row's distribution.
 
     filters=False leaves min-p, top-k and top-p out (no row asks for them). Greedy rows keep their logits. The largest
-    logit is always kept, whatever float32 makes of the wishes.
+    logit is always kept, whatever float32 makes of the wishes. bits: as many of a threshold are found, and what is as
+    large in these is kept: 16 halve the time, and are enough for drafts, whose law is free.
     """
     at = lambda x: x[:, None, None]
     temperature = jnp.where(rows.greedy, 1.0, rows.temperature)
@@ -59,9 +62,9 @@ def process(logits: Float[Array, "B T V"], rows: SamplingRows, *, filters: bool)
     floor = largest + jnp.log(at(rows.min_p))  # log(0) = -inf: off
     z = jnp.where(z >= floor, z, -jnp.inf)
     top_k = jnp.where(rows.top_k > 0, rows.top_k, z.shape[-1]).astype(jnp.float32)
-    z = jnp.where(ordered(z) >= threshold(ordered(z), jnp.ones_like(z), at(top_k)), z, -jnp.inf)
+    z = jnp.where(ordered(z) >= threshold(ordered(z), jnp.ones_like(z), at(top_k), bits), z, -jnp.inf)
     p = jax.nn.softmax(z, axis=-1)
-    keep = ordered(p) >= threshold(ordered(p), p, at(rows.top_p))
+    keep = ordered(p) >= threshold(ordered(p), p, at(rows.top_p), bits)
     return jnp.where(keep | (at(rows.top_p) >= 1.0) | (z >= largest), z, -jnp.inf)
 
 
@@ -72,20 +75,21 @@ def ordered(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
 
 
 def threshold(
-    values: UInt[Array, "*rows V"], weights: Float[Array, "*rows V"], need: Float[Array, "*#rows 1"]
+    values: UInt[Array, "*rows V"], weights: Float[Array, "*rows V"], need: Float[Array, "*#rows 1"], bits: int = 32
 ) -> UInt[Array, "*rows 1"]:
-    """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1).
+    """The largest t for which the weights of {values >= t} sum to at least need, over the last axis (kept as 1). bits:
+    of t, its highest; the others are 0.
 
     On GPU a loop inside the decoding loop costs more than what it counts (see docs/notes/thresholds.md); on CPU
     comparing is what costs.
     """
-    by_bits = functools.partial(bits_at_a_time, 1)
-    return lax.platform_dependent(values, weights, need, cuda=without_loops, rocm=without_loops, default=by_bits)
+    by_bits, by_fours = functools.partial(bits_at_a_time, 1, bits), functools.partial(without_loops, bits=bits)
+    return lax.platform_dependent(values, weights, need, cuda=by_fours, rocm=by_fours, default=by_bits)
 
 
-def without_loops(values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+def without_loops(values: jax.Array, weights: jax.Array, need: jax.Array, *, bits: int = 32) -> jax.Array:
     """`threshold` as GPUs find it."""
-    return bits_at_a_time(4, in_pieces(values), in_pieces(weights), need)
+    return bits_at_a_time(4, bits, in_pieces(values), in_pieces(weights), need)
 
 
 def in_pieces(x: jax.Array) -> jax.Array:
@@ -97,14 +101,14 @@ def in_pieces(x: jax.Array) -> jax.Array:
     return jnp.pad(x, padding).reshape(*x.shape[:-1], pieces, width)
 
 
-def bits_at_a_time(bits: int, values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
-    """`threshold` in 32 / bits passes, a loop where it is one bit at a time.
+def bits_at_a_time(bits: int, of: int, values: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
+    """`threshold` in of / bits passes, a loop where it is one bit at a time.
 
     A pass is one reduction to 2**bits - 1 sums, one a candidate, and reads each value once. Rows may be in pieces.
     """
     refine = lambda i, t: refined(bits, values, weights, need, t, jnp.asarray(32 - bits * (i + 1), jnp.uint32))
     t = jnp.zeros((*values.shape[: need.ndim - 1], 1), jnp.uint32)
-    return lax.fori_loop(0, 32 // bits, refine, t, unroll=bits > 1)
+    return lax.fori_loop(0, of // bits, refine, t, unroll=bits > 1)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # lowered once in a program, for all passes

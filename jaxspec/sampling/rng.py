@@ -17,26 +17,34 @@ PURPOSES = {"draft": 0, "accept": 1, "residual": 2, "shared": 3}
 
 
 def keys(
-    seed: UInt[Array, "B 2"],
+    of_row: UInt[Array, "B 2"],
     position: Int[Array, "B ..."],
     purpose: str,
     offset: Int[Array, "B ..."] | Int[Array, ""] | int = 0,
 ) -> Key[Array, "B ..."]:
-    """One key a row, or some, which take no longer to compile. seed: a row's high and its low word."""
+    """One key a row, or some, which take no longer to compile. of_row: `of_seed`."""
     offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), position.shape)
-    return folded(seed, position, PURPOSES[purpose], offset)
+    return folded(of_row, position, PURPOSES[purpose], offset)
 
 
 @jax.jit  # lowered once in a program, wherever it is called
-def folded(seed: jax.Array, position: jax.Array, purpose: jax.Array, offset: jax.Array) -> jax.Array:
+def folded(of_row: jax.Array, position: jax.Array, purpose: jax.Array, offset: jax.Array) -> jax.Array:
     """`keys` of a purpose's number."""
     shape, fold = position.shape, jax.jit(jax.vmap(jax.random.fold_in))
     each = lambda x: jnp.broadcast_to(x, shape).reshape(-1)
-    high, low = (jnp.reshape(word, (-1, *(1,) * (len(shape) - 1))) for word in (seed[:, 0], seed[:, 1]))
-    keys = each(jax.random.key(0, impl="threefry2x32"))
-    for part in (high, low, position, purpose, offset):
+    rows = jax.random.wrap_key_data(of_row, impl="threefry2x32")
+    keys = each(rows.reshape(-1, *(1,) * (len(shape) - 1)))
+    for part in (position, purpose, offset):
         keys = fold(keys, each(part))
     return keys.reshape(shape)
+
+
+def of_seed(seed: UInt[Array, "B 2"]) -> UInt[Array, "B 2"]:
+    """seed: a row's high and its low word -> what its keys are made of, once a launch."""
+    rows = jnp.broadcast_to(jax.random.key(0, impl="threefry2x32"), seed.shape[:1])
+    for word in (seed[:, 0], seed[:, 1]):  # high, low
+        rows = jax.vmap(jax.random.fold_in)(rows, word)
+    return jax.random.key_data(rows)
 
 
 def gumbel(keys: Key[Array, "*some"], size: int) -> Float[Array, "*some {size}"]:

@@ -19,7 +19,7 @@ class Case(NamedTuple):
     logits: the target's, as processed; where no rule of the launch looks at them, in their place `own`.
     own: the target's own tokens: the largest of its logits, after the noise that the row's rule shares with it.
     proposal: of tokens [B,K].
-    seed, num_tokens: what the round's random numbers belong to; num_tokens is that at its start.
+    seed (`rng.of_seed`), num_tokens: what the round's random numbers belong to; num_tokens is that at its start.
     options: the numbers of the rule's own options.
     """
 

@@ -160,7 +160,7 @@ def test_ordered_keeps_the_order_of_floats():
 # By bits on CPU, by sixteenths of rows in pieces on GPU.
 WAYS = {
     "as here": threshold,
-    **{f"{n} bits": functools.partial(bits_at_a_time, n) for n in (1, 4)},
+    **{f"{n} bits": functools.partial(bits_at_a_time, n, 32) for n in (1, 4)},
     "pieces": without_loops,
 }
 
@@ -183,6 +183,23 @@ def test_threshold_is_the_largest_that_suffices_for_any_bits(way):
     enough = [[v for v in row if w[row >= v].sum() >= n] for row, w, n in zip(values, weights, need, strict=True)]
     found = WAYS[way](jnp.asarray(values), jnp.asarray(weights, jnp.float32), jnp.asarray(need, jnp.float32))
     assert found.tolist() == [[max(row)] for row in enough]
+
+
+@pytest.mark.parametrize("way", [threshold, without_loops])
+def test_the_highest_bits_of_a_threshold(way):
+    rng = np.random.default_rng(6)
+    values = jnp.asarray(rng.integers(0, 1 << 32, (6, 40), dtype=np.uint32))
+    weights, need = jnp.ones(values.shape), jnp.asarray(rng.integers(1, 40, (6, 1)), jnp.float32)
+    exact, rough = (np.asarray(way(values, weights, need, bits=bits)) for bits in (32, 16))
+    np.testing.assert_array_equal(rough, exact & np.uint32(0xFFFF0000))
+
+
+def test_drafts_may_be_what_the_request_allows():
+    """Filtered by half of a threshold's bits: nothing that is allowed is missing, and little is there beside it."""
+    logits = 3 * jax.random.normal(jax.random.key(1), (B, T, V))
+    exact, rough = (process(logits, rows_of(WISHES), filters=True, bits=bits) > -jnp.inf for bits in (32, 16))
+    assert bool((rough >= exact).all())
+    assert int(rough.sum()) <= 1.02 * int(exact.sum())
 
 
 @pytest.mark.parametrize("shape", [(40,), (3, 1001), (20, 16, 50)])
