@@ -12,10 +12,12 @@ import typer
 from jaxspec.bench.options import listed
 from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.errors import UserError
 from jaxspec.progress import say
 from jaxspec.verify import rules
 
 TEMPERATURES = "0,0.7"
+DRAFTS = SpeculativeConfig.num_speculative_tokens
 Rule = enum.StrEnum("Rule", {name: name for name in rules.NAMES if name != "synthetic"})  # type: ignore[misc]
 
 
@@ -27,13 +29,20 @@ def evaluate_draft(
         typer.Option(metavar="FILE.json", help="What users say: {category: [text, ...]}; 64 texts that come along."),
     ] = None,
     k: Annotated[
-        int, typer.Option("-k", "--num-speculative-tokens", help="Drafts a round.")
-    ] = SpeculativeConfig.num_speculative_tokens,
+        int | None, typer.Option("-k", "--num-speculative-tokens", help=f"Drafts a round; {DRAFTS} unless told.")
+    ] = None,
+    tree: Annotated[
+        str | None, typer.Option(metavar="W,D,N", help="A tree of drafts in place of -k: width, depth, nodes; 4,4,17.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
     temperature: Annotated[str, typer.Option(help="Several with commas between them; 0 is greedy.")] = TEMPERATURES,
     rule: Annotated[
-        Rule, typer.Option("--rejection-sample-method", help="The acceptance rule of temperatures above 0.")
-    ] = Rule(rules.UNSEEDED),
+        Rule | None,
+        typer.Option(
+            "--rejection-sample-method",
+            help=f"The acceptance rule of temperatures above 0; {rules.UNSEEDED} unless told, a tree has its own.",
+        ),
+    ] = None,
     samples: Annotated[
         int,
         typer.Option("-n", "--samples", min=1, help="Answers to each prompt; with 2 or more a standard error is told."),
@@ -46,9 +55,13 @@ def evaluate_draft(
 
     texts = evaluate.read_prompts(prompts or evaluate.HELDOUT)  # before the loading
     temperatures = listed("--temperature", temperature, float, least=0.0)
+    sizes = listed("--tree", tree, int, least=1, repeats=True) if tree else ()
+    if tree and (len(sizes) != 3 or k is not None):
+        raise UserError(f"--tree {tree}: give width,depth,nodes, as in 4,4,17, and no -k beside it")
     say(f"loading {target} and {draft} ...")
     how: dict[str, Any] = {
-        "num_speculative_tokens": k,
+        "num_speculative_tokens": DRAFTS if k is None else k,
+        "tree": sizes,
         "max_tokens": max_tokens,
         "dtype": dtype,
         "temperatures": temperatures,

@@ -18,7 +18,7 @@ from jaxspec.outputs import SpecDecodeMetrics, whole
 from jaxspec.parallel.placement import device_name
 from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
-from jaxspec.verify.rules import UNSEEDED
+from jaxspec.verify.rules import SEEDED, UNSEEDED
 
 TEMPERATURES = (0.0, 0.7)
 HELDOUT = Path(__file__).with_name("heldout.json")  # 64 texts that the grammar of the training data cannot make
@@ -47,25 +47,27 @@ def evaluate(
     *,
     num_speculative_tokens: int,
     max_tokens: int,
+    tree: Sequence[int] = (),
     dtype: str = EngineConfig.dtype,
     temperatures: Sequence[float] = TEMPERATURES,
-    rule: str = UNSEEDED,
+    rule: str | None = None,
     samples: int = 1,
     progress: bool = True,
 ) -> dict[str, Any]:
     """The counters of the answers to all prompts, as a document: a row for each temperature and category, and one for
-    all categories together. Each prompt is answered `samples` times, with seeds 0, 1, ...; sampling accepts by `rule`.
+    all categories together. Each prompt is answered `samples` times, with seeds 0, 1, ...; sampling accepts by `rule`,
+    which is the block rule unless told otherwise. tree: (width, depth, nodes) of a tree of drafts, which takes the
+    place of num_speculative_tokens and has a rule of its own.
     """
     params = [
         [SamplingParams(temperature=t, max_tokens=max_tokens, seed=i) for i in range(samples)] for t in temperatures
     ]
     count = sum(map(len, prompts.values()))
-    speculation = {
-        "model": draft,
-        "num_speculative_tokens": num_speculative_tokens,
-        "adaptive": False,
-        "rejection_sample_method": rule,
-    }
+    drafts: dict[str, Any] = {"num_speculative_tokens": num_speculative_tokens}
+    if tree:
+        drafts = dict(zip(("tree_width", "tree_depth", "tree_nodes"), tree, strict=True))
+    rule = rule or (SEEDED if tree else UNSEEDED)
+    speculation = {"model": draft, "adaptive": False, "rejection_sample_method": rule} | drafts
     rows = facts(jax.default_backend()).evaluated_rows or count
     llm = LLM(target, speculative_config=speculation, dtype=dtype, max_num_seqs=min(rows, count * samples))
     asked = [llm.render_chat([{"role": "user", "content": text}]) for texts in prompts.values() for text in texts]
@@ -76,12 +78,16 @@ def evaluate(
         left = iter(every)
         parts = {category: list(itertools.islice(left, len(texts))) for category, texts in prompts.items()}
         measured += [row(p[0].temperature, *part) for part in (parts | {ALL: every}).items()]
+    deepest = tree[1] if tree else num_speculative_tokens
+    for line in measured:
+        line["accepted_at"] = line["accepted_at"][:deepest]  # no path of a tree is longer
     return {
         "target": target,
         "draft": draft,
         "device": device_name(),
         "dtype": str(llm.target.dtype),
-        "num_speculative_tokens": num_speculative_tokens,
+        "num_speculative_tokens": deepest,
+        "tree": list(tree),
         "rule": rule,
         "samples": samples,
         "max_tokens": max_tokens,
@@ -123,6 +129,8 @@ def show(document: dict[str, Any]) -> None:
 
     console, k = Console(), document["num_speculative_tokens"]
     head = f"{document['draft']} for {document['target']} ({document['dtype']}) on {document['device']}, K = {k}"
+    if tree := document["tree"]:
+        head += f" levels of {tree[0]}, a tree of {tree[2]} nodes"
     head += f", {document['rule']} rule, {document['samples']} sample(s) of each prompt"
     console.print(head, highlight=False, soft_wrap=True)
     table = Table()

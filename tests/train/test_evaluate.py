@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import cli
+from jaxspec.errors import UserError
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.train import evaluate
 from tests.model_folders import write_model
@@ -44,6 +45,28 @@ def test_a_perfect_draft(itself):
         assert r["accepted_at"] == pytest.approx([1.0] * 3)
     assert [found[0.0, c]["prompts"] for c in ("chat", "code", "all")] == [2, 1, 3]
     assert json.loads(json.dumps(itself)) == itself
+
+
+def test_a_tree(folder, other):
+    """Under the coupled rule, which is the trees' own; a perfect draft's likeliest first token is always right."""
+    options = {"num_speculative_tokens": 4, "tree": (2, 3, 6), "max_tokens": 12, "progress": False}
+    document = evaluate.evaluate(folder, folder, PROMPTS, **options)
+    assert (document["num_speculative_tokens"], document["tree"], document["rule"]) == (3, [2, 3, 6], "coupled")
+    for r in document["rows"]:
+        assert len(r["accepted_at"]) == 3
+        assert r["accepted_at"][0] == pytest.approx(1.0)
+        assert r["mean_acceptance_length"] == pytest.approx(1 + sum(r["accepted_at"]))
+    with pytest.raises(UserError, match="judges no trees"):
+        evaluate.evaluate(folder, other, PROMPTS, rule="block", **options)
+
+
+@pytest.mark.parametrize("said", [["--tree", "4,4"], ["--tree", "4,4,x"], ["--tree", "4,4,17", "-k", "4"]])
+def test_what_is_no_tree(folder, capsys, said):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["evaluate-draft", "--target", folder, "--draft", folder, *said])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code
+    assert "--tree" in line
 
 
 @pytest.mark.thorough
