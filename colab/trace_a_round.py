@@ -234,11 +234,12 @@ plt.show()
 # drafted after a token that is not there, and is not looked at.
 
 # %%
+from jaxspec.sampling.rng import of_seed
 from jaxspec.verify import standard
 from jaxspec.verify.base import Case
 
 own = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # other rules look at it
-case = Case(logits, own, proposal, inputs.sampling.seed, history.num_tokens, inputs.rule_options)
+case = Case(logits, own, proposal, of_seed(inputs.sampling.seed), history.num_tokens, inputs.rule_options)
 u = np.asarray(case.uniforms()[0])
 p_drafts = np.asarray(at_tokens(jnp.asarray(p[None, :-1]), proposal.tokens[:1])[0])
 chance = np.minimum(1.0, p_drafts / q_drafts)
