@@ -248,9 +248,9 @@ def numbers_of_absolute_positions(patch) -> None:
 
 
 def top_p_before_temperature(patch) -> None:
-    def wrong(logits, rows, *, filters):
+    def wrong(logits, rows, *, filters, **how):
         cold = dataclasses.replace(rows, temperature=jnp.ones_like(rows.temperature))
-        return process(process(logits, cold, filters=filters), rows, filters=False)
+        return process(process(logits, cold, filters=filters, **how), rows, filters=False)
 
     patch.setattr(decode_round, "process", wrong)
 
