@@ -102,7 +102,7 @@ def call(op: str, name: str, *args: Any, **options: Any) -> Any:
 
 @functools.cache
 def shared(op: str, name: str, options: tuple[str, ...]) -> Callable:
-    return jax.jit(function(op, name), static_argnames=options)
+    return lowered_once(*options)(function(op, name))
 
 
 def lowered_once(*static: str) -> Callable[[Callable], Callable]:

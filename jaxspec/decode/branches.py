@@ -16,7 +16,7 @@ from jaxspec.drafters.base import History, Proposal
 from jaxspec.drafters.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
 from jaxspec.models.paged import Branches
-from jaxspec.sampling.distribution import process
+from jaxspec.sampling.distribution import DRAFT_BITS, process
 from jaxspec.sampling.processors import Adjust
 from jaxspec.sampling.rng import take_row
 from jaxspec.shapes import Array, Float, Int
@@ -44,7 +44,7 @@ def rank(
     if adjust is not None:
         logits = jax.vmap(lambda logits, path: adjust(logits, path, i), in_axes=1, out_axes=1)(logits, paths)
     if variant.noises:
-        logits = process(logits, rows, filters=variant.filters, bits=16)
+        logits = process(logits, rows, filters=variant.filters, bits=DRAFT_BITS)
         if not config.greedy_draft:
             noise = shared_noise(rows.seed, history.num_tokens + i, vocab_size)
             logits += jnp.where(rows.greedy[:, None], 0.0, noise)[:, None]

@@ -176,7 +176,7 @@ def lower_from_disk(
     with lowering():
         found, new = stored.load(folder, kept), None
         if found is None:
-            # Of one device they say nothing, and take as long to write as all the rest.
+            # Of one device they say nothing, and are most of what takes time to write.
             lie = {"in_shardings": where(arrays), "out_shardings": [*where(pages), place]}
             plain = jax.jit(program, **(lie if len(place.device_set) > 1 else {}))
             new = stored.exported(plain, arrays)

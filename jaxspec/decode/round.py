@@ -22,7 +22,7 @@ from jaxspec.drafters.base import History, Proposal
 from jaxspec.drafters.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
 from jaxspec.sampling import rng
-from jaxspec.sampling.distribution import process
+from jaxspec.sampling.distribution import DRAFT_BITS, process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
 from jaxspec.sampling.processors import Adjust, adjuster, count
@@ -129,7 +129,7 @@ def choose(
         logits = adjust(logits, drafts, i)
     if certain:
         return likeliest(logits), None
-    z = process(logits[:, None], rows, filters=variant.filters, bits=16)[:, 0]
+    z = process(logits[:, None], rows, filters=variant.filters, bits=DRAFT_BITS)[:, 0]
     keys = rng.keys(rows.seed, history.num_tokens, "draft", i)
     if "shared" in variant.noises:
         keys = jnp.where(shares_noise(context), rng.keys(rows.seed, history.num_tokens + i, "shared"), keys)

@@ -134,8 +134,8 @@ def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
 def launches(
     ks: Sequence[int], row_counts: Sequence[int], table_widths: Sequence[int], rule: str | None
 ) -> Iterator[Launch]:
-    """The smallest first, where several serve. Of one variant after the other: what is compiled next to each other has
-    few products of matrices in common, and later ones find what a GPU's compiler chose for those by trying."""
+    """The smallest first, where several serve. Of one variant after the other, the last of which the compiler takes
+    longest for: a warm-up goes from the last to the first."""
     greedy, sampled, whole = variants(rule)
     few, wide = sorted({ks[0], ks[-1]}), table_widths[-1:]  # of what is seldom asked for
     for variant, counts, every in ((greedy, ks, table_widths), (sampled, ks, table_widths), (whole, few, wide)):

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxspec.shapes import Array, Float, UInt
 
+DRAFT_BITS = 16  # of a draft's thresholds, whose law is free: half of the passes
 PIECES = 256  # of all rows, where threshold has no loop
 
 
@@ -51,7 +52,7 @@ def process(
 
     filters=False leaves min-p, top-k and top-p out (no row asks for them). Greedy rows keep their logits. The largest
     logit is always kept, whatever float32 makes of the wishes. bits: as many of a threshold are found, and what is as
-    large in these is kept: 16 halve the time, and are enough for drafts, whose law is free.
+    large in these is kept.
     """
     at = lambda x: x[:, None, None]
     temperature = jnp.where(rows.greedy, 1.0, rows.temperature)

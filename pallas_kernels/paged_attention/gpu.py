@@ -18,7 +18,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
-from pallas_kernels.forms import lowered_once
 from pallas_kernels.paged_attention import WHOLE_KEYS
 from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
 
@@ -63,7 +62,6 @@ def num_stages(deep: bool, block_bytes: int) -> int:
     return 7 if deep else 3
 
 
-@lowered_once("scale", "window", "soft_cap", "device")
 def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, device):
     (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
     g = g2 // 2

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels import _few_rows
 from pallas_kernels._one_row import linear
 from pallas_kernels.device import Device
-from pallas_kernels.paged_attention.gpu import paged_attention
+from pallas_kernels.forms import call
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.heads import heads
@@ -45,6 +45,7 @@ def self_attention(
         )
         return mixed.reshape(b, t, -1), pages
     queries, pages = heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, eps=eps, device=device)
-    queries = queries.reshape(b, t, -1, d)[:, t - num_queries :]
-    mixed = paged_attention(queries, pages, block_table, kv_len, num_keys, tree, **options) if num_queries else queries
+    mixed = queries = queries.reshape(b, t, -1, d)[:, t - num_queries :]
+    if num_queries:
+        mixed = call("paged_attention", "gpu", queries, pages, block_table, kv_len, num_keys, tree, **options)
     return mixed.reshape(b, num_queries, queries.shape[2] * d), pages
