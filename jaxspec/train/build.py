@@ -102,19 +102,6 @@ def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
     return size
 
 
-def check_begun(config: ModelConfig, target: ModelConfig, options: TrainOptions) -> None:
-    """A draft that is trained further keeps its shape and its ids. Raises UserError for another target, and for an
-    option that asks for another shape."""
-    begun = f"--init-from {options.init_from}"
-    if config.vocab_size != target.vocab_size:
-        raise UserError(f"{begun} is a draft for {config.vocab_size} ids, the target has {target.vocab_size}")
-    for option, name in SHAPE.items():
-        has, wanted = getattr(config, name), getattr(options, option)
-        if wanted not in (None, has):
-            flag = "--" + option.replace("_", "-")
-            raise UserError(f"{begun} has {has} where {flag} {wanted} asks for another shape: leave {flag} out")
-
-
 def target_layers(of: int, count: int) -> list[int]:
     """The target's layers that a draft of `count` begins with: the first, the last and evenly spaced ones between."""
     return np.linspace(0, of - 1, count).round().astype(int).tolist() if count > 1 else [0]
@@ -210,7 +197,7 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
 
 def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
     """Raises UserError for an option of shape that the method has no use for; taken: the others."""
-    for name in (*SHAPE, *OF_HEADS, "init_from"):
+    for name in (*SHAPE, *OF_HEADS):
         if name not in taken and getattr(options, name) is not None:
             flag = lambda name: "--" + name.replace("_", "-")
             its = f"takes {', '.join(map(flag, taken))}" if taken else "has its target's shape"

@@ -15,7 +15,7 @@ from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import Said, of_tokens_after
 
 READS = False
-TAKES = (*build.SHAPE, "init_from")
+TAKES = tuple(build.SHAPE)
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:

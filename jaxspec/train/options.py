@@ -45,7 +45,8 @@ class TrainOptions:
       markov_rank: Channels of dspark between the token before and the logits; 64.
       init_from_target: Begin with the target's layers and embeddings. Evenly spaced layers, where the shapes agree;
         embeddings projected where the widths differ. False: random.
-      init_from: Begin with this draft, and train it further. Its shape and its vocabulary stay.
+      init_from: Begin with this draft, and train it further. Its shape and its vocabulary stay, but for more layers,
+        which add nothing at first.
       top_n: Likeliest ids that the target teaches, found once; 0: all, in every step. Default: 64. They are kept on
         disk beside the data; all other ids count as one.
       keep_features: Find what a head reads of the target once, and keep it on disk. Else in every step. It takes two

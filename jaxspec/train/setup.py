@@ -13,11 +13,11 @@ import numpy as np
 import checkpoints
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
-from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load
+from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load, load_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.parallel.placement import make_placement
 from jaxspec.progress import say
-from jaxspec.train import build, data, features, likeliest, methods
+from jaxspec.train import build, data, features, further, likeliest, methods
 from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
 from jaxspec.train.options import TrainOptions
@@ -97,13 +97,13 @@ def prepare(options: TrainOptions) -> Setup:
         raise UserError(
             f"--top-n {options.top_n} exceeds the target's {target.config.vocab_size} ids: lower it, or give 0 for all"
         )
+    counts = data.frequencies(shards, target.config.vocab_size)
     if options.init_from:
         begun = checkpoints.resolve(options.init_from)
-        build.check_begun(checkpoints.load_config(begun), target.config, options)
+        draft = load_draft(begun, jnp.float32, placement, target, options.target)
+        draft = further.begun(draft, target, options, counts, placement)
         check_same_tokenizer(source, tokenizer, begun)
-        draft = load(begun, jnp.float32, placement, target)
     else:
-        counts = data.frequencies(shards, target.config.vocab_size)
         draft = method.new(options, target, counts, placement)
     ids = {name: draft.params[name] for name, p in parameters(draft.config).items() if p.kind == "ids"}
     stop_ids = checkpoints.load_stop_ids(source, tokenizer)

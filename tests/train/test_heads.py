@@ -14,75 +14,22 @@ import pytest
 import checkpoints
 from checkpoints import orbax
 from jaxspec import LLM, SamplingParams, UserError
-from jaxspec.engine.setup import Model
-from jaxspec.loading import load, load_draft
+from jaxspec.loading import load_draft
 from jaxspec.models.decoder import bind, whole
 from jaxspec.models.layers import Backend, Rows
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import dflash, loop, setup
 from jaxspec.train.loss import own_ids_first
-from jaxspec.train.methods import METHODS, implementation
+from jaxspec.train.methods import implementation
 from jaxspec.train.step import first_state, make_step
-from pallas_kernels.device import CPU, named
+from pallas_kernels.device import named
 from tests.drafters.references.common import Features
 from tests.sizes import cases, of_today
 from tests.train import runs
+from tests.train.heads import BACKEND, BY_HEART, HEADS, K, SHAPES, options
 from tests.train.test_train import journal, state
 
-K, LAYERS = 4, 6
-BACKEND = Backend(CPU, None, "reference")
-HEADS = METHODS[1:]
-LEFT_OUT = dict.fromkeys(("layers", "width", "heads", "kv_heads", "mlp_width", "vocab_size"))  # of runs.options
-# How a head is asked for here, and how one that has to learn a target by heart: with a vocabulary of its own or none.
-SHAPES = {
-    "eagle3": {"heads": 4, "mlp_width": 96, "vocab_size": 200},
-    "medusa": {"layers": 2, "vocab_size": 200},
-    "mtp": {},
-    "dflash": {"heads": 4, "mlp_width": 96, "vocab_size": 200},
-    "dspark": {"heads": 4, "mlp_width": 96, "vocab_size": 200, "markov_rank": 8},
-    # With rare ids.
-    "eagle3 of two layers": {"layers": 2, "heads": 4, "vocab_size": 200, "rare_ids": 80, "rare_width": 6},
-    "dspark with all ids": {"layers": 1, "vocab_size": runs.VOCAB, "rare_ids": 100},
-}
-BY_HEART = {
-    "eagle3": {"heads": 4, "mlp_width": 256, "vocab_size": runs.VOCAB},
-    "medusa": {"layers": 2, "vocab_size": runs.VOCAB},
-    "mtp": {},
-    "dflash": {"heads": 4, "mlp_width": 256},
-    "dspark": {"heads": 4, "mlp_width": 256},
-}
 BLOCKS = {"dflash": K + 1, "dspark": K}  # method -> places of a block
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    path = tmp_path_factory.mktemp("heads")
-    runs.write(path, layers=LAYERS)
-    return path
-
-
-def options(root, out, method, **changes):
-    return runs.options(root, out, method=method, **LEFT_OUT | {"num_speculative_tokens": K} | changes)
-
-
-@pytest.fixture(scope="module")
-def target(root):
-    source = checkpoints.resolve(str(root / "target"))
-    return source, load(source, jnp.float32, make_placement())
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def head(root, target, request, tmp_path_factory):
-    """(its method, as it begins but with numbers in all places, its folder)."""
-    name = request.param.split()[0]
-    method, asked = implementation(name), options(root, "x", name, **SHAPES[request.param])
-    found = method.new(asked, target[1], np.arange(runs.VOCAB)[::-1], make_placement())
-    rng = np.random.default_rng(0)
-    noisy = lambda x: x + (0.3 if x.ndim == 1 else 0.1) * rng.standard_normal(x.shape).astype(np.float32)
-    params = {name: x if x.dtype == jnp.int32 else jnp.asarray(noisy(x)) for name, x in found.params.items()}
-    folder = tmp_path_factory.mktemp(request.param) / "head"
-    method.save(folder, params, found.config, "0" * 64)
-    return name, Model(found.config, params), folder
 
 
 def test_it_is_read_back(target, head):
@@ -163,7 +110,6 @@ def test_a_pass_sees_nothing_that_comes_later(target, head):
     ("method", "changes", "line"),
     [
         ("eagle3", {"width": 48}, "--width is of another method, --method eagle3 takes --layers, --heads, "),
-        ("eagle3", {"init_from": "x"}, "--init-from is of another method"),
         ("mtp", {"layers": 2}, "--layers is of another method, --method mtp has its target's shape: leave it out"),
         ("medusa", {"heads": 2}, "--heads is of another method, --method medusa takes --layers, --vocab-size: leave"),
         ("medusa", {"rare_ids": 3}, "--rare-ids is of another method"),
