@@ -4,12 +4,38 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+FEW = 8  # rows
+
 
 def linear(weights, x):
     """x [..., I] times weights [I, O] -> [..., O], in full precision where the numbers are float32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    numbers = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, weights, numbers, precision=precision, preferred_element_type=x.dtype)
+    return product(x, weights, 0, x.dtype)
+
+
+def logits(x, weights, axis, device):
+    """x [..., E] with weights that have E as their axis `axis`, in float32."""
+    of = lambda x: product(x, weights, axis, jnp.float32)
+    # Of a single row a GPU's compiler would copy the weights in float32.
+    return as_few_rows(of, x) if device is not None and device.platform == "gpu" else of(x)
+
+
+def product(x, weights, axis, dtype):
+    """x [..., I] with the axis `axis` of the weights, as this type."""
+    numbers = (((x.ndim - 1,), (axis,)), ((), ()))
+    return lax.dot_general(x, weights, numbers, precision=matmul_precision(x.dtype), preferred_element_type=dtype)
+
+
+def matmul_precision(dtype):
+    """float32 means float32 everywhere, also where the hardware would rather take fewer bits."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def as_few_rows(product, x):
+    """product(x [..., I]) -> [..., O], to which a single row is shown with rows of zeros."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] > 1:
+        return product(x)
+    return product(jnp.pad(rows, ((0, FEW - 1), (0, 0))))[:1].reshape(*x.shape[:-1], -1)
 
 
 def whole(product, device):

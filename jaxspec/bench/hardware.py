@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.bench.clock import measure
-from jaxspec.models.layers import matmul_precision
+from pallas_kernels.plain import matmul_precision
 
 REPEATS = 4  # inside one program or one wait, so that launching it does not count
 

@@ -12,12 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers import Backend, matmul_precision
+from jaxspec.models.layers import Backend
 from jaxspec.models.parameters import declare
 from jaxspec.parallel.placement import per_shard
 from jaxspec.shapes import Array, Float
+from pallas_kernels import plain
 from pallas_kernels.likeliest_token import likeliest_token
-from pallas_kernels.plain import likeliest
 from pallas_kernels.streamed import linear
 
 
@@ -93,7 +93,7 @@ class Head(nnx.Module):
             find = lambda x, table: likeliest_token(x, table, num_ids=vocab_size, **backend.how())
             return per_shard(find, backend.placement, (P(), P()), P())(x, self.embed[...])
         if backend.degree == 1:
-            found = likeliest(self.logits(x, backend)[..., :vocab_size])
+            found = plain.likeliest(self.logits(x, backend)[..., :vocab_size])
         else:
             found = of_largest(self.parts(x, backend), backend, vocab_size)
         return jnp.take(self.d2t[...], found, mode="clip") if c.reduced_vocab_size else found
@@ -121,7 +121,7 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
     def own(table: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array]:
         if count is not None and count < size:
             table = jnp.where(start + jnp.arange(table.shape[-1]) < count, table, -jnp.inf)
-        at = likeliest(table)
+        at = plain.likeliest(table)
         return jnp.take_along_axis(table, at[:, None], axis=-1)[:, 0], at + start
 
     if (placement := backend.in_parts(size)) is None:
@@ -132,7 +132,7 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
         value, at = own(table, lax.axis_index(axes) * table.shape[-1])
         both = lax.all_gather(jnp.stack([bits(value, jnp.int32), at]), axes)  # as one, which costs half of two
         value, at = bits(both[:, 0], jnp.float32).T, both[:, 1].T
-        first = likeliest(value)[:, None]
+        first = plain.likeliest(value)[:, None]
         return tuple(jnp.take_along_axis(x, first, axis=-1)[:, 0] for x in (value, at))  # type: ignore[return-value]
 
     return per_shard(of_all, placement, (P(None, axes),), (P(), P()))(table)
@@ -142,13 +142,7 @@ def product(x: jax.Array, weights: jax.Array, backend: Backend, axis: int = 0) -
     """x [..., E] with weights that have E as their axis `axis`, in float32."""
     if backend.streams and x.dtype == jnp.float32:
         return linear(weights.T if axis else weights, x)
-    return lax.dot_general(
-        x,
-        weights,
-        (((x.ndim - 1,), (axis,)), ((), ())),
-        precision=matmul_precision(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return plain.logits(x, weights, axis, backend.device)
 
 
 def whole(logits: jax.Array, backend: Backend) -> jax.Array:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.errors import UnsupportedError, UserError
@@ -84,11 +83,6 @@ class Rows:
     kv_len: Any = None
     num_keys: Any = None
     tree: Any = None
-
-
-def matmul_precision(dtype: Any) -> lax.Precision:
-    """float32 means float32 everywhere, also where the hardware would rather take fewer bits."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def rotary_tables(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -2,7 +2,7 @@ import jax
 
 from pallas_kernels.forms import Op, Where, check_shape, plain, triton
 
-OP = Op("likeliest_token", (triton(best=True), plain()))
+OP = Op("likeliest_token", (triton(best=True), plain("device")))
 
 
 def likeliest_token(

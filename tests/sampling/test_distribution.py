@@ -21,7 +21,7 @@ from jaxspec.sampling.distribution import (
     threshold,
     without_loops,
 )
-from pallas_kernels.likeliest_token.reference import likeliest
+from pallas_kernels.plain import likeliest
 from tests import laws
 
 V, T, B = 12, 2, 16

@@ -11,7 +11,7 @@ from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
 from jaxspec.verify import block, greedy, standard
 from jaxspec.verify.base import Case, Verdict, leading
-from pallas_kernels.likeliest_token.reference import likeliest
+from pallas_kernels.plain import likeliest
 
 LOG = lambda p: jnp.log(jnp.array(p, jnp.float32))
 ROWS = 64

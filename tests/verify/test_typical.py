@@ -11,7 +11,7 @@ from jaxspec.config import POSTERIOR
 from jaxspec.drafters.base import Proposal
 from jaxspec.verify import typical
 from jaxspec.verify.base import Case, Verdict
-from pallas_kernels.likeliest_token.reference import likeliest
+from pallas_kernels.plain import likeliest
 from tests import laws
 from tests.lively_models import PROMPTS, new_engine, params, plain, serve, texts
 
