@@ -26,7 +26,7 @@ from pallas_kernels.device import named
 from tests.drafters.references.common import Features
 from tests.sizes import cases, of_today
 from tests.train import runs
-from tests.train.heads import BACKEND, BY_HEART, HEADS, K, SHAPES, options
+from tests.train.heads import BACKEND, BY_HEART, HEADS, SHAPES, K, options
 from tests.train.test_train import journal, state
 
 BLOCKS = {"dflash": K + 1, "dspark": K}  # method -> places of a block
