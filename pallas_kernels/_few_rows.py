@@ -7,8 +7,8 @@ f32[splits, rows, width], for the next kernel to add up: a product, two sums and
 three or four.
 
 Both ask for the next kernel early (see `_overlap`): a product once its last weights are there, the small one at its
-start. Before it waits for those, a product also asks for the first weights of the next. One row is for
-`_split_product`, many rows and larger matrices are for the compiler (see docs/notes/gpu.md).
+start. Before it waits for those, a product also asks for the first weights of the next. One row and small matrices are
+for `_split_product`, many rows and the largest matrices for the compiler (see docs/notes/gpu.md).
 """
 
 import functools
@@ -37,7 +37,7 @@ MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
 
 def covers(rows: int, *weights: jax.Array, device: Device) -> bool:
     """What the kernels cover and are meant for: a few rows, matrices in whole reads, GPUs that share much."""
-    some = 1 < rows <= MAX_ROWS and device.shares_much
+    some = rows <= MAX_ROWS and device.shares_much
     fits = lambda w: w.shape[0] % (DEPTH // 2) == 0 and w.shape[1] % COLUMNS == 0 and w.size < MAX_SIZE
     return some and all(fits(w) and w.dtype == jnp.bfloat16 for w in weights)
 

@@ -5,8 +5,8 @@ partial sum. Whoever reads the product adds the parts up: the next kernel, on it
 decoder layer needs no kernel that only adds, norms or activates. An RMSNorm multiplies the row by its scale here, and
 by 1 / rms where the parts are added up, from the partial sums of squares that are left beside them.
 
-Small matrices are read in the time that starting some kernels takes, so that fewer kernels is what counts. With more
-rows, or larger matrices, the compiler's own products are faster (see docs/notes/gpu.md).
+Small matrices are read in the time that starting some kernels takes, so that fewer kernels is what counts. More rows,
+or larger matrices, are for `_few_rows` (see docs/notes/gpu.md).
 """
 
 import dataclasses

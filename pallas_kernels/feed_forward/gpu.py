@@ -1,8 +1,8 @@
 """feed_forward on GPU for a few rows.
 
-One row and small matrices: three products, each of which finishes the one before it (see `_split_product`). More rows:
-three products, and what stands between them in two kernels (see `_few_rows`). Others: the plain form, with products of
-more rows than one (see `_one_row`).
+One row and small matrices: three products, each of which finishes the one before it (see `_split_product`). More rows,
+or larger matrices: three products, and what stands between them in two kernels (see `_few_rows`). Others: the plain
+form, with products of more rows than one (see `_one_row`).
 """
 
 import functools
@@ -31,14 +31,8 @@ def feed_forward(
     eps, activation, block, sum_over=(), device,
 ):  # fmt: skip
     rows, matrices = num_rows(x), (out, gate_up, down)
-    if rows == 1 and sum_over and _few_rows.covers(2, *matrices, device=device):
-        # Sums over devices part what one row's products would finish for one another: it is a few rows, then.
-        two = lambda x: jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-        arrays = two(x), two(mixed), out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
-        how = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over, "device": device}
-        done, normed = feed_forward(*arrays, **how)
-        return done[:1].reshape(x.shape), None if normed is None else normed[:1].reshape(x.shape)
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
+    # Sums over devices part what one row's products would finish for one another: it is a few rows, then.
     if plain and not sum_over and rows == 1 and _split_product.covers(*matrices):
         columns, _ = _split_product.tile(*down.shape)
         first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, device=device)

@@ -29,7 +29,7 @@ def self_attention(
 ):  # fmt: skip
     (b, t, e), d = x.shape, pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
-    few = _few_rows.covers(max(b * t, 2), qkv, device=device)  # for which one row alone is not meant
+    few = _few_rows.covers(b * t, qkv, device=device)
     if b * t == 1 and not (few and one_token.has_too_many_parts(qkv)):
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin
         return one_token.self_attention(*arrays, eps=eps, **options)

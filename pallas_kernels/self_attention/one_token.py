@@ -5,7 +5,7 @@ queries it needs. One more program a head norms, rotates, attends to and writes 
 need not wait for it.
 
 A small product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a head
-finishes last combines what all have left. After the compiler's product of a larger matrix a jnp epilogue combines.
+finishes last combines what all have left. After a larger one (see `_few_rows`) a jnp epilogue does.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import _split_product
+from pallas_kernels import _few_rows, _split_product
 from pallas_kernels._one_row import linear
 from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, nothing
 from pallas_kernels.plain import rms_norm
@@ -47,8 +47,10 @@ def self_attention(
         product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=g, device=device)
         operands |= {"heads": product["sums"], "squares": product.get("squares"), "old_counts": product["zeros"]}
     else:
-        normed = rms_norm(norm, x, eps) if normed is None else normed
-        operands["heads"] = linear(qkv, normed).reshape(1, -1)
+        normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(1, -1)
+        few = _few_rows.covers(1, qkv, device=device)
+        heads = _few_rows.product(normed, qkv, device=device)[:, 0] if few else linear(qkv, normed)
+        operands["heads"] = heads
     operands = {name: value for name, value in operands.items() if value is not None}
     shape = jax.ShapeDtypeStruct
     outputs = {"pages": shape((p * s, g2, d), pages.dtype)}

@@ -66,6 +66,15 @@ def test_a_few_rows(name, shape, rows):
     assert check(name, shape, rows, "bfloat16", "gelu_tanh") is None
 
 
+@pytest.mark.parametrize("name", FLAVOURS[1:])
+def test_one_row_of_larger_matrices(name, monkeypatch):
+    """Is for a few rows' kernels."""
+    monkeypatch.setattr(_split_product, "MAX_SIZE", 1)
+    shape = (256, 320, 512, 128)  # which no other test has: what is traced is kept
+    normed = check(name, shape, (1, 1), "bfloat16", next_norm=jnp.asarray(np.linspace(0.5, 2, shape[1]), jnp.float32))
+    assert (normed is not None) == (name == "gpu" or here().shares_much)
+
+
 @pytest.mark.parametrize("name", FLAVOURS[:2])
 @cases("rows", [(1, 1), (1, 5), (16, 1), (1, 97)], quick=[(1, 1)], ids=str)
 def test_parts_of_two_devices_are_added_up(name, rows):
@@ -118,7 +127,7 @@ def launched(jaxpr) -> int:
     return sum(1 if e.primitive.name == "pallas_call" else sum(map(launched, inner(e))) for e in jaxpr.eqns)
 
 
-@pytest.mark.parametrize(("rows", "small", "large", "larger"), [(1, 3, 0, 0), (2, 5, 5, 0), (96, 5, 5, 0)])
+@pytest.mark.parametrize(("rows", "small", "large", "larger"), [(1, 3, 5, 0), (2, 5, 5, 0), (96, 5, 5, 0)])
 def test_large_matrices_have_the_plain_form(rows, small, large, larger):
     assert num_kernels((2048, 1024, 3072, 128), rows) == small
     assert num_kernels((4096, 4096, 12288, 128), rows) == large

@@ -78,7 +78,7 @@ def test_the_depth_is_split_until_there_are_programs_enough(depth, blocks, split
         (96, (64, 64), jnp.bfloat16, True),
         (97, (64, 64), jnp.bfloat16, False),
         (2, (64, 64), jnp.bfloat16, True),
-        (1, (64, 64), jnp.bfloat16, False),
+        (1, (64, 64), jnp.bfloat16, True),
         (2, (96, 64), jnp.bfloat16, False),
         (2, (64, 96), jnp.bfloat16, False),
         (2, (64, 64), jnp.float32, False),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import self_attention
+from pallas_kernels import _split_product, self_attention
 from pallas_kernels.forms import function
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.tree import packed
@@ -112,6 +112,17 @@ def test_every_flavour_equals_the_parts(name, case, dtype):
     check(got, expected, live, TOLERANCE[dtype])
     if not live.any(axis=1).all():
         assert (np.asarray(got[0], np.float32)[~live.any(axis=1)] == 0).all()
+
+
+@pytest.mark.parametrize("name", FLAVOURS[1:])
+@cases("case", CASES[:2], quick=CASES[:1], ids=str)
+def test_one_token_of_a_larger_matrix(name, case, monkeypatch):
+    """Its product is one of a few rows."""
+    monkeypatch.setattr(_split_product, "MAX_SIZE", 1)
+    case = case._replace(width=320)  # which no other test has: what is traced is kept
+    arguments, live = random_arguments(case, "bfloat16")
+    expected = function("self_attention", "reference")(*widened(arguments).values(), **case.options)
+    check(kernel("self_attention", name, **case.options)(*arguments.values()), expected, live, TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
