@@ -138,7 +138,7 @@ class Program:
             arguments = name, self.config, self.params, self.cache, packed
             if self.kept is None:
                 return self.compiled(lower(*arguments))
-            lower_from_disk(self.kept, "program", *arguments)  # as a first start does,
+            lower_from_disk(self.kept, "program", *arguments)[2]()  # as a first start does,
             with unittest.mock.patch.dict(FUNCTIONS, {name: None}):  # and a later one
                 return self.compiled(lower_from_disk(self.kept, "program", *arguments)[0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import threading
@@ -31,6 +32,8 @@ WORTH_COMPILING = 16  # launches
 one_at_a_time = threading.RLock()
 # So many programs at a time: the compiler uses several threads for one, and lowering goes on meanwhile.
 compiling = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
+
+Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 # Name -> function(config, params, cache, *arrays) -> (cache, the rest).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -66,8 +69,11 @@ class Programs:
             self.num_waits += 1
         return program(params, cache, packed)
 
-    def compile(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> tuple[Any, bool]:
-        """The program, made by this thread, or by another that began before -> and whether it was not there yet."""
+    def compile(
+        self, name: str, config: Any, params: Any, cache: Any, packed: Packed, turn: Turn = contextlib.nullcontext
+    ) -> tuple[Any, bool]:
+        """The program, made by this thread, or by another that began before -> and whether it was not there yet.
+        turn: what it is lowered in."""
         caches, structure = jax.tree.flatten(cache)
         pages = tuple((x.shape, x.dtype) for x in caches)
         key = (name, config, jax.tree.structure(params), structure, pages, packed.structure, packed.leaves)
@@ -77,7 +83,9 @@ class Programs:
                 known = self.compiled.setdefault(key, mine)
                 waited = not known.done()
                 if known is mine:
-                    mine.set_result(self.make(name, config, params, cache, packed))
+                    with turn():
+                        finish = self.lower(name, config, params, cache, packed)
+                    mine.set_result(finish())
                     self.num_compiled += 1
                 try:
                     return known.result(), waited
@@ -87,13 +95,14 @@ class Programs:
             if mine.cancel() and self.compiled.get(key) is mine:  # whatever came between
                 del self.compiled[key]
 
-    def make(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[..., Any]:
+    def lower(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[[], Any]:
+        """What is left to do to make the program, which Python is not held for."""
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=self.placement.sharding())
         placed = dataclasses.replace(packed, words=words)
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
             with contextlib.suppress(ValueError, NotImplementedError):  # jax does not export all that it compiles
                 return from_disk(self.folder, kept, name, config, params, cache, placed)
-        return compiled(lower(name, config, params, cache, placed))
+        return functools.partial(compiled, lower(name, config, params, cache, placed))
 
 
 @dataclasses.dataclass
@@ -153,9 +162,9 @@ def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -
 
 def lower_from_disk(
     folder: Path, kept: str, name: str, config: Any, params: Any, cache: Any, packed: Packed
-) -> tuple[jax.stages.Lowered, Any]:
+) -> tuple[jax.stages.Lowered, Any, Callable[[], None]]:
     """As `lower`, but over flat arrays, and traced only if it is not on disk by the name `kept` -> also the shapes and
-    dtypes of what it gives beside the caches."""
+    dtypes of what it gives beside the caches, and what keeps it on disk."""
     arrays, tree = jax.tree.flatten((params, cache, packed))
     pages, place = jax.tree.leaves(cache), packed.words.sharding
     traced: list[Packed] = []
@@ -182,22 +191,25 @@ def lower_from_disk(
             new = stored.exported(plain, arrays)
             found = stored.Stored(new.call, traced[0].leaves)
         lowered = jax.jit(found.call, **options).lower(*arrays)
-    if new is not None:
-        stored.store(folder, kept, new, found.note)
-    return lowered, found.note
+    return lowered, found.note, lambda: None if new is None else stored.store(folder, kept, new, found.note)
 
 
-def from_disk(folder: Path, kept: str, name: str, config: Any, *arguments: Any) -> Callable[..., Any]:
-    """The compiled program of `lower_from_disk`, which takes what that of `lower` takes."""
-    lowered, note = lower_from_disk(folder, kept, name, config, *arguments)
-    program, structure = compiled(lowered), jax.tree.structure(answer(name, config))
-    leaves = tuple((tuple(shape), dtype) for shape, dtype in note)
+def from_disk(folder: Path, kept: str, name: str, config: Any, *arguments: Any) -> Callable[[], Callable[..., Any]]:
+    """What compiles, and keeps, the program of `lower_from_disk`, which then takes what that of `lower` takes."""
+    lowered, note, keep = lower_from_disk(folder, kept, name, config, *arguments)
 
-    def run(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
-        *pages, words = program(*jax.tree.leaves((params, cache, packed)))
-        return jax.tree.unflatten(jax.tree.structure(cache), pages), Packed(words, structure, leaves)
+    def finish() -> Callable[..., Any]:
+        keep()
+        program, structure = compiled(lowered), jax.tree.structure(answer(name, config))
+        leaves = tuple((tuple(shape), dtype) for shape, dtype in note)
 
-    return run
+        def run(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
+            *pages, words = program(*jax.tree.leaves((params, cache, packed)))
+            return jax.tree.unflatten(jax.tree.structure(cache), pages), Packed(words, structure, leaves)
+
+        return run
+
+    return finish
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -20,7 +20,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode import wire
 from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.plans import Plan
-from jaxspec.decode.programs import Programs
+from jaxspec.decode.programs import Programs, Turn
 from jaxspec.decode.state import DecodeConfig
 from jaxspec.engine import setup
 from jaxspec.engine.setup import Model
@@ -131,9 +131,9 @@ class Runner:
         else:
             self.start(plan)
 
-    def compile(self, plan: Plan) -> None:
-        """Makes the plan's program, and runs nothing."""
-        self.programs.compile(plan.program, self.config(plan), self.params, self.cache, pack(plan.arrays))
+    def compile(self, plan: Plan, turn: Turn = contextlib.nullcontext) -> None:
+        """Makes the plan's program, and runs nothing. turn: as of `Programs.compile`."""
+        self.programs.compile(plan.program, self.config(plan), self.params, self.cache, pack(plan.arrays), turn)
 
     def config(self, plan: Plan) -> DecodeConfig | None:
         """The static description of the plan's program."""

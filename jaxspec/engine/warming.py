@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from jaxspec.decode.plans import Plan
+from jaxspec.decode.programs import Turn
 from jaxspec.engine import batch
 from jaxspec.engine.catalogue import Closed, Launch, Prefill
 from jaxspec.engine.engine import Engine
@@ -19,16 +23,47 @@ def warm_up(engine: Engine, report: Callable[[int, int, str], None] = lambda don
     # Lowering holds Python, and is done for one after the other, while others compile. So what takes the compiler
     # longest comes first: launches with all that a request may ask for.
     started, wanted = time.perf_counter(), list(plans(engine))[::-1]
-    pool = ThreadPoolExecutor(max(len(wanted), 1))
+    pool, turns = ThreadPoolExecutor(max(len(wanted), 1)), Turns(len(wanted))
     try:
-        names = {pool.submit(engine.runner.compile, plan): name for name, plan in wanted}
+        names = {pool.submit(turns.take, i, engine.runner.compile, plan): name for i, (name, plan) in enumerate(wanted)}
         report(0, len(wanted), "")
         for done, compiled in enumerate(as_completed(names)):
             compiled.result()
             report(done + 1, len(wanted), names[compiled])
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # who interrupts it is not to wait for the compiler
+        turns.end()
+        pool.shutdown(wait=False)  # who interrupts it is not to wait for the compiler
         engine.timing.warm_up_seconds += time.perf_counter() - started
+
+
+class Turns:
+    """Lets threads that have started in any order lower in theirs, until they are told to end."""
+
+    def __init__(self, count: int) -> None:
+        self.ended, self.come = False, [threading.Event() for _ in range(count + 1)]
+        self.come[0].set()
+
+    def take(self, i: int, compile: Callable[[Plan, Turn], None], plan: Plan) -> None:
+        """What the thread i does."""
+        try:
+            compile(plan, functools.partial(self.turn, i))
+        finally:
+            self.come[i + 1].set()
+
+    @contextlib.contextmanager
+    def turn(self, i: int) -> Iterator[None]:
+        self.come[i].wait()
+        if self.ended:
+            raise CancelledError
+        try:
+            yield
+        finally:
+            self.come[i + 1].set()
+
+    def end(self) -> None:
+        self.ended = True
+        for event in self.come:
+            event.set()
 
 
 def plans(engine: Engine) -> Iterator[tuple[str, Plan]]:

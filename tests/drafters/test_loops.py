@@ -21,7 +21,7 @@ def test_no_matrix_is_laid_out_anew(kind, sampled):
     engine.scheduler.grow(num_rounds=1)
     plan, runner = engine.launch([request], 4, num_rounds=1), engine.runner
     assert all(isinstance(params, OutputFirst) for params in runner.params.values())
-    made = runner.programs.make("launch", runner.config(plan), runner.params, runner.cache, pack(plan.arrays))
+    made = runner.programs.lower("launch", runner.config(plan), runner.params, runner.cache, pack(plan.arrays))()
     program = hlo.Program(made.as_text())
     paged = runner.paged.values()
     sizes = {p.size for model in paged for p in parameters(model.config).values() if p.kind == "matrix"}

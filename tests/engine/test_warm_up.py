@@ -18,6 +18,7 @@ from jaxspec.decode.state import Variant
 from jaxspec.engine import setup
 from jaxspec.engine.batch import FEW, ChunkShape
 from jaxspec.engine.catalogue import Closed, Launch, prefills, row_counts, variants
+from jaxspec.engine.runner import Runner
 from jaxspec.engine.warming import plans, warm_up
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
@@ -240,10 +241,29 @@ def test_what_fails_ends_the_warm_up(monkeypatch):
         warm_up(engine)
 
 
+def test_the_last_of_the_catalogue_are_lowered_first(monkeypatch):
+    """Whichever thread comes first."""
+    engine, lowered, config = small(), [], Runner.config
+    wanted = [(plan.program, plan.variant) for _, plan in plans(engine)][::-1]
+    late = iter(np.random.default_rng(0).permutation(len(wanted)) / 100)
+
+    def slow(self, plan):
+        time.sleep(next(late))
+        return config(self, plan)
+
+    monkeypatch.setattr(Runner, "config", slow)
+    monkeypatch.setattr(programs, "lower", lambda *arguments: lowered.append(arguments[:2]))
+    monkeypatch.setattr(programs, "compiled", lambda lowered: None)
+    warm_up(engine)
+    assert [(name, config.variant if config else Variant()) for name, config in lowered] == wanted
+
+
 def test_an_interrupt_does_not_wait_for_the_compiler(monkeypatch):
-    engine, told = small(), threading.Event()
+    """What was not lowered yet never is: the process could not end before."""
+    engine, told, begun = small(), threading.Event(), []
 
     def slow(*arguments):
+        begun.append(1)
         told.wait(60)
         raise RuntimeError("not wanted any more")
 
@@ -259,6 +279,8 @@ def test_an_interrupt_does_not_wait_for_the_compiler(monkeypatch):
         assert time.monotonic() - started < 30
     finally:
         told.set()
+    time.sleep(0.5)
+    assert len(begun) == 1
 
 
 # Long lists
