@@ -20,7 +20,7 @@ MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison w
 POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's, where typical acceptance is asked for
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
-MAX_DRAFTS = 1024  # of a round; the best is below 20
+MAX_DRAFTS = 256  # of a round; the best is below 20, and a program for 1,000 is not compiled in minutes
 MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of rounds itself is dynamic
 
 

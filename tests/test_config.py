@@ -157,7 +157,7 @@ WRONG = [
     (SamplingParams, {"logit_bias": {5: "1"}}, "logit_bias of id 5='1' must be a number"),
     (SamplingParams, {"logit_bias": 7}, "logit_bias=7 must map token ids to numbers"),
     (SpeculativeConfig, {"num_speculative_tokens": 1.5}, "num_speculative_tokens=1.5 must be a whole number"),
-    (SpeculativeConfig, {"num_speculative_tokens": 1025}, "num_speculative_tokens=1025 is above 1024"),
+    (SpeculativeConfig, {"num_speculative_tokens": 257}, "num_speculative_tokens=257 is above 256"),
     (SpeculativeConfig, {"prompt_lookup_max": 10**6}, "prompt_lookup_max=1000000 is above 64"),
     (SpeculativeConfig, {"adaptive": "no"}, "adaptive='no' must be True or False"),
     (
