@@ -9,7 +9,7 @@ from jaxspec.drafters import methods
 from jaxspec.errors import UserError
 from jaxspec.options import whole
 
-MAX_WIDTH, MAX_NODES = 64, 1025
+MAX_WIDTH, MAX_NODES = 64, 257  # the pending token among them
 COUNTS = {"tree_width": MAX_WIDTH, "tree_depth": MAX_NODES - 1, "tree_nodes": MAX_NODES}
 WIDTH, DEPTH = 4, 4  # where they are not said
 
