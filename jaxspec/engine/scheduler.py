@@ -134,11 +134,12 @@ class Scheduler:
         full = (request.num_tokens - 1) // self.page_size
         return self.allocator.lookup(self.digests(request, full))
 
-    def digests(self, request: Request, count: int) -> Iterator[bytes]:
-        """Of the request's first `count` full pages, each computed once. A page's digest covers all tokens that its
-        content depends on: with a lookahead some of the next page's too, up to the pending one at most."""
+    def digests(self, request: Request, count: int, first: int = 0) -> Iterator[bytes]:
+        """Of the request's first `count` full pages, or from the page `first` on, each computed once. A page's digest
+        covers all tokens that its content depends on: with a lookahead some of the next page's too, up to the pending
+        one at most."""
         tokens = request.tokens
-        for i in range(count):
+        for i in range(first, count):
             if i == len(request.digests):
                 page = tokens[i * self.page_size : (i + 1) * self.page_size + self.lookahead]
                 request.digests.append(digest(request.digests[-1] if i else b"", page))
@@ -149,9 +150,10 @@ class Scheduler:
         full, drafted = (length // self.page_size for length in (request.target_len, request.draft_len))
         if not self.reuse or (full <= request.num_registered and drafted <= request.num_drafted):
             return
-        for i, name in enumerate(self.digests(request, full)):
-            if i >= request.num_registered and self.allocator.register(request.pages[i], name):
-                self.undrafted.add(request.pages[i])
+        known = request.num_registered
+        for page, name in zip(request.pages[known:full], self.digests(request, full, known), strict=True):
+            if self.allocator.register(page, name):
+                self.undrafted.add(page)
         self.undrafted.difference_update(request.pages[:drafted])
         request.num_registered, request.num_drafted = full, drafted
 

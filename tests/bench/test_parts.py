@@ -193,7 +193,7 @@ def test_lists():
     [
         ((4, 4), "tiny+eagle3", "--tree 4,4: give width,depth,nodes"),
         ((2, 2, 5), "tiny", "--tree 2,2,5: give width,depth,nodes, and a draft that grows it"),
-        ((9, 9, 3), "tiny+eagle3", "tree_nodes=3 must lie in 74..658"),
+        ((9, 9, 3), "tiny+eagle3", "tree_nodes=3 must lie in 74..257"),
     ],
 )
 def test_trees_that_cannot_be(tree, preset, said):
