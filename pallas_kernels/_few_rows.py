@@ -32,7 +32,7 @@ UNDER_WAY = 1 << 16  # bytes of weights; more of them slow each other down
 PROGRAMS = 96  # at least, as far as the depth can be split
 ALONE = 132  # programs that have a multiprocessor each; of more, two share one
 SHARED = 218 << 10  # bytes of a multiprocessor
-MAX_SIZE = 1 << 27  # of a matrix: larger ones were not timed
+MAX_SIZE = 1 << 28  # of a matrix: larger ones were not timed
 
 
 def covers(rows: int, *weights: jax.Array, device: Device) -> bool:

@@ -83,7 +83,8 @@ def test_the_depth_is_split_until_there_are_programs_enough(depth, blocks, split
         (2, (64, 96), jnp.bfloat16, False),
         (2, (64, 64), jnp.float32, False),
         (2, (4096, 24576), jnp.bfloat16, True),
-        (2, (8192, 16384), jnp.bfloat16, False),
+        (2, (5120, 51200), jnp.bfloat16, True),
+        (2, (8192, 32768), jnp.bfloat16, False),
     ],
 )
 def test_what_the_kernels_cover(rows, shape, dtype, expected):
