@@ -90,9 +90,8 @@ CPU_COMPILER_OPTIONS = {
     **{f"xla_cpu_fast_math_honor_{what}": True for what in ("nans", "infs", "division", "functions")},
 }
 
-# Left out: a pass that goes through the whole program and makes nothing faster; and the compiler's own kernels for
-# products, which it tries out one by one, where the library's are as fast.
-GPU_COMPILER_OPTIONS = {"xla_disable_hlo_passes": "simplify-while-loops", "xla_gpu_enable_triton_gemm": False}
+# Left out: the compiler's own kernels for products, which it tries out one by one, where the library's are as fast.
+GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 PLATFORMS = {
     "cpu": Platform(

@@ -89,6 +89,7 @@ class Compiled:
     aliased: donated arguments that it writes in place.
     pages, weights: all of them.
     reserved: what the engine keeps for temporary memory.
+    loops_of_one_step: what the compiler makes of looking up one row, unless it takes them out again.
     sums: over several GPUs; sent_to_propose: whatever these send one another for drafts.
     """
 
@@ -101,6 +102,7 @@ class Compiled:
     reserved: int = 0
     sums: int = 0
     sent_to_propose: int = 0
+    loops_of_one_step: int = 0
 
 
 def compiled(gpu: str, cases: str, *beginnings: str) -> dict[str, Compiled]:

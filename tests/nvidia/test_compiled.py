@@ -63,6 +63,7 @@ def check_program(gpu: str, case: str, program: Compiled) -> None:
     """The same, and it writes its pages in place and takes no more memory than the engine keeps for it."""
     check(gpu, case, program)
     assert program.aliased == program.pages, case
+    assert program.loops_of_one_step == 0, case
     assert program.temporary < program.reserved, f"{case}: {program.temporary / 1e6:.1f} MB"
 
 
