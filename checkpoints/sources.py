@@ -71,7 +71,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
     Args:
       model: a local folder (safetensors or orbax), a `.gguf` file, `"smollm2-135m-instruct"` (the embedded model,
-        98 MB, kept in the cache folder), `"smollm2-135m-draft"` (its draft, part of this package) or a hub id,
+        98 MB, kept in the cache folder), `"smollm2-135m-eagle3"` (its head, part of this package) or a hub id,
         "org/name".
       revision: branch, tag or commit of a hub id.
       weights: False fetches a hub id's configuration and tokenizer only.
@@ -144,9 +144,9 @@ def local_folder(path: Path, model: str) -> Source:
 
 def shipped(name: str) -> Source:
     path = Path(__file__).parent / name
-    if not (path / CONFIG_FILE).is_file():
+    if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{name} is missing from this installation ({path}): install jaxspec again")
-    return Source("orbax", path, name)
+    return Source("hf", path, name)
 
 
 def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:

@@ -25,7 +25,7 @@
 # Here several methods write the same text side by side. We see how often each is right, by position; what its rounds
 # cost, by the bytes that they read and by the clock; what speed-up that predicts; and what speed-up there is.
 #
-# Sizes: a target of 135 million parameters (a download of 98 MB, once) and a draft of 12 million, which comes with
+# Sizes: a target of 135 million parameters (a download of 98 MB, once) and a head of 15 million, which comes with
 # jaxspec. All cells together take two to three minutes on two CPU cores, half of it compiling.
 #
 # ## 1. Install
@@ -82,9 +82,9 @@ NUM_DRAFTS = 4  # K: drafts of a round
 METHODS = {
     "ngram": {"method": "ngram"},  # looks the last tokens up in the text so far
     "suffix": {"method": "suffix"},  # the same, weighing all places where they occur
-    "draft_model": {"model": "smollm2-135m-draft"},  # a small model, trained for this target
+    "eagle3": {"model": "smollm2-135m-eagle3"},  # a head, trained for this target, whose hidden states it reads
     # The first where it finds something, the second elsewhere.
-    "ngram+draft_model": {"method": "ngram+draft_model", "model": "smollm2-135m-draft"},
+    "ngram+eagle3": {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"},
     # "mine": {"model": "my-draft"},
 }
 TEXTS = {
@@ -281,7 +281,7 @@ plt.show()
 # %% [markdown]
 # ## 7. What to take from it
 # - Looking up gains only where text repeats itself or its prompt (summaries, rewriting, code that is edited), and reads
-#   no weights for it. A draft that was trained for the target, or a head such as EAGLE-3, gains on any text.
+#   no weights for it. A head or a draft model that was trained for the target gains on any text.
 # - Both: `"ngram+"` before the method.
 # - A better draft helps only as far as its own cost allows: compare the two factors, not the acceptance length alone.
 # - In use leave `adaptive` on: jaxspec measures cost and acceptance while it runs, and drafts less, or not at all,

@@ -116,7 +116,7 @@ fitting = [name for name, needed in LARGE if memory >= needed * factor]
 if fitting and online():
     model, drafting = fitting[0], {"model": "Qwen/Qwen3-0.6B"}
 else:
-    model, drafting = "smollm2-135m-instruct", {"method": "ngram+draft_model", "model": "smollm2-135m-draft"}
+    model, drafting = "smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}
 
 # Always K drafts, so that the plots show what each K does; by default jaxspec chooses K itself.
 speculative = {**drafting, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}

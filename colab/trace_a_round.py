@@ -23,8 +23,8 @@
 # arrays. Each section names the file that it shows: read them side by side. In the end the engine runs the same
 # round, and has to commit the same tokens.
 #
-# Sizes: a target of 135 million parameters (a download of 98 MB, once) and its draft of 12 million, which comes with
-# jaxspec. All cells together take half a minute to a minute on two CPU cores, most of it compiling.
+# Sizes: a target of 135 million parameters (a download of 98 MB, once) and its EAGLE-3 head of 15 million, which comes
+# with jaxspec. All cells together take half a minute to a minute on two CPU cores, most of it compiling.
 #
 # ## 1. Install
 # Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
@@ -82,13 +82,13 @@ import numpy as np
 from jaxspec import LLM, SamplingParams
 
 K, PAGE_SIZE, NUM_PAGES = 4, 8, 6
-TEMPERATURE, SEED = 0.7, 50  # of this seed the round keeps some drafts and rejects one
+TEMPERATURE, SEED = 0.7, 11  # of this seed the round keeps some drafts and rejects one
 PROMPTS = ["To make a cup of tea, you first boil the water", "One, two, three"]
 
 llm = LLM(
     "smollm2-135m-instruct",
     speculative_config={
-        "model": "smollm2-135m-draft",
+        "model": "smollm2-135m-eagle3",
         "num_speculative_tokens": K,
         "rejection_sample_method": "standard",
         "adaptive": False,
@@ -159,9 +159,10 @@ def by_itself(part):
 
 # %% [markdown]
 # ## 4. Propose
-# `propose` in `jaxspec/decode/round.py` calls the drafter, here `jaxspec/drafters/draft_model.py`: K passes of the
-# small model, each reading the token that the one before it drew. Besides the tokens it gives q, the law that each was
-# drawn from. (A few seconds of compiling.)
+# `propose` in `jaxspec/decode/round.py` calls the drafter, here `jaxspec/drafters/feature_chain.py`: K passes of the
+# head, each reading the token that the one before it drew, and beside it what the target had in mind there: hidden
+# states of three of its layers, or in their place what the head made itself. Besides the tokens it gives q, the law
+# that each was drawn from. (A few seconds of compiling.)
 
 # %%
 from jaxspec.decode.round import propose

@@ -53,8 +53,8 @@ def test_methods_and_streaming_agree(capsys, folder):
 @pytest.mark.parametrize(
     ("options", "method", "draft"),
     [
-        ((MODEL, None, None), "ngram+draft_model", DRAFT),
-        ((MODEL, Method("draft_model"), None), "draft_model", DRAFT),
+        ((MODEL, None, None), "ngram+eagle3", DRAFT),
+        ((MODEL, Method("eagle3"), None), "eagle3", DRAFT),
         ((MODEL, Method("ngram"), None), "ngram", None),
         ((MODEL, None, "org/mine"), None, "org/mine"),
         (("org/other", None, None), "ngram", None),

@@ -24,7 +24,7 @@ from jaxspec.cli import serve as serving
 from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
 from tests.documents import CURRENT, PAGES, blocks, commands
-from tests.drafters.references import medusa
+from tests.drafters.references import eagle3, medusa
 from tests.drafters.references.common import Shape
 from tests.model_folders import write_model
 from tests.server.running import Running
@@ -60,7 +60,7 @@ BRIEF: dict[str, dict[str, str]] = {
 # Names of models there that are large, or are fetched -> the tiny one here.
 STANDS_FOR = {
     embedded.MODEL: "target",
-    embedded.DRAFT: "draft",
+    embedded.DRAFT: "head",
     "Qwen/Qwen3-8B": "target",
     "Qwen/Qwen3-32B": "target",
     "Qwen/Qwen3-0.6B": "draft",
@@ -87,9 +87,11 @@ ELSEWHERE = {
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("docs")
-    runs.write(root)
+    runs.write(root, layers=6)
     write_model(root / "draft", seed=1, layers=1)
-    medusa.write(root / "heads", seed=1, target=Shape(vocab_size=320, width=32))
+    shape = Shape(vocab_size=320, width=32, layers=6)
+    medusa.write(root / "heads", seed=1, target=shape)
+    eagle3.write(root / "head", seed=1, target=shape)
     return root
 
 

@@ -118,7 +118,7 @@ def speculation(
         return None
     needs_draft = method is None or methods.METHODS[methods.split(str(method))[1]].parameters is not None
     if draft is None and needs_draft and model in DRAFTS:
-        draft, method = DRAFTS[model], method or Method("ngram+draft_model")
+        draft, method = DRAFTS[model], method or Method(embedded.METHOD)
     return SpeculativeConfig(method=None if method is None else str(method), model=draft, **others)
 
 

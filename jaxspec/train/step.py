@@ -40,7 +40,7 @@ def make_optimizer(options: TrainOptions, config: ModelConfig) -> optax.Gradient
     its updates by the rate it is given. Muon's updates are as large as Adam's usually are
     (https://arxiv.org/abs/2502.16982): one rate serves."""
     # Muon (https://kellerjordan.github.io/posts/muon/) makes the singular values of an update alike: a loss of 0.77
-    # where AdamW for all had 0.83, 1,450 steps on the way to the shipped draft.
+    # where AdamW for all had 0.83, 1,450 steps on the way to a draft model of three layers.
     known = parameters(config).items()
     products = {name for name, p in known if p.kind == "matrix" and "vocab" not in p.axes}
     rule = lambda name: optax.contrib.MuonDimensionNumbers() if name in products else None

@@ -328,8 +328,8 @@ def test_options(target, tmp_path):
         convert(source, free, target=str(target))
     with fails(FileExistsError, "not empty"):
         convert(source, target, to="speculators", target=str(target))
-    with fails(UserError, "smollm2-135m-draft", "is of format 'orbax'", "give its hub id, or a folder"):
-        convert(source, free, to="speculators", target="smollm2-135m-draft")
+    with fails(UserError, "smollm2-135m-instruct", "is of format 'gguf'", "give its hub id, or a folder"):
+        convert(source, free, to="speculators", target="smollm2-135m-instruct")
     with fails(UserError, "target is a model of its own", "convert one of eagle3, dflash, dspark"):
         convert(str(target), free, to="speculators", target=str(target))
     assert not free.exists()

@@ -9,7 +9,7 @@ import pytest
 from tests.colab.notebooks import TINY, execute, num_pictures, said
 from tests.model_folders import write_model
 
-REAL = '"smollm2-135m-instruct", {"method": "ngram+draft_model", "model": "smollm2-135m-draft"}'
+REAL = '"smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}'
 SHORT = {"max_tokens = 64": "max_tokens = 16"}
 LENGTH = re.compile(r"\[([\d.]+) tokens a round\]")
 SPEED = re.compile(r"K = (\d): +([\d.]+) tokens/s, ([\d.]+)x, same text: (\w+)")
@@ -35,7 +35,7 @@ def test_it_runs_from_top_to_bottom(tmp_path):
 
 @pytest.mark.thorough
 def test_it_says_what_it_found(executed):
-    assert "smollm2-135m-instruct with {'method': 'ngram+draft_model', 'model': 'smollm2-135m-draft'}" in said(executed)
+    assert "smollm2-135m-instruct with {'method': 'ngram+eagle3', 'model': 'smollm2-135m-eagle3'}" in said(executed)
     assert num_pictures(executed) == 2
 
 

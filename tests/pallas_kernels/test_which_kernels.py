@@ -129,7 +129,7 @@ def test_kernels_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(llm, "here", lambda: T4)
     monkeypatch.setattr(llm, "load", lambda *_: pytest.fail("it loads before it refuses"))
     with pytest.raises(ValueError, match=message):
-        llm.LLM("smollm2-135m-draft", kernels="pallas")
+        llm.LLM("smollm2-135m-eagle3", kernels="pallas")
     Backend(CPU, None, "pallas")
 
 
