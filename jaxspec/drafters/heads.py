@@ -59,12 +59,16 @@ class Found:
         ids = {"vocab_size": self.target.vocab_size, "max_position_embeddings": self.target.max_model_len}
         # Where config.json says nothing, Llama's own defaults are meant, whatever the target has.
         raw = {"rope_theta": 1e4, **self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False}
-        fields = vars(self.parse({key: value for key, value in raw.items() if value is not None}))
+        raw = {key: value for key, value in raw.items() if value is not None}
+        # Transformers, which takes seconds to import, knows how all have spelled what becomes of rope.
+        spelled = raw.keys() & {"rope_scaling", "rope_parameters"}
+        fields = vars(self.parse(raw) if spelled else ModelConfig.from_hf(raw))
         there = lambda end: any(name.endswith(end) for name in self.shapes)
         biased, normed = there("self_attn.q_proj.bias"), there("self_attn.q_norm.weight")
         rare = {"rare_vocab_size": "rare_head.weight", "rare_width": "rare_in.weight"}
         rows = {field: self.shapes.get(self.prefix + name, (0,))[0] for field, name in rare.items()}
-        return fields | {"qkv_bias": biased, "qk_norm": normed} | rows
+        ends = {"bos_id": self.target.bos_id, "eos_ids": self.target.eos_ids}
+        return fields | ends | {"qkv_bias": biased, "qk_norm": normed} | rows
 
     @property
     def vocab_size(self) -> int:
