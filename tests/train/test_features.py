@@ -18,7 +18,7 @@ from pallas_kernels.device import CPU
 from tests import lively_models
 from tests.sizes import cases, of_today
 from tests.train import runs
-from tests.train.test_heads import LAYERS, SHAPES, options
+from tests.train.heads import LAYERS, SHAPES, options
 from tests.train.test_train import journal
 
 BACKEND = Backend(CPU, None, "reference")

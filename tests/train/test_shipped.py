@@ -1,4 +1,4 @@
-"""The draft that comes with jaxspec, on prompts that were not in its training."""
+"""The head that comes with jaxspec, on prompts that were not in its training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = Path(checkpoints.__file__).parent / DRAFT
 
 def test_small_enough_to_ship():
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 40e6
-    assert {"jaxspec.json", "recipe.json", "metrics.jsonl", "curves.png", "README.md"} <= {
+    assert {"model.safetensors", "recipe.json", "metrics.jsonl", "curves.png", "README.md"} <= {
         path.name for path in FOLDER.iterdir()
     }
 
