@@ -96,7 +96,7 @@ class Programs:
                 del self.compiled[key]
 
     def lower(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[[], Any]:
-        """What is left to do to make the program, which Python is not held for."""
+        """Lowers the program, which holds Python -> what compiles it, which does not."""
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=self.placement.sharding())
         placed = dataclasses.replace(packed, words=words)
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
