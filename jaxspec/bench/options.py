@@ -131,6 +131,11 @@ class Options:
         one_of("--dtype", self.dtype, DTYPES)
         for stage in self.stages:
             one_of("--stages", stage, STAGES)
+        if "load" not in self.stages:
+            for name, value in vars(self.load).items():
+                if value != getattr(Load, name):
+                    flag = {"texts": "prompts"}.get(name, name.replace("_", "-"))
+                    raise UserError(f"--{flag} belongs to the stage load, which is not asked for: add --stages load")
         if self.kernels is not None:
             one_of("--kernels", self.kernels, KERNELS)
         SamplingParams(temperature=self.temperature)  # refuses what it cannot be

@@ -362,6 +362,7 @@ def test_a_real_model(capsys, limits, tmp_path):
         (["--context", "1"], "--context '1': give whole numbers of at least 2"),
         (["-k", ""], "-k '': give whole numbers of at least 1"),
         (["--preset", "tiny", "--context", "64,2000"], "--context 2000 is too long for tiny: with the output"),
+        (["--stages", "plain", "--max-model-len", "2048"], "--max-model-len belongs to the stage load"),
         (["-k", "2,4", "--synthetic-acceptance-length", "4"], "length 4 is out of reach with K = 2, a round yields at"),
         (["--synthetic-acceptance-length", "nan"], "--synthetic-acceptance-length 'nan': give numbers of at least 1"),
         (["--stages", "target,warp"], "--stages='warp' is unknown: use one of target, draft, round"),
