@@ -108,6 +108,8 @@ def _kernel(
         y = _split_product.added(load(part).astype(jnp.float32) for part in parts)
         if "squares" in ref:
             y *= lax.rsqrt(_split_product.added(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
+        else:  # by 1: where no number follows the sum, the compiler brings each part to its threads by itself
+            y *= (position >= 0).astype(jnp.float32)
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
     def rotated(first, mask, norm):
