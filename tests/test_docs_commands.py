@@ -51,8 +51,8 @@ BRIEF: dict[str, dict[str, str]] = {
     "generate": {"--max-tokens": "8"},
     "serve": {"--port": "0", "--num-pages": "64", "--max-num-seqs": "1", "--prefill-chunk": "16"},
     "bench-serve": {"--num-requests": "2", "--max-tokens": "4"},
-    "bench": {"--context": "24", "--launches": "1", "--requests": "3", "--runs": "1"}
-    | {"--prompt-tokens": "8,16", "--output-tokens": "2,4"},
+    "bench": {"--context": "24", "--launches": "1"},
+    "bench load": {"--requests": "3", "--runs": "1", "--prompt-tokens": "8,16", "--output-tokens": "2,4"},
     "generate-data": {"--shard-size": "4", "--rows": "4", "--length": "64", "--mixture": "free:1"},
     "train-draft": {"--length": "64", "--eval-prompts": "2", "--eval-tokens": "4"},
     "evaluate-draft": {"--max-tokens": "4"},
@@ -152,7 +152,8 @@ def brief(words: list[str]) -> list[str]:
     for i, option in enumerate(rest[:-1]):
         if option in LOWER:
             lowered[i + 1] = ",".join(dict.fromkeys(LOWER[option].get(n, n) for n in rest[i + 1].split(",")))
-    added = [word for option, value in BRIEF.get(name, {}).items() if option not in rest for word in (option, value)]
+    few = BRIEF.get(name, {}) | (BRIEF["bench load"] if name == "bench" and "load" in rest else {})
+    added = [word for option, value in few.items() if option not in rest for word in (option, value)]
     return [name, *lowered, *added]
 
 
