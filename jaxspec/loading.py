@@ -24,6 +24,7 @@ from jaxspec.models.decoder import abstract_params, parameters, weight_bytes
 from jaxspec.parallel.placement import Placement, check_divides, divisors, make_placement
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device, here
+from pallas_kernels.weights import dense
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ def laid(model: Model, placement: Placement) -> Model:
     if placement.alone:  # its matrices may be turned for the CPU, too
         return model
     known = abstract_params(model.config, model.dtype, placement)
-    moved = lambda x, p: jax.device_put(jnp.asarray(x, p.dtype), p.sharding)
+    moved = lambda x, p: jax.device_put(jnp.asarray(dense(x), p.dtype), p.sharding)
     return Model(model.config, {name: moved(x, known[name]) for name, x in model.params.items()})
 
 

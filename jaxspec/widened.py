@@ -19,8 +19,9 @@ from jaxspec.decode.stored import keep, sources
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.layers import Backend
-from jaxspec.models.storage import OutputFirst, matrices
+from jaxspec.models.storage import narrow
 from jaxspec.parallel.placement import Placement
+from pallas_kernels.weights.output_first import Streamed
 
 LARGEST = 1 << 27  # bytes of the model's file: widened, it is several times as large
 
@@ -45,10 +46,11 @@ def load_widened(
         config = checkpoints.load_config(source)
         known = abstract_params(config, dtype, placement)  # in the order of load's: programs go by it
         arrays = {name: jax.device_put(stored[name], p.sharding) for name, p in known.items()}
-        return Model(config, OutputFirst(arrays, matrices(config)))
+        matrices = {name: Streamed(arrays[name]) for name, p in known.items() if p.kind == "matrix"}
+        return Model(config, arrays | matrices)
     model = load()
-    if isinstance(model.params, OutputFirst) and not model.params.narrow:
-        arrays = {name: np.asarray(x) for name, x in model.params.stored.items()}
+    if not narrow(model.params):
+        arrays = {name: np.asarray(x.array if isinstance(x, Streamed) else x) for name, x in model.params.items()}
         keep(path, lambda new: save_file(arrays, new, metadata={"of": wanted}))
     return model
 

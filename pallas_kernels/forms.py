@@ -15,6 +15,7 @@ import jax
 
 from pallas_kernels import device as devices
 from pallas_kernels.device import Device
+from pallas_kernels.weights import Weight
 
 Where = str | Device | None  # "cpu", "gpu", "tpu" or a device; None: the default backend's
 IMPLEMENTATIONS = ("reference", "pallas")
@@ -25,8 +26,9 @@ class Form:
     """One way to compute an op: the function of the op's name in its file `module`.
 
     name: "reference", "streamed" or "pallas".
-    platforms: where it runs. A module may have a function `fits` of the same arguments, which says whether it covers
-      them, and is meant for them.
+    platforms: where it runs. Its module may have `READS`, the forms of weights that it reads besides plain arrays
+      (without it, all of them), and a function `fits` of the same arguments, which says whether it covers them, and is
+      meant for them.
     best_on: where it is the best that is known, for what fits.
     devices: which of the platforms' devices have what it needs.
     wants: which of "device" and "implementation" it is given as options: an op that is made of ops hands both on.
@@ -90,7 +92,11 @@ class Op:
         return self.forms[-1]
 
     def fits(self, form: Form, device: Device, *args: Any, **options: Any) -> bool:
-        check = getattr(module(self.name, form.module), "fits", None)
+        """Return whether a form covers these arguments and is meant for them."""
+        file = module(self.name, form.module)
+        reads, check = getattr(file, "READS", None), getattr(file, "fits", None)
+        if reads is not None and any(isinstance(arg, Weight) and arg.form not in reads for arg in args):
+            return False
         return check is None or check(*args, device=device, **options)
 
 
@@ -120,7 +126,7 @@ def function(op: str, name: str) -> Callable:
     return getattr(module(op, name), op)
 
 
-def check_shape(op: str, name: str, array: jax.Array, *shape: int) -> None:
+def check_shape(op: str, name: str, array: jax.Array | Weight, *shape: int) -> None:
     """Raises ValueError unless `array` has this shape."""
     if array.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {shape} to fit the other arguments, not {array.shape}")

@@ -7,22 +7,10 @@ from jax import lax
 FEW = 8  # rows
 
 
-def linear(weights, x):
-    """x [..., I] times weights [I, O] -> [..., O], in full precision where the numbers are float32."""
-    return product(x, weights, 0, x.dtype)
-
-
-def logits(x, weights, axis, device):
-    """x [..., E] with weights that have E as their axis `axis`, in float32."""
-    of = lambda x: product(x, weights, axis, jnp.float32)
-    # Of a single row a GPU's compiler would copy the weights in float32.
-    return as_few_rows(of, x) if device is not None and device.platform == "gpu" else of(x)
-
-
-def product(x, weights, axis, dtype):
-    """x [..., I] with the axis `axis` of the weights, as this type."""
+def dot(x, matrix, axis, dtype):
+    """Contract x [..., I] with the axis `axis` of a matrix -> [..., O] of this dtype."""
     numbers = (((x.ndim - 1,), (axis,)), ((), ()))
-    return lax.dot_general(x, weights, numbers, precision=matmul_precision(x.dtype), preferred_element_type=dtype)
+    return lax.dot_general(x, matrix, numbers, precision=matmul_precision(x.dtype), preferred_element_type=dtype)
 
 
 def matmul_precision(dtype):
@@ -30,12 +18,12 @@ def matmul_precision(dtype):
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def as_few_rows(product, x):
-    """product(x [..., I]) -> [..., O], to which a single row is shown with rows of zeros."""
+def as_few_rows(matmul, x):
+    """Compute matmul(x [..., I]) -> [..., O], a single row of x padded with rows of zeros."""
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] > 1:
-        return product(x)
-    return product(jnp.pad(rows, ((0, FEW - 1), (0, 0))))[:1].reshape(*x.shape[:-1], -1)
+        return matmul(x)
+    return matmul(jnp.pad(rows, ((0, FEW - 1), (0, 0))))[:1].reshape(*x.shape[:-1], -1)
 
 
 def whole(product, device):
@@ -64,10 +52,9 @@ def activate(kind, x):
     return jax.nn.gelu(x, approximate=True) if kind == "gelu_tanh" else jax.nn.silu(x)
 
 
-def project(normed, qkv, bias, q_norm, k_norm, cos, sin, groups, eps, device=None, linear=linear):
-    """-> query [B,T,H,D], key and value [B,T,G,D], G = groups."""
-    (b, t, _), d = normed.shape, 2 * cos.shape[-1]
-    heads = linear(qkv, normed)
+def project(heads, bias, q_norm, k_norm, cos, sin, groups, eps, device=None):
+    """Split the product `heads` [B,T,_] of a layer's qkv -> query [B,T,H,D], key and value [B,T,G,D], G = groups."""
+    (b, t, _), d = heads.shape, 2 * cos.shape[-1]
     if bias is not None:
         heads = heads + bias
     heads = whole(heads, device).reshape(b, t, groups, -1, d)

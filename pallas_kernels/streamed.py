@@ -21,21 +21,25 @@ SUMS = 24  # at a time: as many as there are registers for
 SMALL_X = 5 * 1024  # numbers, which are read again from the nearest cache
 
 
-def linear(weights, x):
-    """x [..., I] times weights [I, O], the transpose of a matrix that lies output-first, as `plain.linear`. Weights in
-    bfloat16 are read as such, half of the bytes, and widened for the arithmetic."""
+def product(x, matrix):
+    """Multiply x f32[..., I] with a matrix [O, I] -> f32[..., O].
+
+    A matrix in bfloat16 is read as such, half of the bytes, and converted for the arithmetic.
+    """
     rows = x.size // x.shape[-1]
-    streams = num_streams(rows, *weights.shape)
+    streams = num_streams(rows, *matrix.shape[::-1])
     # One array's reduction is another loop, which waits for its sums.
-    if x.dtype != jnp.float32 or rows > MAX_ROWS or streams * rows == 1:
-        narrow = x.dtype == jnp.float32 and weights.dtype == jnp.bfloat16
-        return once(widened, x, weights.T) if narrow else plain.linear(weights, x)
-    return once(product, x, weights.T, streams)
+    if rows > MAX_ROWS or streams * rows == 1:
+        return once(by_library, x, matrix) if matrix.dtype == jnp.bfloat16 else by_library(x, matrix)
+    return once(by_streams, x, matrix, streams)
 
 
-def widened(x, matrix):
-    """By the library. A call, so that the compiler does not widen all layers' matrices before the first product."""
-    return plain.linear(matrix.astype(x.dtype).T, x)
+def by_library(x, matrix):
+    """Multiply by the compiler's library.
+
+    A call (`once`), where the matrix is converted: the compiler would convert all layers' before the first product.
+    """
+    return plain.dot(x, matrix.astype(x.dtype), 1, x.dtype)
 
 
 def num_streams(rows, depth, width):
@@ -52,8 +56,8 @@ def once(function, *args):
         return jax.jit(function, static_argnums=static)(*args)
 
 
-def product(x, matrix, streams):
-    """x [..., I], matrix [O, I] -> [..., O]. (Reshaping is done here, or the compiler moves it through all layers.)"""
+def by_streams(x, matrix, streams):
+    """Multiply by one loop over the matrix. (Reshaping is done here, or the compiler moves it through all layers.)"""
     shares = jnp.split(matrix, streams)
     products = [share.astype(x.dtype) * row for row in x.reshape(-1, x.shape[-1]) for share in shares]
     return jnp.concatenate(sums(products)).reshape(*x.shape[:-1], -1)

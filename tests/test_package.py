@@ -56,7 +56,7 @@ ARROWS = {
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
     "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
-    "widened": "checkpoints decode.stored engine.setup models parallel",
+    "widened": "checkpoints decode.stored engine.setup models parallel pallas_kernels.weights",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
     "prompts job widened decode.stored",
     "async_llm": "config keywords outputs sampling_params engine prompts job llm",
@@ -67,7 +67,7 @@ ARROWS = {
     "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.methods "
     "drafters.heads engine.setup engine.catalogue checkpoints loading",
     "demo": "config drafters.methods embedded outputs sampling_params parallel models progress checkpoints "
-    "engine.setup llm",
+    "engine.setup llm pallas_kernels.weights",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "verify.rules engine progress checkpoints loading",
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "

@@ -13,6 +13,7 @@ import numpy as np
 from checkpoints.names import HF
 from jaxspec.errors import UserError
 from jaxspec.models.decoder import parameters
+from pallas_kernels.weights import dense
 
 if TYPE_CHECKING:
     from jaxspec.engine.setup import Model
@@ -103,7 +104,7 @@ def tensors(model: Model) -> dict[str, np.ndarray]:
     """The parameters by Hugging Face's names, output-first and not merged, in float32."""
     found = {}
     for where, parameter in parameters(model.config).items():
-        x = np.array(model.params[where], np.float32)
+        x = np.array(dense(model.params[where]), np.float32)
         if parameter.kind == "matrix":
             x = x.T
         for part, name in HF.sources(where).items():

@@ -6,7 +6,6 @@ Of several processes that of rank 0 has the engine, and tells its plans to the o
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -96,7 +95,7 @@ class Runner:
 
     def use(self, name: str, params: Params) -> None:
         """The model `name` has these parameters from now on."""
-        self.params[name] = stored_for(self.paged[name].backend, self.configs[name], copy.copy(params))
+        self.params[name] = stored_for(self.paged[name].backend, self.configs[name], dict(params))
 
     def start(self, plan: Plan) -> Packed:
         """Has the device run a plan behind what it was told before -> what comes back: `fetch` waits for it."""

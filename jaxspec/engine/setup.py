@@ -17,7 +17,7 @@ from jaxspec.engine.batch import ChunkShape
 from jaxspec.engine.catalogue import Closed, Open
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Params, compute_dtype, weight_bytes
+from jaxspec.models.decoder import compute_dtype, weight_bytes
 from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.storage import stored_for
@@ -34,7 +34,7 @@ class Model:
     """A configuration with its loaded parameters."""
 
     config: ModelConfig
-    params: Params
+    params: dict[str, Any]
 
     @property
     def dtype(self) -> Any:

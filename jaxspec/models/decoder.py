@@ -25,8 +25,9 @@ from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.streamed import once
+from pallas_kernels.weights import nbytes
 
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, Any]  # name -> array, or a Weight of pallas_kernels.weights
 
 
 class Layer(nnx.Module):
@@ -175,11 +176,8 @@ def bind(config: ModelConfig, params: Params) -> Any:
 
 
 def compute_dtype(params: Params) -> Any:
-    """The matrices' widest, as of a draft that reads its target's table; or what their programs widen them to."""
-    if (wide := getattr(params, "computes_in", None)) is not None:
-        return wide
-    shapes = jax.eval_shape(dict, params)  # not the arrays, which may have to be turned to be seen
-    return jnp.result_type(*(w.dtype for w in shapes.values() if len(w.shape) > 1))
+    """Return the dtype of activations: the widest of the matrices', as of a draft that reads its target's table."""
+    return jnp.result_type(*(x.dtype for x in params.values() if len(x.shape) > 1))
 
 
 def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backend) -> tuple[Decoder, jax.Array]:
@@ -209,17 +207,18 @@ def abstract_params(config: ModelConfig, dtype: Any, placement: Placement) -> di
 
 def read_by_pass(
     config: ModelConfig, params: Params, *, logits: bool = True, without: Collection[str] = ()
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters that one pass reads. Of an embedding table that is not the head it reads single rows only; without
-    logits (prefill) neither head nor table. without: what it does not."""
+) -> dict[str, Any]:
+    """Return the parameters that one pass reads, except those named in `without`.
+
+    It reads single rows of an embedding table that is not the head. Without logits (prefill) it reads no head either.
+    """
     read = {name for name, p in parameters(config).items() if (logits if p.head else p.kind != "table")}
-    shapes = jax.eval_shape(dict, params)  # not the arrays, which may have to be turned to be seen
-    return {name: w for name, w in shapes.items() if name in read and name not in without}
+    return {name: x for name, x in params.items() if name in read and name not in without}
 
 
 def weight_bytes(config: ModelConfig, params: Params, **which: Any) -> int:
-    """Of `read_by_pass`."""
-    return sum(w.size * w.dtype.itemsize for w in read_by_pass(config, params, **which).values())
+    """Count the bytes of what `read_by_pass` returns."""
+    return nbytes(read_by_pass(config, params, **which))
 
 
 def random_params(

@@ -16,9 +16,9 @@ from jaxspec.models.layers import Backend
 from jaxspec.models.parameters import declare
 from jaxspec.parallel.placement import per_shard
 from jaxspec.shapes import Array, Float
-from pallas_kernels import plain
+from pallas_kernels import plain, weights
 from pallas_kernels.likeliest_token import likeliest_token
-from pallas_kernels.streamed import linear
+from pallas_kernels.weights.output_first import OutputFirst, Streamed
 
 
 class Vocabulary(NamedTuple):
@@ -72,7 +72,7 @@ class Head(nnx.Module):
     def parts(self, x, backend: Backend) -> list[jax.Array]:
         """The logits f32[..., _] of each product that makes some, one after the other, as their weights are cut."""
         c = self.config
-        parts = [product(x, self.embed[...], backend, 1) if c.tied else product(x, self.head[...], backend)]
+        parts = [product(x, as_weight(self.embed[...], backend) if c.tied else self.head[...], backend)]
         if c.rare_vocab_size:
             few = product(x, self.rare_in[...], backend).astype(x.dtype)
             parts.append(product(few, self.rare_head[...], backend))
@@ -138,11 +138,14 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
     return per_shard(of_all, placement, (P(None, axes),), (P(), P()))(table)
 
 
-def product(x: jax.Array, weights: jax.Array, backend: Backend, axis: int = 0) -> jax.Array:
-    """x [..., E] with weights that have E as their axis `axis`, in float32."""
-    if backend.streams and x.dtype == jnp.float32:
-        return linear(weights.T if axis else weights, x)
-    return plain.logits(x, weights, axis, backend.device)
+def product(x: jax.Array, weight: weights.AnyWeight, backend: Backend) -> jax.Array:
+    """Multiply x [..., I] with a weight [I, O] -> f32[..., O]."""
+    return weights.product(x, weight, dtype=jnp.float32, device=backend.device)
+
+
+def as_weight(table: jax.Array, backend: Backend) -> weights.Weight:
+    """Return the weight [E, V] of which a table [V, E] holds the columns."""
+    return Streamed(table) if backend.streams else OutputFirst(table)
 
 
 def whole(logits: jax.Array, backend: Backend) -> jax.Array:

@@ -18,6 +18,8 @@ from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.plain import project, rms_norm
 from pallas_kernels.self_attention import self_attention
+from pallas_kernels.weights import product
+from pallas_kernels.weights import specs as partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +119,7 @@ def attend(
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
     if (lies := backend.placement) is None:
         return shard(x, weights, pages, where, tables)
-    specs = {name: lies.cut(axes.get(name, ())) for name in weights}
+    specs = {name: partition(x, lies.cut(axes.get(name, ()))) for name, x in weights.items()}
     run = per_shard(shard, lies, (P(), specs, lies.of_pages, P(), P()), (lies.of_heads, lies.of_pages))
     return run(x, weights, pages, where, tables)
 
@@ -138,7 +140,7 @@ def second_half(
 
     if (lies := backend.placement) is None:
         return shard(x, mixed, weights)
-    specs = {name: lies.cut(axes.get(name, ())) for name in weights}
+    specs = {name: partition(x, lies.cut(axes.get(name, ()))) for name, x in weights.items()}
     return per_shard(shard, lies, (P(), lies.of_heads, specs), P())(x, mixed, weights)
 
 
@@ -162,7 +164,7 @@ def attend_densely(
         raise UnsupportedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
     normed = rms_norm(weights["norm"], x, eps)
     bias, q_norm, k_norm = (weights.get(name) for name in ("bias", "q_norm", "k_norm"))
-    query, key, value = project(normed, weights["qkv"], bias, q_norm, k_norm, *tables, num_kv_heads, eps)
+    query, key, value = project(product(normed, weights["qkv"]), bias, q_norm, k_norm, *tables, num_kv_heads, eps)
     seen = None if window is None else (window - 1, 0)
     options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": seen}
     mixed = jax.nn.dot_product_attention(query, key, value, implementation=backend.dense_attention, **options)

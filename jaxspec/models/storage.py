@@ -1,9 +1,10 @@
-"""How parameters lie in memory. Their matrices are [I, O] everywhere; on CPU, programs would rather read columns, and
-half as many bytes where these hold the same numbers."""
+"""The forms of parameters that programs read fastest.
+
+On a CPU matrices are read output-first, and in half of the bytes where these hold the same numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,78 +14,52 @@ from jax import lax
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, compute_dtype, parameters
 from jaxspec.models.layers import Backend
+from jaxspec.models.parameters import Parameter
 from pallas_kernels.streamed import num_streams
+from pallas_kernels.weights import Weight
+from pallas_kernels.weights.output_first import Streamed
 
 
-@jax.tree_util.register_pytree_node_class
-class OutputFirst(Mapping[str, jax.Array]):
-    """Parameters whose matrices [I, O] lie as [O, I]. In a program, to see one as [I, O] costs nothing. Programs
-    compute in float32, whatever is read in bfloat16."""
+def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
+    """Return params in the forms that the programs of this backend read fastest.
 
-    computes_in = jnp.dtype(jnp.float32)
-
-    def __init__(self, stored: dict[str, jax.Array], matrices: frozenset[str]) -> None:
-        self.stored, self.matrices = stored, matrices
-
-    def __getitem__(self, name: str) -> jax.Array:
-        return self.stored[name].T if name in self.matrices else self.stored[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
-
-    @property
-    def narrow(self) -> bool:
-        """Whether products read bfloat16."""
-        return any(x.dtype == jnp.bfloat16 for x in self.stored.values())
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[str, ...], tuple[str, ...]]]:
-        return tuple(self.stored.values()), (
-            tuple(self.stored),
-            tuple(sorted(self.matrices)),
-        )  # in the same order always
-
-    @classmethod
-    def tree_unflatten(cls, known: tuple[tuple[str, ...], tuple[str, ...]], values: tuple[Any, ...]) -> OutputFirst:
-        names, matrices = known
-        return cls(dict(zip(names, values, strict=True)), frozenset(matrices))
-
-
-def stored_for(backend: Backend, config: ModelConfig, params: Params) -> Params:
-    """params as the programs of this backend read them fastest.
-
-    A dict is emptied on the way, so that memory never holds both forms: give a copy of one that is used elsewhere.
+    The dict is emptied on the way, so that memory never holds both forms: give a copy of one that is used elsewhere.
     """
-    if not isinstance(params, dict) or not backend.streams or compute_dtype(params) != jnp.float32:
+    if not backend.streams or compute_dtype(params) != jnp.float32:
         return params
-    turning, streamed = matrices(config), products(config)
-    turned = lambda name, x: x.T.block_until_ready() if name in turning else x
-    found = {name: turned(name, params.pop(name)) for name in list(params)}
-    read = [name for name in found if name in streamed and streams_alone(found[name])]
-    if all(same_in_bfloat16(found[name]) for name in read):
-        for name in read:  # one after the other: memory holds one of them twice
-            found[name] = found[name].astype(jnp.bfloat16).block_until_ready()
-    return OutputFirst(found, turning)
+    if any(isinstance(x, Streamed) for x in params.values()):
+        return params
+    known = parameters(config)
+    streamed = {name for name, x in params.items() if not isinstance(x, Weight) and streams_alone(known[name], x)}
+    halved = all(same_in_bfloat16(params[name]) for name in streamed)
+    found: dict[str, Any] = {}
+    for name in list(params):  # one after the other: memory holds one of them twice
+        x = params.pop(name)
+        if halved and name in streamed:
+            x = x.astype(jnp.bfloat16)
+        if known[name].kind == "matrix" and not isinstance(x, Weight):
+            x = Streamed(x.T)
+        found[name] = jax.block_until_ready(x)
+    return found
 
 
-def matrices(config: ModelConfig) -> frozenset[str]:
-    """The names of what is turned; tables lie well."""
-    return frozenset(name for name, p in parameters(config).items() if p.kind == "matrix")
+def narrow(params: Params) -> bool:
+    """Return whether products read some of the parameters in bfloat16."""
+    return any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
 
 
-def products(config: ModelConfig) -> frozenset[str]:
-    """The names of what products read: a table only where it is the head."""
-    return frozenset(name for name, p in parameters(config).items() if p.kind == "matrix" or p.head)
+def streams_alone(parameter: Parameter, x: jax.Array) -> bool:
+    """Return whether products stream a parameter for one row of x, too.
 
-
-def streams_alone(matrix: jax.Array) -> bool:
-    """Whether a product streams it for one row of x, too: what it reads by the library would be widened each time."""
-    return num_streams(1, *reversed(matrix.shape)) > 1
+    They read it where it is a matrix, or a table that is the head. What the library reads for one row would be
+    converted each time.
+    """
+    if parameter.kind == "matrix":
+        return num_streams(1, *x.shape) > 1
+    return parameter.head and num_streams(1, *x.shape[::-1]) > 1
 
 
 @jax.jit
 def same_in_bfloat16(x: jax.Array) -> jax.Array:
-    """Whether these are the numbers of a checkpoint in bfloat16."""
+    """Return whether bfloat16 holds the very numbers of x."""
     return jnp.all(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) == x)

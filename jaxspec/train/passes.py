@@ -15,6 +15,7 @@ from jaxspec.models.decoder import Decoder, Params, bind, whole_rows
 from jaxspec.models.layers import Backend
 from jaxspec.shapes import Array, Bool, Float, Int
 from pallas_kernels.plain import project
+from pallas_kernels.weights import product
 
 FADES = 0.8  # of each draft's share in the loss, to the next: a draft counts only where all before it were accepted
 
@@ -70,4 +71,4 @@ def projected(layer: Any, normed: jax.Array, tables: tuple[jax.Array, jax.Array]
     c = layer.config
     bias = layer.qkv_bias[...] if c.qkv_bias else None
     q_norm, k_norm = (layer.q_norm[...], layer.k_norm[...]) if c.qk_norm else (None, None)
-    return project(normed, layer.qkv[...], bias, q_norm, k_norm, *tables, c.num_kv_heads, c.norm_eps)
+    return project(product(normed, layer.qkv[...]), bias, q_norm, k_norm, *tables, c.num_kv_heads, c.norm_eps)

@@ -146,7 +146,7 @@ def measurer(setup: Setup) -> Any:
     prompts = [held.tokens[i, : max(1, min(held.prompt_length[i], LONGEST_PROMPT))].tolist() for i in chosen]
     return make_measure(
         setup.target,
-        Model(setup.draft.config, computed(setup.draft.params, setup.dtype)),
+        Model(setup.draft.config, dict(computed(setup.draft.params, setup.dtype))),
         prompts,
         num_speculative_tokens=o.num_speculative_tokens,
         max_tokens=o.eval_tokens,

@@ -1,23 +1,24 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, plain, streamed, triton
+from pallas_kernels.forms import Op, Where, check_shape, plain, triton
+from pallas_kernels.weights import AnyWeight
 
-OP = Op("feed_forward", (triton(best=True), streamed("device"), plain("device")))
+OP = Op("feed_forward", (triton(best=True), plain("device")))
 
 
 def feed_forward(
     x: jax.Array,
     mixed: jax.Array,
-    out: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    out: AnyWeight,
+    gate_up: AnyWeight,
+    down: AnyWeight,
     *,
     norm: jax.Array,
     eps: float,
     post_attention_norm: jax.Array | None = None,
     post_mlp_norm: jax.Array | None = None,
     next_norm: jax.Array | None = None,
-    next_qkv: jax.Array | None = None,
+    next_qkv: AnyWeight | None = None,
     activation: str = "silu",
     block: int,
     sum_over: tuple[str, ...] = (),
@@ -30,6 +31,7 @@ def feed_forward(
       x: [..., E], what the layer got.
       mixed: [..., H * D], what its attention gave.
       out: [H * D, E]; gate_up: [E, 2F], columns in blocks, `block` of gate and `block` of up in turn; down: [F, E].
+        Weights in any form.
       norm: f32[E], scale of the RMSNorm before gate_up.
       eps: of all norms.
       post_attention_norm, post_mlp_norm: f32[E], scales of RMSNorms of what is added to x; None for none.

@@ -2,18 +2,20 @@
 
 One row and small matrices: three products, each of which finishes the one before it (see `_split_product`). More rows,
 or larger matrices: three products, and what stands between them in two kernels (see `_few_rows`). Others: the plain
-form, with products of more rows than one (see `_one_row`).
+form.
 """
 
 import functools
 
 import jax.numpy as jnp
 
-from pallas_kernels import _few_rows, _one_row, _split_product
+from pallas_kernels import _few_rows, _split_product
 from pallas_kernels._split_product import split_product
 from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
 from pallas_kernels.plain import total
+
+READS: tuple[str, ...] = ()
 
 
 def num_rows(x) -> int:
@@ -54,5 +56,5 @@ def feed_forward(
         flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, device=device)
         return flat.reshape(x.shape), normed.reshape(x.shape)
     arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
-    options = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over, "linear": _one_row.linear}
+    options = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over, "device": device}
     return reference.feed_forward(*arrays, **options)

@@ -1,7 +1,12 @@
 """likeliest_token in plain jnp."""
 
-from pallas_kernels.plain import likeliest, logits
+import jax.numpy as jnp
+
+from pallas_kernels.plain import likeliest
+from pallas_kernels.weights import product
+from pallas_kernels.weights.output_first import OutputFirst
 
 
 def likeliest_token(x, table, *, num_ids, device):
-    return likeliest(logits(x, table, 1, device)[..., :num_ids])
+    logits = product(x, OutputFirst(table), dtype=jnp.float32, device=device)
+    return likeliest(logits[..., :num_ids])

@@ -1,13 +1,14 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, plain, streamed, triton
+from pallas_kernels.forms import Op, Where, check_shape, plain, triton
+from pallas_kernels.weights import AnyWeight
 
-OP = Op("self_attention", (triton(best=True), streamed("device", "implementation"), plain("device", "implementation")))
+OP = Op("self_attention", (triton(best=True), plain("device", "implementation")))
 
 
 def self_attention(
     x: jax.Array,
-    qkv: jax.Array,
+    qkv: AnyWeight,
     pages: jax.Array,
     slots: jax.Array,
     block_table: jax.Array,
@@ -21,7 +22,7 @@ def self_attention(
     bias: jax.Array | None = None,
     q_norm: jax.Array | None = None,
     k_norm: jax.Array | None = None,
-    next_out: jax.Array | None = None,
+    next_out: AnyWeight | None = None,
     num_keys: jax.Array | None = None,
     tree: jax.Array | None = None,
     num_queries: int | None = None,
@@ -35,7 +36,7 @@ def self_attention(
 
     Args:
       x: [B, T, E], the last T tokens of every row.
-      qkv: [E, G * (H / G + 2) * D], columns grouped by key-value head: its queries, its key, its value.
+      qkv: [E, G * (H / G + 2) * D], columns grouped by key-value head: its queries, its key, its value. In any form.
       pages: [P, S, 2G, D'], keys (even index) and values (odd index) interleaved by head; D' >= D pads the head size.
       slots: i32[B * T] from `slot_mapping`, where the tokens' keys and values go; those outside the pool are dropped.
       block_table: i32[B, N], page ids, as in `paged_attention`.

@@ -5,12 +5,14 @@ attention over pages."""
 import jax.numpy as jnp
 
 from pallas_kernels import _few_rows
-from pallas_kernels._one_row import linear
 from pallas_kernels.device import Device
 from pallas_kernels.forms import call
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.heads import heads
+from pallas_kernels.weights import product
+
+READS: tuple[str, ...] = ()
 
 
 def fits(
@@ -37,7 +39,7 @@ def self_attention(
     if few:
         parts = _few_rows.product(normed, qkv, device=device)
     else:
-        parts = linear(qkv, normed)[None]
+        parts = product(normed, qkv, device=device)[None]
     cos, sin = (table.reshape(b * t, -1) for table in (cos, sin))
     if tree is None and num_queries == t and whole_rows.covers(t, parts, pages, block_table, device):
         mixed, pages = whole_rows.attention(

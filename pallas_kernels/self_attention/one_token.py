@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _few_rows, _split_product
-from pallas_kernels._one_row import linear
 from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, nothing
 from pallas_kernels.plain import rms_norm
+from pallas_kernels.weights import product
 
 MOST_PARTS = 15  # Qwen3-0.6B has 4, SmolLM2-360M 15, a half or a quarter of Qwen3-8B 16 (docs/notes/several.md)
 UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
@@ -44,12 +44,12 @@ def self_attention(
     splits = max(1, min(pl.cdiv(n * s, SPLIT_KEYS // 2 if in_parts else SPLIT_KEYS), MAX_SPLITS))
     if in_parts:
         x, norm = (x, norm) if normed is None else (normed, None)
-        product = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=g, device=device)
-        operands |= {"heads": product["sums"], "squares": product.get("squares"), "old_counts": product["zeros"]}
+        split = _split_product.split_product(x.reshape(-1), qkv, norm=norm, zeros=g, device=device)
+        operands |= {"heads": split["sums"], "squares": split.get("squares"), "old_counts": split["zeros"]}
     else:
         normed = (rms_norm(norm, x, eps) if normed is None else normed).reshape(1, -1)
         few = _few_rows.covers(1, qkv, device=device)
-        heads = _few_rows.product(normed, qkv, device=device)[:, 0] if few else linear(qkv, normed)
+        heads = _few_rows.product(normed, qkv, device=device)[:, 0] if few else product(normed, qkv, device=device)
         operands["heads"] = heads
     operands = {name: value for name, value in operands.items() if value is not None}
     shape = jax.ShapeDtypeStruct

@@ -6,18 +6,19 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.plain import linear, project, rms_norm
+from pallas_kernels.plain import project, rms_norm
+from pallas_kernels.weights import product
 
 
 def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
     next_out=None, num_keys=None, tree=None, *,
-    num_queries, eps, scale, window, soft_cap, device=None, implementation=None, linear=linear,
+    num_queries, eps, scale, window, soft_cap, device=None, implementation=None,
 ):  # fmt: skip
     how: dict[str, Any] = {"platform": device, "implementation": implementation}
     (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
     normed = rms_norm(norm, x, eps) if normed is None else normed
-    query, key, value = project(normed, qkv, bias, q_norm, k_norm, cos, sin, g, eps, device, linear)
+    query, key, value = project(product(normed, qkv, device=device), bias, q_norm, k_norm, cos, sin, g, eps, device)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))

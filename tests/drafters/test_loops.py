@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from jaxspec.decode.packing import pack
 from jaxspec.models.decoder import parameters
-from jaxspec.models.storage import OutputFirst
 from jaxspec.sampling_params import SamplingParams
+from pallas_kernels.weights.output_first import Streamed
 from tests import hlo, lively_heads
 from tests.sizes import cases
 
@@ -20,7 +20,9 @@ def test_no_matrix_is_laid_out_anew(kind, sampled):
     engine.step(num_rounds=1)
     engine.scheduler.grow(num_rounds=1)
     plan, runner = engine.launch([request], 4, num_rounds=1), engine.runner
-    assert all(isinstance(params, OutputFirst) for params in runner.params.values())
+    for name, model in runner.paged.items():
+        turned = [p for p, known in parameters(model.config).items() if known.kind == "matrix"]
+        assert all(isinstance(runner.params[name][p], Streamed) for p in turned)
     made = runner.programs.lower("launch", runner.config(plan), runner.params, runner.cache, pack(plan.arrays))()
     program = hlo.Program(made.as_text())
     paged = runner.paged.values()

@@ -27,7 +27,7 @@ def test_every_drafter_says_the_same(kind, monkeypatch):
         if not narrow:
             monkeypatch.setattr(storage, "same_in_bfloat16", lambda x: False)
         engine = tiny_models.engine(target, chosen, draft, **lively_models.OPTIONS)
-        assert {p.narrow for p in engine.runner.params.values()} == {narrow}
+        assert {storage.narrow(p) for p in engine.runner.params.values()} == {narrow}
         requests = tiny_models.run(engine, lively_models.PROMPTS[:4], params)
         seen.append([(r.output, r.metrics) for r in requests])
     assert seen[0] == seen[1]

@@ -13,9 +13,11 @@ from jaxspec.engine.setup import Model
 from jaxspec.loading import laid
 from jaxspec.models.decoder import compute_dtype, weight_bytes
 from jaxspec.models.layers import Backend
-from jaxspec.models.storage import OutputFirst, stored_for
+from jaxspec.models.storage import narrow, stored_for
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU, Device
+from pallas_kernels.weights import dense
+from pallas_kernels.weights.output_first import Streamed
 from tests import lively_models, tiny_models
 from tests.models import forward
 
@@ -26,15 +28,14 @@ CONFIG = tiny_models.FAMILIES["llama3"]  # with a head of its own
 def test_matrices_lie_output_first_and_are_seen_input_first():
     plain = dict(tiny_models.model(CONFIG).params)
     stored = stored_for(STREAMS, CONFIG, dict(plain))
-    assert isinstance(stored, OutputFirst)
     assert list(stored) == list(plain)
-    assert len(stored) == len(plain)
     for name in ("layers.0.qkv", "layers.1.out", "layers.0.gate_up", "layers.1.down", "head"):
-        assert stored.stored[name].shape == plain[name].shape[::-1], name
+        assert isinstance(stored[name], Streamed), name
+        assert stored[name].array.shape == plain[name].shape[::-1], name
     for name in ("embed", "norm", "layers.0.input_norm"):
-        assert stored.stored[name] is plain[name], name
+        assert stored[name] is plain[name], name
     for name, array in plain.items():
-        np.testing.assert_array_equal(stored[name], array, err_msg=name)
+        np.testing.assert_array_equal(dense(stored[name]), array, err_msg=name)
     assert stored_for(STREAMS, CONFIG, stored) is stored
     assert weight_bytes(CONFIG, stored) == weight_bytes(CONFIG, plain)
 
@@ -45,7 +46,7 @@ def test_a_dict_is_emptied_on_the_way():
     assert not params
     model = tiny_models.model(CONFIG)
     engine = tiny_models.engine(model)
-    assert isinstance(engine.runner.params["target"], OutputFirst)
+    assert isinstance(engine.runner.params["target"]["layers.0.qkv"], Streamed)
     assert len(model.params) == len(engine.runner.params["target"]), "the engine took what is somebody else's"
 
 
@@ -68,14 +69,14 @@ def test_several_devices_and_bfloat16_leave_them_as_they_are():
     assert not Backend(CPU, make_placement(2)).streams
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("family", ["llama", "llama3"])  # the first one's head is its table
-def test_a_pass_is_the_same(family, narrow):
+def test_a_pass_is_the_same(family, halved):
     """Chunks of one, two, five and more rows, each by its own form of the products."""
     config, tokens = tiny_models.FAMILIES[family], np.random.default_rng(0).integers(0, 64, size=(1, 28))
-    params, chunks = published(config) if narrow else tiny_models.model(config).params, (20, 1, 2, 5)
+    params, chunks = published(config) if halved else tiny_models.model(config).params, (20, 1, 2, 5)
     plain, stored = forward.run(config, params, tokens, chunks), stored_for(STREAMS, config, dict(params))
-    assert stored.narrow == narrow
+    assert narrow(stored) == halved
     np.testing.assert_allclose(forward.run(config, stored, tokens, chunks), plain, atol=1e-5)
 
 
@@ -89,14 +90,14 @@ def test_what_products_read_lies_in_bfloat16_where_that_holds_the_same(family):
     config = tiny_models.FAMILIES[family]
     params = published(config)
     stored = stored_for(STREAMS, config, dict(params))
-    narrow = {name for name, x in stored.stored.items() if x.dtype == jnp.bfloat16}
+    halved = {name for name, x in stored.items() if narrow({name: x})}
     read = {f"layers.{i}.{name}" for i in (0, 1) for name in ("qkv", "out", "gate_up", "down")}
-    assert narrow == read | {"embed" if config.tied else "head"}
+    assert halved == read | {"embed" if config.tied else "head"}
     for name, array in params.items():
-        np.testing.assert_array_equal(stored[name].astype(jnp.float32), array, err_msg=name)
+        np.testing.assert_array_equal(dense(stored[name]).astype(jnp.float32), array, err_msg=name)
     assert compute_dtype(stored) == compute_dtype(jax.tree.unflatten(*reversed(jax.tree.flatten(stored)))) == "float32"
-    halved = sum(params[name].nbytes for name in narrow) // 2
-    assert weight_bytes(config, stored) == weight_bytes(config, params) - halved
+    saved = sum(params[name].nbytes for name in halved) // 2
+    assert weight_bytes(config, stored) == weight_bytes(config, params) - saved
 
 
 @pytest.mark.parametrize("value", [1 / 3, 1 + 2**-8, np.nan], ids=str)
@@ -105,25 +106,25 @@ def test_one_number_that_bfloat16_lacks_keeps_all_as_they_are(name, value):
     params = published(CONFIG)
     params[name] = params[name].at[3, 5].set(value)
     stored = stored_for(STREAMS, CONFIG, dict(params))
-    assert not stored.narrow
-    np.testing.assert_array_equal(stored[name], params[name])
+    assert not narrow(stored)
+    np.testing.assert_array_equal(dense(stored[name]), params[name])
 
 
 def test_what_no_loop_of_one_row_streams_stays_as_it_is():
     """An odd number of ids: for each token the library would be given all of it in float32."""
     config = dataclasses.replace(CONFIG, vocab_size=63)
     stored = stored_for(STREAMS, config, published(config))
-    assert stored.narrow
-    assert stored["head"].dtype == jnp.float32
+    assert narrow(stored)
+    assert stored["head"].array.dtype == jnp.float32
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="wants 2 devices: --xla_force_host_platform_device_count")
 def test_over_several_devices_they_lie_in_float32_again():
     model = tiny_models.model(CONFIG)
     params = published(CONFIG)
-    narrow = dataclasses.replace(model, params=stored_for(STREAMS, CONFIG, dict(params)))
-    over_two = laid(narrow, make_placement(2))
-    assert over_two.dtype == narrow.dtype == jnp.float32
+    halved = dataclasses.replace(model, params=stored_for(STREAMS, CONFIG, dict(params)))
+    over_two = laid(halved, make_placement(2))
+    assert over_two.dtype == halved.dtype == jnp.float32
     for name, array in params.items():
         assert over_two.params[name].dtype == array.dtype, name
         np.testing.assert_array_equal(over_two.params[name], array, err_msg=name)
@@ -134,13 +135,12 @@ def test_beside_a_narrow_table_a_draft_computes_as_by_itself():
     """It reads ids in its target's table, which lies in bfloat16 where that holds the same numbers."""
     found = lively_models.reduced(lively_models.target())
     params = dict(found.params)
-    narrow = params | {"embed": params["embed"].astype(jnp.bfloat16)}
-    wide = params | {"embed": narrow["embed"].astype(jnp.float32)}
-    assert compute_dtype(narrow) == Model(found.config, narrow).dtype == jnp.float32
+    halved = params | {"embed": params["embed"].astype(jnp.bfloat16)}
+    wide = params | {"embed": halved["embed"].astype(jnp.float32)}
+    assert compute_dtype(halved) == Model(found.config, halved).dtype == jnp.float32
     logits = lambda params: forward.run(found.config, params, np.array([[3, 5, 7, 5]], np.int32), (3, 1))
     expected = logits(wide)
-    np.testing.assert_array_equal(logits(narrow), expected)
-    stored = stored_for(STREAMS, found.config, dict(narrow))
-    assert isinstance(stored, OutputFirst)
+    np.testing.assert_array_equal(logits(halved), expected)
+    stored = stored_for(STREAMS, found.config, dict(halved))
     assert compute_dtype(stored) == jnp.float32
     np.testing.assert_allclose(logits(stored), expected, atol=1e-5)

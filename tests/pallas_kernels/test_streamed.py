@@ -13,10 +13,11 @@ from jaxspec.models.layers import Backend, Rows
 from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import make_placement
 from jaxspec.platforms import CPU_COMPILER_OPTIONS
-from pallas_kernels import feed_forward, paged_attention, plain, streamed
+from pallas_kernels import feed_forward, paged_attention, streamed
 from pallas_kernels.device import CPU
 from pallas_kernels.forms import function
 from pallas_kernels.paged_attention.reference import KEYS
+from pallas_kernels.weights.output_first import Streamed
 from tests import tiny_models
 from tests.hlo import NAMES, Program
 from tests.pallas_kernels.test_feed_forward import random_arguments, relative_error
@@ -31,19 +32,19 @@ ROWS = [(1,), (1, 2), (5,), (2, 3), (7,), (3, 4), (13,)]
 def test_it_is_the_product(rows, shape, dtype):
     draw = np.random.default_rng(0)
     x, matrix = draw.normal(size=(*rows, shape[0])), jnp.asarray(draw.normal(size=shape[::-1]), dtype)
-    turn = lambda x, matrix: streamed.linear(matrix.T, x)
-    y = jax.jit(turn)(jnp.asarray(x, jnp.float32), matrix)
+    y = jax.jit(streamed.product)(jnp.asarray(x, jnp.float32), matrix)
     assert (y.shape, y.dtype) == ((*rows, shape[1]), jnp.float32)
     assert relative_error(y, x @ np.asarray(matrix, np.float64).T) < 1e-6
 
 
 def test_other_dtypes_and_many_rows_are_the_librarys(monkeypatch):
-    monkeypatch.setattr(plain, "linear", lambda weights, x: "the library's")
-    matrix = jnp.ones((8, 16))
-    assert streamed.linear(matrix, jnp.ones((streamed.MAX_ROWS + 1, 8))) == "the library's"
-    assert streamed.linear(matrix, jnp.ones((4, 8), jnp.bfloat16)) == "the library's"
-    assert streamed.linear(jnp.ones((8, 15)), jnp.ones((1, 8))) == "the library's"
-    assert streamed.linear(matrix, jnp.ones((streamed.MAX_ROWS, 8))).shape == (streamed.MAX_ROWS, 16)
+    monkeypatch.setattr(streamed, "by_streams", lambda x, matrix, streams: 1 / 0)
+    product, matrix = Streamed(jnp.ones((16, 8))).matmul, jnp.ones((15, 8))
+    assert product(jnp.ones((streamed.MAX_ROWS + 1, 8)), jnp.float32).shape == (streamed.MAX_ROWS + 1, 16)
+    assert product(jnp.ones((4, 8), jnp.bfloat16), jnp.float32).dtype == jnp.float32
+    assert Streamed(matrix).matmul(jnp.ones((1, 8)), jnp.float32).shape == (1, 15)
+    with pytest.raises(ZeroDivisionError):
+        product(jnp.ones((streamed.MAX_ROWS, 8)), jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows, dtype):
     x, mixed, out, gate_up, down, norm = random_arguments((128, 192, 256, 64), (1, rows), "float32")
 
     def layer(x, mixed, norm, *matrices):
-        out, gate_up, down = (matrix.T for matrix in matrices)
+        out, gate_up, down = map(Streamed, matrices)
         options = {"norm": norm, "eps": 1e-6, "block": 64, "platform": "cpu"}
         return feed_forward(x, mixed, out, gate_up, down, **options)[0]
 
@@ -75,7 +76,7 @@ def test_matrices_are_read_as_they_lie_and_x_is_made_once(rows, dtype):
     program = Program(compiled.as_text())
     sizes = {matrix.size for matrix in turned}
     large = [i for i in program.entry if i.opcode != "parameter" and sizes & set(i.sizes)]
-    calls = [i for i in program.entry if i.opcode == "call" and "product" in i.name]
+    calls = [i for i in program.entry if i.opcode == "call" and "by_streams" in i.name]
     assert not large, [i.line for i in large]
     assert len(calls) == 3
     called = [program.computations[i.line.split("to_apply=%")[1].split(",")[0]] for i in calls]
@@ -134,7 +135,7 @@ def test_matrices_in_bfloat16_are_widened_one_at_a_time():
 
     def through(x, matrices):
         for matrix in matrices:
-            x = streamed.linear(matrix.T, x)
+            x = streamed.product(x, matrix)
         return x
 
     x = jax.ShapeDtypeStruct((16, 512), jnp.float32)

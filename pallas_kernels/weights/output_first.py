@@ -1,0 +1,58 @@
+"""Matrices that memory holds output-first, [O, I]: tables, and on a CPU all that products read."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import plain, streamed
+from pallas_kernels.weights import Weight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OutputFirst(Weight):
+    """A table whose rows are the outputs.
+
+    array: [O, I].
+    """
+
+    form: ClassVar[str] = "output_first"
+    array: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[::-1]
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
+        return plain.dot(x, self.array, 1, dtype)
+
+    def dense(self) -> jax.Array:
+        return self.array.T.astype(self.dtype)
+
+    def specs(self, spec: Any) -> Any:
+        turned: Any = P(*reversed((*spec, None, None)[:2]))
+        return dataclasses.replace(self, array=turned)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Streamed(OutputFirst):
+    """A matrix that a CPU reads row by row (`pallas_kernels/streamed.py`).
+
+    array: [O, I], float32, or bfloat16 where that holds the same numbers in half of the bytes.
+    """
+
+    form: ClassVar[str] = "streamed"
+    dtype: ClassVar[Any] = jnp.dtype(jnp.float32)
+
+    def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
+        if x.dtype != self.dtype:
+            return super().matmul(x, dtype)
+        return streamed.product(x, self.array).astype(dtype)

@@ -1,0 +1,129 @@
+"""Forms of weights: each multiplies as its dense form, goes through a model as that does, and names what it needs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.models.decoder import parameters, whole
+from jaxspec.models.layers import Backend
+from jaxspec.parallel.placement import AXES, make_placement
+from pallas_kernels.device import CPU, Device
+from pallas_kernels.forms import Form, Op
+from pallas_kernels.weights import dense, nbytes, product, specs
+from pallas_kernels.weights.output_first import OutputFirst, Streamed
+from pallas_kernels.weights.scaled import Scaled
+from tests import tiny_models
+
+
+def numbers(*shape: int, dtype: str = "float32"):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def scaled(matrix, block, dtype="int8", computes_in="float32") -> Scaled:
+    """Round a matrix [I, O] to 8 bits, with a scale for each block."""
+    blocks = matrix.shape[0] // block[0], matrix.shape[1] // block[1]
+    parts = np.asarray(matrix, np.float32).reshape(blocks[0], block[0], blocks[1], block[1])
+    scale = np.abs(parts).max(axis=(1, 3)) / (127 if dtype == "int8" else 448)
+    values = jnp.asarray(parts / scale[:, None, :, None]).reshape(matrix.shape)
+    values = jnp.rint(values) if dtype == "int8" else values
+    return Scaled(values.astype(dtype), jnp.asarray(scale), computes_in)
+
+
+FORMS = {
+    "output_first": lambda x: OutputFirst(x.T),
+    "streamed": lambda x: Streamed(x.T),
+    "streamed bfloat16": lambda x: Streamed(x.T.astype(jnp.bfloat16)),
+    "int8 per channel": lambda x: scaled(x, (64, 1)),
+    "int8 in groups": lambda x: scaled(x, (32, 1)),
+    "fp8 in blocks": lambda x: scaled(x, (32, 16), "float8_e4m3fn"),
+    "fp8 per tensor": lambda x: scaled(x, x.shape, "float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("rows", [(1,), (2, 3)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_multiplies_as_its_dense_form(form, rows):
+    weight, x = FORMS[form](numbers(64, 64)), numbers(*rows, 64)
+    assert weight.shape == (64, 64)
+    assert weight.dtype == dense(weight).dtype == jnp.float32
+    found = jax.jit(lambda x, w: product(x, w))(x, weight)
+    assert (found.shape, found.dtype) == ((*rows, 64), jnp.float32)
+    np.testing.assert_allclose(found, x @ np.asarray(dense(weight)), rtol=2e-5, atol=1e-5)
+    expected = numbers(64, 64)
+    assert np.abs(dense(weight) - expected).max() < 0.15, "rounding takes no more than that"
+
+
+def test_what_bfloat16_computes_is_rounded_once():
+    """The product of bfloat16 activations is float32 where that is asked for."""
+    x, weight = numbers(3, 64, dtype="bfloat16"), Streamed(numbers(64, 64).T)
+    found = product(x, weight, dtype=jnp.float32)
+    assert found.dtype == jnp.float32
+    assert np.any(found.astype(jnp.bfloat16) != found)
+
+
+@pytest.mark.parametrize("weight", [numbers(64, 64), OutputFirst(numbers(64, 64))], ids=["dense", "table"])
+def test_a_gpu_sees_no_product_with_a_single_row(weight):
+    made = jax.make_jaxpr(lambda x, w: product(x, w, device=Device("gpu")))(numbers(1, 64), weight)
+    (dot,) = [e for e in made.eqns if e.primitive.name == "dot_general"]
+    assert dot.invars[0].aval.shape[0] > 1
+
+
+def test_bytes_are_those_of_all_arrays():
+    x = numbers(64, 64)
+    assert nbytes(x) == nbytes(OutputFirst(x.T)) == 64 * 64 * 4
+    assert FORMS["int8 in groups"](x).nbytes == 64 * 64 + 2 * 64 * 4
+    assert nbytes({"a": x, "b": [x]}) == 2 * nbytes(x)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="wants 2 devices: --xla_force_host_platform_device_count")
+@pytest.mark.parametrize("spec", [P(None, AXES), P(AXES, None), P()], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_sharded_as_its_dense_form(form, spec):
+    mesh, weight, x = make_placement(2).mesh, FORMS[form](numbers(64, 64)), numbers(3, 64)
+    inputs, outputs = (*spec, None, None)[:2]
+    places = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(weight, spec), is_leaf=lambda s: isinstance(s, P))
+    placed = jax.device_put(weight, places)
+    np.testing.assert_array_equal(dense(placed), dense(weight))
+
+    def partial(x, weight):
+        found = product(x, weight, dtype=jnp.float32)
+        return jax.lax.psum(found, inputs) if inputs else found
+
+    places = P(None, inputs), specs(weight, spec)
+    run = jax.shard_map(partial, mesh=mesh, in_specs=places, out_specs=P(None, outputs), check_vma=False)
+    np.testing.assert_allclose(run(x, placed), product(x, dense(weight)), rtol=2e-5, atol=1e-5)
+
+
+def test_a_kernel_that_does_not_read_a_form_is_not_chosen():
+    op = Op("feed_forward", (Form("pallas", "gpu", ("gpu",), ("gpu",)), Form("reference", "reference", ())))
+    device = Device("gpu", (9, 0))
+    x, matrices = numbers(1, 64, dtype="bfloat16"), [numbers(64, 64, dtype="bfloat16")] * 3
+    arguments = lambda out, gate_up, down: (x, x, out, numbers(64), gate_up, down, None, None, None)
+    assert op.choose(None, device, *arguments(*matrices)).name == "pallas"
+    assert op.choose(None, device, *arguments(scaled(matrices[0], (64, 1)), *matrices[1:])).name == "reference"
+
+
+@pytest.mark.parametrize("form", ["output_first", "int8 in groups", "fp8 in blocks"])
+def test_a_model_computes_with_any_form(form):
+    """As with the numbers that the form holds."""
+    config = tiny_models.FAMILIES["llama3"]
+    params, backend = dict(tiny_models.model(config).params), Backend(CPU, make_placement())
+    turn = {name for name, p in parameters(config).items() if p.kind == "matrix" and not any(n % 32 for n in p.shape)}
+    assert turn
+    of_form = params | {name: FORMS[form](params[name]) for name in turn}
+    as_dense = params | {name: dense(of_form[name]) for name in turn}
+    tokens = jnp.arange(12, dtype=jnp.int32)[None] % config.vocab_size
+    logits = lambda params: (lambda decoder, hidden: decoder.logits(hidden, backend))(
+        *whole(config, params, tokens, backend)
+    )
+    np.testing.assert_allclose(logits(of_form), logits(as_dense), atol=2e-5)
+
+
+def test_a_weight_has_no_parts():
+    with pytest.raises(TypeError, match="only"):
+        Streamed(numbers(4, 4))[0]
