@@ -1,8 +1,8 @@
 """Named tensors in a file's layout -> parameters on their devices, in the decoder's layout.
 
 Files store a product's weights output-first, [O, I]; the decoder wants them input-first. Each device's part is read
-in the file's order, merged there by copying whole rows (`ModelConfig.merged`), sent to the device as it is stored, and
-only there transposed and converted. Transposing bfloat16 in numpy is a slow strided copy (over a
+in the file's order, merged there by copying whole rows (`LayerConfig.qkv_parts`), sent to the device as it is stored,
+and only there transposed and converted. Transposing bfloat16 in numpy is a slow strided copy (over a
 minute for 8B parameters); the device does it two to five times faster even where it is a CPU.
 """
 
@@ -22,6 +22,7 @@ from checkpoints.names import Table
 from checkpoints.progress import progress_bar
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
 
 Index = tuple[slice, ...]
@@ -38,26 +39,21 @@ class TensorFile(Protocol):
     def read(self, name: str, index: Index) -> np.ndarray: ...
 
 
-def stored_shape(config: ModelConfig, parameter: Parameter, part: str) -> tuple[int, ...]:
+def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
     """The shape that a file's tensor must have to be `part` of a parameter, or all of it."""
     if not part:
         return parameter.shape[::-1] if parameter.kind == "matrix" else parameter.shape
     columns = dict(parameter.parts)
     rows = parameter.shape[-1] * columns[part] // sum(columns.values())
-    return (rows // copies(config, part), *parameter.shape[:-1])
+    return (rows // dict(parameter.copies).get(part, 1), *parameter.shape[:-1])
 
 
-def copies(config: ModelConfig, part: str) -> int:
-    """How often each group of a file's rows stands in the parameter: of keys and values `kv_copies` times."""
-    return config.kv_copies if part in ("k", "v") else 1
-
-
-def copying(config: ModelConfig, parameter: Parameter, read: Read) -> Read:
-    """read, as if each group of a part's rows stood in the file as often as in the parameter."""
-    sizes = dict(parameter.parts)
+def copying(parameter: Parameter, read: Read) -> Read:
+    """Return `read` as if each group of a part's rows stood in the file as often as in the parameter."""
+    sizes, copies = dict(parameter.parts), dict(parameter.copies)
 
     def copied(part: str, index: Index) -> np.ndarray:
-        if (n := copies(config, part)) == 1:
+        if (n := copies.get(part, 1)) == 1:
             return read(part, index)
         rows, size = index[0], sizes[part]
         first, last = rows.start // size, rows.stop // size
@@ -76,7 +72,7 @@ def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, 
     found, used = file.shapes(), set()
     for where, parameter in abstract.items():
         for part, name in table.sources(where).items():
-            expected = stored_shape(config, parameter, part)
+            expected = stored_shape(parameter, part)
             if name not in found:
                 raise UserError(f"{file.where}: tensor {name} is missing (the model needs it for {where})")
             if found[name] != expected:
@@ -86,7 +82,8 @@ def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, 
         used |= set(table.sources("head").values())
     if extra := table.unknown(found, used):
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        kind = f"a {config.family} model" if config.method == "draft_model" else f"a head of method {config.method!r}"
+        method = draft_spec(config).method
+        kind = f"a {config.family} model" if method == "draft_model" else f"a head of method {method!r}"
         raise UserError(f"{file.where}: tensor {extra[0]}{more} is not part of {kind}")
 
 
@@ -137,7 +134,7 @@ def assemble(
                     raise UnsupportedError(f"{file.where}: tensor {names[part]} is stored as {x.dtype}: {needed} read")
                 return edit(parameter, part, x)
 
-            params[where] = place(where, parameter, copying(config, parameter, read))
+            params[where] = place(where, parameter, copying(parameter, read))
             advance(parameter.nbytes)
     return params
 

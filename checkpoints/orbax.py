@@ -95,8 +95,9 @@ def load_params(
 
     Raises: UserError where key-value heads were to be copied, else as `load_arrays` does.
     """
-    if config.kv_copies > 1:
-        own = config.num_kv_heads // config.kv_copies
+    layer = config.layers[0]
+    if layer.kv_copies > 1:
+        own = layer.num_kv_heads // layer.kv_copies
         raise UserError(
             f"{folder} has {own} key-value heads, and none is copied from there: use a tensor_parallel_size of at most "
             f"{own}, or the model's safetensors or GGUF file"

@@ -21,6 +21,7 @@ from checkpoints.safetensors import Shards
 from checkpoints.sources import Source
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
 
 VERSION = "0.9.0"
@@ -74,7 +75,8 @@ CONFIDENCE = "confidence_head."  # of DSpark, which jaxspec does not read
 
 def kind(head: Any) -> str:
     """The name in KINDS of a head of this configuration, whose method is one of METHODS."""
-    return "peagle" if head.method == "eagle3" and head.mask_id is not None else head.method
+    method = draft_spec(head).method
+    return "peagle" if method == "eagle3" and head.mask_id is not None else method
 
 
 def check(name: str, head: Any, target: ModelConfig) -> None:
@@ -116,7 +118,7 @@ def config(
     """
     name = kind(head)
     proposals = {
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.max_drafts or TOKENS}],
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_spec(head).max_drafts or TOKENS}],
         "default_proposal_method": "greedy",
     }
     confidence = shapes.get(f"{CONFIDENCE}proj.weight", (0,))[-1]

@@ -318,7 +318,7 @@ VALID, STALE = "#bcd6f7", "#f3b8bf"
 
 def draw_pages(axes, cache, tokens, num_tokens, title):
     """tokens: that `tea` wrote or will write, by position; num_tokens: how many of them are text."""
-    written = np.abs(np.asarray(cache.target[0])).sum(axis=(2, 3)) > 0
+    written = np.abs(np.asarray(cache.target[0].pages)).sum(axis=(2, 3)) > 0
     place_of = {page: i for i, page in enumerate(tea.pages)}
     for page, slot in np.ndindex(NUM_PAGES, PAGE_SIZE):
         mine, position = page in place_of, place_of.get(page, 0) * PAGE_SIZE + slot
@@ -366,7 +366,8 @@ by_engine = [result.new_tokens[row, : result.num_new[row]].tolist() for row in r
 for mine, its in zip(by_hand, by_engine, strict=True):
     print(f"by hand {words(mine)}, by the engine {words(its)}: {'the same' if mine == its else 'NOT THE SAME'}")
 assert by_hand == by_engine
-gap = max(float(jnp.abs(a - b).max()) for a, b in zip(cache_after_score.target, runner.cache.target, strict=True))
+ours, engines = jax.tree.leaves(cache_after_score.target), jax.tree.leaves(runner.cache.target)
+gap = max(float(jnp.abs(a - b).max()) for a, b in zip(ours, engines, strict=True))
 print(f"largest difference between our pages and the engine's: {gap:.1e}")
 
 engine.absorb(requests, result)  # the engine takes the result in, and goes on until both have ended

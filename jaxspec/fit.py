@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxspec.accelerators import KNOWN
-from jaxspec.cache.pages import FeatureLayout, cache_layout
+from jaxspec.cache.pages import cache_layout, features_layout
 from jaxspec.chips import Chips
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.setup import Model, temporary_bytes
@@ -16,7 +16,9 @@ from jaxspec.errors import UserError
 from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
-from jaxspec.parallel.placement import absent, check_divides, check_draft_size
+from jaxspec.models.draft_spec import draft_spec
+from jaxspec.models.sharding import check_divides, for_degree
+from jaxspec.parallel.placement import absent, check_draft_size
 from jaxspec.platforms import facts
 
 
@@ -99,11 +101,12 @@ def fit(asked: Asked) -> Fit:
     platform, dtype = facts(kind.platform), compute_dtype(asked.dtype, kind.device)
     cuts = {"target": asked.degree, "draft": asked.draft_tensor_parallel_size}
     given = {"target": asked.target} | ({"draft": asked.draft} if asked.draft else {})
-    configs = {name: config.copied_for(cuts[name]) for name, config in given.items()}
+    configs = {name: for_degree(config, cuts[name]) for name, config in given.items()}
     weights = {name: weight_bytes(config, dtype, cuts[name]) for name, config in configs.items()}
     page = {name: page_bytes(config, dtype, cuts[name], kind.platform) for name, config in configs.items()}
-    width = asked.draft.features_width if asked.draft else 0
-    features = FeatureLayout(width, platform.page_size, 1, dtype).stored_bytes(cuts["draft"], kind.platform)
+    width = draft_spec(asked.draft).features_width if asked.draft else 0
+    layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
+    features = layout.stored_bytes(cuts["draft"], kind.platform)
     models = {name: Model(config, {}) for name, config in configs.items()}
     temporary = temporary_bytes(models, options, speculative, kind.platform)
     memory = int(kind.programs_memory * options.memory_utilization)

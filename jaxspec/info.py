@@ -15,7 +15,7 @@ from jaxspec import fit
 from jaxspec.accelerators import Accelerator, accelerator
 from jaxspec.bench import presets
 from jaxspec.cache import budget
-from jaxspec.cache.pages import FeatureLayout, cache_layout
+from jaxspec.cache.pages import cache_layout, features_layout
 from jaxspec.chips import chips
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
@@ -26,6 +26,7 @@ from jaxspec.errors import UserError
 from jaxspec.loading import check_same_tokenizer, check_table, compute_dtype, read_draft
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.platforms import facts as platform_facts
 from pallas_kernels.device import Device, here
 
@@ -131,8 +132,8 @@ def pool(
         memory = None if known.cache_bytes else free + taken
     layout = {"page_size": known.page_size, "num_pages": 1, "dtype": compute_dtype("auto", chip)}
     layouts: list[Any] = [cache_layout(config, **layout, platform=chip.platform) for config in configs.values()]
-    width = configs["draft"].features_width if "draft" in configs else 0
-    layouts.append(FeatureLayout(width, known.page_size, 1, layout["dtype"]))
+    width = draft_spec(configs["draft"]).features_width if "draft" in configs else 0
+    layouts.append(features_layout(width, page_size=known.page_size, num_pages=1, dtype=layout["dtype"]))
     pages = max(free, 0) // sum(layout.stored_bytes(1, chip.platform) for layout in layouts)
     fits = {"page_size": known.page_size, "pages": pages, "tokens_that_fit": pages * known.page_size}
     return {"memory_bytes": memory, "temporary_bytes": temporary, **fits}
@@ -165,7 +166,7 @@ def facts(
     return {
         "name": source.name,
         "format": source.kind,
-        "architecture": config.family if type(config) is ModelConfig else config.method,
+        "architecture": config.family if type(config) is ModelConfig else draft_spec(config).method,
         "shape": shape(config),
         "parameters": sum(p.size for p in own),
         "dtype": dtype.name,
@@ -182,20 +183,26 @@ def facts(
 
 def shape(c: ModelConfig) -> str:
     heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
-    layers = f"{c.cached_layers} layers, width {c.width}" + (f", {heads}" if c.cached_layers else "")
+    count = len(c.cached_layers)
+    layers = f"{count} layers, width {c.width}" + (f", {heads}" if count else "")
     return layers + (f", proposes {c.head_size} of {c.vocab_size} ids" if c.reduced_vocab_size else "")
 
 
 def understood(reading: Reading) -> dict[str, Any]:
     """What a head's checkpoint was taken for. layers_read: by what goes into them, L the last norm; [] is what leaves
     that. max_drafts: a round, None where nothing limits them. Then what its own method knows of it."""
-    c = reading.config
+    c, spec = reading.config, draft_spec(reading.config)
     declared = {name.rpartition(".")[2] for name in parameters(c, "float32")}
     known = {field.name for field in dataclasses.fields(ModelConfig)} | {"taps", "has_table", "has_head"}
     own = {field.name: getattr(c, field.name) for field in dataclasses.fields(c) if field.name not in known}
-    facts = {"layers_read": list(c.taps), "proposes": c.head_size, "max_drafts": c.max_drafts, "mask_id": c.mask_id}
+    facts = {
+        "layers_read": list(spec.taps),
+        "proposes": c.head_size,
+        "max_drafts": spec.max_drafts,
+        "mask_id": c.mask_id,
+    }
     facts |= {"own_table": "embed" in declared, "own_head": "head" in declared}
-    return {"method": c.method, **facts, **own, "remark": reading.remark or None}
+    return {"method": spec.method, **facts, **own, "remark": reading.remark or None}
 
 
 def said(head: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ from jaxspec.loading import (
     load_draft,
     placed,
 )
-from jaxspec.models.layers import Backend
+from jaxspec.models.backend import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together

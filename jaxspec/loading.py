@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from pathlib import Path
@@ -21,7 +22,8 @@ from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params, parameters, weight_bytes
-from jaxspec.parallel.placement import Placement, check_divides, divisors, make_placement
+from jaxspec.models.sharding import check_divides, divided_sizes, for_degree
+from jaxspec.parallel.placement import Placement, divisors, make_placement
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device, here
 from pallas_kernels.weights import dense
@@ -41,7 +43,7 @@ def load(source: Any, dtype: Any, placement: Any, target: Model | None = None) -
     else as loading does."""
     config = checkpoints.load_config(source)
     check_divides(config, placement.degree, of_draft=target is not None)
-    config = config.copied_for(placement.degree)
+    config = for_degree(config, placement.degree)
     abstract, theirs = abstract_params(config, dtype, placement), {}
     if borrowed := [name for name, p in abstract.items() if p.borrowed]:
         if target is None:
@@ -106,7 +108,7 @@ def placed(source: checkpoints.Source, config: EngineConfig, speculative: Specul
 def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -> int:
     """Into how many parts a draft beside a target of this degree is best cut: what a part saves of reading weights
     against the two sums a layer that it costs."""
-    known, able = facts(device.platform), divisors(math.gcd(degree, *config.cut_sizes.values()))
+    known, able = facts(device.platform), divisors(math.gcd(degree, *itertools.chain(*divided_sizes(config).values())))
     shapes: Any = parameters(config, dtype)
     read = weight_bytes(config, shapes)
     sums = 2 * config.num_layers * known.all_reduce
@@ -142,7 +144,9 @@ def read_draft(
         raise UserError(f"method={wanted!r}, but {source.name!r} is a checkpoint of method {found!r}: leave method out")
     if methods.METHODS[found].parameters == "model":
         return None
-    checkpoint = Found(source.name, flattened(raw), shapes, target.copied_for(1), target_name, checkpoints.parse_config)
+    checkpoint = Found(
+        source.name, flattened(raw), shapes, for_degree(target, 1), target_name, checkpoints.parse_config
+    )
     with told(source.path):
         return methods.implementation(found).read(checkpoint)
 

@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 import checkpoints
 from jaxspec.decode.stored import keep, sources
 from jaxspec.engine.setup import Model
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params
-from jaxspec.models.layers import Backend
 from jaxspec.models.storage import narrow
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.weights.output_first import Streamed

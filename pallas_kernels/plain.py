@@ -65,6 +65,13 @@ def project(heads, bias, q_norm, k_norm, cos, sin, groups, eps, device=None):
     return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
+def project_queries(heads, bias, q_norm, cos, sin, num_heads, eps):
+    """Split a product [B,T,H*D] of queries alone -> query [B,T,H,D], H = num_heads."""
+    heads = heads if bias is None else heads + bias
+    query = heads.reshape(*heads.shape[:2], num_heads, -1)
+    return rotate(query if q_norm is None else rms_norm(q_norm, query, eps), cos, sin)
+
+
 def rotate(x, cos, sin):
     """x [B,T,heads,D]: halves are rotated against each other."""
     cos, sin = cos[:, :, None], sin[:, :, None]

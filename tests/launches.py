@@ -23,8 +23,8 @@ from jaxspec.engine import batch
 from jaxspec.engine.engine import Model
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.parallel.placement import make_placement
 from jaxspec.sampling_params import SamplingParams

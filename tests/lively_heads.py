@@ -13,6 +13,7 @@ from jaxspec.drafters import dspark, eagle3, medusa, methods, mlp_speculator
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.parallel.placement import make_placement
 from tests import tiny_models
 from tests.lively_models import OPTIONS, noisy, target
@@ -50,7 +51,7 @@ assert {method for method, _ in KINDS.values()} == set(methods.METHODS) - {"ngra
 def head(kind: str, tensor_parallel_size: int = 1) -> Model:
     beside = target("llama", tensor_parallel_size)
     config = KINDS[kind][1](beside.config)
-    if config.method == "draft_model":
+    if draft_spec(config).method == "draft_model":
         return Model(config, noisy(beside).params)
     return Model(config, random_params(config, jnp.float32, make_placement(tensor_parallel_size), seed=1))
 

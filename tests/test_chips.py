@@ -16,6 +16,7 @@ from jaxspec.chips import chips
 from jaxspec.errors import UserError
 from jaxspec.fit import Asked, fit, page_bytes, remedies, weight_bytes
 from jaxspec.models.decoder import abstract_params
+from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement
 from tests.commands import refused, run
 from tests.model_folders import write_model
@@ -111,7 +112,7 @@ def test_weights_lie_as_on_devices_that_are_here(config, degree, vocab_size):
 
 def test_key_value_heads_that_are_fewer_are_copied():
     """And no device holds less than one; a TPU stores 16 keys and values for the 12 of six heads."""
-    by = lambda config, degree, platform: page_bytes(config.copied_for(degree), "bfloat16", degree, platform)
+    by = lambda config, degree, platform: page_bytes(for_degree(config, degree), "bfloat16", degree, platform)
     size = {"gpu": 16 * 2 * 2 * 16 * 2, "tpu": 32 * 2 * 2 * 128 * 2}  # tokens, layers, key and value, size, bytes
     for platform, one in size.items():
         assert [by(EIGHT, n, platform) for n in (2, 4, 8, 16)] == [4 * one, 2 * one, one, one]
@@ -123,7 +124,7 @@ def test_key_value_heads_that_are_fewer_are_copied():
 
 def test_a_head_keeps_features():
     found = fit(Asked(EIGHT, preset("eagle3", EIGHT), chips("v5e:4"), draft_tensor_parallel_size=4))
-    assert found.features_page == 32 * preset("eagle3", EIGHT).features_width // 4 * 2 > 0
+    assert found.features_page == 32 * preset("eagle3", EIGHT).spec.features_width // 4 * 2 > 0
 
 
 @pytest.mark.parametrize(

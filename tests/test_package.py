@@ -26,7 +26,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "embedded models.config models.families models.parameters models.limits",
+    "checkpoints": "embedded models.config models.draft_spec models.families models.parameters models.limits",
     "errors": "",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "config outputs sampling_params llm async_llm one_call parallel.hosts",
@@ -45,7 +45,7 @@ ARROWS = {
     "config": "options tree_options drafters.methods verify.rules",
     "sampling_params": "options",
     "platforms": "pallas_kernels",
-    "cache": "shapes parallel platforms",
+    "cache": "shapes parallel platforms pallas_kernels.kv_write",
     "sampling": "shapes",
     "models": "shapes parallel cache pallas_kernels",
     "drafters": "shapes cache models sampling pallas_kernels",

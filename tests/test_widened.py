@@ -12,7 +12,7 @@ import pytest
 import checkpoints
 from jaxspec import widened
 from jaxspec.loading import load
-from jaxspec.models.layers import Backend
+from jaxspec.models.backend import Backend
 from jaxspec.models.storage import narrow
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import here

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import CacheLayout, FeatureLayout, PagedKVCache, pages_format
+from jaxspec.cache.pages import CacheLayout, PagedKVCache, pages_format
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.packing import pack
 from jaxspec.decode.programs import FUNCTIONS, lower, lower_from_disk
@@ -25,6 +25,7 @@ from jaxspec.engine.setup import Model, cache_layouts, drafters, paged_models, t
 from jaxspec.loading import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
+from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import Placement, make_placement
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
@@ -68,7 +69,7 @@ class Program:
         self.placement = make_placement(len(devices), devices, draft_size=draft_degree)
         configs = {"target": target} | ({"draft": draft} if draft else {})
         places = setup.placements(configs, self.placement)
-        configs = {name: config.copied_for(places[name].degree) for name, config in configs.items()}
+        configs = {name: for_degree(config, places[name].degree) for name, config in configs.items()}
         dtypes = {"target": self.dtype, "draft": self.draft_dtype or self.dtype}
         self.models = {n: Model(c, abstract_params(c, dtypes[n], places[n])) for n, c in configs.items()}
         self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
@@ -77,7 +78,7 @@ class Program:
         num_drafts = self.speculative.num_speculative_tokens if self.speculative else 0
         self.params = {name: dict(model.params) for name, model in self.models.items()}
         paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
-        self.layouts = cache_layouts(paged)
+        self.layouts = cache_layouts(paged, self.dtype)
         drafter = drafters(self.speculative, paged)[num_drafts]
         reader = drafter if drafter and drafter.features_width else None
         self.config = DecodeConfig(paged["target"], drafter, variant, reader=reader)
@@ -103,7 +104,7 @@ class Program:
         """Pages that the engine would find room for."""
         weights = sum(map(per_device, jax.tree.leaves(self.params)))
         free = int(self.options.memory_utilization * memory) - weights - self.reserved
-        layouts = cache_layouts(self.paged(num_pages=1))
+        layouts = cache_layouts(self.paged(num_pages=1), self.dtype)
         places, platform = setup.placements(layouts, self.placement), self.device.platform
         return budget.num_pages(free, *(x.stored_bytes(places[n].degree, platform) for n, x in layouts.items()))
 
@@ -125,10 +126,10 @@ class Program:
         leaves = jax.tree.leaves(self.cache)
         return {math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))}
 
-    def pages(self, layout: CacheLayout | FeatureLayout, placement: Placement) -> tuple[jax.ShapeDtypeStruct, ...]:
-        lies = pages_format(placement, len(layout.shape))
-        page = jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=lies)
-        return (page,) * layout.num_layers
+    def pages(self, layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
+        empty = lambda: tuple(layer.empty(layout.num_pages, layout.page_size) for layer in layout.layers)
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pages_format(placement, x.ndim))
+        return jax.tree.map(place, jax.eval_shape(empty))
 
     def compile(self, name: str, *arrays: Any) -> Any:
         with jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh), no_compilation_cache():

@@ -7,19 +7,23 @@ from typing import Any
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, parameters, read_by_pass, weight_bytes
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel
 
 
 def seen(config: ModelConfig, context: int) -> list[int]:
     """Positions that each layer reads."""
-    return [min(context, window or context) for window in config.windows]
+    return [min(context, layer.window or context) for layer in config.layers]
 
 
 def page_bytes(model: PagedModel, rows: int, context: int) -> float:
     """Keys and values that one pass reads."""
-    layout = model.layout
-    per_position = layout.page_bytes / layout.page_size / layout.num_layers
-    return rows * per_position * sum(seen(model.config, context))
+    of_cache = iter(model.layout.layers)
+    each: list[Any] = []  # of every layer; one that shares another's reads that
+    for layer in model.config.layers:
+        each.append(next(of_cache) if layer.shares is None else each[layer.shares])
+    seen_by = zip(each, seen(model.config, context), strict=True)
+    return rows * sum(layer.position_bytes() * positions for layer, positions in seen_by)
 
 
 def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> float:
@@ -49,10 +53,10 @@ def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, conte
 def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Callable[..., float]) -> float:
     """What a round's passes read, by `weight_bytes` or `weight_count`; what makes features is read once."""
     config = drafter.model.config
-    each = measure(config, draft, without=config.features_from)
+    each = measure(config, draft, without=draft_spec(config).features_from)
     once = measure(config, draft) - each
     borrowed = 0.0
-    if config.borrows_head:
+    if draft_spec(config).borrows_head:
         heads = drafter.target.config
         borrowed = measure(heads, target) - measure(heads, target, logits=False)
     return drafter.passes * (each + borrowed) + once
@@ -67,5 +71,6 @@ def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -
     """Two a weight and token; scores and mixing, two each a query, key and channel, half of the square being causal."""
     products = {name for name, p in parameters(config).items() if p.kind == "matrix" and not p.head}
     weights = sum(params[name].size for name in products)
-    pairs = sum(context * n - n * n / 2 for n in seen(config, context))
-    return rows * (2 * weights * context + 4 * config.num_heads * config.head_dim * pairs)
+    pairs = [context * n - n * n / 2 for n in seen(config, context)]
+    attention = sum(4 * c.num_heads * c.head_dim * n for c, n in zip(config.layers, pairs, strict=True))
+    return rows * (2 * weights * context + attention)

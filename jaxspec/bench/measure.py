@@ -22,6 +22,7 @@ from jaxspec.bench.setup import Setup, load
 from jaxspec.engine.runner import fetch
 from jaxspec.loading import compute_dtype
 from jaxspec.models.decoder import weight_bytes
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.parallel.placement import device_name
 from jaxspec.progress import say
 from pallas_kernels.device import here
@@ -131,7 +132,7 @@ class Point:
             self.options.speculation(max(self.options.ks), None, adaptive=False),
         )
         draft = self.setup.draft
-        alone = draft is None or draft.config.method == "draft_model"
+        alone = draft is None or draft_spec(draft.config).method == "draft_model"
         if not alone and "draft" in self.options.stages:
             say("  draft: left out, a head is no model that decodes by itself; the stage propose times its passes")
         wanted = lambda stage: stage in self.options.stages and (alone or stage != "draft")

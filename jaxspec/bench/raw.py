@@ -159,8 +159,9 @@ class Raw:
         """ROUNDS times the target's attention over the pages, layer by layer, K + 1 queries a row."""
         inputs, model = self.place(self.inputs(k)), self.engine.runner.decoding.target
         rows, layout = inputs.num_tokens.shape[0], model.layout
-        shape = (rows, k + 1, model.config.num_heads, layout.head_dim)
-        query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layout.dtype))
+        layer = layout.layers[0]
+        shape = (rows, k + 1, model.config.layers[0].num_heads, layer.head_dim)
+        query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layer.dtype))
         return self.compiled(functools.partial(repeat_attention, model), ("target",), inputs, query)
 
     def compiled(self, program: Callable, parts: tuple[str, ...], *arrays: Any) -> Call:
@@ -232,15 +233,15 @@ def repeat(config: DecodeConfig, once: Callable, cache, num_rounds, params, inpu
 
 
 def repeat_attention(model, cache, num_rounds, inputs, query):
-    """Attention of every layer in turn, each fed with the output of the one before."""
+    """Attention of every layer in turn, each fed with the output of the one before; all have heads of one shape."""
     c, rows = model.config, query.shape[1]
 
     def body(_, carry):
         cache, zero = carry
         x, kv_len = query, inputs.num_tokens + rows - 1 + zero
-        for layer_pages, window in zip(cache.target, c.windows, strict=True):
-            options = {"scale": c.query_scale, "window": window, "soft_cap": c.soft_cap, **model.backend.how()}
-            x = paged_attention(x, layer_pages, inputs.block_table, kv_len, **options)
+        for memory, layer in zip(cache.target, c.cached_layers, strict=True):
+            options = {"scale": layer.query_scale, "window": layer.window, "soft_cap": c.soft_cap}
+            x = paged_attention(x, memory.pages, inputs.block_table, kv_len, **options, **model.backend.how())
         return cache, always_zero(x)
 
     return lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))

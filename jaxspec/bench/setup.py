@@ -20,8 +20,9 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.errors import UserError
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params, random_params
-from jaxspec.models.layers import Backend
+from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import Placement, make_placement
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device, here
@@ -116,7 +117,7 @@ def load(options: Options) -> Setup:
     tokenizer: Any = None
     for i, name in enumerate(names):
         if name is not None and options.preset is not None:
-            config = presets.preset(name, models[0].config if models[0] else None).copied_for(places[i].degree)
+            config = for_degree(presets.preset(name, models[0].config if models[0] else None), places[i].degree)
             check_weights_fit(name, config, dtype, places[i])
             models[i] = Model(config, as_published(random_params(config, dtype, places[i], seed=i)))
     if options.model is not None:

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache import features
-from jaxspec.cache.pages import PagedKVCache
+from jaxspec.cache.layer import Moves
 from jaxspec.decode.state import Context
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.drafters.topology import Topology, take
@@ -82,22 +81,18 @@ def adjusted(
 
 
 def straightened(
-    context: Context, cache: PagedKVCache, history: History, proposal: Proposal, scores: Any, verdict: Verdict
-) -> tuple[PagedKVCache, Proposal, Any]:
-    """The accepted path as a chain: its drafts, what the target said along it, and, in the caches, its keys and values
-    and features moved to where a chain's are. The draft's are not: its next pass makes them anew."""
-    tree, last, target, table = proposal.tree, verdict.last, context.config.target, history.block_table
+    context: Context, history: History, proposal: Proposal, scores: Any, verdict: Verdict
+) -> tuple[Proposal, Any, Moves]:
+    """Return the accepted path as a chain: its drafts, the target's scores along it, and the moves that put what the
+    caches hold of it where a chain's is. The draft's is not moved: its next pass computes it again."""
+    tree, last = proposal.tree, verdict.last
     assert tree is not None
     assert last is not None
     path = take_row(tree.paths, last)  # [B, D + 1]
     step = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None]
     stays = (step > verdict.num_accepted[:, None]) | (path[:, 1:] == step) | ~history.live[:, None]
     pending = history.num_tokens[:, None] - 1
-    source, slots = pending + path[:, 1:], target.slots(pending + step, stays, table)
-    kept = features.read(cache, source, table) if cache.features else None
-    cache = dataclasses.replace(cache, target=target.moved(cache.target, source, slots, table))
-    if kept is not None:
-        cache = dataclasses.replace(cache, features=features.write(cache, slots, kept))
+    slots = context.config.target.slots(pending + step, stays, history.block_table)
     tokens = take(jnp.pad(proposal.tokens, ((0, 0), (1, 0))), path)[:, 1:]
     chain = dataclasses.replace(proposal, tokens=tokens, tree=None)
-    return cache, chain, type(scores)(*(take(x, path) for x in scores))
+    return chain, type(scores)(*(take(x, path) for x in scores)), Moves(pending + path[:, 1:], slots)

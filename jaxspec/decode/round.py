@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.cache import features
+from jaxspec.cache.layer import Kept
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode import branches
 from jaxspec.decode.prefill import remember
@@ -57,11 +59,13 @@ def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[Pa
         scores, cache = score(context, cache, history, proposal)
     with jax.named_scope("verify"):
         verdict, ending = verify(context, history, proposal, scores, adjust)
+    moves = None
     if proposal.tree is not None:
         with jax.named_scope("straighten"):
-            cache, proposal, scores = branches.straightened(context, cache, history, proposal, scores, verdict)
+            proposal, scores, moves = branches.straightened(context, history, proposal, scores, verdict)
     with jax.named_scope("commit"):
         state = commit(context, state, history, proposal, scores, verdict, ending)
+        cache = keep(context, cache, Kept(state.num_tokens - history.num_tokens, history.block_table, moves))
     return cache, state
 
 
@@ -242,7 +246,7 @@ def commit(
     """Appends the accepted drafts and, unless the row is `ending`, the extra token, cut at the first stop id and at the
     row's length limit.
 
-    Lowering nothing but lengths is the rollback: what the caches hold beyond them is never read.
+    Lowering the lengths is the rollback of pages: what they hold beyond is never read.
     """
     limits, live, num_drafts = context.batch.limits, history.live, proposal.tokens.shape[1]
     offset = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
@@ -288,3 +292,12 @@ def commit(
         output_counts=counts,
         logprobs=logprobs,
     )
+
+
+def keep(context: Context, cache: PagedKVCache, kept: Kept) -> PagedKVCache:
+    """Return the caches without what the target's pass has written of rejected drafts."""
+    found = dataclasses.replace(cache, target=context.config.target.keep(cache.target, kept))
+    if kept.moves is None or not cache.features:
+        return found
+    values = features.read(cache, kept.moves.source, kept.block_table)
+    return dataclasses.replace(found, features=features.write(cache, kept.moves.slots, values))

@@ -14,6 +14,7 @@ from jaxspec.demo.options import Options
 from jaxspec.drafters.methods import LOOKUP
 from jaxspec.embedded import MODEL
 from jaxspec.errors import UserError
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, whole
 from jaxspec.progress import say
 from jaxspec.sampling_params import SamplingParams
@@ -109,7 +110,7 @@ def measure(options: Options) -> dict[str, Any]:
     )
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
     choices = draft_ways(llm, options.draft)
-    method = choices[NUM_SPECULATIVE_TOKENS].llm.engine.runner.configs["draft"].method
+    method = draft_spec(choices[NUM_SPECULATIVE_TOKENS].llm.engine.runner.configs["draft"]).method
     both = always(NUM_SPECULATIVE_TOKENS, method=LOOKUP + method, model=options.draft)
     ways = {
         "plain": Way(llm, 0),

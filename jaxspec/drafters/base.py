@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.cache.layer import LayerCache
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.drafters.topology import Topology
 from jaxspec.errors import UnsupportedError
@@ -158,16 +159,16 @@ class Drafter(abc.ABC):
     @abc.abstractmethod
     def propose(
         self, params: Params, cache: PagedKVCache, history: History, choose: Choose
-    ) -> tuple[Proposal, tuple[jax.Array, ...]]:
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         """-> (proposal, the draft's pages after its passes)."""
 
     def grow(
         self, params: Params, cache: PagedKVCache, history: History, shape: Any, rank: Rank
-    ) -> tuple[Proposal, Any, tuple[jax.Array, ...]]:
+    ) -> tuple[Proposal, Any, tuple[LayerCache, ...]]:
         """As `propose`, and between the two the tree of `shape` that is kept (`jaxspec.drafters.tree.Kept`), of a
         drafter that is not independent."""
         raise UnsupportedError(f"{type(self).__name__} grows no trees: drop the tree options")
 
-    def prefill(self, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[jax.Array, ...]:
+    def prefill(self, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
         """The chunk into the draft's pages, the target's features of it being there; returns the pages."""
         return cache.draft

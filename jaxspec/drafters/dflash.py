@@ -16,24 +16,27 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.cache import features
+from jaxspec.cache.layer import LayerCache
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, lender
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import RARE, Found, Reading
 from jaxspec.errors import UnsupportedError
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Layer, bind, module, ropes_of
+from jaxspec.models.backend import Backend
+from jaxspec.models.decoder import Layer, bind, module
+from jaxspec.models.draft_spec import DraftSpec, HeadConfig, draft_spec
 from jaxspec.models.families import layer_names
 from jaxspec.models.head import Head, product
-from jaxspec.models.layers import Backend, Rows
+from jaxspec.models.mixers.attention import rotary_tables
 from jaxspec.models.paged import PagedModel, places
 from jaxspec.models.parameters import declare
+from jaxspec.models.rows import Rows
 from jaxspec.sampling.rng import take_row
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.tree import packed
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(HeadConfig):
     """taps: the layers of the target whose input it reads; target_width: of these. block_size: the longest block that
     it was trained for, the pending token included. from_pending: the pending token's own place makes a draft too."""
 
@@ -43,17 +46,10 @@ class Config(ModelConfig):
     from_pending: bool = False
     has_head: bool = False  # of its own, over some of the target's ids; else the target's is used
 
-    method = "dflash"
-    features_from = ("fc",)
-    max_drafts = property(lambda self: self.block_size - (not self.from_pending))
-
     @property
-    def borrows_head(self) -> bool:
-        return not self.has_head
-
-    @property
-    def features_width(self) -> int:
-        return self.width
+    def spec(self) -> DraftSpec:
+        most = self.block_size - (not self.from_pending)
+        return DraftSpec("dflash", self.width, self.taps, ("fc",), borrows_head=not self.has_head, max_drafts=most)
 
 
 class DFlashHead(Head):
@@ -75,13 +71,14 @@ class DFlashHead(Head):
     def __call__(self, x, past, pages, rows: Rows, backend: Backend):
         """x [B,T,E], the block; past [B,W,E], features of positions that the pages lack; rows: of both, past first, and
         the tree of the block -> (hidden [B,T,E], pages). T may be 0."""
-        c, ropes, written, count = self.config, ropes_of(self.config, rows, backend), [], x.shape[1]
+        c, written, count = self.config, [], x.shape[1]
+        ropes = rotary_tables(c.layers, rows, backend)
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             norm = layer.input_norm[...]
             if not count:  # or a GPU's compiler, as all layers read the same, first puts their matrices side by side
                 past, norm = lax.optimization_barrier((past, norm))
             both = jnp.concatenate([past, rms_norm(norm, x, c.norm_eps)], axis=1)
-            mixed, layer_pages = layer.attention(both, both, layer_pages, rows, ropes, backend, num_queries=count)
+            mixed, layer_pages = layer.mix(both, both, layer_pages, None, rows, ropes, backend, num_queries=count)
             written.append(layer_pages)
             if count:
                 x, _ = layer.feed_forward(x, mixed, backend)
@@ -106,7 +103,7 @@ class Block(NamedTuple):
     pending: jax.Array
     wanted: jax.Array
     draft_len: jax.Array
-    pages: tuple[jax.Array, ...]
+    pages: tuple[LayerCache, ...]
 
     @property
     def logits(self) -> Any:
@@ -128,11 +125,11 @@ class DFlash(Drafter):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self.model.config.taps
+        return draft_spec(self.model.config).taps
 
     @property
     def features_width(self) -> int:
-        return self.model.config.features_width
+        return draft_spec(self.model.config).features_width
 
     def features(self, params, hidden, tapped):
         return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)

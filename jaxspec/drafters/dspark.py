@@ -24,6 +24,7 @@ from jaxspec.drafters.tree import Nodes, Shape, grown
 from jaxspec.errors import UnsupportedError
 from jaxspec.models import families
 from jaxspec.models.decoder import module
+from jaxspec.models.draft_spec import DraftSpec
 from jaxspec.models.head import product, whole
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
@@ -45,7 +46,9 @@ class Config(dflash.Config):
     markov_kind: str = "vanilla"
     markov_table: bool = True
 
-    method = "dspark"
+    @property
+    def spec(self) -> DraftSpec:
+        return dataclasses.replace(super().spec, method="dspark")
 
 
 class Markov(nnx.Module):

@@ -14,8 +14,8 @@ from flax import nnx
 
 from jaxspec.drafters.feature_chain import FeatureChain
 from jaxspec.drafters.heads import Found, Reading
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, module, through
+from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import layer_names
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
@@ -23,21 +23,15 @@ from jaxspec.models.parameters import declare
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(HeadConfig):
     """bias: whether fc has one; has_head: whether there is a head of its own, else the target's is used."""
 
     bias: bool = True
     has_head: bool = False
 
-    method = "eagle"
-
     @property
-    def borrows_head(self) -> bool:
-        return not self.has_head
-
-    @property
-    def features_width(self) -> int:
-        return self.width
+    def spec(self) -> DraftSpec:
+        return DraftSpec("eagle", self.width, borrows_head=not self.has_head)
 
 
 class EagleHead(Head):

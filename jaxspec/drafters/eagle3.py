@@ -16,8 +16,8 @@ from jaxspec.drafters.draft_model import in_parallel
 from jaxspec.drafters.feature_chain import FeatureBlock, FeatureChain
 from jaxspec.drafters.heads import RARE, Found, Reading
 from jaxspec.errors import UnsupportedError, UserError
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, module, through
+from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import Place, layer_names
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
@@ -27,7 +27,7 @@ from pallas_kernels.plain import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(HeadConfig):
     """taps: the layers of the target whose input it reads; target_width: of these.
     norm_before_fc, norm_taps: a norm of all taps together, or of each.
     norm_before_residual: the residual stream starts from the normed features.
@@ -44,16 +44,9 @@ class Config(ModelConfig):
     has_table: bool = False
     has_head: bool = True
 
-    method = "eagle3"
-    features_from = ("fc",)
-
     @property
-    def borrows_head(self) -> bool:
-        return not self.has_head
-
-    @property
-    def features_width(self) -> int:
-        return self.width
+    def spec(self) -> DraftSpec:
+        return DraftSpec("eagle3", self.width, self.taps, ("fc",), borrows_head=not self.has_head)
 
 
 class Eagle3Head(Head):

@@ -21,6 +21,7 @@ from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Ran
 from jaxspec.drafters.chain import Step, at_once, chain
 from jaxspec.drafters.tree import Nodes, Shape, grown, nodes_at
 from jaxspec.models.decoder import bind
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
 
@@ -46,11 +47,11 @@ class FeatureChain(Drafter):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self.model.config.taps
+        return draft_spec(self.model.config).taps
 
     @property
     def features_width(self) -> int:
-        return self.model.config.features_width
+        return draft_spec(self.model.config).features_width
 
     def features(self, params, hidden, tapped):
         return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)

@@ -15,6 +15,7 @@ from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank, lend
 from jaxspec.drafters.chain import Step
 from jaxspec.drafters.tree import Nodes, Shape, grown
 from jaxspec.models.decoder import bind
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
 
@@ -28,7 +29,7 @@ class LastFeature(Drafter):
 
     @property
     def features_width(self) -> int:
-        return self.model.config.features_width
+        return draft_spec(self.model.config).features_width
 
     @property
     def passes(self) -> float:

@@ -20,8 +20,8 @@ from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import Found, Reading
 from jaxspec.drafters.last_feature import LastFeature
 from jaxspec.errors import UserError
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import module
+from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import Place
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
@@ -29,7 +29,7 @@ from jaxspec.models.parameters import declare
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(HeadConfig):
     """num_drafts: heads; depth: blocks of each; bias: whether these have one; has_head: whether each has a matrix of
     logits of its own, else the target's is used; one_head: whether all have the same."""
 
@@ -38,17 +38,11 @@ class Config(ModelConfig):
     bias: bool = True
     has_head: bool = True
 
-    method = "medusa"
-    cached_layers = 0
-    max_drafts = property(lambda self: self.num_drafts)
+    cached_layers = ()
 
     @property
-    def borrows_head(self) -> bool:
-        return not self.has_head
-
-    @property
-    def features_width(self) -> int:
-        return self.width
+    def spec(self) -> DraftSpec:
+        return DraftSpec("medusa", self.width, borrows_head=not self.has_head, max_drafts=self.num_drafts)
 
 
 class MedusaHead(Head):

@@ -15,8 +15,8 @@ from flax import nnx
 
 from jaxspec.drafters.heads import Found, Reading
 from jaxspec.drafters.last_feature import LastFeature
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import module
+from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(HeadConfig):
     """target_width: of the target; num_drafts: tokens that it predicts; tied_steps: all share a table, a norm, a head
     and, but for the first, a projection; scale_input: the target's state is normed first. width is the inner one."""
 
@@ -36,13 +36,11 @@ class Config(ModelConfig):
     tied_steps: bool = False
     scale_input: bool = False
 
-    method = "mlp_speculator"
-    cached_layers = 0
-    max_drafts = property(lambda self: self.num_drafts)
+    cached_layers = ()
 
     @property
-    def features_width(self) -> int:
-        return self.target_width
+    def spec(self) -> DraftSpec:
+        return DraftSpec("mlp_speculator", self.target_width, max_drafts=self.num_drafts)
 
 
 class Step(Head):

@@ -17,8 +17,8 @@ from flax import nnx
 from jaxspec.drafters.feature_chain import FeatureChain
 from jaxspec.drafters.heads import Found, Reading
 from jaxspec.errors import UserError
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Layer, module, through
+from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import FAMILIES, Place, layer_names
 from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
@@ -27,7 +27,7 @@ from pallas_kernels.plain import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(HeadConfig):
     """hidden_first: the target's hidden state goes before the token's embedding, not after it; last_norm: it is read
     after the target's last norm; target_layers: how many layers the target has; layers_there: how many for this are in
     the checkpoint, of which the first is used."""
@@ -37,16 +37,10 @@ class Config(ModelConfig):
     target_layers: int = 0
     layers_there: int = 1
 
-    method = "mtp"
-    borrows_head = True
-
     @property
-    def taps(self) -> tuple[int, ...]:
-        return () if self.last_norm else (self.target_layers,)
-
-    @property
-    def features_width(self) -> int:
-        return self.width
+    def spec(self) -> DraftSpec:
+        taps = () if self.last_norm else (self.target_layers,)
+        return DraftSpec("mtp", self.width, taps, borrows_head=True)
 
 
 class MtpHead(nnx.Module):

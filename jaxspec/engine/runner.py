@@ -24,6 +24,7 @@ from jaxspec.decode.state import DecodeConfig
 from jaxspec.engine import setup
 from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import Params, parameters
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.storage import stored_for
 from jaxspec.parallel.peers import Peers
 from jaxspec.parallel.placement import Placement
@@ -45,13 +46,13 @@ def wait(result: Packed) -> None:
 def lent(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
     """Of the target's tables those that a head beside it reads, in a copy that lies as the draft does; none where the
     two lie alike."""
-    if "draft" not in models or not models["draft"].config.features_width:
+    if not setup.features_width(models):
         return {}
     target, draft = models["target"], models["draft"].config
     if places["draft"].degree == places["target"].degree:
         return {}
     tables = () if getattr(draft, "has_table", False) else ("embed", "embed_in")
-    wanted = lambda name, p: name in tables or (p.head and draft.borrows_head)
+    wanted = lambda name, p: name in tables or (p.head and draft_spec(draft).borrows_head)
     return {
         name: jax.device_put(target.params[name], places["draft"].of_parameter(p.axes, p.shape))
         for name, p in parameters(target.config).items()
@@ -80,7 +81,7 @@ class Runner:
             self.use(name, model.params)
         if tables := lent(models, setup.placements(models, placement)):
             self.params["lent"] = tables
-        self.layouts = setup.cache_layouts(paged)
+        self.layouts = setup.cache_layouts(paged, models["target"].dtype)
         self.cache = self.empty_cache()
         self.drafters = setup.drafters(speculative, paged)
         drafter = self.drafters[max(self.drafters)]

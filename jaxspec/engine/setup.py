@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import CacheLayout, FeatureLayout, cache_layout
+from jaxspec.cache.pages import CacheLayout, cache_layout, features_layout
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
@@ -16,12 +16,14 @@ from jaxspec.drafters.tree import Shape, Tree
 from jaxspec.engine.batch import ChunkShape
 from jaxspec.engine.catalogue import Closed, Open
 from jaxspec.errors import UserError
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import compute_dtype, weight_bytes
-from jaxspec.models.layers import Backend
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel
+from jaxspec.models.sharding import check_divides
 from jaxspec.models.storage import stored_for
-from jaxspec.parallel.placement import Placement, check_divides
+from jaxspec.parallel.placement import Placement
 from jaxspec.platforms import facts
 from pallas_kernels.device import Device
 from pallas_kernels.paged_attention import OP as PAGED_ATTENTION
@@ -56,7 +58,7 @@ def paged_models(
     places = placements(models, placement)
     for name, model in models.items():
         check_divides(model.config, places[name].degree, of_draft=name == "draft")
-        if model.config.num_kv_heads % places[name].degree:
+        if any(layer.num_kv_heads % places[name].degree for layer in model.config.layers):
             raise RuntimeError(f"the {name} was loaded for fewer than {places[name].degree} devices")
     layouts = page_layouts(models, config, speculative, places, device.platform, longest)
     return {
@@ -97,9 +99,10 @@ def page_layouts(
 
     pages = config.num_pages
     if pages is None:
-        each: list[tuple[str, CacheLayout | FeatureLayout]] = [(name, layout(m, 1)) for name, m in models.items()]
+        each = [(name, layout(m, 1)) for name, m in models.items()]
         if width := features_width(models):
-            each.append(("draft", FeatureLayout(width, page_size, 1, models["target"].dtype)))
+            dtype = models["target"].dtype
+            each.append(("draft", features_layout(width, page_size=page_size, num_pages=1, dtype=dtype)))
         page_bytes = [layout.stored_bytes(places[name].degree, platform) for name, layout in each]
         temporary = temporary_bytes(models, config, speculative, platform)
         memory = budget.free_memory(places["target"].first_device, config.memory_utilization, temporary)
@@ -109,17 +112,18 @@ def page_layouts(
     return {name: layout(model, pages) for name, model in models.items()}
 
 
-def features_width(models: Mapping[str, Model]) -> int:
+def features_width(models: Mapping[str, Model] | Mapping[str, PagedModel]) -> int:
     """M, of what the draft keeps of each of the target's positions; 0: it reads nothing of them."""
-    return models["draft"].config.features_width if "draft" in models else 0
+    return draft_spec(models["draft"].config).features_width if "draft" in models else 0
 
 
-def cache_layouts(paged: Mapping[str, PagedModel]) -> dict[str, CacheLayout | FeatureLayout]:
-    """Of each part of a PagedKVCache that there is."""
-    layouts: dict[str, CacheLayout | FeatureLayout] = {name: model.layout for name, model in paged.items()}
-    if "draft" in paged and (width := paged["draft"].config.features_width):
+def cache_layouts(paged: Mapping[str, PagedModel], dtype: Any) -> dict[str, CacheLayout]:
+    """Return the layout of each part of a PagedKVCache that there is. dtype: of the target's features."""
+    layouts = {name: model.layout for name, model in paged.items()}
+    if width := features_width(paged):
         target = paged["target"].layout
-        layouts["features"] = FeatureLayout(width, target.page_size, target.num_pages, target.dtype)
+        sizes = {"page_size": target.page_size, "num_pages": target.num_pages}
+        layouts["features"] = features_layout(width, **sizes, dtype=dtype)
     return layouts
 
 
@@ -162,7 +166,8 @@ def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative:
     logits in float32, and the activations of a prefill chunk."""
     drafts = speculative.num_speculative_tokens if speculative else 0
     logits = 6 * config.max_num_seqs * (drafts + 1) * models["target"].config.vocab_size * 4
-    widest = max(4 * m.config.mlp_width + 8 * m.config.width + 2 * m.config.qkv_width for m in models.values())
+    sizes = [(m.config.width, layer) for m in models.values() for layer in m.config.layers]
+    widest = max(4 * layer.mlp_width + 8 * width + 2 * layer.qkv_width for width, layer in sizes)
     chunk = chunk_shape(config, platform)
     return logits + chunk.rows * chunk.width * widest * 4
 
@@ -179,13 +184,13 @@ def ks(speculative: Speculation) -> tuple[int, ...]:
 
 
 def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k: int) -> Drafter:
-    own = models["draft"].config.method if "draft" in models else None
+    own = draft_spec(models["draft"].config).method if "draft" in models else None
     looks_up, method = methods.split(speculative.method or own or "draft_model")
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
         raise UserError(f"method={method!r} needs the parameters of such a draft, {found} is given")
     most = speculative.tree_depth or max(speculative.num_speculative_tokens, k)
-    limit = models["draft"].config.max_drafts if "draft" in models else None
+    limit = draft_spec(models["draft"].config).max_drafts if "draft" in models else None
     if limit is not None and most > limit:
         asked = "tree_depth" if speculative.tree else "num_speculative_tokens"
         raise UserError(f"{asked}={most}, but the draft proposes at most {limit} a round: lower it")
@@ -199,7 +204,7 @@ def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], metho
     """Of k drafts, by this method's drafter of as many as the tree is deep. Raises UserError where that grows none."""
     spec: Any = speculative
     width, depth, choices = spec.tree_width, spec.tree_depth, spec.tree_choices or ()
-    if any(window is not None and window <= depth for window in models["target"].config.windows):
+    if any(layer.window is not None and layer.window <= depth for layer in models["target"].config.layers):
         raise UserError(f"tree_depth={depth} reaches beyond a sliding window of the target: lower it")
     draft = method.drafter(depth, depth, models, speculative)
     if choices and not draft.independent:

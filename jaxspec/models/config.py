@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models import hf
 from jaxspec.models.families import FAMILIES, GGUF
-from jaxspec.models.limits import check_numbers, check_vocabulary, number, short, token_ids
+from jaxspec.models.layer_config import LayerConfig, mlp_block
+from jaxspec.models.limits import check_layer, check_numbers, check_vocabulary, number, short, token_ids
 from jaxspec.models.rope import PLAIN_ROPE, Rope, rope_tables
 
 # GGUF key, after the architecture's name, that changes what a model computes -> the only value that is supported.
@@ -34,7 +35,10 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.jso
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One decoder's shape and switches. Frozen and hashable: it is static in every compiled program."""
+    """The architecture of a decoder. Frozen and hashable: it is static in every compiled program.
+
+    per_layer: the layers, where they differ in more than windows; empty where all are as the fields say.
+    """
 
     family: str
     vocab_size: int
@@ -61,108 +65,43 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    # Of a draft. It proposes only so many ids, see Vocabulary in head.py; the last rare_vocab_size of these, which
-    # are rare, by way of rare_width channels. It reads ids in its target's table, which is embed_width wide.
+    # The head has logits for so many ids only (`Vocabulary` in head.py); those of the last rare_vocab_size of them, the
+    # rare ones, go through rare_width channels.
     reduced_vocab_size: int | None = None
     rare_vocab_size: int = 0
     rare_width: int = 0
-    embed_width: int | None = None
-    mask_id: int | None = None  # of a draft that fills all places at once: what stands in them
-    kv_copies: int = 1  # that G counts of each key-value head of the files, see copied_for
+    embed_width: int | None = None  # of the table, which is then another model's
+    mask_id: int | None = None  # the id that stands in places to be filled all at once
+    per_layer: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if self.family not in tuple(FAMILIES):  # what a file says need not be hashable
             raise UnsupportedError(f"architecture {short(self.family)}: jaxspec reads {', '.join(FAMILIES)}")
         check_numbers(self)
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key-value heads")
-        if self.num_kv_heads % self.kv_copies:
-            raise UserError(f"num_kv_heads={self.num_kv_heads} are no kv_copies={self.kv_copies} of each")
-        if self.head_dim % 2:
-            raise UserError(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
         if len(self.windows) != self.num_layers:
             raise UserError(f"{len(self.windows)} sliding windows for {self.num_layers} layers: one a layer is needed")
+        if len(self.per_layer) not in (0, self.num_layers):
+            raise UserError(f"{len(self.per_layer)} layers are described, num_layers={self.num_layers}: all are needed")
+        for i, layer in enumerate(self.layers):
+            check_layer(i, layer, self.layers)
         check_vocabulary(self)
         if self.query_scale == 0.0:
             object.__setattr__(self, "query_scale", self.head_dim**-0.5)
 
     @property
-    def method(self) -> str:
-        """How it drafts, where it is a draft: a name of `jaxspec.drafters.methods`."""
-        return "draft_model"
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """What each layer is."""
+        return self.per_layer or layers_alike(self)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's layers whose input a head beside it reads: L is what goes into the last norm."""
-        return ()
-
-    @property
-    def max_drafts(self) -> int | None:
-        """The most that it can propose a round, None where nothing limits it."""
-        return None
-
-    @property
-    def features_from(self) -> tuple[str, ...]:
-        """The parameters that make these numbers, once a position; a pass reads the others."""
-        return ()
-
-    @property
-    def cut_sizes(self) -> dict[str, int]:
-        """What a degree of tensor parallelism has to divide, by name."""
-        block, width = self.merged["gate_up"]["gate"], self.features_width
-        sizes = {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
-        sizes |= {f"intermediate_size / {block}": self.mlp_width // block}
-        return sizes | ({"the features of a position": width} if width else {})
-
-    def copied_for(self, degree: int) -> ModelConfig:
-        """The same model for so many devices: where it has fewer key-value heads, each counts as often as it takes for
-        a device to have one, with its share of the query heads. Heads beside a target have no copies."""
-        own = self.num_kv_heads // self.kv_copies
-        few = self.method == "draft_model" and degree % own == 0 == self.num_heads % degree
-        copies = degree // own if few else 1
-        return dataclasses.replace(self, num_kv_heads=own * copies, kv_copies=copies)
-
-    @property
-    def borrows_head(self) -> bool:
-        """Whether its logits are made by its target's head."""
-        return False
-
-    @property
-    def cached_layers(self) -> int:
-        """How many layers have keys and values."""
-        return self.num_layers
-
-    @property
-    def features_width(self) -> int:
-        """M, of a head beside a target: the numbers that it keeps of each of the target's positions."""
-        return 0
-
-    @property
-    def heads_per_group(self) -> int:
-        return self.num_heads // self.num_kv_heads
+    def cached_layers(self) -> tuple[LayerConfig, ...]:
+        """The layers that remember something of a row: those that do not share another's keys and values."""
+        return tuple(layer for layer in self.layers if layer.shares is None)
 
     @property
     def head_size(self) -> int:
         """How many ids have logits."""
         return self.reduced_vocab_size or self.vocab_size
-
-    @property
-    def qkv_width(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    @property
-    def merged(self) -> dict[str, dict[str, int]]:
-        """Merged product -> part -> columns of that part in each group of columns.
-
-        Columns are grouped, not laid side by side, so that any tensor parallelism that divides the number of groups
-        cuts each shard's own columns of every part: qkv by key-value head, gate_up by blocks. A block is as wide as a
-        TPU's lanes, 128, or as narrow as it takes to give each of up to eight shards as many.
-        """
-        qkv = {"q": self.heads_per_group * self.head_dim, "k": self.head_dim, "v": self.head_dim}
-        shards = min(self.num_kv_heads, 8) if self.kv_copies == 1 else self.num_kv_heads
-        widths = [2**i for i in range(7, -1, -1) if self.mlp_width % (2**i * shards) == 0]
-        block = widths[0] if widths else math.gcd(self.mlp_width, 128)
-        return {"qkv": qkv, "qkv_bias": qkv, "gate_up": {"gate": block, "up": block}}
 
     @staticmethod
     def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,10 +244,35 @@ class ModelConfig:
 
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
         fields |= {key: rope(raw[key]) for key in ("rope", "local_rope") if key in raw}
-        for key in ("windows", "eos_ids"):
+        if fields.pop("kv_copies", 1) != 1:  # a field of earlier versions
+            raise UserError("kv_copies: a model whose key-value heads are copied is no checkpoint: convert it again")
+        if "per_layer" in raw:
+            fields["per_layer"] = tuple(
+                LayerConfig(**layer | {"rope": rope(layer.get("rope"))}) for layer in raw["per_layer"]
+            )
+        for key in ("windows", "eos_ids", "per_layer"):
             if not isinstance(fields.get(key, ()), tuple):
                 raise UserError(f"{key}={short(raw[key])} must be a list")
         try:
             return cls(**fields)
         except TypeError as error:
             raise UserError(f"model configuration: {error}: was it written by another version?") from None
+
+
+@functools.cache
+def layers_alike(config: ModelConfig) -> tuple[LayerConfig, ...]:
+    """Return the layers of a model whose layers differ in windows only."""
+    c, block = config, mlp_block(config.mlp_width, min(config.num_kv_heads, 8))
+    return tuple(
+        LayerConfig(
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            mlp_width=c.mlp_width,
+            mlp_block=block,
+            window=window,
+            rope=c.local_rope if window and c.local_rope else c.rope,
+            query_scale=c.query_scale or c.head_dim**-0.5,
+        )
+        for window in c.windows
+    )

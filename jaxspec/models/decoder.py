@@ -17,104 +17,74 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.models.config import ModelConfig, Rope
+from jaxspec.models.backend import Backend
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.head import Head, product
-from jaxspec.models.layers import Backend, Rows, attend, attend_densely, rotary_tables, second_half
+from jaxspec.models.mixers import MIXERS
+from jaxspec.models.mixers.attention import rotary_tables
+from jaxspec.models.mlps import MLPS
 from jaxspec.models.parameters import Parameter, declare
+from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.plain import rms_norm
-from pallas_kernels.streamed import once
 from pallas_kernels.weights import nbytes
 
 Params = Mapping[str, Any]  # name -> array, or a Weight of pallas_kernels.weights
 
 
 class Layer(nnx.Module):
-    """One transformer block. entry: the width of what it reads, where that is not x but comes to it normed already."""
+    """One layer: a mixer and an MLP, as its LayerConfig names them.
+
+    entry: the width of what it reads, where that is not x but comes to it normed already.
+    """
+
+    input_norm: Any
+    qkv: Any
 
     def __init__(self, config: ModelConfig, index: int, dtype: Any, entry: int | None = None) -> None:
-        c = config
-        matrix, norm = declare("matrix", dtype), declare("norm")
-        self.config, self.window = c, c.windows[index]
-        self.input_norm: Any = None if entry else norm(c.width)
-        self.qkv = matrix(entry or c.width, c.qkv_width, axes=(None, "heads"), parts=c.merged["qkv"])
-        if c.qkv_bias:
-            self.qkv_bias = declare("bias", dtype)(c.qkv_width, axes=("heads",), parts=c.merged["qkv"])
-        if c.qk_norm:
-            self.q_norm, self.k_norm = norm(c.head_dim), norm(c.head_dim)
-        self.out = matrix(c.num_heads * c.head_dim, c.width, axes=("heads", None))
-        if c.sandwich_norm:
-            self.post_attention_norm, self.post_mlp_norm = norm(c.width), norm(c.width)
-        self.mlp_norm = norm(c.width)
-        self.gate_up = matrix(c.width, 2 * c.mlp_width, axes=(None, "mlp"), parts=c.merged["gate_up"])
-        self.down = matrix(c.mlp_width, c.width, axes=("mlp", None))
+        self.config, self.own = config, config.layers[index]
+        MIXERS[self.own.mixer].declare(self, config, self.own, dtype, entry)
+        MLPS[self.own.mlp].declare(self, config, self.own, dtype)
 
-    def attention(self, x, normed, pages, rows: Rows, ropes, backend: Backend, **few: int):
-        """The first half: x [B,T,E] -> ([B,T,H*D], pages). normed: x by this layer's norm, or None. few: num_queries,
-        as in `self_attention`, of a pass over pages."""
-        c = self.config
-        used = {"qkv": self.qkv, "next_out": self.out}
-        if self.input_norm is not None:
-            used["norm"] = self.input_norm
-        if c.qkv_bias:
-            used["bias"] = self.qkv_bias
-        if c.qk_norm:
-            used |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
-        weights = {name: parameter[...] for name, parameter in used.items()}
-        axes = {name: parameter.declared.axes for name, parameter in used.items()}
-        if normed is not None:
-            weights["normed"] = normed
-        tables = ropes[c.local_rope if self.window and c.local_rope else c.rope]
-        options: dict[str, Any] = {
-            "eps": c.norm_eps,
-            "scale": c.query_scale,
-            "window": self.window,
-            "soft_cap": c.soft_cap,
-        }
-        if pages is None:
-            return attend_densely(x, weights, tables, backend, num_kv_heads=c.num_kv_heads, **options), None
-        return attend(x, weights, axes, pages, rows, tables, backend, **options, **few)
+    def mix(self, x, normed, memory, read, rows: Rows, ropes, backend: Backend, **options: Any):
+        """Compute the first half: x [B,T,E] -> (mixed [B,T,_], what the layer remembers)."""
+        return MIXERS[self.own.mixer].mix(self, x, normed, memory, read, rows, ropes, backend, **options)
 
-    def feed_forward(self, x, mixed, backend: Backend, **following: jax.Array):
-        """The second half: x [B,T,E], mixed [B,T,H*D] -> (x, the same by next_norm or None). following: next_norm and
-        next_qkv, of the next layer; after the last there is the model's norm."""
-        c = self.config
-        own = {"out": self.out, "gate_up": self.gate_up, "down": self.down, "norm": self.mlp_norm}
-        if c.sandwich_norm:
-            own |= {name: getattr(self, name) for name in ("post_attention_norm", "post_mlp_norm")}
-        weights = {name: parameter[...] for name, parameter in own.items()} | following
-        axes = {name: parameter.declared.axes for name, parameter in own.items()} | {"next_qkv": self.qkv.declared.axes}
-        options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": c.merged["gate_up"]["gate"]}
-        return second_half(x, mixed, weights, axes, backend, **options)
+    def feed_forward(self, x, mixed, backend: Backend, **following: Any):
+        """Compute the second half: x [B,T,E], mixed -> (x, the same by next_norm or None)."""
+        return MLPS[self.own.mlp].feed_forward(self, x, mixed, backend, **following)
 
 
-def ropes_of(c: ModelConfig, rows: Rows, backend: Backend) -> dict[Rope, tuple[jax.Array, jax.Array]]:
-    """Rotary tables of these rows, one of each base that a layer asks for."""
-    tables = functools.partial(once, rotary_tables) if backend.streams else rotary_tables
-    return {r: tables(r, c.head_dim, rows.positions) for r in {c.rope, c.local_rope} if r is not None}
+def through(layers: Sequence[Layer], x, cache, rows: Rows, backend: Backend, *, norm=None, entry=None):
+    """Pass x [B,T,E] through these layers -> (x, the same by `norm`, cache, what entered each layer and left the last).
 
-
-def through(layers: Sequence[Layer], x, pages, rows: Rows, backend: Backend, *, norm=None, entry=None):
-    """x [B,T,E] through these layers -> (x, the same by `norm`, pages, what entered each layer and left the last).
-
-    norm: of what comes after, or None. entry: what the first one attends with in x's place, normed already, or None.
+    cache: what each layer with keys and values of its own remembers, in their order; None for each without a cache.
+    norm: of what comes after, or None.
+    entry: what the first layer attends with in x's place, normed already, or None.
     """
-    ropes, eps = ropes_of(layers[0].config, rows, backend), layers[0].config.norm_eps
-    following: list[dict[str, Any]] = [
-        {"next_norm": layer.input_norm[...], "next_qkv": layer.qkv[...]} for layer in layers[1:]
-    ]
-    following.append({} if norm is None else {"next_norm": norm})
-    normed, written, passed = entry, [], [x]
-    for i, (layer, layer_pages, ahead) in enumerate(zip(layers, pages, following, strict=True)):
+    eps, ropes = layers[0].config.norm_eps, rotary_tables([layer.own for layer in layers], rows, backend)
+    following = [ahead(layer) for layer in layers[1:]] + [{} if norm is None else {"next_norm": norm}]
+    memories: list[Any] = []
+    passed, normed, remaining = [x], entry, iter(cache)
+    for i, (layer, after) in enumerate(zip(layers, following, strict=True)):
         attending = x if i or entry is None else entry
-        mixed, layer_pages = layer.attention(attending, normed, layer_pages, rows, ropes, backend)
-        x, normed = layer.feed_forward(x, mixed, backend, **ahead)
-        written.append(layer_pages)
+        shares = layer.own.shares
+        memory, read = (next(remaining), None) if shares is None else (None, memories[shares])
+        mixed, memory = layer.mix(attending, normed, memory, read, rows, ropes, backend)
+        x, normed = layer.feed_forward(x, mixed, backend, **after)
+        memories.append(memory)
         passed.append(x)
     if norm is not None and normed is None:
         normed = rms_norm(norm, x, eps)
+    written = (memory for layer, memory in zip(layers, memories, strict=True) if layer.own.shares is None)
     return x, normed, tuple(written), passed
+
+
+def ahead(layer: Layer) -> dict[str, Any]:
+    """Return what the layer before can read ahead: its norm, and the matrix of its first product where it is merged."""
+    found: dict[str, Any] = {"next_norm": layer.input_norm[...]}
+    return found | ({"next_qkv": layer.qkv[...]} if hasattr(layer, "qkv") else {})
 
 
 class Decoder(Head):
@@ -131,15 +101,15 @@ class Decoder(Head):
         self.norm = declare("norm")(c.width)
         self.declare_head(c, dtype)
 
-    def __call__(self, tokens, pages, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
-        """tokens i32[B,T] -> (hidden [B,T,E] by the last norm, pages, what goes into the layers `taps`, in that order;
-        L names what goes into the last norm).
+    def __call__(self, tokens, cache, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
+        """Pass tokens i32[B,T] through -> (hidden [B,T,E] by the last norm, cache, the inputs of the layers `taps`, in
+        that order; L names the input of the last norm).
 
-        pages: of each layer, or None for a pass without a cache.
+        cache: as in `through`.
         """
-        x = self.embedded(tokens, backend, differentiable=None in pages)
-        _, hidden, pages, passed = through(list(self.layers), x, pages, rows, backend, norm=self.norm[...])
-        return hidden, pages, tuple(passed[i] for i in taps)
+        x = self.embedded(tokens, backend, differentiable=None in cache)
+        _, hidden, cache, passed = through(list(self.layers), x, cache, rows, backend, norm=self.norm[...])
+        return hidden, cache, tuple(passed[i] for i in taps)
 
     def embedded(self, tokens, backend: Backend, *, differentiable: bool = False):
         """tokens i32[B,T] -> x [B,T,E] that enters the first layer."""
@@ -180,17 +150,17 @@ def compute_dtype(params: Params) -> Any:
     return jnp.result_type(*(x.dtype for x in params.values() if len(x.shape) > 1))
 
 
+def no_cache(config: ModelConfig) -> tuple[None, ...]:
+    """Return what stands in the cache's place in a pass without one."""
+    return (None,) * len(config.cached_layers)
+
+
 def whole(config: ModelConfig, params: Params, tokens: jax.Array, backend: Backend) -> tuple[Decoder, jax.Array]:
     """A causal pass over whole rows without a cache, for training: tokens i32[B,T], rows from position 0 ->
     (the bound decoder, hidden [B,T,E])."""
     decoder = bind(config, params)
-    hidden, _, _ = decoder(tokens, (None,) * config.num_layers, whole_rows(*tokens.shape), backend)
+    hidden, _, _ = decoder(tokens, no_cache(config), whole_rows(*tokens.shape), backend)
     return decoder, hidden
-
-
-def whole_rows(count: int, length: int) -> Rows:
-    """So many rows of so many tokens, from position 0, without a cache."""
-    return Rows(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (count, length)))
 
 
 def parameters(config: ModelConfig, dtype: Any = "float32") -> dict[str, Parameter]:

@@ -11,8 +11,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.layers import Backend
 from jaxspec.models.parameters import declare
 from jaxspec.parallel.placement import per_shard
 from jaxspec.shapes import Array, Float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.errors import UserError
@@ -35,7 +36,6 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "rare_width": (int, 0, 2**20),
     "embed_width": (int, 1, 2**20),
     "mask_id": (int, 0, INT32),
-    "kv_copies": (int, 1, 2**16),
 }
 OPTIONAL = (
     "window",
@@ -74,12 +74,17 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def check_numbers(config: Any) -> None:
-    """Every number of a ModelConfig, and that what is a flag is one."""
+def check_fields(config: Any, of: str = "") -> None:
+    """Raise UserError for a field that LIMITS know and do not allow. of: what stands behind its name."""
     for name in LIMITS.keys() & vars(config).keys():
         value = getattr(config, name)
         if value is not None or name not in OPTIONAL:
-            number(name, value)
+            number(name, value, name + of)
+
+
+def check_numbers(config: Any) -> None:
+    """Every number of a ModelConfig, and that what is a flag is one."""
+    check_fields(config)
     for name in ("tied", "qkv_bias", "qk_norm", "sandwich_norm", "norm_plus_one"):
         if not isinstance(value := getattr(config, name), bool):
             raise UserError(f"{name}={short(value)} must be true or false")
@@ -100,6 +105,23 @@ def check_numbers(config: Any) -> None:
         if len(rope.factors) not in (0, config.head_dim // 2):
             raise UserError(
                 f"{len(rope.factors)} factors of rope for head_dim {config.head_dim}: {config.head_dim // 2} are needed"
+            )
+
+
+def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
+    """Raise UserError for a LayerConfig that no decoder can have."""
+    check_fields(layer, f" of layer {index}")
+    if layer.num_heads % layer.num_kv_heads:
+        raise UserError(f"{layer.num_heads} query heads do not divide among {layer.num_kv_heads} key-value heads")
+    if layer.head_dim % 2:
+        raise UserError(f"head_dim {layer.head_dim} is odd: rotary embedding needs pairs")
+    if layer.shares is not None:
+        read = layers[layer.shares] if 0 <= layer.shares < index else None
+        wanted = layer.num_kv_heads, layer.head_dim
+        if read is None or read.shares is not None or (read.num_kv_heads, read.head_dim) != wanted:
+            raise UserError(
+                f"layer {index} shares the keys and values of layer {layer.shares}: that must be an earlier layer with "
+                f"keys and values of its own, {wanted[0]} heads of {wanted[1]}"
             )
 
 

@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
+from jaxspec.cache.layer import Kept, LayerCache
 from jaxspec.cache.pages import CacheLayout
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Params, bind
-from jaxspec.models.layers import Backend, Rows
-from jaxspec.parallel.placement import per_shard
-from pallas_kernels.kv_write import kv_write
+from jaxspec.models.rows import Rows
 from pallas_kernels.slot_mapping import slot_mapping
 from pallas_kernels.tree import packed
 
@@ -43,7 +42,7 @@ class Pass(NamedTuple):
 
     decoder: Decoder
     hidden: jax.Array
-    pages: tuple[jax.Array, ...]
+    pages: tuple[LayerCache, ...]
     tapped: tuple[jax.Array, ...]
     slots: jax.Array
 
@@ -60,7 +59,7 @@ class PagedModel:
     def forward(
         self,
         params: Params,
-        pages: tuple[jax.Array, ...],
+        pages: tuple[LayerCache, ...],
         tokens: jax.Array,
         positions: jax.Array,
         masked: jax.Array,
@@ -103,21 +102,9 @@ class PagedModel:
             **self.backend.how(),
         )
 
-    def moved(
-        self, pages: tuple[jax.Array, ...], source: jax.Array, slots: jax.Array, block_table: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """pages with the keys and values of the positions source i32[B,T] at slots i32[B*T] too."""
-        size = self.layout.page_size
-        page = jnp.take_along_axis(block_table, jnp.clip(source, 0) // size, axis=1, mode="clip")
-        place = jnp.minimum(page, self.layout.num_pages - 1) * size + source % size
-
-        def shard(pages, place, slots):
-            kv = jnp.take(pages.reshape(-1, *pages.shape[2:]), place.reshape(-1), axis=0, mode="clip")
-            return kv_write(pages, kv, slots, **self.backend.how())
-
-        lies = self.backend.placement
-        run = shard if lies is None else per_shard(shard, lies, (lies.of_pages, P(), P()), lies.of_pages)
-        return tuple(run(layer, place, slots) for layer in pages)
+    def keep(self, cache: tuple[LayerCache, ...], kept: Kept) -> tuple[LayerCache, ...]:
+        """Return the caches of all layers after a pass of which only some tokens stay."""
+        return tuple(layer.keep(kept, self.backend) for layer in cache)
 
     def prefill(self, params, pages, tokens, start, length, block_table, *, taps: tuple[int, ...] = ()) -> Pass:
         """A prompt chunk: tokens i32[B,T] at positions start[b]..., of which length[b] are real. As `forward`."""

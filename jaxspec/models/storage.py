@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, compute_dtype, parameters
-from jaxspec.models.layers import Backend
 from jaxspec.models.parameters import Parameter
 from pallas_kernels.streamed import num_streams
 from pallas_kernels.weights import Weight

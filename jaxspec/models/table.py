@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.models.layers import Backend
+from jaxspec.models.backend import Backend
 from jaxspec.parallel.placement import per_shard
 from jaxspec.shapes import Array, Float, Int
 

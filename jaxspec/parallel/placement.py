@@ -148,25 +148,6 @@ def per_shard(fn: Callable, placement: Placement | None, in_specs: tuple, out_sp
     return jax.shard_map(fn, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def check_divides(config: Any, degree: int, *, most: int | None = None, of_draft: bool = False) -> None:
-    """config: a ModelConfig; most: the highest degree there could be, of a draft the target's.
-
-    Raises: UserError naming the size that this degree does not divide, and the degrees that would do.
-    """
-    if size := undivided(config, degree):
-        option = "draft_tensor_parallel_size" if of_draft else "tensor_parallel_size"
-        able = [d for d in range(1, (most or config.num_heads) + 1) if not undivided(config, d)]
-        if of_draft:  # what divides its own divides the target's
-            able = [d for d in able if (most or degree) % d == 0]
-        raise UserError(f"{option}={degree} does not divide {size}: use one of {', '.join(map(str, able))}")
-
-
-def undivided(config: Any, degree: int) -> str | None:
-    """The first size that this degree does not divide, key-value heads being copied where they are fewer."""
-    sizes = config.copied_for(degree).cut_sizes
-    return next((f"{name}={size}" for name, size in sizes.items() if size % degree), None)
-
-
 def device_name() -> str:
     """What this process computes on, in words."""
     device = jax.devices()[0]

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.models.decoder import bind, ropes_of, whole_rows
-from jaxspec.models.layers import Rows
+from jaxspec.models.decoder import bind
+from jaxspec.models.mixers.attention import rotary_tables
+from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.train.passes import Said, of_tokens_after, projected, read
 from pallas_kernels.plain import rms_norm
 
@@ -50,7 +51,7 @@ def one_pass(head, x, entry, seen: Sequence[Seen], rows: Rows, backend):
     c, normed = head.config, entry
     norms = [*(layer.input_norm[...] for layer in head.layers[1:]), head.norm[...]]
     for layer, known, norm in zip(head.layers, seen, norms, strict=True):
-        query, key, value = projected(layer, normed, ropes_of(c, rows, backend)[c.rope])
+        query, key, value = projected(layer, normed, rotary_tables(c.layers, rows, backend)[c.rope, c.head_dim])
         known.append((key, value))
         x, normed = layer.feed_forward(x, attend(query, known, c), backend, next_norm=norm)
         normed = rms_norm(norm, x, c.norm_eps) if normed is None else normed

@@ -16,8 +16,9 @@ from jax import lax
 from jaxspec.drafters.dflash import NAMES, Config
 from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind, ropes_of, whole_rows
-from jaxspec.models.layers import Rows
+from jaxspec.models.decoder import bind
+from jaxspec.models.mixers.attention import rotary_tables
+from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.train import build, saved
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import Said, fading, projected, read
@@ -90,7 +91,7 @@ def through_layers(head, x, past, block, backend):
     own = Rows(block.reshape(len(x), -1))
     before = whole_rows(*past.shape[:2])
     known = before.positions[:, None] < block[:, :, :1]  # [B,A,S]
-    at_block, at_past = ropes_of(c, own, backend)[c.rope], ropes_of(c, before, backend)[c.rope]
+    at_block, at_past = (rotary_tables(c.layers, rows, backend)[c.rope, c.head_dim] for rows in (own, before))
     for layer in head.layers:
         query, key, value = projected(layer, rms_norm(layer.input_norm[...], x, c.norm_eps), at_block)
         _, old_key, old_value = projected(layer, past, at_past)

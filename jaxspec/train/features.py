@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.engine.setup import Model
-from jaxspec.models.layers import Backend
+from jaxspec.models.backend import Backend
 from jaxspec.parallel.placement import Placement
 from jaxspec.train.data import Rows
 from jaxspec.train.kept import digest

@@ -11,6 +11,7 @@ import numpy as np
 from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
 from jaxspec.models.decoder import parameters
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.train import build, methods
 from jaxspec.train.options import TrainOptions
 
@@ -22,8 +23,8 @@ def begun(draft: Model, target: Model, options: TrainOptions, counts: np.ndarray
     """The draft of `options.init_from`, in float32, as deep as is asked for; counts as `methods` has them. Raises
     UserError where it is for another method or target, and for options that ask for another shape."""
     given, c, method = f"--init-from {options.init_from}", draft.config, methods.implementation(options.method)
-    if c.method != options.method:
-        raise UserError(f"{given} is a draft of the method {c.method}: give --method {c.method}")
+    if (made_for := draft_spec(c).method) != options.method:
+        raise UserError(f"{given} is a draft of the method {made_for}: give --method {made_for}")
     if c.vocab_size != target.config.vocab_size:
         raise UserError(f"{given} is a draft for {c.vocab_size} ids, the target has {target.config.vocab_size}")
     shape = {option: value for option, value in shape_of(draft).items() if option in method.TAKES}
@@ -45,7 +46,7 @@ def shape_of(draft: Model) -> dict[str, Any]:
     fields = build.SHAPE | {name: name for name in build.OF_HEADS if hasattr(c, name)}
     if hasattr(c, "depth"):  # of heads that have no layers
         fields["layers"] = "depth"
-    if c.method != "draft_model":
+    if draft_spec(c).method != "draft_model":
         fields["vocab_size"] = "reduced_vocab_size"  # None: the target's way to ids
     shape = {option: getattr(c, name) for option, name in fields.items()}
     return shape if c.rare_vocab_size else shape | {"rare_width": None}

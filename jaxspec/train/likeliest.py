@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from jaxspec.engine.setup import Model
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind, whole
-from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import Placement
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.train.data import Rows, id_dtype

@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 
 from jaxspec.engine.setup import Model
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, bind, whole
-from jaxspec.models.layers import Backend
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.train import methods
 from jaxspec.train.passes import Said
@@ -126,7 +127,7 @@ def loss_sums(
     far as they are listed; count, how many they are.
     """
     draft_config, tokens, listed = configs[1], batch["tokens"], "ids" in batch
-    method = methods.implementation(draft_config.method)
+    method = methods.implementation(draft_spec(draft_config).method)
     says: Said = method.passes(configs, computed(draft, dtype), target, batch, backend, k)
     if listed:
         known = {name: batch[name] for name in ("ids", "log_p")}

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Decoder, Params, bind, whole_rows
-from jaxspec.models.layers import Backend
+from jaxspec.models.decoder import Decoder, Params, bind, no_cache
+from jaxspec.models.rows import whole_rows
 from jaxspec.shapes import Array, Bool, Float, Int
 from pallas_kernels.plain import project
 from pallas_kernels.weights import product
@@ -62,7 +63,7 @@ def read(
     if "seen" in batch:  # kept on disk, the taps one beside the other
         return decoder, batch["seen"], tuple(jnp.split(batch["tapped"], len(taps), axis=-1)) if taps else ()
     rows = whole_rows(*tokens.shape)
-    hidden, _, tapped = decoder(tokens, (None,) * config.num_layers, rows, backend, taps=taps)
+    hidden, _, tapped = decoder(tokens, no_cache(config), rows, backend, taps=taps)
     return decoder, *lax.stop_gradient((hidden, tapped))
 
 

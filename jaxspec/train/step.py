@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.engine.setup import Model
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
-from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import AXES
 from jaxspec.platforms import facts
 from jaxspec.train.loss import TOLD, loss_sums

@@ -268,9 +268,9 @@ def test_stages_write_where_the_round_does(raw):
     """The draft's proposals and the target's scores reach the cache, after the context."""
     raw.engine.runner.cache = jax.tree.map(jnp.zeros_like, raw.engine.runner.cache)
     for stage, part in (("propose", "draft"), ("score", "target")):
-        assert not np.asarray(getattr(raw.engine.runner.cache, part)[0]).any()
+        assert not np.asarray(getattr(raw.engine.runner.cache, part)[0].pages).any()
         assert int(raw.stage(stage, K)()) == 0  # what ties the iterations together never becomes anything else
-        assert np.asarray(getattr(raw.engine.runner.cache, part)[0]).any()
+        assert np.asarray(getattr(raw.engine.runner.cache, part)[0].pages).any()
     assert int(raw.stage("verify", K)()) == 0
     assert int(raw.attention(K)()) == 0
 

@@ -8,6 +8,7 @@ import json
 import re
 import statistics
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -18,9 +19,9 @@ from jaxspec.bench.race import Runner
 from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.config import SpeculativeConfig
 from jaxspec.errors import UserError
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
-from jaxspec.models.layers import Backend
 from jaxspec.models.paged import PagedModel
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.parallel.placement import make_placement
@@ -115,7 +116,7 @@ def test_bytes_of_a_pass(name, windows):
     wide = {name: w.astype(jnp.float32) for name, w in params.items()}  # the same, whatever they take
     assert floors.pass_flop(model, wide, 15) == floors.pass_flop(model, params, 15)
     if windows is None:  # all pages of the pool, as they are allocated
-        pool = sum(page.nbytes for page in allocate(layout, make_placement()))
+        pool = sum(page.nbytes for page in jax.tree.leaves(allocate(layout, make_placement())))
         assert floors.page_bytes(model, 1, layout.num_pages * layout.page_size) == pool
 
 

@@ -3,13 +3,13 @@ beside each part."""
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
 import checkpoints
 from jaxspec.errors import UserError
 from jaxspec.models.decoder import abstract_params
+from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import write_gguf
 from tests.golden.families import FOLDER
@@ -17,7 +17,7 @@ from tests.golden.families import FOLDER
 
 def read(path, degree: int):
     source = checkpoints.resolve(str(path))
-    config = checkpoints.load_config(source).copied_for(degree)
+    config = for_degree(checkpoints.load_config(source), degree)
     return config, checkpoints.load_params(source, config, abstract_params(config, "float32", make_placement(degree)))
 
 
@@ -29,8 +29,9 @@ def test_where_they_stand(tmp_path, family, kind):
     own, expected = read(path, 1)
     degree = own.num_heads
     config, found = read(path, degree)
-    assert config.kv_copies == degree // own.num_kv_heads > 1
-    assert (config.num_kv_heads, config.heads_per_group, config.copied_for(1)) == (degree, 1, own)
+    layer = config.layers[0]
+    assert layer.kv_copies == degree // own.num_kv_heads > 1
+    assert (layer.num_kv_heads, layer.heads_per_group, for_degree(config, 1)) == (degree, 1, own)
     for name, array in expected.items():
         mine = np.asarray(array)
         if "qkv" in name:
@@ -40,7 +41,7 @@ def test_where_they_stand(tmp_path, family, kind):
             parts = [
                 np.concatenate([query[..., g, q : q + 1, :], kv[..., g, :, :]], axis=-2)
                 for g in range(own.num_kv_heads)
-                for q in range(own.heads_per_group)
+                for q in range(own.layers[0].heads_per_group)
             ]
             mine = np.concatenate(parts, axis=-2).reshape(*mine.shape[:-1], -1)
         if "gate_up" not in name:  # whose blocks may be narrower
@@ -60,5 +61,5 @@ def test_how_many_there_are(degree, heads):
     """Four query heads: a degree that divides neither leaves them as they are, to be refused."""
     config, _ = read(FOLDER / "llama3", 1)
     assert (config.num_heads, config.num_kv_heads) == (4, 2)
-    assert config.copied_for(degree).num_kv_heads == heads
-    assert jax.tree.leaves(config.copied_for(degree).copied_for(1)) == jax.tree.leaves(config)
+    assert for_degree(config, degree).num_kv_heads == heads
+    assert for_degree(for_degree(config, degree), 1) == config

@@ -29,7 +29,7 @@ def test_every_weight_lands_where_the_decoder_reads_it():
             parts = [q[..., 2 * g * d : 2 * (g + 1) * d], k[..., g * d : (g + 1) * d], v[..., g * d : (g + 1) * d]]
             np.testing.assert_array_equal(group, np.concatenate(parts, axis=-1))
     gate_up = np.asarray(params["layers.1.gate_up"])
-    blocks = gate_up.reshape(config.width, -1, 2, config.merged["gate_up"]["gate"])
+    blocks = gate_up.reshape(config.width, -1, 2, config.layers[1].mlp_block)
     assert blocks.shape[1] > 1  # else their order would not show
     for part, name in enumerate(("gate", "up")):
         columns = blocks[:, :, part].reshape(config.width, config.mlp_width)

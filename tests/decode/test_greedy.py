@@ -9,9 +9,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind
 from jaxspec.models.head import Vocabulary, fit_vocabulary
-from jaxspec.models.layers import Backend, Rows
+from jaxspec.models.rows import Rows
 from pallas_kernels.device import here
 from tests import tiny_models
 from tests.lively_models import (

@@ -132,7 +132,9 @@ def test_a_round_is_k_draft_passes_and_one_verification(method, variant):
     engine = make(method)
     body = loop_body(engine, variant)
     pages = {name: getattr(engine.runner.cache, name) for name in ("target", "draft")}
-    slots = {(x.shape[0] * x.shape[1], *x.shape[2:]): name for name, layers in pages.items() for x in layers}
+    slots = {
+        (x.shape[0] * x.shape[1], *x.shape[2:]): name for name, layers in pages.items() for x in jax.tree.leaves(layers)
+    }
     passes, writes = collections.Counter(), collections.Counter()
     for equation in body:
         shape = getattr(equation.invars[0].aval, "shape", None) if equation.invars else None

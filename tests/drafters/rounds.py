@@ -17,6 +17,7 @@ from jaxspec.config import SpeculativeConfig
 from jaxspec.decode import round
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.loading import load, load_draft
+from jaxspec.models.draft_spec import draft_spec
 from jaxspec.parallel.placement import make_placement
 from tests.drafters.references import common
 from tests.drafters.references.common import Features
@@ -66,8 +67,8 @@ class Pair:
         return cls(target, load_draft(source, jnp.dtype("float32"), mesh, target, target_folder.name, method))
 
     def engine(self, k: int, **options: Any) -> Engine:
-        chosen = {"method": self.head.config.method, "num_speculative_tokens": k, "adaptive": False}
-        if self.head.config.method != "mtp":
+        chosen = {"method": draft_spec(self.head.config).method, "num_speculative_tokens": k, "adaptive": False}
+        if draft_spec(self.head.config).method != "mtp":
             chosen["model"] = "head"
         spec = SpeculativeConfig(**chosen | options.pop("spec", {}))
         return engine(self.target, spec, self.head, **options)

@@ -189,7 +189,8 @@ def test_what_is_understood(name, target, tmp_path):
     reference.write(tmp_path, seed=0, target=TARGET, **options)
     rewrite(tmp_path, **changes)
     config = read(tmp_path, target).config
-    found = {key: config.rope.theta if key == "theta" else getattr(config, key) for key in wanted}
+    known = vars(config.spec) | vars(config) | {"theta": config.rope.theta}
+    found = {key: known[key] for key in wanted}
     assert found == wanted
     parameters(tmp_path, target)  # and its tensors are these
 
@@ -200,7 +201,7 @@ def test_a_method_that_is_not_read(target, tmp_path):
     with fails(UserError, "speculators_model_type='dflash2' is not read: take a checkpoint of dspark, dflash, eagle3"):
         read(tmp_path, target)
     rewrite(tmp_path, speculators_model_type="dflash")
-    assert read(tmp_path, target).config.method == "dflash"
+    assert read(tmp_path, target).config.spec.method == "dflash"
 
 
 @pytest.mark.parametrize("case", ["differences", "ids", "Medusa's ids"])
@@ -351,7 +352,7 @@ def test_info_says_what_was_understood(name, target, tmp_path, capsys):
         reference.write(folder, seed=0, target=TARGET, **options)
     document = info.describe(str(target), str(folder))
     head = document["draft"]["head"]
-    assert head["method"] == read(folder, target, "mtp" if reference is mtp else None).config.method
+    assert head["method"] == read(folder, target, "mtp" if reference is mtp else None).config.spec.method
     assert {key: head[key] for key in wanted} == wanted
     info.show(document)
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())

@@ -64,7 +64,7 @@ def from_gguf(raw, **options):
 
 def test_llama():
     config = ModelConfig.from_hf(LLAMA)
-    assert (config.head_dim, config.heads_per_group, config.qkv_width) == (16, 2, 128)
+    assert (config.head_dim, config.layers[0].heads_per_group, config.layers[0].qkv_width) == (16, 2, 128)
     assert config.rope == Rope(5e5)
     assert config.windows == (None, None)
     assert not config.tied

@@ -11,8 +11,8 @@ import pytest
 from jaxspec.bench.setup import as_published
 from jaxspec.engine.setup import Model
 from jaxspec.loading import laid
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import compute_dtype, weight_bytes
-from jaxspec.models.layers import Backend
 from jaxspec.models.storage import narrow, stored_for
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU, Device

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import whole
-from jaxspec.models.layers import Backend
 from pallas_kernels.device import CPU, Device, here
 from tests import lively_models, tiny_models
 from tests.models import forward

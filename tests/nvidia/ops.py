@@ -56,6 +56,7 @@ def arguments(
     """Name -> shape, and name -> option: what arguments of that name are, whichever op takes them."""
     shape = lambda dtype: lambda *dims: jax.ShapeDtypeStruct(dims, dtype)
     x, i32, f32 = (shape(dtype) for dtype in (compute_dtype(dtype, device), jnp.int32, jnp.float32))
+    layer = c.layers[0]
     count, d, g2, mixed = rows * tokens, c.head_dim, 2 * c.num_kv_heads, c.num_heads * c.head_dim
     arrays = {
         "tokens": i32(count), "next_tokens": i32(rows), "query_start": i32(rows + 1), "num_rejected": i32(rows),
@@ -63,14 +64,14 @@ def arguments(
         "kv_len": i32(rows), "num_keys": i32(rows), "slots": i32(count),
         "pages": x(PAGES, PAGE_SIZE, g2, d), "kv": x(count, g2, d), "query": x(rows, tokens, c.num_heads, d),
         "x": x(rows, tokens, c.width), "norm": f32(c.width), "next_norm": f32(c.width),
-        "qkv": x(c.width, c.qkv_width), "next_qkv": x(c.width, c.qkv_width), "table": x(c.vocab_size, c.width),
+        "qkv": x(c.width, layer.qkv_width), "next_qkv": x(c.width, layer.qkv_width), "table": x(c.vocab_size, c.width),
         "cos": f32(rows, tokens, d // 2), "sin": f32(rows, tokens, d // 2),
         "mixed": x(rows, tokens, mixed), "out": x(mixed, c.width), "next_out": x(mixed, c.width),
         "gate_up": x(c.width, 2 * c.mlp_width), "down": x(c.mlp_width, c.width),
     }  # fmt: skip
     options = {
         "page_size": PAGE_SIZE, "max_model_len": 4096, "pad_slot": PAGES * PAGE_SIZE, "scale": d**-0.5,
-        "eps": c.norm_eps, "block": c.merged["gate_up"]["gate"], "platform": device,
+        "eps": c.norm_eps, "block": layer.mlp_block, "platform": device,
     }  # fmt: skip
     return arrays | ({"q_norm": f32(d), "k_norm": f32(d)} if c.qk_norm else {}), options
 

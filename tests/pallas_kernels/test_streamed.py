@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params, bind
-from jaxspec.models.layers import Backend, Rows
+from jaxspec.models.rows import Rows
 from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import make_placement
 from jaxspec.platforms import CPU_COMPILER_OPTIONS

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import parameters, whole
-from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import AXES, make_placement
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import Form, Op

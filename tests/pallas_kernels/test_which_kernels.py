@@ -10,7 +10,7 @@ import pytest
 from jaxspec import info, llm, loading
 from jaxspec.config import KERNELS
 from jaxspec.engine.engine import Model
-from jaxspec.models.layers import Backend
+from jaxspec.models.backend import Backend
 from pallas_kernels import (
     feed_forward,
     kv_write,

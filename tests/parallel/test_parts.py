@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.head import of_largest
-from jaxspec.models.layers import Backend
 from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU

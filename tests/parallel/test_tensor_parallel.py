@@ -129,7 +129,7 @@ def test_key_value_heads_that_are_fewer_are_copied(tmp_path, own):
     assert found == expected
     for name, degree in (("target", 4), ("draft", own)):
         heads = four.configs[name].num_kv_heads
-        assert (heads, four.configs[name].kv_copies) == ((4, 2) if degree == 4 else (2, 1))
+        assert (heads, four.configs[name].layers[0].kv_copies) == ((4, 2) if degree == 4 else (2, 1))
         leaf = jax.tree.leaves(getattr(four.cache, name))[0]
         assert {s.data.shape[2] for s in leaf.addressable_shards} == {2 * heads // degree}
 

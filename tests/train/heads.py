@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxspec.models.layers import Backend
+from jaxspec.models.backend import Backend
 from jaxspec.train.methods import METHODS
 from pallas_kernels.device import CPU
 from tests.train import runs

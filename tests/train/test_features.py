@@ -8,8 +8,9 @@ import pytest
 
 from jaxspec import UserError
 from jaxspec.engine.setup import Model
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind
-from jaxspec.models.layers import Backend, Rows
+from jaxspec.models.rows import Rows
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import features, loop, setup
 from jaxspec.train import kept as files

@@ -15,8 +15,9 @@ import checkpoints
 from checkpoints import orbax
 from jaxspec import LLM, SamplingParams, UserError
 from jaxspec.loading import load_draft
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind, whole
-from jaxspec.models.layers import Backend, Rows
+from jaxspec.models.rows import Rows
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import dflash, loop, setup
 from jaxspec.train.loss import own_ids_first

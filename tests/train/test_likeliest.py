@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.setup import Model
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import whole
-from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import kept as files
 from jaxspec.train.data import Rows

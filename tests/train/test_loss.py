@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import whole
-from jaxspec.models.layers import Backend
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import loss as losses
 from jaxspec.train import step as steps

@@ -26,7 +26,7 @@ def test_all_that_an_engine_holds_counts(share, fits, monkeypatch):
     options = writer.with_rows(DataOptions(tokens=1000, length=512), 8)
     weights = 4 * 134_515_008  # float32, as on this machine
     pages = 8 * 512 * 2 * SMOL.num_layers * SMOL.num_kv_heads * SMOL.head_dim * 4
-    chunk = 512 * 4 * (4 * SMOL.mlp_width + 8 * SMOL.width + 2 * SMOL.qkv_width) * 4
+    chunk = 512 * 4 * (4 * SMOL.mlp_width + 8 * SMOL.width + 2 * SMOL.layers[0].qkv_width) * 4
     logits = 6 * 8 * SMOL.vocab_size * 4
     limit = share * (weights + pages + chunk + logits) / EngineConfig.memory_utilization
     monkeypatch.setattr(writer, "memory", lambda _: {"bytes_limit": limit})

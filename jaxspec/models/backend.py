@@ -1,0 +1,58 @@
+"""Backend: where a program runs, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxspec.errors import UserError
+from jaxspec.parallel.placement import Placement
+from pallas_kernels.device import Device
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """Static facts about where a program runs: what it is compiled for, the placement of the model, choice of kernels.
+
+    kernels: as EngineConfig has it.
+    dense_attention: of passes without a cache.
+    """
+
+    device: Device
+    placement: Placement | None = None
+    kernels: str | None = None
+    dense_attention: Literal["xla", "cudnn"] = "xla"
+
+    def __post_init__(self) -> None:
+        if self.kernels == "pallas" and self.device.platform == "gpu" and not self.device.has_triton:
+            raise UserError(f"kernels='pallas': {self.device.no_kernels()}; leave kernels out, plain forms run there")
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is a single device."""
+        return self.placement is None or self.placement.alone
+
+    @property
+    def streams(self) -> bool:
+        """Whether products stream matrices that memory holds output-first (see `jaxspec.models.storage`)."""
+        return self.device.platform == "cpu" and self.kernels is None and self.alone
+
+    @property
+    def degree(self) -> int:
+        """The number of shards of the model."""
+        return 1 if self.placement is None else self.placement.degree
+
+    def in_parts(self, vocab_size: int) -> Placement | None:
+        """Return the placement over which a vocabulary of this size is sharded; None where each device has it whole."""
+        cut = self.placement is not None and self.degree > 1 and self.placement.divides(vocab_size)
+        return self.placement if cut else None
+
+    @property
+    def sum_over(self) -> tuple[str, ...]:
+        """The mesh axes over which partial sums are added up; see `Placement.sum_over`."""
+        return () if self.placement is None else self.placement.sum_over
+
+    def how(self) -> dict[str, Any]:
+        """Return the keyword arguments that every op takes."""
+        plain = not self.alone and self.device.platform == "cpu"  # the streamed forms are for one device
+        return {"platform": self.device, "implementation": "reference" if plain else self.kernels}

@@ -1,0 +1,171 @@
+"""Attention over the keys and values that a row has left in its pages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.cache.pages import PagedKV
+from jaxspec.errors import UnsupportedError
+from jaxspec.models.backend import Backend
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layer_config import LayerConfig
+from jaxspec.models.parameters import declare as declared
+from jaxspec.models.rope import Rope
+from jaxspec.models.rows import Rows
+from jaxspec.parallel.placement import per_shard
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.plain import project, project_queries, rms_norm
+from pallas_kernels.self_attention import self_attention
+from pallas_kernels.streamed import once
+from pallas_kernels.weights import product
+from pallas_kernels.weights import specs as partition
+
+Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]
+
+
+class KeysValues(NamedTuple):
+    """Keys and values [B,T,G,D] of a pass without a cache, which is all that a row holds."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry: int | None) -> None:
+    """Add the parameters. entry: the width of what the layer reads, where that is not x but comes to it normed."""
+    c, matrix, norm = config, declared("matrix", dtype), declared("norm")
+    layer.input_norm = None if entry else norm(c.width)
+    if own.shares is None:
+        width, parts, copies = own.qkv_width, own.qkv_parts, {"k": own.kv_copies, "v": own.kv_copies}
+        layer.qkv = matrix(entry or c.width, width, axes=(None, "heads"), parts=parts, copies=copies)
+        if c.qkv_bias:
+            layer.qkv_bias = declared("bias", dtype)(width, axes=("heads",), parts=parts, copies=copies)
+    else:
+        width = own.num_heads * own.head_dim
+        layer.q = matrix(entry or c.width, width, axes=(None, "heads"))
+        if c.qkv_bias:
+            layer.q_bias = declared("bias", dtype)(width, axes=("heads",))
+    if c.qk_norm:
+        layer.q_norm = norm(own.head_dim)
+        if own.shares is None:
+            layer.k_norm = norm(own.head_dim)
+    layer.out = matrix(own.num_heads * own.head_dim, c.width, axes=("heads", None))
+
+
+def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -> Tables:
+    """Compute the rotary tables of these rows, one of each base and head size that a layer asks for."""
+    compute = functools.partial(once, cos_and_sin) if backend.streams else cos_and_sin
+    wanted = dict.fromkeys((layer.rope, layer.head_dim) for layer in layers)
+    return {(rope, size): compute(rope, size, rows.positions) for rope, size in wanted}
+
+
+def cos_and_sin(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute cos and sin [B,T,D/2] of the angles of these positions, in float32."""
+    frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if rope.factors:
+        frequencies = frequencies / np.asarray(rope.factors)
+    angles = positions[:, :, None].astype(jnp.float32) * frequencies.astype(np.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def mix(
+    layer: Any, x, normed, memory: Any, read: Any, rows: Rows, ropes: Tables, backend: Backend, num_queries=None
+) -> tuple[jax.Array, Any]:
+    """Attend with x [B,T,E] -> ([B,T,H*D], what the layer remembers).
+
+    normed: x by this layer's norm, or None.
+    memory: the layer's pages, or None for a pass without a cache.
+    read: what the layer remembers whose keys and values this one shares, else None.
+    num_queries: as in `self_attention`, of a pass over pages.
+    """
+    if layer.own.shares is not None:
+        return shared_attention(layer, x, normed, read, rows, ropes, backend), None
+    if memory is None:
+        return without_cache(layer, x, normed, ropes, backend)
+    used = {"qkv": layer.qkv, "next_out": layer.out}
+    names = {"norm": "input_norm", "bias": "qkv_bias", "q_norm": "q_norm", "k_norm": "k_norm"}
+    used |= {name: parameter for name, at in names.items() if (parameter := getattr(layer, at, None)) is not None}
+    weights = {name: parameter[...] for name, parameter in used.items()}
+    axes = {name: parameter.declared.axes for name, parameter in used.items()}
+    if normed is not None:
+        weights["normed"] = normed
+    options: dict[str, Any] = options_of(layer) | {"eps": layer.config.norm_eps, "num_queries": num_queries}
+
+    def shard(x, weights, pages, where, tables):
+        cos, sin = tables
+        return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
+
+    where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
+    if (placement := backend.placement) is not None:
+        parts = {name: partition(w, placement.cut(axes.get(name, ()))) for name, w in weights.items()}
+        places, results = (P(), parts, placement.of_pages, P(), P()), (placement.of_heads, placement.of_pages)
+        shard = per_shard(shard, placement, places, results)
+    mixed, pages = shard(x, weights, memory.pages, where, tables_of(layer, ropes))
+    return mixed, PagedKV(pages)
+
+
+def options_of(layer: Any) -> dict[str, Any]:
+    """Return the options of attention that are a layer's own."""
+    return {"scale": layer.own.query_scale, "window": layer.own.window, "soft_cap": layer.config.soft_cap}
+
+
+def tables_of(layer: Any, ropes: Tables) -> tuple[jax.Array, jax.Array]:
+    return ropes[layer.own.rope, layer.own.head_dim]
+
+
+def value(layer: Any, name: str) -> Any:
+    """Return a parameter that some families have, else None."""
+    return None if (parameter := getattr(layer, name, None)) is None else parameter[...]
+
+
+def normed_by(layer: Any, x, normed):
+    return rms_norm(layer.input_norm[...], x, layer.config.norm_eps) if normed is None else normed
+
+
+def shared_attention(layer: Any, x, normed, read: Any, rows: Rows, ropes: Tables, backend: Backend) -> jax.Array:
+    """Attend with the queries of x to the keys and values of another layer."""
+    own, eps, (cos, sin) = layer.own, layer.config.norm_eps, tables_of(layer, ropes)
+    heads = product(normed_by(layer, x, normed), layer.q[...], device=backend.device)
+    query = project_queries(heads, value(layer, "q_bias"), value(layer, "q_norm"), cos, sin, own.num_heads, eps)
+    if isinstance(read, KeysValues):
+        return dense_attention(layer, query, read, backend)
+
+    def shard(query, pages, where):
+        padded = jnp.pad(query, ((0, 0),) * 3 + ((0, pages.shape[-1] - own.head_dim),))
+        mixed = paged_attention(padded, pages, **where, **options_of(layer), **backend.how())
+        return mixed[..., : own.head_dim].reshape(*mixed.shape[:2], -1)
+
+    where = {name: getattr(rows, name) for name in ("block_table", "kv_len", "num_keys", "tree")}
+    if (placement := backend.placement) is not None:
+        places = P(None, None, placement.axes, None), placement.of_pages, P()
+        shard = per_shard(shard, placement, places, placement.of_heads)
+    return shard(query, read.pages, where)
+
+
+def without_cache(layer: Any, x, normed, ropes: Tables, backend: Backend) -> tuple[jax.Array, KeysValues]:
+    """Attend in a pass where x [B,T,E] holds all that each row sees. It can be differentiated.
+
+    Raises: UnsupportedError for a soft cap.
+    """
+    own, eps, (cos, sin) = layer.own, layer.config.norm_eps, tables_of(layer, ropes)
+    bias, q_norm, k_norm = (value(layer, name) for name in ("qkv_bias", "q_norm", "k_norm"))
+    heads = product(normed_by(layer, x, normed), layer.qkv[...])
+    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, own.num_kv_heads, eps)
+    kept = KeysValues(key, val)
+    return dense_attention(layer, query, kept, backend), kept
+
+
+def dense_attention(layer: Any, query, kept: KeysValues, backend: Backend) -> jax.Array:
+    if (soft_cap := layer.config.soft_cap) is not None:
+        raise UnsupportedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
+    window = layer.own.window
+    options: dict[str, Any] = {"scale": layer.own.query_scale, "is_causal": True}
+    options["local_window_size"] = None if window is None else (window - 1, 0)
+    mixed = jax.nn.dot_product_attention(query, *kept, implementation=backend.dense_attention, **options)
+    return mixed.reshape(*query.shape[:2], -1)
