@@ -264,15 +264,15 @@ FAULTS = (
         "tests/sampling/test_distribution.py -k top_k_top_p",
     ),
     Fault(  # a repetition penalty that rewards ids below zero
-        "jaxspec/sampling/processors.py",
+        "jaxspec/sampling/processors/penalties.py",
         "jnp.where(logits > 0, logits / repetition, logits * repetition)",
         "logits / repetition",
         "tests/sampling/test_processors.py -k numpy",
     ),
     Fault(  # penalties that know nothing of the round's own drafts
-        "jaxspec/sampling/processors.py",
-        "now = count(counts, jnp.where(jnp.arange(drafts.shape[1]) < i[:, None], drafts, -1))",
-        "now = counts",
+        "jaxspec/sampling/processors/penalties.py",
+        "now = count(state, jnp.where(drafted, place.drafts, -1))",
+        "now = state",
         "tests/decode/test_processed_statistics.py -k 'law and model'",
     ),
     Fault(  # an id that is as likely as the chosen one lowers its rank

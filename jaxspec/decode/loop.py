@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.config import MAX_ROUNDS
-from jaxspec.decode.round import round, runnable
+from jaxspec.decode.round import round, runnable, text_of
 from jaxspec.decode.state import RUNNING, Context, DecodeConfig, DecodeState, LaunchInput, LaunchResult, Params
 from jaxspec.sampling import logprobs, processors, rng
 
@@ -44,9 +44,8 @@ def launch(
 
 def begin(config: DecodeConfig, params: Params, batch: LaunchInput) -> Context:
     """What is dense, or takes a sum, is made here, once a launch and outside the loop."""
-    tables, layout, rows = None, config.target.layout, batch.sampling
-    if batch.processors is not None:
-        tables = processors.tables(batch.processors, batch.tokens, config.target.config.vocab_size)
+    layout, rows = config.target.layout, batch.sampling
+    tables = processors.tables(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens))
     capacity = jnp.sum(batch.block_table < layout.num_pages, axis=1) * layout.page_size
     rows = dataclasses.replace(rows, seed=rng.of_seed(rows.seed))
     return Context(config, params, dataclasses.replace(batch, sampling=rows), tables, capacity)
@@ -61,10 +60,7 @@ def losing(batch: LaunchInput, state: DecodeState) -> jax.Array:
 
 def start_state(context: Context) -> DecodeState:
     config, batch = context.config, context.batch
-    num_rows, vocab_size, n = batch.num_tokens.shape[0], config.target.config.vocab_size, config.variant.logprobs
-    counts = None
-    if batch.processors is not None:
-        counts = processors.output_counts(batch.processors, batch.tokens, batch.num_tokens, vocab_size)
+    num_rows, n = batch.num_tokens.shape[0], config.variant.logprobs
     return DecodeState(
         tokens=batch.tokens,
         num_tokens=batch.num_tokens,
@@ -74,7 +70,7 @@ def start_state(context: Context) -> DecodeState:
         round=jnp.int32(0),
         rounds_of=jnp.zeros_like(batch.num_tokens),
         log=jnp.zeros((3, num_rows, MAX_ROUNDS), jnp.int32),
-        output_counts=counts,
+        processing=processors.init(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens)),
         logprobs=None if n is None else logprobs.empty(num_rows, most_new(config), n),
     )
 

@@ -19,15 +19,15 @@ from jaxspec.cache.layer import Kept
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode import branches
 from jaxspec.decode.prefill import remember
-from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeState
+from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeConfig, DecodeState, LaunchInput
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.drafters.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
-from jaxspec.sampling import rng
+from jaxspec.sampling import processors, rng
 from jaxspec.sampling.distribution import DRAFT_BITS, process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
-from jaxspec.sampling.processors import Adjust, adjuster, count
+from jaxspec.sampling.processors import Adjust, Text
 from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.verify import greedy, rules
 from jaxspec.verify import tree as tree_rule
@@ -88,11 +88,14 @@ def history_of(context: Context, state: DecodeState) -> History:
 
 
 def adjust_of(context: Context, state: DecodeState) -> Adjust | None:
-    """What some rows' wishes make of a round's logits; None where no row has any."""
-    rows, tables, counts = context.batch.processors, context.tables, state.output_counts
-    if rows is None or tables is None or counts is None:
-        return None
-    return adjuster(rows, tables, counts, state.tokens, state.num_tokens, context.batch.limits.stop_ids)
+    """Return the changes to a round's logits that some rows ask for; None where none does."""
+    text = text_of(context.config, context.batch, state.tokens, state.num_tokens)
+    return processors.adjuster(context.batch.processors, context.tables, state.processing, text)
+
+
+def text_of(config: DecodeConfig, batch: LaunchInput, tokens: jax.Array, num_tokens: jax.Array) -> Text:
+    """Return the committed text, as processors read it."""
+    return Text(tokens, num_tokens, batch.prompt_len, batch.limits.stop_ids, config.target.config.vocab_size)
 
 
 def propose(
@@ -154,7 +157,7 @@ def shares_noise(context: Context) -> Bool[Array, " B"]:
 def only_likeliest(context: Context) -> bool:
     """Whether nobody asks for more of the target's logits than which is the largest."""
     variant, batch = context.config.variant, context.batch
-    return not variant.noises and batch.processors is None and variant.logprobs is None
+    return not variant.noises and not batch.processors and variant.logprobs is None
 
 
 def score(context: Context, cache: PagedKVCache, history: History, proposal: Proposal) -> tuple[Scores, PagedKVCache]:
@@ -273,9 +276,7 @@ def commit(
         draft_len = jnp.where(live, held, draft_len)
     kept_drafts = jnp.minimum(verdict.num_accepted, num_kept)
     entry = jnp.where(live, jnp.stack([proposal.num_proposed, kept_drafts, num_kept]), 0)
-    counts, logprobs = state.output_counts, state.logprobs
-    if counts is not None:
-        counts = count(counts, jnp.where(keep, emitted, -1))
+    logprobs = state.logprobs
     if logprobs is not None:
         new_at = (state.num_tokens - context.batch.num_tokens)[:, None] + offset
         new_at = jnp.where(keep, new_at, logprobs.chosen.shape[1])
@@ -289,7 +290,7 @@ def commit(
         round=state.round + 1,
         rounds_of=state.rounds_of + (num_kept > 0),
         log=lax.dynamic_update_index_in_dim(state.log, entry, state.round, axis=2),
-        output_counts=counts,
+        processing=processors.advance(context.batch.processors, state.processing, jnp.where(keep, emitted, -1)),
         logprobs=logprobs,
     )
 

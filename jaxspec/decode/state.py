@@ -12,7 +12,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
-from jaxspec.sampling.processors import Processors, Tables
+from jaxspec.sampling.processors import Processors
 from jaxspec.verify.rules import RULES
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}
@@ -122,7 +122,7 @@ class DecodeState:
     round i32[]: rounds done in this launch.
     rounds_of i32[B]: those in which the row gained a token, not summed up from the log each time.
     log i32[3, B, MAX_ROUNDS]: in each round, drafts proposed, drafts committed, tokens committed.
-    output_counts i32[B,V]: how often each id stands in the output, where some row is penalised.
+    processing: the states of the batch's processors, by name.
     logprobs: of the launch's new tokens, where some row wants them.
     """
 
@@ -134,7 +134,7 @@ class DecodeState:
     round: jax.Array
     rounds_of: jax.Array
     log: jax.Array
-    output_counts: jax.Array | None
+    processing: dict[str, Any]
     logprobs: Logprobs | None
 
 
@@ -161,7 +161,8 @@ class LaunchInput:
 
     live bool[B]: the row holds a request.
     block_table i32[B,N]: page ids; unassigned entries hold num_pages.
-    processors: None where no row asks for any.
+    prompt_len i32[B]: how many of the tokens are the prompt's.
+    processors: by name; empty where no row asks for any.
     rule_options f32[_]: the numbers of the rule's own options.
     """
 
@@ -172,7 +173,8 @@ class LaunchInput:
     block_table: jax.Array
     sampling: SamplingRows
     limits: RowLimits
-    processors: Processors | None
+    prompt_len: jax.Array
+    processors: Processors
     rule_options: jax.Array
     control: Control
 
@@ -181,14 +183,14 @@ class LaunchInput:
 class Context:
     """What stays as it is throughout a launch. What varies from round to round is the caches and the DecodeState.
 
-    tables: of batch.processors.
+    tables: of batch.processors, by name.
     capacity i32[B]: positions that each row has pages for.
     """
 
     config: DecodeConfig
     params: Params
     batch: LaunchInput
-    tables: Tables | None
+    tables: dict[str, Any]
     capacity: jax.Array
 
 

@@ -15,11 +15,13 @@ from jaxspec.decode.plans import Plan
 from jaxspec.decode.state import Control, LaunchInput, RowLimits, Variant
 from jaxspec.drafters.base import Chunk
 from jaxspec.sampling.distribution import SamplingRows
-from jaxspec.sampling.processors import FewBiased, Processors
+from jaxspec.sampling.processors import PROCESSORS
+from jaxspec.sampling.processors.bias import FewBiased
 
 # What arguments are made of, by name; tuples, sets and plain values aside.
 CLASSES: dict[str, Any] = {
-    cls.__name__: cls for cls in (Chunk, Control, FewBiased, LaunchInput, Processors, RowLimits, SamplingRows, Variant)
+    cls.__name__: cls
+    for cls in (Chunk, Control, FewBiased, LaunchInput, RowLimits, SamplingRows, Variant, *PROCESSORS.values())
 }
 ARRAY = object()  # stands for each array where arguments are described
 
@@ -59,6 +61,8 @@ def as_json(x: Any) -> Any:
         return ["array"]
     if isinstance(x, tuple):
         return ["tuple", list(map(as_json, x))]
+    if isinstance(x, dict):
+        return ["dict", {name: as_json(value) for name, value in x.items()}]
     if isinstance(x, frozenset):
         return ["set", sorted(x)]
     if type(x).__name__ in CLASSES:
@@ -74,6 +78,8 @@ def from_json(x: Any) -> Any:
         return ARRAY
     if kind == "tuple":
         return tuple(map(from_json, rest[0]))
+    if kind == "dict":
+        return {name: from_json(value) for name, value in rest[0].items()}
     if kind == "set":
         return frozenset(rest[0])
     if kind == "value":

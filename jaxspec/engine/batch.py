@@ -19,10 +19,11 @@ from jaxspec.drafters.base import Chunk
 from jaxspec.engine import arrivals
 from jaxspec.engine.request import Request
 from jaxspec.options import LARGEST
+from jaxspec.sampling import processors
+from jaxspec.sampling.arrays import filled, padded
 from jaxspec.sampling.distribution import SamplingRows
-from jaxspec.sampling.processors import FewBiased, Processors
 from jaxspec.sampling.rng import seed_words
-from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxspec.sampling_params import MAX_LOGPROBS
 from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5
@@ -81,19 +82,6 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def padded(lists: Sequence[Any], rows: int, width: int, fill: int, dtype: Any = np.int32) -> Any:
-    """Lists as an array [rows, width], filled up."""
-    array = np.full((rows, width), fill, dtype)
-    for row, values in enumerate(lists):
-        array[row, : len(values)] = values
-    return array
-
-
-def filled(rows: int, values: Sequence, dtype: type, fill: float = 0) -> Any:
-    """Values as an array [rows], filled up."""
-    return np.array([*values, *[fill] * (rows - len(values))], dtype)
-
-
 def scalar(value: float, dtype: type) -> Any:
     return np.array(value, dtype)
 
@@ -137,7 +125,8 @@ def launch_input(
             max_len=column([r.max_len for r in requests], np.int32, 1),
             stop_ids=padded([r.stop_ids for r in requests], rows, room.stop_ids, -1),
         ),
-        processors=processors(requests, rows, room, vocab_size) if used.processors else None,
+        prompt_len=column([len(r.prompt) for r in requests], np.int32),
+        processors=processors.of_requests(requests, rows, room, vocab_size) if used.processors else {},
         rule_options=filled(len(rule_options), rule_options, np.float32),
         control=Control(scalar(num_rounds, np.int32), scalar(max_ends, np.int32), scalar(worth, np.float32)),
     )
@@ -151,54 +140,6 @@ def check(request: Request, layout: CacheLayout, vocab_size: int) -> None:
     shape = ChunkShape(1, 16)
     chunk_input(pieces([request], [request.target_len], shape), layout, shape, row_pages=row_pages)
     launch_input([request], k, used, layout, (1, row_pages), num_rounds=1, vocab_size=vocab_size)
-
-
-def processors(requests: Sequence[Request], rows: int, room: Room, vocab_size: int) -> Processors:
-    """What penalises, biases or forbids ids."""
-    params = [r.params for r in requests]
-
-    column = functools.partial(filled, rows)
-
-    return Processors(
-        prompt_len=column([len(r.prompt) for r in requests], np.int32),
-        min_len=column([min(len(r.prompt) + r.params.min_tokens, r.max_len) for r in requests], np.int32),
-        bias=few_biased(params, rows, room.biased) if room.biased else dense_bias(params, rows, vocab_size),
-        bad_words=aligned_right([r.bad_words for r in requests], (rows, *room.bad_words)),
-        repetition=column([p.repetition_penalty for p in params], np.float32, 1.0),
-        presence=column([p.presence_penalty for p in params], np.float32),
-        frequency=column([p.frequency_penalty for p in params], np.float32),
-    )
-
-
-def few_biased(params: Sequence[SamplingParams], rows: int, width: int) -> FewBiased:
-    listed = lambda lists, fill=-1, dtype=np.int32: padded(lists, rows, width, fill, dtype)
-    return FewBiased(
-        restricted=filled(rows, [p.allowed_token_ids is not None for p in params], np.bool_, False),
-        allowed_ids=listed([p.allowed_token_ids or () for p in params]),
-        ids=listed([[i for i, _ in p.logit_bias] for p in params]),
-        values=listed([[value for _, value in p.logit_bias] for p in params], 0.0, np.float32),
-    )
-
-
-def dense_bias(params: Sequence[SamplingParams], rows: int, vocab_size: int) -> Any:
-    """The same of any number of ids, f32[rows, vocab_size]."""
-    bias = np.zeros((rows, vocab_size), np.float32)
-    for row, p in zip(bias, params, strict=False):
-        if p.allowed_token_ids is not None:
-            row[:] = -np.inf
-            row[list(p.allowed_token_ids)] = 0.0
-        for i, value in p.logit_bias:
-            row[i] += value
-    return bias
-
-
-def aligned_right(words: Sequence[Sequence[Sequence[int]]], shape: tuple[int, int, int]) -> Any:
-    """Id sequences of each row as [rows, words, length], -1 before the shorter ones."""
-    array = np.full(shape, -1, np.int32)
-    for row, listed in enumerate(words):
-        for i, word in enumerate(listed):
-            array[row, i, shape[-1] - len(word) :] = word
-    return array
 
 
 def most_logprobs(asked: Sequence[int | None]) -> int | None:

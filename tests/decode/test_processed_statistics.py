@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from jaxspec.decode import round as decode_round
-from jaxspec.sampling import processors
-from jaxspec.sampling.processors import count
+from jaxspec.sampling.processors import bias, forbidden, penalties
 from tests import laws
 from tests.decode.test_statistics import LEAST_P, REJECTED, compare, draft, law
 from tests.launches import PROMPT, Setting
@@ -79,54 +78,61 @@ def count_what_was_rejected(patch) -> None:
 
     def wrong(context, state, history, proposal, scores, verdict, ending):
         drafts_too = jnp.concatenate([proposal.tokens, verdict.next_token[:, None]], axis=1)
-        counts = count(state.output_counts, drafts_too)
-        return dataclasses.replace(
-            right(context, state, history, proposal, scores, verdict, ending), output_counts=counts
-        )
+        counts = penalties.count(state.processing["penalties"], drafts_too)
+        found = right(context, state, history, proposal, scores, verdict, ending)
+        return dataclasses.replace(found, processing=found.processing | {"penalties": counts})
 
     patch.setattr(decode_round, "commit", wrong)
 
 
 def do_not_count_drafts(patch) -> None:
-    patch.setattr(processors, "count", lambda counts, ids: counts)
+    patch.setattr(penalties, "count", lambda counts, ids: counts)
 
 
 def bad_words_without_drafts(patch) -> None:
-    right = processors.completes_bad_word
-    patch.setattr(processors, "completes_bad_word", lambda *arguments: right(*arguments[:-1], 0 * arguments[-1]))
+    right = forbidden.completes_bad_word
+    none = lambda place: dataclasses.replace(place, i=0 * place.i)
+    patch.setattr(forbidden, "completes_bad_word", lambda *given: right(*given[:-1], none(given[-1])))
 
 
-def adjust_otherwise(wrong: Callable) -> Callable:
-    """A fault of `adjuster`: wrong(its right form, rows, tables, the rest) is used in its place."""
-    right = processors.adjuster
-    return lambda patch: patch.setattr(
-        decode_round, "adjuster", lambda rows, tables, *rest: wrong(right, rows, tables, rest)
+def applied_otherwise(kind: type, wrong: Callable) -> Callable:
+    """A fault of a processor: wrong(its right form) applies in its place."""
+    return lambda patch: patch.setattr(kind, "apply", wrong(kind.apply))
+
+
+def too_short_by_one(right):
+    def wrong(self, tables, state, logits, place):
+        early = dataclasses.replace(self, min_len=self.min_len - (place.i > 0))
+        return right(early, tables, state, logits, place)
+
+    return wrong
+
+
+def penalise_after_temperature(right):
+    return lambda self, tables, state, logits, place: COLD * right(self, tables, state, logits / COLD, place)
+
+
+def bias_after_penalties(patch) -> None:
+    """Both are applied by the last of them."""
+    add, penalise = bias.Bias.apply, penalties.Penalties.apply
+    seen = []
+    patch.setattr(bias.Bias, "apply", lambda self, tables, state, logits, place: seen.append(tables) or logits)
+    patch.setattr(
+        penalties.Penalties,
+        "apply",
+        lambda self, tables, state, logits, place: add(
+            None, seen[-1], None, penalise(self, tables, state, logits, place), place
+        ),
     )
-
-
-def too_short_by_one(right, rows, tables, rest):
-    early = dataclasses.replace(rows, min_len=rows.min_len - 1)
-    return lambda logits, drafts, i: jnp.where(
-        i > 0, right(early, tables, *rest)(logits, drafts, i), right(rows, tables, *rest)(logits, drafts, i)
-    )
-
-
-def penalise_after_temperature(right, rows, tables, rest):
-    return lambda logits, *drafts: COLD * right(rows, tables, *rest)(logits / COLD, *drafts)
-
-
-def bias_after_penalties(right, rows, tables, rest):
-    unbiased = dataclasses.replace(tables, bias=jnp.zeros_like(tables.bias))
-    return lambda logits, *drafts: right(rows, unbiased, *rest)(logits, *drafts) + tables.bias
 
 
 FAULTS: list[tuple[Callable, Setting]] = [
     (count_what_was_rejected, PENALISED),
     (do_not_count_drafts, PENALISED),
-    (adjust_otherwise(penalise_after_temperature), PENALISED),
-    (adjust_otherwise(bias_after_penalties), BIASED),
+    (applied_otherwise(penalties.Penalties, penalise_after_temperature), PENALISED),
+    (bias_after_penalties, BIASED),
     (bad_words_without_drafts, NO_WORDS),
-    (adjust_otherwise(too_short_by_one), LONG),
+    (applied_otherwise(forbidden.Forbidden, too_short_by_one), LONG),
 ]
 
 

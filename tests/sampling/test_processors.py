@@ -1,4 +1,4 @@
-"""`adjuster` against plain numpy: masks and bias, penalties, and all of it at every offset of a round."""
+"""Processors against plain numpy: masks and bias, penalties, and all of it at every offset of a round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from jaxspec.engine import batch
 from jaxspec.engine.request import Request
-from jaxspec.sampling.processors import adjuster, output_counts, tables
+from jaxspec.sampling import processors
+from jaxspec.sampling.arrays import padded
 from jaxspec.sampling_params import SamplingParams
 from tests import laws
 
@@ -38,9 +39,9 @@ class Wish:
 
 
 @jax.jit
-def adjusted(logits, rows, tokens, num_tokens, stop_ids, drafts, num_drafts):
-    counts = output_counts(rows, tokens, num_tokens, V)
-    adjust = adjuster(rows, tables(rows, tokens, V), counts, tokens, num_tokens, stop_ids)
+def adjusted(logits, rows, prompt_len, tokens, num_tokens, stop_ids, drafts, num_drafts):
+    text = processors.Text(tokens, num_tokens, prompt_len, stop_ids, V)
+    adjust = processors.adjuster(rows, processors.tables(rows, text), processors.init(rows, text), text)
     return adjust(logits, drafts, num_drafts)
 
 
@@ -68,13 +69,15 @@ def request(wish: Wish) -> Request:
 
 
 def arrays(wishes: Sequence[Wish], junk: int = 0, room: batch.Room = batch.FEW):
-    """-> (Processors, tokens, num_tokens, stop_ids, drafts); junk stands where nothing is committed yet."""
+    """-> (Processors, prompt_len, tokens, num_tokens, stop_ids, drafts); junk stands where nothing is committed yet."""
     requests = [request(wish) for wish in wishes]
-    column = lambda lists, width, fill=-1: batch.padded(lists, len(wishes), width, fill)
+    column = lambda lists, width, fill=-1: padded(lists, len(wishes), width, fill)
     num_tokens = np.array([r.num_tokens for r in requests], np.int32)
     tokens, stop_ids = column([r.tokens for r in requests], M, junk), column([r.stop_ids for r in requests], 3)
     drafts = column([w.drafts for w in wishes], K)
-    return batch.processors(requests, len(wishes), room, V), tokens, num_tokens, stop_ids, drafts
+    prompt_len = np.array([len(r.prompt) for r in requests], np.int32)
+    rows = processors.of_requests(requests, len(wishes), room, V)
+    return rows, prompt_len, tokens, num_tokens, stop_ids, drafts
 
 
 def found(logits: np.ndarray, wishes: Sequence[Wish], offset: int, junk: int = 0) -> np.ndarray:

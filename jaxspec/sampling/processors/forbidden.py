@@ -1,0 +1,70 @@
+"""Ids that a row may not choose at a place: stop ids of a text that is too short, and the ends of bad words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.sampling.arrays import filled
+from jaxspec.sampling.processors.base import Place, Processor, put
+from jaxspec.shapes import Array, Bool, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Forbidden(Processor):
+    """Ids that are forbidden at a place.
+
+    min_len i32[B]: total length below which no stop id is chosen.
+    bad_words i32[B,words,_]: id sequences, aligned to the right, padded with -1.
+    """
+
+    min_len: jax.Array
+    bad_words: jax.Array
+
+    @classmethod
+    def of_requests(cls, requests, rows, room, vocab_size):
+        min_len = [min(len(r.prompt) + r.params.min_tokens, r.max_len) for r in requests]
+        words = aligned_right([r.bad_words for r in requests], (rows, *room.bad_words))
+        return cls(filled(rows, min_len, np.int32), words)
+
+    def apply(self, tables, state, logits, place: Place):
+        text = place.text
+        too_short = (text.num_tokens + place.i < self.min_len)[:, None]
+        completes = completes_bad_word(self.bad_words, text.prompt_len, text.tokens, text.num_tokens, place)
+        ids = [jnp.where(too_short, text.stop_ids, -1), jnp.where(completes, self.bad_words[:, :, -1], -1)]
+        return put(logits, jnp.concatenate(ids, axis=1)).set(-jnp.inf, mode="drop")
+
+
+def aligned_right(words: Sequence[Sequence[Sequence[int]]], shape: tuple[int, int, int]) -> Any:
+    """Return id sequences of each row as an array [rows, words, length], -1 before the shorter ones."""
+    array = np.full(shape, -1, np.int32)
+    for row, listed in enumerate(words):
+        for i, word in enumerate(listed):
+            array[row, i, shape[-1] - len(word) :] = word
+    return array
+
+
+def completes_bad_word(
+    bad_words: Int[Array, "B words _"],
+    prompt_len: Int[Array, " B"],
+    tokens: Int[Array, "B _"],
+    num_tokens: Int[Array, " B"],
+    place: Place,
+) -> Bool[Array, "B words"]:
+    """Return whether the output so far, the first drafts included, ends with all but the last id of a bad word.
+
+    The prompt takes no part.
+    """
+    length, i = bad_words.shape[2] - 1, place.i[:, None]
+    at = num_tokens[:, None] + jnp.arange(-length, 0)
+    recent = jnp.concatenate([jnp.take_along_axis(tokens, jnp.maximum(at, 0), axis=1), place.drafts], axis=1)
+    recent = jnp.take_along_axis(recent, i + jnp.arange(length), axis=1)
+    before = bad_words[:, :, :-1]
+    same = (before == recent[:, None]) & (at + i >= prompt_len[:, None])[:, None]
+    return (bad_words[:, :, -1] >= 0) & jnp.all((before < 0) | same, axis=2)

@@ -1,0 +1,65 @@
+"""Penalties of ids that occur already: repetition (in prompt or output), presence and frequency (in the output)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.sampling.arrays import filled
+from jaxspec.sampling.processors.base import Place, Processor, Text, put
+from jaxspec.shapes import Array, Bool, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Penalties(Processor):
+    """The penalties of each row.
+
+    repetition f32[B]: 1 is off.
+    presence, frequency f32[B]: 0 is off.
+    """
+
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+
+    @classmethod
+    def of_requests(cls, requests, rows, room, vocab_size):
+        params, column = [r.params for r in requests], functools.partial(filled, rows)
+        return cls(
+            repetition=column([p.repetition_penalty for p in params], np.float32, 1.0),
+            presence=column([p.presence_penalty for p in params], np.float32),
+            frequency=column([p.frequency_penalty for p in params], np.float32),
+        )
+
+    def tables(self, text: Text) -> Bool[Array, "B V"]:
+        """Return whether each id occurs in the prompt."""
+        position = jnp.arange(text.tokens.shape[1])[None, :]
+        prompt = jnp.where(position < text.prompt_len[:, None], text.tokens, -1)
+        return put(jnp.zeros((len(text.tokens), text.vocab_size), bool), prompt).set(True, mode="drop")
+
+    def init(self, text: Text) -> Int[Array, "B V"]:
+        """Return how often each id occurs in the output."""
+        position = jnp.arange(text.tokens.shape[1])[None, :]
+        is_output = (position >= text.prompt_len[:, None]) & (position < text.num_tokens[:, None])
+        none = jnp.zeros((len(text.tokens), text.vocab_size), jnp.int32)
+        return count(none, jnp.where(is_output, text.tokens, -1))
+
+    def apply(self, tables, state, logits, place: Place):
+        drafted = jnp.arange(place.drafts.shape[1]) < place.i[:, None]
+        now = count(state, jnp.where(drafted, place.drafts, -1))
+        repetition = jnp.where(tables | (now > 0), self.repetition[:, None], 1.0)
+        logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        return logits - now * self.frequency[:, None] - (now > 0) * self.presence[:, None]
+
+    def advance(self, state, emitted):
+        return count(state, emitted)
+
+
+def count(counts: Int[Array, "B V"], ids: Int[Array, "B _"]) -> Int[Array, "B V"]:
+    """Return counts with these ids added; -1 is none."""
+    return put(counts, ids).add(1, mode="drop")
