@@ -42,9 +42,9 @@ class Accelerator:
     @property
     def device(self) -> Device:
         """What it is to programs."""
-        from pallas_kernels.device import AMPERE, Device
+        from pallas_kernels.device import Device
 
-        return Device(self.platform, self.capability or AMPERE, self.name)
+        return Device(self.platform, self.capability, self.name)
 
 
 def gpu(name: str, memory_gb: float, bandwidth_gb_s: float, *capability: int, host: int = 8) -> Accelerator:

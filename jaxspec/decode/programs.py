@@ -27,6 +27,7 @@ from jaxspec.decode.state import LaunchResult, Variant
 from jaxspec.parallel.placement import Placement
 from jaxspec.platforms import facts
 from jaxspec.sampling.logprobs import Logprobs
+from pallas_kernels.lowering import quick_lowering
 
 WORTH_COMPILING = 16  # launches
 one_at_a_time = threading.RLock()
@@ -236,7 +237,7 @@ def lowering() -> Iterator[None]:
     Python collects its garbage afterwards: among so many new objects it would look for some again and again.
     """
     name = "jax_traceback_in_locations_limit"
-    with one_at_a_time:  # the options are the process's, not the thread's
+    with one_at_a_time, quick_lowering():  # the options are the process's, not the thread's
         before, collects = getattr(jax.config, name), gc.isenabled()
         jax.config.update(name, 0)
         gc.disable()

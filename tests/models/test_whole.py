@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import whole
-from pallas_kernels.device import CPU, Device, here
+from pallas_kernels.device import AMPERE, CPU, Device, here
 from tests import lively_models, tiny_models
 from tests.models import forward
 from tests.sizes import cases
@@ -31,7 +31,7 @@ def test_equals_the_paged_pass(family):
 
 @pytest.mark.parametrize("implementation", [None, "reference", "pallas"])
 def test_every_choice_of_kernels_takes_many_rows(implementation):
-    model, backend = tiny_models.model(tiny_models.BASE), Backend(Device("gpu"), None, implementation)
+    model, backend = tiny_models.model(tiny_models.BASE), Backend(Device("gpu", AMPERE), None, implementation)
     hidden = lambda params: whole(model.config, params, np.zeros((2, 40), np.int32), backend)[1]
     assert jax.eval_shape(hidden, model.params).shape == (2, 40, model.config.width)
 

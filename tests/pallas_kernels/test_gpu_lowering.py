@@ -1,7 +1,6 @@
 """The GPU forms lowered for a GPU that is not there: what Triton's dialect refuses shows here."""
 
 import re
-import subprocess
 import sys
 import types
 from collections import Counter
@@ -23,6 +22,7 @@ from pallas_kernels import (
 )
 from pallas_kernels._split_product import split_product
 from pallas_kernels.device import of
+from pallas_kernels.lowering import quick_lowering
 from tests.pallas_kernels.flavours import A100, H100
 from tests.sizes import cases
 
@@ -56,7 +56,8 @@ def test_nothing_is_looked_for_again_and_again(monkeypatch):
             asked[name] += 1
 
     monkeypatch.setattr(sys, "meta_path", [Spy(), *sys.meta_path])
-    assert_lowers(lambda *a: slot_mapping(*a, page_size=16, max_model_len=1000, pad_slot=16000, **GPU), *MAPPED)
+    with quick_lowering():
+        assert_lowers(lambda *a: slot_mapping(*a, page_size=16, max_model_len=1000, pad_slot=16000, **GPU), *MAPPED)
     assert all(count < 10 for count in asked.values()), asked.most_common(3)
 
 
@@ -187,17 +188,19 @@ def test_layers_share_what_is_lowered():
 
 
 @pytest.mark.parametrize(
-    ("capability", "early", "much"),
+    ("capability", "early", "much", "triton", "bfloat16"),
     [
-        ("9.0", True, True), ("10.3", True, True), ("12.0", True, False), ("8.9", False, False), ("7.5", False, False),
-        ("gfx942", False, False), (None, False, False),
+        ("9.0", True, True, True, True), ("10.3", True, True, True, True), ("12.0", True, False, True, True),
+        ("8.9", False, False, True, True), ("7.5", False, False, False, False),
+        ("gfx942", False, False, False, True), (None, False, False, False, True),
     ],
 )  # fmt: skip
-def test_what_a_gpu_can_do(capability, early, much):
+def test_what_a_gpu_can_do(capability, early, much, triton, bfloat16):
+    """Nothing of NVIDIA's is expected of a GPU whose capability cannot be read."""
     told = {} if capability is None else {"compute_capability": capability}
     device = of(types.SimpleNamespace(platform="gpu", device_kind="some GPU", **told))
     assert (device.starts_early, device.shares_much) == (early, much)
-    assert device.has_triton != device.lacks_bfloat16 == (capability == "7.5")
+    assert (device.has_triton, device.lacks_bfloat16) == (triton, not bfloat16)
 
 
 def small_product(x, weights, device):
@@ -210,18 +213,3 @@ def test_a_kernel_asks_for_the_next_only_where_that_can_be_done(kernel, device):
     shapes = shape(2, 1024, dtype=jnp.bfloat16), shape(1024, 512, dtype=jnp.bfloat16)
     text = lowered(lambda *a: kernel(*a, device=device), *shapes)
     assert ("griddepcontrol.launch_dependents" in text) == (device == H100)
-
-
-def test_who_runs_kernels_is_not_told_that_triton_ends():
-    """Other warnings are as loud as before."""
-
-    def warn(message: str) -> str:
-        code = f"import warnings, pallas_kernels; warnings.warn({message!r}, DeprecationWarning)"
-        ran = subprocess.run(
-            [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code], capture_output=True, text=True
-        )
-        return ran.stderr
-
-    ends = "The Pallas Triton backend is deprecated and will be removed in a future JAX version."
-    assert "DeprecationWarning" not in warn(ends)
-    assert "DeprecationWarning" in warn("Something else is deprecated")
