@@ -19,6 +19,7 @@ import jax
 import checkpoints
 from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.decode.programs import Programs
 from jaxspec.decode.stored import sources
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request
@@ -91,7 +92,6 @@ class LLM:
             self._begin(speculative, started)
             if self._peers:
                 self._peers.agree({"its configuration": self.engine.runner.configs, "pages": self.engine.layout})
-        self.engine.runner.peers = self._peers
         if self._peers and self._peers.rank:
             self._peers.follow(self.engine.runner.execute)
             raise SystemExit  # process 0 is done: whatever comes next is for that one
@@ -104,13 +104,19 @@ class LLM:
             check_same_tokenizer(self._source, self.tokenizer, source)
             draft = self._load_draft(source, speculative)
         self.engine = Engine(
-            self.target, self.config, placement=self._placement, speculative=speculative, draft=draft, device=here()
+            self.target,
+            self.config,
+            placement=self._placement,
+            speculative=speculative,
+            draft=draft,
+            device=here(),
+            programs=Programs(self._placement, self._kept and self._kept / "programs"),
+            peers=self._peers,
+            timing=Timing(load_seconds=time.perf_counter() - started),
         )
-        self.engine.runner.programs.folder = self._kept and self._kept / "programs"
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
         self._profile: Path | None = None  # the folder of the trace that is being taken
         self._request_ids = map(str, itertools.count())
-        self.engine.timing.load_seconds = time.perf_counter() - started
         if self.config.warm_up:
             with warm_up_progress() as report:
                 warm_up(self.engine, report)

@@ -58,7 +58,7 @@ ARROWS = {
     "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
     "widened": "checkpoints decode.stored engine.setup models parallel pallas_kernels.weights",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
-    "prompts job widened decode.stored",
+    "prompts job widened decode.programs decode.stored",
     "async_llm": "config keywords outputs sampling_params engine prompts job llm",
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",

@@ -96,7 +96,8 @@ def load_rows(
     floor = floor_ms(point, engine, wishes, rows)
     for run in range(1, load.runs + 1):
         say(f"  load, run {run} of {load.runs} ...")
-        counts = engine.metrics = engine.no_counts()
+        engine.reset_metrics()
+        counts = engine.metrics
         put_back = engine.scheduler.num_preemptions
         requests, seconds = serve(engine, wishes, temperature=setup.options.temperature, streaming=bool(load.rate))
         timings = [r.times.timing(len(r.output)) for r in requests]

@@ -53,7 +53,7 @@ class Setup:
         page_size = facts(self.device.platform).page_size
         num_pages = rows * (math.ceil((max_len + drafts) / page_size) + 1)
         self.check_memory(models, page_size, num_pages)
-        engine = Engine(
+        return Engine(
             self.target,
             EngineConfig(
                 max_model_len=max_len,
@@ -67,9 +67,8 @@ class Setup:
             speculative=speculative,
             draft=models.get("draft"),
             device=self.device,
+            programs=self.programs,
         )
-        engine.runner.programs = self.programs
-        return engine
 
     def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:
         """Raises UserError where the pool does not fit beside what the device holds already."""

@@ -10,17 +10,19 @@ import numpy as np
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
 from jaxspec.decode.plans import Plan
+from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import arrivals, batch, results, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
 from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
-from jaxspec.engine.roster import Roster
+from jaxspec.engine.roster import CachesLost, Roster
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.setup import Model
 from jaxspec.outputs import SpecDecodeMetrics, Timing
+from jaxspec.parallel.peers import Peers
 from jaxspec.parallel.placement import Placement
 from jaxspec.platforms import facts
 from jaxspec.sampling_params import SamplingParams
@@ -33,8 +35,13 @@ SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as i
 
 
 class Engine:
-    """Serves requests with a target and, where speculative is given, a drafter, whose model is `draft`. device: what
-    programs are compiled for."""
+    """Serves requests with a target and, where speculative is given, a drafter, whose model is `draft`.
+
+    device: what programs are compiled for.
+    programs: compiled ones, and where lowered ones are kept; others' may be shared.
+    peers: the processes that run what this one does.
+    timing: the seconds that were spent before.
+    """
 
     def __init__(
         self,
@@ -45,10 +52,13 @@ class Engine:
         speculative: SpeculativeConfig | None = None,
         draft: Model | None = None,
         device: Device = CPU,
+        programs: Programs | None = None,
+        peers: Peers | None = None,
+        timing: Timing | None = None,
     ) -> None:
         self.config, self.speculative = config, speculative
         models = {"target": target} | ({"draft": draft} if draft else {})
-        self.runner = Runner(models, config, speculative, placement, device)
+        self.runner = Runner(models, config, speculative, placement, device, programs or Programs(placement), peers)
         self.layout = layout = self.runner.decoding.target.layout
         self.lag = results.Lag.of(self.runner.decoding)
         self.limits = arrivals.Limits(
@@ -76,7 +86,8 @@ class Engine:
             adaptive=speculative is not None and speculative.adaptive,
             draft_cost=self.runner.draft_cost,
         )
-        self.metrics, self.timing = self.no_counts(), Timing()
+        self.timing = timing or Timing()
+        self.reset_metrics()
         self.ids = itertools.count()
 
     @property
@@ -91,6 +102,10 @@ class Engine:
 
     def no_counts(self) -> SpecDecodeMetrics:
         return self.limits.no_counts()
+
+    def reset_metrics(self) -> None:
+        """Count from now on."""
+        self.metrics = self.no_counts()
 
     # Requests come.
 
@@ -134,20 +149,24 @@ class Engine:
         """Admits, prefills one chunk, launches once; returns the requests that took part, those that ended with a
         finish_reason. A pass that fails ends its requests with finish_reason "error" and raises nothing. streaming:
         somebody reads along, so that the launch is to be short."""
+        took_part: list[Request] = []
         with self.roster.step():
-            took_part = self.advance(num_rounds, streaming)
+            try:
+                self.advance(num_rounds, streaming, took_part)
+            except CachesLost:
+                self.roster.lose_caches()
             failed = self.roster.leave_ended()
         return sorted({*took_part, *failed}, key=lambda r: r.id)
 
-    def advance(self, num_rounds: int | None, streaming: bool) -> list[Request]:
-        """What a step does; the requests that took part."""
+    def advance(self, num_rounds: int | None, streaming: bool, took_part: list[Request]) -> None:
+        """Do what a step does, and list the requests that take part. Raises: CachesLost."""
         self.prefilling.queued.clear()  # of a step that was interrupted
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()
         ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
         due = lambda: self.prefilling.is_due(self.scheduler.running, has_room=len(ready()) < self.config.max_num_seqs)
-        took_part = [r for r in self.scheduler.running if not r.prefilled]
+        took_part += [r for r in self.scheduler.running if not r.prefilled]
         if due():
             self.prefill(took_part)
         while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
@@ -161,10 +180,10 @@ class Engine:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
         if decoding:  # or all have given way to an older one in prefill
+            took_part += decoding
             with self.roster.blame(decoding):
                 self.decode(decoding, num_rounds, streaming)
         self.prefilling.settle()
-        return [*took_part, *decoding]
 
     def admit(self) -> None:
         """Lets waiting requests in, and copies what samples of one prompt share in part. Each is packed by itself once:
@@ -175,8 +194,6 @@ class Engine:
             with self.roster.blame(owners):
                 self.prefilling.queue(owners, Plan("copy_pages", batch.copied_pages(pages, self.layout)))
         for request in admitted:
-            if not request.pages:  # the caches were lost, and it waits again
-                continue
             with self.roster.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
 
@@ -202,12 +219,8 @@ class Engine:
             num_rounds = 1 if first else min(num_rounds, self.controller.rounds_within(SHOWN_EVERY, kind, choice.k))
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
         reading = self.catch_up(requests) if choice.k else 0.0
-        if not all(r.pages for r in requests):  # the caches were lost
-            return
         plan = self.launch(requests, choice.k, num_rounds, choice.worth)
         self.prefilling.settle()  # only now: the device has come to it while the launch was packed
-        if not all(r.pages for r in requests):
-            return
         with self.timed("decode_seconds") as watch:
             result = self.runner.fetch(self.runner.start(plan))
         rounds, tokens = int(result.num_rounds), int(np.sum(result.num_new))
@@ -261,7 +274,7 @@ class Engine:
         results.keep_count(requests, kept, result, self.metrics, self.controller.overall)
         for request in requests:
             with self.roster.blame([request], device=False):
-                if request.pages:
+                if request.finish_reason != "error":
                     self.scheduler.register(request)
             if request.finish_reason:
                 self.roster.leave(request)

@@ -53,8 +53,6 @@ class Prefilling:
             program = self.catalogue.prefill("prefill", self.shape, row_pages, batch.prefill_variant(taking_part))
             started = self.queue(taking_part, self.plan(program, rows))
             scores = None if program.variant.logprobs is None else self.roster.runner.fetch(started)
-        if not all(request.pages for request in taking_part):  # the caches were lost
-            return
         for row, (request, _, length) in enumerate(rows):
             with self.roster.blame([request], device=False):
                 results.absorb_chunk(request, row, length, scores, self.lag)
@@ -74,8 +72,6 @@ class Prefilling:
             with self.roster.blame(taking_part):
                 program = self.catalogue.prefill("catch_up", self.shape, row_pages, NOTHING)
                 self.queue(taking_part, self.plan(program, rows))
-            if not all(request.pages for request in taking_part):
-                return
             for request, _, length in rows:
                 request.draft_len += length
 

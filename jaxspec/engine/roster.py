@@ -12,6 +12,11 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.errors import said
 
 
+class CachesLost(Exception):
+    """A program failed on the device, so that what the caches hold is unknown. It ends a step: all requests wait, and
+    are computed again."""
+
+
 class Roster:
     """An error ends the requests that it hit. An interrupt ends nobody: it may come anywhere, and the next step begins
     again with what is known to be whole."""
@@ -74,10 +79,14 @@ class Roster:
 
     @contextlib.contextmanager
     def blame(self, requests: Sequence[Request], *, device: bool = True) -> Iterator[None]:
-        """What goes wrong inside ends these requests with an error that says why; the others go on. device: it may have
-        been on the device, and then nobody knows what is in the caches."""
+        """End these requests with an error that says why where something goes wrong inside; the others go on.
+
+        device: it may go wrong on the device. Raises: CachesLost where it did.
+        """
         try:
             yield
+        except CachesLost:  # others' trouble, which somebody inside has blamed
+            raise
         except Exception as error:
             for request in requests:
                 if request.finish_reason is None:
@@ -86,7 +95,7 @@ class Roster:
                     self.leave(request)
                     self.failed.append(request)
             if device:
-                self.lose_caches()
+                raise CachesLost from error
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:

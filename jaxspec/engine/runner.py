@@ -61,9 +61,7 @@ def lent(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[s
 
 
 class Runner:
-    """models: "target" and, for a method that has one, "draft". peers: the processes that run what this one does."""
-
-    peers: Peers | None = None
+    """Runs plans. models: "target" and, for a method that has one, "draft"."""
 
     def __init__(
         self,
@@ -72,6 +70,8 @@ class Runner:
         speculative: SpeculativeConfig | None,
         placement: Placement,
         device: Device,
+        programs: Programs,
+        peers: Peers | None = None,
     ) -> None:
         self.paged = paged = setup.paged_models(models, config, speculative, placement, device)
         self.placement = placement
@@ -91,7 +91,7 @@ class Runner:
             reader=drafter if drafter and drafter.features_width else None,
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
-        self.programs = Programs(placement)
+        self.programs, self.peers = programs, peers
         self.draft_cost = setup.draft_cost(models)
 
     def use(self, name: str, params: Params) -> None:
