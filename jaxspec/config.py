@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxspec import tree_options
@@ -17,7 +17,6 @@ from jaxspec.verify import rules
 # 2.65, after a look for 2 to 4 tokens 2.57, for 4 to 6 tokens 2.65.
 LOOKUP_ALONE, LOOKUP_FIRST = (2, 4), (4, 6)
 MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison with all of the row
-POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's, where typical acceptance is asked for
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
 MAX_DRAFTS = 256  # of a round; the best is below 20, and a program for 1,000 is not compiled in minutes
@@ -32,6 +31,7 @@ class SpeculativeConfig:
       method: "ngram" (prompt lookup; where no `model` is given), "suffix" (what most often followed the last tokens),
         or what `model` is a checkpoint for (docs/drafters.md), which is found out where it is not said; with "ngram+"
         before it prompt lookup where that finds something, and it elsewhere.
+      drafter: a `Drafter` of your own instead (docs/extending.md), whose num_speculative_tokens is K.
       model, revision: the draft: a hub id, a local folder or a .gguf file.
       num_speculative_tokens: Drafts a round. K, at least 1.
       draft_tensor_parallel_size: into how many parts the draft is cut, a divisor of tensor_parallel_size; 1: each
@@ -69,6 +69,7 @@ class SpeculativeConfig:
     """
 
     method: str | None = None
+    drafter: Any = None
     model: str | None = None
     revision: str | None = None
     num_speculative_tokens: int = 4
@@ -97,7 +98,9 @@ class SpeculativeConfig:
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method is None and not self.model:
+        if self.drafter is not None:
+            self.check_drafter()
+        elif self.method is None and not self.model:
             object.__setattr__(self, "method", "ngram")
         if self.method is not None:
             one_of("method", self.method, methods.NAMES)
@@ -136,8 +139,8 @@ class SpeculativeConfig:
             whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
             if not self.has_parameters:
                 raise UserError(f"draft_tensor_parallel_size: method={self.method!r} has no draft that could be cut")
-        object.__setattr__(self, "synthetic_acceptance_rates", self.synthetic_rates())
-        self.set_posterior()
+        for name, value in rules.checked(self).items():
+            object.__setattr__(self, name, value)
         refuse_unsupported(
             self,
             {
@@ -145,6 +148,20 @@ class SpeculativeConfig:
                 "suffix_decoding_max_cached_requests": "what other requests said is not kept",
             },
         )
+
+    def check_drafter(self) -> None:
+        """Take K from the drafter given as an object. Raise UserError for what has no place beside it."""
+        count = whole("num_speculative_tokens of the drafter", getattr(self.drafter, "num_speculative_tokens", None), 1)
+        beside = ("method", "model", "tree_width", "tree_depth", "tree_nodes", "tree_choices", "parallel_drafting")
+        for name in beside:
+            if (value := getattr(self, name)) is not None:
+                raise UserError(f"drafter is given, and {name}={value!r:.80}: drop one of them")
+        if self.num_speculative_tokens not in (type(self).num_speculative_tokens, count):
+            raise UserError(
+                f"num_speculative_tokens={self.num_speculative_tokens}, but the drafter has {count}: leave "
+                "num_speculative_tokens out"
+            )
+        object.__setattr__(self, "num_speculative_tokens", count)
 
     @property
     def tree(self) -> bool:
@@ -154,6 +171,8 @@ class SpeculativeConfig:
     @property
     def has_parameters(self) -> bool:
         """Whether the drafter has any, be they within the target's checkpoint."""
+        if self.drafter is not None:
+            return False
         return self.method is None or methods.METHODS[methods.split(self.method)[1]].parameters is not None
 
     @property
@@ -169,47 +188,6 @@ class SpeculativeConfig:
         names = rules.RULES[self.rejection_sample_method].options if self.rejection_sample_method else ()
         values = [getattr(self, name) for name in names]
         return tuple(number for value in values for number in (value if isinstance(value, tuple) else (value,)))
-
-    def set_posterior(self) -> None:
-        """Checks the options of typical acceptance, and sets them where they are left out."""
-        for name, default in POSTERIOR.items():
-            value = getattr(self, name)
-            if self.rejection_sample_method != "typical":
-                if value is not None:
-                    raise UserError(f"{name}={value!r:.80} needs rejection_sample_method='typical'")
-                continue
-            value = default if value is None else number(name, value)
-            if not 0.0 < value <= 1.0:
-                raise UserError(f"{name}={value} must lie in (0, 1]")
-            object.__setattr__(self, name, value)
-
-    def synthetic_rates(self) -> tuple[float, ...] | None:
-        """P(at least i drafts are accepted) for i = 1..K, or None under the other rules."""
-        k = self.num_speculative_tokens
-        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
-        if self.rejection_sample_method != "synthetic":
-            if rates is not None or length is not None:
-                raise UserError("synthetic acceptance needs rejection_sample_method='synthetic'")
-            return None
-        if (rates is None) == (length is None):
-            raise UserError(
-                "rejection_sample_method='synthetic' needs one of synthetic_acceptance_length and "
-                "synthetic_acceptance_rates"
-            )
-        if rates is None:
-            length = number("synthetic_acceptance_length", length)
-            if not 1.0 <= length <= k + 1:
-                raise UserError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
-            return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
-        if not isinstance(rates, Iterable) or isinstance(rates, str | bytes):
-            raise UserError(f"synthetic_acceptance_rates={rates!r:.80} must be a list of {k} probabilities")
-        rates = tuple(number("synthetic_acceptance_rates", r) for r in rates)
-        if len(rates) != k or any(not 0.0 <= r <= 1.0 for r in rates) or list(rates) != sorted(rates, reverse=True):
-            raise UserError(
-                f"synthetic_acceptance_rates={rates} must be {k} probabilities that do not increase: the chances that "
-                "the first 1, 2, ... drafts are accepted"
-            )
-        return rates
 
     @classmethod
     def of(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:

@@ -80,12 +80,12 @@ WRONG = [
     (
         SpeculativeConfig,
         {"synthetic_acceptance_length": 2.0},
-        "synthetic acceptance needs rejection_sample_method='synthetic'",
+        "needs rejection_sample_method='synthetic'",
     ),
     (
         SpeculativeConfig,
         {"synthetic_acceptance_rates": (0.5,)},
-        "synthetic acceptance needs rejection_sample_method='synthetic'",
+        "needs rejection_sample_method='synthetic'",
     ),
     (
         SpeculativeConfig,

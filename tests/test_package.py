@@ -49,7 +49,7 @@ ARROWS = {
     "sampling": "shapes",
     "models": "shapes parallel cache pallas_kernels",
     "drafters": "shapes cache models sampling pallas_kernels",
-    "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
+    "verify": "options shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
     "decode": "shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
     "decode verify.rules",

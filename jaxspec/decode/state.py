@@ -83,7 +83,7 @@ class DecodeConfig:
     @property
     def drafting(self) -> Any:
         """The backend of the draft's passes."""
-        return self.target.backend if self.drafter is None else self.drafter.backend
+        return (self.drafter and self.drafter.backend) or self.target.backend
 
     @property
     def position_limit(self) -> int:

@@ -106,8 +106,15 @@ class Drafter(abc.ABC):
 
     @property
     def backend(self) -> Any:
-        """Where its passes run: its model's."""
-        return self.model.backend  # type: ignore[attr-defined]
+        """The backend of its passes: its model's; None for the target's."""
+        return self.model.backend if hasattr(self, "model") else None
+
+    def parameters(self) -> Any:
+        """Return a pytree of arrays of its own, which its methods get as params["draft"]; None for none.
+
+        A drafter with a model has the model's parameters there instead.
+        """
+        return None
 
     @property
     def max_model_len(self) -> int | None:

@@ -76,7 +76,7 @@ class Runner:
         self.paged = paged = setup.paged_models(models, config, speculative, placement, device)
         self.placement = placement
         self.configs = {name: model.config for name, model in models.items()}
-        self.params: dict[str, Params] = {}
+        self.params: dict[str, Any] = {}
         for name, model in models.items():
             self.use(name, model.params)
         if tables := lent(models, setup.placements(models, placement)):
@@ -85,6 +85,8 @@ class Runner:
         self.cache = self.empty_cache()
         self.drafters = setup.drafters(speculative, paged)
         drafter = self.drafters[max(self.drafters)]
+        if "draft" not in self.params and drafter and (own := drafter.parameters()) is not None:
+            self.params["draft"] = jax.device_put(own, placement.sharding())
         self.decoding = DecodeConfig(
             target=paged["target"],
             drafter=drafter,

@@ -184,6 +184,9 @@ def ks(speculative: Speculation) -> tuple[int, ...]:
 
 
 def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k: int) -> Drafter:
+    """Return the drafter of k tokens a round. Raise UserError where the draft is none for the method."""
+    if speculative.drafter is not None:
+        return with_drafts(speculative.drafter, k)
     own = draft_spec(models["draft"].config).method if "draft" in models else None
     looks_up, method = methods.split(speculative.method or own or "draft_model")
     if methods.METHODS[method].parameters and method != own:
@@ -198,6 +201,18 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
         return tree(speculative, models, methods.implementation(method), k)
     make = lambda name: methods.implementation(name).drafter(k, most, models, speculative)
     return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
+
+
+def with_drafts(given: Any, k: int) -> Drafter:
+    """Return the caller's own drafter for k tokens a round. Raise UserError for what is no drafter."""
+    if not isinstance(given, Drafter):
+        raise UserError(f"drafter={given!r:.80} must be a jaxspec.drafters.base.Drafter")
+    try:
+        hash(given)
+        return dataclasses.replace(given, num_speculative_tokens=k)
+    except TypeError as error:
+        needed = "must be a frozen dataclass of hashable fields (its arrays come from parameters())"
+        raise UserError(f"drafter={given!r:.80} {needed}: {error}") from None
 
 
 def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], method: Any, k: int) -> Tree:

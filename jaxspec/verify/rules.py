@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
+
+from jaxspec.errors import UserError
+from jaxspec.verify import synthetic_options, typical_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,9 @@ class Rule:
     needs_q: it looks at what probability a draft had.
     lossless: the output has the target's law.
     all_rows: requests of temperature 0 are under it, too; under the other rules they are greedy.
-    options: those of SpeculativeConfig that belong to it. `verify` has their numbers in the case's `options`.
+    options: those of SpeculativeConfig that belong to it, of which `verify` has the numbers in the case's `options`;
+      others: those that belong to it, too, and set these.
+    check: SpeculativeConfig -> the values of `options`, checked, defaults filled in.
     """
 
     noise: Literal["round", "shared"] | None
@@ -30,6 +35,8 @@ class Rule:
     lossless: bool = True
     all_rows: bool = False
     options: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    check: Callable[[Any], dict[str, Any]] = lambda config: {}
 
 
 GREEDY, UNSEEDED, SEEDED = "greedy", "block", "coupled"  # where no rule is asked for
@@ -38,10 +45,27 @@ RULES = {
     "standard": Rule("round", needs_q=True),
     "block": Rule("round", needs_q=True),
     "coupled": Rule("shared"),
-    "typical": Rule("round", lossless=False, options=("posterior_threshold", "posterior_alpha")),
-    "synthetic": Rule(None, lossless=False, all_rows=True, options=("synthetic_acceptance_rates",)),
+    "typical": Rule("round", lossless=False, options=tuple(typical_options.DEFAULTS), check=typical_options.checked),
+    "synthetic": Rule(
+        None,
+        lossless=False,
+        all_rows=True,
+        options=synthetic_options.NAMES[:1],
+        others=synthetic_options.NAMES[1:],
+        check=synthetic_options.checked,
+    ),
 }
 NAMES = tuple(name for name in RULES if name != GREEDY)  # that may be asked for
+
+
+def checked(config: Any) -> dict[str, Any]:
+    """Return the options of the rule that a SpeculativeConfig asks for. Raise UserError for another rule's."""
+    asked = config.rejection_sample_method
+    for name, rule in RULES.items():
+        given = [option for option in (*rule.options, *rule.others) if getattr(config, option) is not None]
+        if name != asked and given:
+            raise UserError(f"{given[0]}={getattr(config, given[0])!r:.80} needs rejection_sample_method={name!r}")
+    return RULES[asked].check(config) if asked else {}
 
 
 def of_request(asked: str | None, *, greedy: bool, seeded: bool) -> str:

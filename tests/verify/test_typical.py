@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import POSTERIOR
 from jaxspec.drafters.base import Proposal
 from jaxspec.verify import typical
 from jaxspec.verify.base import Case, Verdict
+from jaxspec.verify.typical_options import DEFAULTS
 from pallas_kernels.plain import likeliest
 from tests import laws
 from tests.lively_models import PROMPTS, new_engine, params, plain, serve, texts
@@ -48,7 +48,7 @@ def cases() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return logits, draw.integers(V, size=(ROWS, K)), draw.integers(K + 1, size=ROWS)
 
 
-@pytest.mark.parametrize("options", [tuple(POSTERIOR.values()), (0.3, 1.0), (1.0, 0.5), (0.02, 0.02)])
+@pytest.mark.parametrize("options", [tuple(DEFAULTS.values()), (0.3, 1.0), (1.0, 0.5), (0.02, 0.02)])
 def test_drafts_are_kept_as_numpy_says(options):
     logits, drafts, num_proposed = cases()
     expected = np.array([reference(*row, options) for row in zip(logits, drafts, num_proposed, strict=True)])
@@ -64,7 +64,7 @@ def test_behind_what_is_all_kept_a_token_is_drawn(num_proposed):
     p, rows = np.array([0.5, 0.3, 0.15, 0.05, 0.0]), 20_000
     with np.errstate(divide="ignore"):
         logits = np.broadcast_to(np.log(p), (rows, 3, V))
-    verdict = verify(logits, np.zeros((rows, 2)), np.full(rows, num_proposed), tuple(POSTERIOR.values()))
+    verdict = verify(logits, np.zeros((rows, 2)), np.full(rows, num_proposed), tuple(DEFAULTS.values()))
     assert (verdict.num_accepted == num_proposed).all()
     assert laws.chi_square(np.bincount(verdict.next_token, minlength=V), p) > 1e-4
 

@@ -1,0 +1,21 @@
+"""The options of typical acceptance. No array is made here: options are checked before jax is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxspec.errors import UserError
+from jaxspec.options import number
+
+DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's
+
+
+def checked(config: Any) -> dict[str, float]:
+    """Return the options of a SpeculativeConfig under this rule, defaults filled in. Raise UserError for a bad one."""
+    found = {}
+    for name, default in DEFAULTS.items():
+        value = getattr(config, name)
+        found[name] = default if value is None else number(name, value)
+        if not 0.0 < found[name] <= 1.0:
+            raise UserError(f"{name}={found[name]} must lie in (0, 1]")
+    return found
