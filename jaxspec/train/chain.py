@@ -29,7 +29,7 @@ def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carr
     before made of the position before. carries_normed: whether that is read after the head's last norm."""
     config = configs[1]
     head: Any = bind(config, draft)
-    decoder, hidden, tapped = read(configs[0], target, batch, backend, config.taps)
+    decoder, hidden, tapped = read(configs[0], target, batch, backend, config.spec.taps)
     dtype = head.fc[...].dtype
     feature = head.features(hidden.astype(dtype), [x.astype(dtype) for x in tapped], backend)
     following = jnp.roll(batch["tokens"], -1, axis=1)

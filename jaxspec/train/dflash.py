@@ -60,7 +60,7 @@ def passes(configs, draft, target, batch, backend, k) -> Said:
     silent = 0 if config.from_pending else 1  # places before the first that makes a draft
     size = k + silent
     head: Any = bind(config, draft)
-    decoder, hidden, tapped = read(configs[0], target, batch, backend, config.taps)
+    decoder, hidden, tapped = read(configs[0], target, batch, backend, config.spec.taps)
     dtype = head.fc[...].dtype
     past = head.features(None, [x.astype(dtype) for x in tapped], backend)
     anchors = first_places(batch["draw"], tokens.shape[1], size)  # the pending tokens

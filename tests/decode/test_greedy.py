@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.cache.pages import PagedKV
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind
 from jaxspec.models.head import Vocabulary, fit_vocabulary
@@ -70,7 +71,8 @@ def test_plain_is_one_pass_over_the_text(family):
     model, prompt, sampling = target(family), PROMPTS[3], params((24, 24))
     text = [*prompt, *plain(PROMPTS[2:4], tuple(sampling), family)[1]]
     count = len(text)
-    pages = (jnp.zeros((4, 16, 2 * model.config.num_kv_heads, model.config.head_dim)),) * model.config.num_layers
+    shape = (4, 16, 2 * model.config.num_kv_heads, model.config.head_dim)
+    pages = (PagedKV(jnp.zeros(shape)),) * model.config.num_layers
     at = jnp.arange(count, dtype=jnp.int32)
     rows = Rows(at[None], at, jnp.arange(4, dtype=jnp.int32)[None], jnp.array([count], jnp.int32))
     decoder, backend = bind(model.config, model.params), Backend(here())

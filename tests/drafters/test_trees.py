@@ -256,7 +256,7 @@ def test_logprobs_are_those_of_the_path():
 
 
 def left_where_they_were(monkeypatch):
-    monkeypatch.setattr(PagedModel, "moved", lambda self, pages, *where: pages)
+    monkeypatch.setattr(PagedModel, "keep", lambda self, cache, kept: cache)
 
 
 def where_their_slots_are(monkeypatch):
