@@ -64,7 +64,7 @@ class SamplingParams:
       bad_words: Strings whose tokens never occur in the output.
       seed: Makes sampling reproducible. 64 bits, whatever shares the batch: in float32 the output is that of plain
         decoding with this seed, however many drafts are proposed. Under an explicit rejection_sample_method but
-        "coupled" it belongs to num_speculative_tokens, and is not that of plain decoding.
+        "coupled" it belongs to num_speculative_tokens, and is not that of plain decoding. -1 is no seed, as in vLLM.
       stop: A string that ends the output, or several.
       stop_token_ids: Ids that do.
       ignore_eos: The model's own end ids do not.
@@ -107,6 +107,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or DEFAULTS[name] is not None:
                 put(name, whole(name, value, *limits, hint=HINTS.get(name, "")))
+        if self.seed == -1:
+            put("seed", None)
         for name, (least, most, words) in RANGES.items():
             put(name, value := number(name, getattr(self, name)))
             if not least <= value <= most:
