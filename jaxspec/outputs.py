@@ -98,7 +98,8 @@ class RequestTiming:
     queue_seconds: until it was given a row.
     prefill_seconds: from then until its prompt was in the caches.
     decode_seconds: from then until its end.
-    time_to_first_token: from arrival.
+    time_to_first_token: until the round that made it had ended, where a launch's rounds count as equally long. A stream
+        shows it then; any other call returns when all its tokens are there.
     time_per_output_token: from the first token to the end, per further token.
     """
 

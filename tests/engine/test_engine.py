@@ -56,6 +56,22 @@ def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(m
     assert texts([request]) == plain(PROMPTS[:1], tuple(sampling))
 
 
+def test_a_first_token_is_timed_by_the_round_that_made_it(monkeypatch):
+    """Of a launch whose rounds count as equally long; not by the end of the launch."""
+    served, launches = new_engine(), []
+    absorb = served.absorb
+    monkeypatch.setattr(served, "absorb", lambda *launch: launches.append(launch[1:]) or absorb(*launch))
+    long, short = (served.add(PROMPTS[0], p) for p in params((12, 1)))
+    while served.busy:
+        served.step(4)
+    (result, seconds), *rest = launches
+    assert (int(result.num_rounds), len(rest)) == (4, 2)
+    for request in (long, short):
+        assert request.times.prefilled < request.times.first_token < request.times.finished
+    assert short.times.finished - short.times.first_token == pytest.approx(seconds * 3 / 4)
+    assert short.times.first_token == long.times.first_token
+
+
 @pytest.mark.parametrize(
     ("own", "stops", "rounds"), [(None, False, 64), (None, True, 16), (5, True, 5), (20, True, 20)]
 )
