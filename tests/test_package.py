@@ -38,7 +38,8 @@ ARROWS = {
     "options": "",
     "shapes": "",
     "outputs": "",
-    "detokenizer": "",
+    "tokens": "",
+    "detokenizer": "tokens",
     "progress": "options",
     "parallel": "options progress",
     "tree_options": "options drafters.methods",
@@ -54,7 +55,7 @@ ARROWS = {
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
     "decode verify.rules",
     "prompts": "options sampling_params",
-    "job": "outputs engine.request detokenizer prompts",
+    "job": "outputs engine.request detokenizer prompts tokens",
     "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
     "widened": "checkpoints decode.stored engine.setup models parallel",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "

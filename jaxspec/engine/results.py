@@ -107,8 +107,9 @@ def keep_count(
     """Adds what a launch did to the requests' own counters and to those of all, `metrics` and `overall`. kept: tokens
     that each request gained. seconds: how long the launch took; each of its rounds is taken to be as long."""
     now, size = time.perf_counter(), result.num_speculative_tokens
-    a_round, earliest = seconds / max(int(result.num_rounds), 1), np.argmax(result.emitted > 0, axis=1).tolist()
-    for request, seen, before in zip(requests, counters(result, kept), earliest, strict=False):
+    a_round = seconds / max(int(result.num_rounds), 1)
+    rounds_before = np.argmax(result.emitted[: len(requests)] > 0, axis=1).tolist()  # the first token's
+    for request, seen, before in zip(requests, counters(result, kept), rounds_before, strict=True):
         if request.output and request.times.first_token is None:
             request.times.first_token = now - seconds + (before + 1) * a_round
         if request.finish_reason:

@@ -109,8 +109,7 @@ class TextAnswer(Base):
     def part(self, index: int, piece: StreamOutput | CompletionOutput, **more: Any) -> CompletionChoice:
         logprobs = None
         if piece.logprobs is not None:
-            logprobs = entries.of_text(piece.logprobs, piece.token_ids, self.offsets[index])
-            self.offsets[index] += sum(map(len, logprobs.tokens or ()))
+            logprobs, self.offsets[index] = entries.of_text(piece.logprobs, piece.token_ids, self.offsets[index])
         return CompletionChoice.construct(
             index=index,
             text=piece.text,

@@ -10,6 +10,7 @@ import pytest
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of
 from tests.model_folders import write_model
+from tests.vocabularies import Failing
 
 
 @pytest.mark.parametrize(
@@ -158,25 +159,21 @@ def test_an_observer_that_fails_ends_nothing(llm, caplog):
 
 def test_a_tokenizer_that_fails_on_one_text_fails_one_sample(llm, monkeypatch):
     """With a stop string, when the row ends; without, when its text is made."""
+    real = llm.tokenizer
+    monkeypatch.setattr(llm, "tokenizer", Failing(real, lambda ids: False))
     expected = llm.generate(PROMPTS[:3], GREEDY)
-    decode, bad = llm.tokenizer.decode, ids_of(expected[1])[-2:]
-
-    def failing(ids, **how):
-        if list(ids)[-2:] == bad:
-            raise UnicodeError("no such character")
-        return decode(ids, **how)
-
-    monkeypatch.setattr(llm.tokenizer, "decode", failing)
+    bad = ids_of(expected[1])[-2:]
+    monkeypatch.setattr(llm, "tokenizer", Failing(real, lambda ids: list(ids)[-2:] == bad))
     for params in (GREEDY, dataclasses.replace(GREEDY, stop=("never said",))):
-        with pytest.warns(RuntimeWarning, match="1 of 3 completions ended with an error, the first: UnicodeError"):
+        with pytest.warns(RuntimeWarning, match="1 of 3 completions ended with an error, the first: IndexError"):
             outputs = llm.generate(PROMPTS[:3], params)
         assert [o.outputs[0].finish_reason for o in outputs][1] == "error"
-        assert outputs[1].outputs[0].error == "UnicodeError: no such character"
+        assert outputs[1].outputs[0].error == "IndexError: piece id is out of range"
         for i in (0, 2):
             assert outputs[i].outputs[0].text == expected[i].outputs[0].text
         assert_idle(llm)
     pieces = list(llm.stream(PROMPTS[:3], GREEDY))
     ends = {p.prompt_index: (p.finish_reason, p.error) for p in pieces if p.finish_reason}
-    assert ends[1] == ("error", "UnicodeError: no such character")
+    assert ends[1] == ("error", "IndexError: piece id is out of range")
     assert {ends[0][0], ends[2][0]} <= {"length", "stop"}
     assert_idle(llm)

@@ -1,0 +1,67 @@
+"""Tokens as text, against the tokenizers' own decoding of all ids."""
+
+from __future__ import annotations
+
+import itertools
+import os.path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.tokens import ByteRuns, Utf8, Window, vocabulary
+from tests.vocabularies import KINDS, ids_of, tokenizer_of
+
+BYTES = [kind for kind in KINDS if kind.startswith("byte")]
+PARTS = [b"\xc3\xa9", b"\xe2\x82", b"\xac", b"\x80", b"\xe2", b" ", b"\xf0\x9f\x98\x80", b"\xed\xa0"]
+
+
+def joined(parts: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+def drawn(kind: str):
+    """Any ids, some of no token, and often bytes: whole characters, parts of them, bytes of none."""
+    tokenizer = tokenizer_of(kind)
+    single = st.integers(0, len(tokenizer) + 3).map(lambda i: [i])
+    if kind not in BYTES:
+        return st.lists(single, max_size=40).map(joined)
+    spelled = st.sampled_from(PARTS).map(lambda part: ids_of(kind, *(bytes([b]) for b in part)))
+    return st.lists(st.one_of(single, spelled), max_size=24).map(joined)
+
+
+def read(tokenizer, ids, cuts=()) -> str:
+    """The text of ids that come in parts."""
+    known = vocabulary(tokenizer)
+    reader, text, start = known.reader(known, False), "", 0
+    for end in [*sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]:
+        text += reader.read(ids[start:end])
+        start = end
+    return text + reader.rest()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data(), st.lists(st.integers(0, 1000), max_size=6))
+def test_parts_join_to_the_tokenizers_own_text(kind, data, cuts):
+    tokenizer, given_ids = tokenizer_of(kind), data.draw(drawn(kind))
+    assert read(tokenizer, given_ids, cuts) == tokenizer.decode(given_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_tokens_are_joined(kind):
+    expected = {"byte-level": Utf8, "byte fallback": ByteRuns, "byte fallback, prefix": ByteRuns}
+    assert vocabulary(tokenizer_of(kind)).reader is expected.get(kind, Window)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@given(st.data())
+def test_text_is_shown_as_soon_as_no_byte_can_change_it(kind, data):
+    """What is shown is what all continuations have in common."""
+    tokenizer, begun = tokenizer_of(kind), data.draw(drawn(kind))
+    known = vocabulary(tokenizer)
+    reader = known.reader(known, False)
+    shown = "".join(reader.read([i]) for i in begun)
+    bytes_of = lambda data: ids_of(kind, *(bytes([b]) for b in data))
+    last_ones = [bytes([first]) + b"\x80" * n for first in (0x80, 0x90, 0xA0, 0xBF) for n in range(3)]
+    further = [[], ids_of(kind, "dog"), *map(bytes_of, [b"a", b"\xe2a", *last_ones])]
+    assert shown == os.path.commonprefix([tokenizer.decode([*begun, *more]) for more in further])  # noqa: RUF071
