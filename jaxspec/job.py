@@ -147,19 +147,17 @@ class Job:
             with contextlib.suppress(Exception):  # a tokenizer that fails at an id: each token is described by itself
                 detokenizer.feed(ids)
             tokens, most = detokenizer.tokens(ids, 1, ended=True), params.prompt_logprobs
-            output.prompt_logprobs = [
-                None,
-                *described(detokenizer.known, ids[1:], tokens, first.prompt_logprobs, most),
-            ]
+            entries = described(detokenizer.known, ids[1:], tokens, first.prompt_logprobs, most)
+            output.prompt_logprobs = [None, *entries]
         return output
 
 
 def described(
     known: Vocabulary, ids: Sequence[int], tokens: Sequence[Token], entries: Iterable[TokenLogprobs], most: int
 ) -> list[dict[int, Logprob]]:
-    """For each id of the text a dict by id: its own Logprob first, then those of the `most` likeliest. tokens: what
-    each id adds to the text; the others are described by themselves. A request that failed may have fewer entries than
-    ids."""
+    """Return for each id of the text a dict by id: its own Logprob first, then those of the `most` likeliest. tokens:
+    what each id adds to the text; the others are described by themselves. A request that failed may have fewer entries
+    than ids."""
     found = []
     for chosen, token, entry in zip(ids, tokens, entries, strict=False):
         likeliest = itertools.islice(zip(entry.top_ids, entry.top_logprobs, itertools.count(1)), most)

@@ -8,6 +8,7 @@ import os.path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from jaxspec.tokens import ByteRuns, Utf8, Window, vocabulary
 from tests.vocabularies import KINDS, ids_of, tokenizer_of
@@ -51,6 +52,15 @@ def test_parts_join_to_the_tokenizers_own_text(kind, data, cuts):
 def test_how_tokens_are_joined(kind):
     expected = {"byte-level": Utf8, "byte fallback": ByteRuns, "byte fallback, prefix": ByteRuns}
     assert vocabulary(tokenizer_of(kind)).reader is expected.get(kind, Window)
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked():
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args, **options):
+            return super()._decode(*args, **options).upper()
+
+    tokenizer = Shouting(tokenizer_object=tokenizer_of("byte-level").backend_tokenizer)
+    assert read(tokenizer, ids_of("byte-level", "true", " dog")) == "TRUE DOG"
 
 
 @pytest.mark.parametrize("kind", BYTES)
