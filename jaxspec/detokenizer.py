@@ -56,22 +56,21 @@ class Detokenizer:
             self.begin()
             start = 0
         for end in range(start + 1, len(ids) + 1):
-            settled, whole = len(self.text), self.reader.whole
+            known = len(self.text)
             self.feed(ids, end)
             if end <= self.min_tokens:
                 continue
             if (string := self.stop_ids.get(ids[end - 1])) is not None:
                 text = self.text + self.reader.rest()
-                if not self.contains_stop(text, settled, whole):
+                if not self.contains_stop(text, known):
                     self.stop_string, self.stop_at = string, len(text)
                 return end
-            if self.contains_stop(self.text + self.reader.whole, settled, whole):
+            if self.contains_stop(self.text, known):
                 return end
         return None
 
-    def contains_stop(self, text: str, settled: int, whole: str) -> bool:
-        """Find a stop string in a text that had so many characters, and then `whole`, when it was last searched."""
-        known = settled + len(whole) if text.startswith(whole, settled) else settled
+    def contains_stop(self, text: str, known: int) -> bool:
+        """Find a stop string in a text that had `known` characters when it was last searched."""
         for string in self.stop:
             at = text.find(string, max(0, known - len(string) + 1))
             if at >= 0:
@@ -96,7 +95,7 @@ class Detokenizer:
         if self.stop_string is None:
             self.feed(ids)
             text = self.text + self.reader.rest()
-            if len(ids) <= self.min_tokens or not self.contains_stop(text, len(self.text), self.reader.whole):
+            if len(ids) <= self.min_tokens or not self.contains_stop(text, len(self.text)):
                 return text
         text = self.text + self.reader.rest()
         return text[: self.stop_at] + (self.stop_string or "") * include_stop

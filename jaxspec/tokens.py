@@ -11,6 +11,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 REPLACEMENT = "\ufffd"
+EACH = "jaxspec.replace_each"  # how a codec treats wrong bytes: each of them is U+FFFD
+
+
+def replace_each(error: Any) -> tuple[str, int]:
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(EACH, replace_each)
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level BPE spells as themselves
@@ -111,13 +119,7 @@ def special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
 
 
 class Reader:
-    """Text of tokens that come one after the other. What `read` returned and `rest` together are the tokenizer's own
-    text of all ids.
-
-    whole: complete characters that are not returned yet because later bytes can undo them.
-    """
-
-    whole = ""
+    """Text of tokens that come one after the other: all that `read` returned, and then `rest`."""
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
         self.known = known
@@ -151,18 +153,15 @@ def decoded(utf8: codecs.IncrementalDecoder, data: bytes) -> str:
 
 
 class ByteRuns(Reader):
-    """SentencePiece with byte tokens. A run of them is text if all of it is UTF-8; otherwise each of its bytes is
-    U+FFFD, as in the tokenizers library. So a run is certain once it has ended, or can become UTF-8 no more."""
+    """SentencePiece with byte tokens, whose bytes are UTF-8. Each character is certain once it is whole.
+
+    Where a byte is wrong, the tokenizers library makes U+FFFD of all bytes around it, back to the last other token.
+    Here the whole characters stay, as a stream has shown them.
+    """
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
-        self.known = known
+        self.known, self.utf8 = known, codecs.getincrementaldecoder("utf-8")(EACH)
         self.lost = " " if known.strips else ""  # at the start of the text
-        self.begin()
-
-    def begin(self, *, broken: bool = False) -> None:
-        """Begin a run."""
-        self.utf8 = codecs.getincrementaldecoder("utf-8")()
-        self.size, self.characters, self.broken = 0, "", broken
 
     def read(self, ids: Sequence[int]) -> str:
         text = "".join([self.add(self.known[i]) for i in ids])
@@ -171,34 +170,13 @@ class ByteRuns(Reader):
         return certain
 
     def add(self, token: Token) -> str:
-        if not token.text:  # an id without a token ends no run
-            return ""
-        if not token.is_byte:
-            ended = self.run()
-            self.begin()
-            return ended + token.text
-        if self.broken:
-            return REPLACEMENT
-        self.size += 1
-        try:
-            self.characters += decoded(self.utf8, token.data or b"")
-        except UnicodeDecodeError:
-            broken = REPLACEMENT * self.size
-            self.begin(broken=True)
-            return broken
-        return ""
-
-    def run(self) -> str:
-        """Return how the run reads if it ends here."""
-        unfinished, _ = self.utf8.getstate()
-        return REPLACEMENT * self.size if unfinished else self.characters
-
-    @property
-    def whole(self) -> str:  # type: ignore[override]
-        return self.characters.removeprefix(self.lost)
+        if token.is_byte:
+            return decoded(self.utf8, token.data or b"")
+        # An id without a token ends no character.
+        return self.utf8.decode(b"", final=True) + token.text if token.text else ""
 
     def rest(self) -> str:
-        return self.run().removeprefix(self.lost)
+        return self.utf8.getstate()[0].decode(errors=EACH)
 
 
 class Window(Reader):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxspec.tokens import ALPHABET
+from jaxspec.tokens import ALPHABET, EACH
 
 SPECIAL = ["<s>", "<|end|>"]
 WORDS = ["true", "false", "the", "dog", ".", "END", "E"]
@@ -92,6 +93,19 @@ def ids_of(kind: str, *pieces: str | bytes) -> list[int]:
             options = (piece, spelled(piece.encode()), piece.replace(" ", SPACE))
             found.append(known[next(option for option in options if option in known)])
     return found
+
+
+def text_of(kind: str, ids: Sequence[int], *, skip: bool = False) -> str:
+    """Return the tokenizer's own text of ids, but with the whole characters of SentencePiece's bytes of which one is
+    wrong: that one stands there as U+FFFD, spelled in bytes."""
+    if kind.startswith("byte fallback"):
+        first, *_, last = ids_of(kind, bytes(range(256)))
+        hidden = ids_of(kind, *SPECIAL) if skip else []
+        ids = [i for i in ids if i < len(tokenizer_of(kind)) and i not in hidden]
+        runs = [list(run) for _, run in itertools.groupby(ids, lambda i: first <= i <= last)]
+        spelled = lambda run: bytes(i - first for i in run).decode(errors=EACH).encode()
+        ids = [i for run in runs for i in (ids_of(kind, spelled(run)) if first <= run[0] <= last else run)]
+    return tokenizer_of(kind).decode(ids, skip_special_tokens=skip)
 
 
 class Counting:
