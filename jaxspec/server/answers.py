@@ -17,6 +17,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from jaxspec.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.server import logprobs as entries
 from jaxspec.server.fields import Wish
+from jaxspec.server.lines import one_line
 from jaxspec.server.refusal import Refusal
 
 REASONS = {"abort": "stop"}  # what OpenAI has no name for; the others are its own
@@ -88,7 +89,7 @@ class Base:
             yield self.event([], self.usage())
 
     def error(self, refusal: Refusal) -> str:
-        return refusal.response().body.decode()  # type: ignore[union-attr]
+        return refusal.as_json()
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Any:
         raise AssertionError
@@ -161,4 +162,4 @@ def reason(output: StreamOutput | CompletionOutput) -> Any:
 
 def written(document: Any) -> str:
     """What was set of it; the additions are fields of no class, so that pydantic would warn."""
-    return document.model_dump_json(exclude_unset=True, warnings=False)
+    return one_line(document.model_dump_json(exclude_unset=True, warnings=False))

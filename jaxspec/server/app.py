@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from openai.types import Model
 from starlette.exceptions import HTTPException
@@ -131,11 +130,11 @@ async def scrape(served: Known) -> Response:
 # What a route raises -> its response.
 
 
-async def refused(_: Request, error: Any) -> JSONResponse:
+async def refused(_: Request, error: Any) -> Response:
     return error.response()
 
 
-async def refused_by_routes(_: Request, error: Any) -> JSONResponse:
+async def refused_by_routes(_: Request, error: Any) -> Response:
     return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
 
 
@@ -144,7 +143,7 @@ async def gone(_: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def failed(_: Request, error: Exception) -> JSONResponse:
+async def failed(_: Request, error: Exception) -> Response:
     """The server's own log has the traceback."""
     return Refusal(500, "the server failed").response()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from fastapi import Response
 from openai.types import ErrorObject
+
+from jaxspec.server.lines import one_line
 
 # Status -> what OpenAI calls that kind of error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
@@ -46,8 +49,11 @@ class Refusal(Exception):
             error.param = readable(self.param)
         return {"error": error.model_dump(exclude_unset=True)}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.as_dict(), self.status, headers=self.headers)
+    def as_json(self) -> str:
+        return one_line(json.dumps(self.as_dict(), ensure_ascii=False))
+
+    def response(self) -> Response:
+        return Response(self.as_json(), self.status, headers=self.headers, media_type="application/json")
 
 
 def readable(text: str) -> str:
