@@ -77,7 +77,7 @@ def named(index: int, call: Any, *args: Any) -> Any:
     try:
         return call(*args)
     except UserError as error:
-        raise UserError(f"prompt {index}: {error}") from error
+        raise error.within(f"prompt {index}: ") from error
 
 
 def text_of(prompt: Prompt) -> str | None:

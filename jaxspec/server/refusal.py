@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import Response
 from openai.types import ErrorObject
 
+from jaxspec.errors import UserError
 from jaxspec.server.lines import one_line
 
 # Status -> what OpenAI calls that kind of error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
-TOO_LONG = "leaves no room for output"
 # What a refusal begins with -> the field that it is about.
 PHRASES = {
     "the prompt": "prompt",
@@ -61,12 +61,11 @@ def readable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def of_user_error(error: Exception, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
-    """What jaxspec refused. The field is the one that its line begins with. source: the field of the prompt; given: the
-    request's fields."""
+def of_user_error(error: UserError, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
+    """What jaxspec refused. The field is the error's own, else the one that its line begins with. source: the field of
+    the prompt; given: the request's fields."""
     message = str(error).removeprefix("prompt 0: ")  # one prompt a call: its index says nothing
     first = re.match(r"\w*", message)[0]  # type: ignore[index]
     named = first if first in given else default
-    param = next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)
-    param = source if param == "prompt" else param
-    return Refusal(400, message, param=param, code="context_length_exceeded" if TOO_LONG in message else None)
+    param = error.param or next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)
+    return Refusal(400, message, param=source if param == "prompt" else param, code=error.code)

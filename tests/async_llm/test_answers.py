@@ -152,5 +152,5 @@ def test_what_the_engine_refuses_is_raised_in_its_caller_only(folder):
 
     refused, served = run(main())
     assert isinstance(refused, ValueError)
-    assert "the pool has 3: lower max_tokens" in str(refused)
+    assert "the pool has 3, so this model's maximum context length is 48 tokens" in str(refused)
     assert len(served.outputs[0].token_ids) == 4
