@@ -51,7 +51,8 @@ class Served:
     async def generation(self, request: Request, *, chat: bool) -> Generation:
         self.gate.check()  # before the body is read
         await self.check_alive()
-        body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
+        async with self.gate.arriving():
+            body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
         wanted = wish(body, chat=chat, model=self.model, room=self.room)
         answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted)
         return Generation(self.llm, self.gate, wanted, answer, self.room, self.config.request_timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -27,7 +28,7 @@ from jaxspec.server import run
 from jaxspec.server.settings import ServerConfig
 from tests.async_llm.calls import OPTIONS, PROMPTS, SOON
 from tests.commands import refused
-from tests.server.running import GREEDY, LONG, MODEL, Running, wait
+from tests.server.running import GREEDY, LONG, MODEL, Running, connected, posted, until_closed, wait
 
 ROOT = Path(__file__).parents[2]
 SMALL = [word for name, n in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(n))]
@@ -102,6 +103,23 @@ def test_a_drain_cuts_off_what_does_not_end(another, monkeypatch):
     for error in found.values():
         assert "the server is shutting down, and this was not done in time" in error.message
     assert found[False].status_code == 503
+
+
+def test_a_drain_ends_bodies_that_are_on_their_way(another, caplog):
+    """At once, and without a traceback: none of them would be served any more."""
+    server = another()
+    with contextlib.ExitStack() as stack:
+        halves = [stack.enter_context(connected(server.port)) for _ in range(5)]
+        for half in halves:
+            half.sendall(posted(b"{", Content_Length="100"))
+        wait(lambda: len(server.server.server_state.tasks) == 5)
+        drain(server, SOON).result(SOON)
+        for half in halves:
+            answer = until_closed(half)
+            assert b" 503 " in answer.partition(b"\r\n")[0]
+            assert b"shutting_down" in answer
+        server.stop()
+    assert not caplog.records
 
 
 def test_an_engine_that_failed_is_told_of(folder):
