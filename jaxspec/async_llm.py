@@ -13,12 +13,13 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
+from jaxspec.chat import conversations
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import FEWER_ROUNDS
 from jaxspec.engine.request import Request
 from jaxspec.errors import UserError
 from jaxspec.job import Job
-from jaxspec.keywords import EngineOptions
+from jaxspec.keywords import ChatOptions, EngineOptions
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.prompts import Ask, Prompt
@@ -101,13 +102,12 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, str]],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Answers a conversation (a list of {"role", "content"}) as `generate` completes a prompt. To read along,
-        stream what llm.render_chat makes of it. chat_template_kwargs: what the template reads besides."""
-        prompts: Any = self.llm._render_chats(messages, chat_template_kwargs)  # of which one is taken
-        return await self.generate(prompts, sampling_params, request_id)
+        stream what llm.render_chat makes of it. options: as of LLM.render_chat."""
+        prompts: Any = [self.llm.render_chat(conversation, **options) for conversation in conversations(messages)]
+        return await self.generate(prompts, sampling_params, request_id)  # of which one is taken
 
     async def abort(self, request_id: str) -> None:
         """Ends a request with what there is and finish_reason "abort": its call returns, its stream has a last piece.

@@ -14,7 +14,7 @@ class UserError(ValueError):
     param: the option or field at fault; code: OpenAI's name for the kind of error. None where neither is known.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.code = param, code
 

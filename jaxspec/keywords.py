@@ -3,6 +3,7 @@ hold that the names and types here are theirs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 
@@ -26,6 +27,14 @@ class EngineOptions(TypedDict, total=False):
     warm_up: bool
     enable_lora: bool
     pipeline_parallel_size: int
+
+
+class ChatOptions(TypedDict, total=False):
+    """What jaxspec.chat.rendered takes beside the messages."""
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool
 
 
 class SamplingOptions(TypedDict, total=False):

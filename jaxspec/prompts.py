@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import UserError, said
+from jaxspec.errors import UserError
 from jaxspec.options import ids as checked_ids
 from jaxspec.options import unknown
 from jaxspec.sampling_params import SamplingParams
@@ -109,43 +107,6 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
             "'prompt'"
         )
     return list(checked_ids("token id", ids))
-
-
-def rendered(tokenizer: Any, messages: Any, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """A conversation as a prompt of token ids, by the model's chat template, which writes its own BOS; given: what it
-    reads besides. Raises UserError where there is no template, or it does not take them."""
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        raise UserError("this model has no chat template: use generate with a plain prompt")
-    named = {} if given is None else given
-    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"chat_template_kwargs={named!r:.80} must map names to values")
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in named:
-        if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
-            raise UserError(f"chat_template_kwargs: {name!r:.80} is nothing that the model's chat template is told")
-    try:
-        text = tokenizer.apply_chat_template(flattened(messages), tokenize=False, add_generation_prompt=True, **named)
-    except Exception as error:  # the template is a program of the model's, and raises what it likes
-        raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said(error)}") from error
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
-
-
-def flattened(messages: Iterable[Any]) -> list[Any]:
-    """The messages, their contents as text: parts of it are joined by line breaks, as in vLLM. Raises UserError for a
-    content that is none: templates would show it as Python does."""
-    return [
-        {**m, "content": content_of(i, m.get("content"))} if isinstance(m, Mapping) else m
-        for i, m in enumerate(messages)
-    ]
-
-
-def content_of(index: int, content: Any) -> str:
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str | BYTES) else [content]
-    texts: list[Any] = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else p for p in parts]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"messages[{index}] has content={content!r:.80}: give a string, or a list of text parts")
-    return "\n".join(texts)
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

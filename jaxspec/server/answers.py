@@ -131,7 +131,7 @@ class ChatAnswer(Base):
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Choice:
         return Choice.construct(
             index=index,
-            message=ChatCompletionMessage(role="assistant", content=completion.text, refusal=None),
+            message=ChatCompletionMessage.construct(role=self.wish.role, content=completion.text, refusal=None),
             logprobs=entries.of_chat(completion, self.most),
             finish_reason=reason(completion),
             stop_reason=completion.stop_reason,
@@ -143,7 +143,7 @@ class ChatAnswer(Base):
 
     def first(self) -> Iterable[str]:
         for index in range(self.n):
-            delta = ChoiceDelta(role="assistant", content="")
+            delta = ChoiceDelta.construct(role=self.wish.role, content="")
             yield self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)])
 
     def part(self, index: int, piece: StreamOutput) -> ChunkChoice:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.chat import opening
 from jaxspec.errors import UserError
+from jaxspec.keywords import ChatOptions
 from jaxspec.options import flag, unknown, whole
 from jaxspec.prompts import Prompt, as_list
 from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -18,6 +20,8 @@ OWN = ("model", "stream", "stream_options")
 CHAT = (
     "messages",
     "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
     "top_logprobs",
     "max_completion_tokens",
 )  # beside SAMPLING, of which logprobs is a flag there
@@ -53,7 +57,7 @@ class Wish:
     """What a request asks for.
 
     prompts: each to be completed n times; None: answer `messages`.
-    template: what the chat template is given besides.
+    chat: options of the chat template, as jaxspec.chat.rendered takes them.
     source: the field that they come from.
     fill: the output may take all the room that the prompt leaves.
     usage: a stream ends with the number of tokens; running_usage: and has that so far in every event.
@@ -62,12 +66,17 @@ class Wish:
     params: SamplingParams
     prompts: list[Prompt] | None
     messages: list[dict[str, str]]
-    template: Mapping[str, Any]
+    chat: ChatOptions
     source: str
     fill: bool
     stream: bool
     usage: bool
     running_usage: bool
+
+    @property
+    def role(self) -> str:
+        """The role of a chat's output, as in vLLM."""
+        return "assistant" if self.chat.get("add_generation_prompt", True) else self.messages[-1]["role"]
 
     @property
     def samples(self) -> int:
@@ -87,10 +96,13 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
         stream, options = streaming(given)
         sampling = {name: given[name] for name in SAMPLING if name in given}
         messages: list[dict[str, str]] = []
+        template: ChatOptions = {}
         prompts = None
         if chat:
             sampling |= {"logprobs": chat_logprobs(given), "max_tokens": chat_max_tokens(given, room)}
             messages = conversation(required(given, "messages"))
+            opened = opening(given.get("add_generation_prompt"), given.get("continue_final_message", False))
+            template = {"chat_template_kwargs": given.get("chat_template_kwargs", {}), **opened}
         else:
             prompts = prompts_of(required(given, "prompt"))
         params = SamplingParams(**sampling)
@@ -102,7 +114,7 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
         params,
         prompts,
         messages,
-        template=given.get("chat_template_kwargs", {}),
+        chat=template,
         source=source,
         fill=chat and not {"max_tokens", "max_completion_tokens"} & given.keys(),
         stream=stream,

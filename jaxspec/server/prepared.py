@@ -40,7 +40,7 @@ async def prepared(llm: AsyncLLM, wish: Wish, room: int) -> Asked:
 
 def prepare(llm: AsyncLLM, wish: Wish, room: int) -> Asked:
     if wish.prompts is None:
-        prompts = [llm.llm.render_chat(wish.messages, wish.template)]
+        prompts = [llm.llm.render_chat(wish.messages, **wish.chat)]
     else:
         tokenizer = llm.llm.tokenizer
         prompts = [{"prompt": text_of(p), "prompt_token_ids": encode(tokenizer, p)} for p in wish.prompts]

@@ -99,7 +99,7 @@ def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, 
         pairs = [part.split(":") for part in text.split(",")]
         found = {kind(key.strip()): float(share) for key, share in pairs}
         if len(found) < len(pairs) or not all(map(math.isfinite, found.values())):
-            raise ValueError
+            raise UserError
         return found
     except ValueError:
         raise UserError(f"{name} {text!r}: give values, each once, with their shares, such as a:2,b:1") from None

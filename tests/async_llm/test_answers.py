@@ -112,6 +112,8 @@ def test_a_chat_is_answered(llm, expected):
     assert (answer.prompt, texts([answer])) == (there.prompt, texts([there]))
     text, *_ = run(collect(llm.stream(llm.llm.render_chat(conversation), GREEDY)))
     assert [text] == texts([there])
+    unanswered = run(llm.chat(conversation, GREEDY, add_generation_prompt=False))
+    assert unanswered.prompt + "<bot>" == there.prompt
     with pytest.raises(UserError, match="one prompt a call, got 2"):
         run(llm.chat([conversation, conversation], GREEDY))
 

@@ -131,6 +131,19 @@ def test_what_a_template_is_told(server, expected):
         assert refused.value.param == "chat_template_kwargs"
 
 
+@pytest.mark.parametrize("given", [{"continue_final_message": True}, {"add_generation_prompt": False}])
+def test_a_chats_last_message_is_continued(server, expected, given):
+    """The output is what follows, of the role that the last message has; so in vLLM."""
+    (wanted,) = expected.chat(TALK, PARAMS, **given)
+    assert not wanted.prompt.endswith("<bot>")
+    asked = {"messages": TALK} | GREEDY | {"extra_body": {"ignore_eos": True, **given}}
+    create = server.client().chat.completions.create
+    message = create(**asked).choices[0].message
+    assert (message.content, message.role) == (wanted.outputs[0].text, "user")
+    chunks = list(create(**asked, stream=True))
+    assert (joined(chunks), chunks[0].choices[0].delta.role) == (wanted.outputs[0].text, "user")
+
+
 def test_the_models_own_end_is_no_stop_reason(server):
     """As in vLLM: null, but for ids that were asked for."""
     for asked, reason in (({}, None), ({"stop_token_ids": [2]}, 2)):
