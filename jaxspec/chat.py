@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import re
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,22 +23,48 @@ def conversations(messages: Any) -> list[Any]:
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
-def rendered(
+@dataclasses.dataclass(frozen=True)
+class Rendering:
+    """A call of a chat template.
+
+    template, special_tokens: the tokenizer's, as its chat_template and special_tokens_map are.
+    options: of transformers' apply_chat_template, and variables of the template.
+    """
+
+    template: Any
+    special_tokens: Mapping[str, Any]
+    messages: Sequence[Any]
+    options: Mapping[str, Any]
+
+    def text(self) -> str:
+        """The text that the template makes. Raises UserError where it does not take the messages."""
+        from transformers import PreTrainedTokenizerBase as Base
+
+        apply: Any = Base.apply_chat_template
+        tokenizer: Any = types.SimpleNamespace(chat_template=self.template, special_tokens_map=self.special_tokens)
+        tokenizer.get_chat_template = functools.partial(Base.get_chat_template, tokenizer)
+        try:
+            return apply(tokenizer, self.messages, tokenize=False, **self.options)
+        except Exception as error:  # the template is a program of the model's, and raises what it likes
+            raise UserError(f"{self.messages!r:.80} does not fit the model's chat template: {said(error)}") from error
+
+
+def rendering(
     tokenizer: Any,
     messages: Any,
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
-) -> Mapping[str, Any]:
-    """A conversation as a prompt of token ids, by the model's chat template, which writes its own BOS.
+) -> Rendering:
+    """Prepare a call of the model's chat template, which writes its own BOS.
 
     chat_template_kwargs: what the template reads besides.
     add_generation_prompt: whether the prompt ends with the opening of an answer; by default it does, unless the final
       message is continued.
     continue_final_message: leaves the final message open, so that the output continues it.
 
-    Raises: UserError where there is no template, or it does not take them.
+    Raises: UserError where there is no template, or it is not told such a thing.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
@@ -48,10 +77,11 @@ def rendered(
         if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise UserError(f"chat_template_kwargs: {name!r:.80} is nothing that the model's chat template is told")
     options = {**named, **opening(add_generation_prompt, continue_final_message)}
-    try:
-        text = tokenizer.apply_chat_template(flattened(messages), tokenize=False, **options)
-    except Exception as error:  # the template is a program of the model's, and raises what it likes
-        raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said(error)}") from error
+    return Rendering(template, tokenizer.special_tokens_map, flattened(messages), options)
+
+
+def as_prompt(tokenizer: Any, text: str) -> Mapping[str, Any]:
+    """A text that a chat template made as a prompt of token ids. Raises UserError for what is no text."""
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
 
 

@@ -30,7 +30,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """What jaxspec.chat.rendered takes beside the messages."""
+    """Options of a chat template, as jaxspec.chat.rendering takes them."""
 
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None

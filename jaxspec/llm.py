@@ -18,7 +18,7 @@ import jax
 
 import checkpoints
 from checkpoints.sources import cache_folder
-from jaxspec.chat import conversations, rendered
+from jaxspec.chat import as_prompt, conversations, rendering
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.stored import sources
 from jaxspec.engine.engine import Engine, Model
@@ -238,7 +238,7 @@ class LLM:
         add_generation_prompt: whether the prompt opens an answer. Default: unless the final message is continued.
         continue_final_message: leaves the final message open, so that the output continues it.
         """
-        return rendered(self.tokenizer, messages, **options)
+        return as_prompt(self.tokenizer, rendering(self.tokenizer, messages, **options).text())
 
     # What generate, stream and AsyncLLM are made of.
 

@@ -64,6 +64,8 @@ class Served:
 
 def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> FastAPI:
     """The application. model: its name for clients."""
+    if getattr(llm.llm.tokenizer, "chat_template", None):
+        llm.templates.start()  # or the first chat would wait for it
     app = FastAPI(title="jaxspec", openapi_url=None)  # bodies are checked by tables, which no schema here tells
     app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm))
     app.include_router(routes)

@@ -57,7 +57,7 @@ class Wish:
     """What a request asks for.
 
     prompts: each to be completed n times; None: answer `messages`.
-    chat: options of the chat template, as jaxspec.chat.rendered takes them.
+    chat: options of the chat template, as jaxspec.chat.rendering takes them.
     source: the field that they come from.
     fill: the output may take all the room that the prompt leaves.
     usage: a stream ends with the number of tokens; running_usage: and has that so far in every event.

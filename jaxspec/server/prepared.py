@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.chat import as_prompt, rendering
 from jaxspec.errors import UserError
-from jaxspec.prompts import encode, text_of
+from jaxspec.prompts import Prompt, encode, text_of
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server.fields import Wish
 from jaxspec.server.refusal import of_user_error
@@ -29,22 +31,26 @@ def room_of(llm: AsyncLLM) -> int:
 
 async def prepared(llm: AsyncLLM, wish: Wish, room: int) -> Asked:
     """Long prompts take their time, one after the other in a thread, and hold up no others. Raises Refusal."""
-    said: list[Any] = wish.prompts or [message["content"] for message in wish.messages]
+    tokenizer = llm.llm.tokenizer
+
+    def prepare() -> Asked:
+        return [(prompt, fitted(wish, len(prompt["prompt_token_ids"]), room)) for prompt in map(as_ids, given)]
+
     try:
-        if sum(map(len, said)) <= SHORT:
-            return prepare(llm, wish, room)
-        return await asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, prepare, llm, wish, room)
+        if wish.prompts is None:
+            given: Sequence[Any] = [await llm.templates.text(rendering(tokenizer, wish.messages, **wish.chat))]
+            as_ids = functools.partial(as_prompt, tokenizer)
+        else:
+            given, as_ids = wish.prompts, functools.partial(encoded, tokenizer)
+        if sum(map(len, given)) <= SHORT:
+            return prepare()
+        return await asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, prepare)
     except UserError as error:
         raise of_user_error(error, wish.source, vars(wish.params), wish.source) from None
 
 
-def prepare(llm: AsyncLLM, wish: Wish, room: int) -> Asked:
-    if wish.prompts is None:
-        prompts = [llm.llm.render_chat(wish.messages, **wish.chat)]
-    else:
-        tokenizer = llm.llm.tokenizer
-        prompts = [{"prompt": text_of(p), "prompt_token_ids": encode(tokenizer, p)} for p in wish.prompts]
-    return [(prompt, fitted(wish, len(prompt["prompt_token_ids"]), room)) for prompt in prompts]
+def encoded(tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:
+    return {"prompt": text_of(prompt), "prompt_token_ids": encode(tokenizer, prompt)}
 
 
 def fitted(wish: Wish, num_tokens: int, room: int) -> SamplingParams:

@@ -104,7 +104,7 @@ def test_no_chat_template(tmp_path):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
-@pytest.mark.parametrize("messages", [["hello"], [{"role": "user"}, 3], [[]]])
+@pytest.mark.parametrize("messages", [["hello"], [ASKED, 3], [[]]])
 def test_messages_that_no_template_takes(llm, messages):
     with pytest.raises(UserError, match="does not fit the model's chat template: "):
         llm.chat(messages)

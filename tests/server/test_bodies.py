@@ -145,6 +145,22 @@ def test_a_prompt_that_the_pool_cannot_hold_is_a_context_overflow_too(folder):
     llm.shutdown()
 
 
+def test_a_template_without_an_end(server, monkeypatch):
+    """Others are served meanwhile, and chats afterwards."""
+    with monkeypatch.context() as patch:
+        loops = "{% for i in range(how) %}" * 3 + "{% endfor %}" * 3
+        patch.setattr(server.llm.llm.tokenizer, "chat_template", loops)
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        with connected(server.port) as chat:
+            chat.sendall(posted(asked | {"chat_template_kwargs": {"how": 100_000}}, "/v1/chat/completions"))
+            assert b"200 OK" in server.raw(posted(ASKED))
+            head, _, body = until_closed(chat).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert (int(head.split()[1]), error["param"]) == (400, "messages")
+    assert "took more than 2 seconds of processor time" in error["message"]
+    assert b"200 OK" in server.raw(posted(asked, "/v1/chat/completions"))
+
+
 def test_keys(another):
     server = another(api_key="unlock")
     for key in ("Bearer wrong", "", "Bearer unloc", "Basic unlock", "Bearer \u00fcnlock"):
