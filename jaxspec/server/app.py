@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import prometheus_client
@@ -18,6 +19,7 @@ from jaxspec.async_llm import AsyncLLM
 from jaxspec.prometheus import Metrics
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
+from jaxspec.server.control_tokens import control_tokens
 from jaxspec.server.fields import wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
@@ -30,7 +32,8 @@ from jaxspec.server.settings import ServerConfig
 class Served:
     """What an application serves.
 
-    model: its name for clients; created: when, in seconds; room: tokens of a prompt with its answer.
+    model: its name for clients; created: when, in seconds; room: tokens of a prompt with its answer; control: the
+    control tokens that texts may not hold, by id.
     """
 
     llm: AsyncLLM
@@ -40,6 +43,7 @@ class Served:
     metrics: Metrics
     created: int
     room: int
+    control: Mapping[int, str]
 
     async def check_alive(self) -> None:
         try:
@@ -55,7 +59,8 @@ class Served:
             body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
         wanted = wish(body, chat=chat, model=self.model, room=self.room)
         answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted)
-        return Generation(self.llm, self.gate, wanted, answer, self.room, self.config.request_timeout)
+        seconds = self.config.request_timeout
+        return Generation(self.llm, self.gate, wanted, answer, self.room, seconds, self.control)
 
     def described(self) -> dict[str, Any]:
         found = Model(id=self.model, object="model", created=self.created, owned_by="jaxspec")
@@ -67,7 +72,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     if getattr(llm.llm.tokenizer, "chat_template", None):
         llm.templates.start()  # or the first chat would wait for it
     app = FastAPI(title="jaxspec", openapi_url=None)  # bodies are checked by tables, which no schema here tells
-    app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm))
+    control = control_tokens(llm.llm.tokenizer) if config.refuse_control_tokens else {}
+    app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm), control)
     app.include_router(routes)
     for kind, answer in ANSWERS.items():
         app.add_exception_handler(kind, answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxspec.errors import UserError
-from jaxspec.options import number, options, whole
+from jaxspec.options import flag, number, options, whole
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65_535
@@ -23,6 +23,7 @@ class ServerConfig:
       served_model_name: What requests call the model. Default: as it was named here.
       max_queue: Samples that may wait for a row; more are answered 429.
       max_body_bytes: Longest body of a request.
+      refuse_control_tokens: Refuse texts that hold a control token of the model, such as <|im_end|>.
       request_timeout: Seconds that a request may take, waiting included.
       drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
 
@@ -35,6 +36,7 @@ class ServerConfig:
     served_model_name: str | None = None
     max_queue: int = 256
     max_body_bytes: int = 1 << 20
+    refuse_control_tokens: bool = False
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
 
@@ -46,6 +48,7 @@ class ServerConfig:
             object.__setattr__(self, name, seconds)
             if not 0.0 < seconds <= LONGEST:
                 raise UserError(f"{name}={seconds} must be more than 0 seconds and at most {LONGEST:g}")
+        flag("refuse_control_tokens", self.refuse_control_tokens)
         for name in ("api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise UserError(f"{name} is empty: leave it out, or give one")
