@@ -75,7 +75,7 @@ ARROWS = {
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
     "drafters.dspark cache fit",
-    "server": "chat config keywords options outputs prompts sampling_params async_llm prometheus",
+    "server": "chat config keywords options outputs progress prompts sampling_params async_llm prometheus",
     "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm async_llm "
     "convert info demo bench train server drafters.methods verify.rules",
 }

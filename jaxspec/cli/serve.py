@@ -71,9 +71,10 @@ def serve(
             say(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         number, num_cut = run.serve(llm, config, model, listening, lambda: say(f"serving {model} at {url}"))
+    ending = signal.Signals(number)
+    say(f"{ending.name}: the server has ended, requests cut off after {config.drain_timeout:g} seconds: {num_cut}")
     if num_cut:
-        say(f"jaxspec: {num_cut} requests were cut off after {config.drain_timeout:g} seconds")
-        raise typer.Exit(STOPPED[signal.Signals(number)])  # at once: the engine may be in the middle of something long
+        raise typer.Exit(STOPPED[ending])  # at once: the engine may be in the middle of something long
     llm.shutdown()
 
 

@@ -48,6 +48,7 @@ class Base:
         self.n, self.most = params.n, params.logprobs or 0  # likeliest tokens beside each
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.num_tokens = 0
+        self.reasons: Counter[str] = Counter()  # why its samples ended
         self.offsets: Counter[int] = Counter()  # characters of each choice's tokens
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class Base:
         for index, output in enumerate(outputs):
             for completion in output.outputs:
                 self.num_tokens += len(completion.token_ids)
+                self.reasons[str(completion.finish_reason)] += 1
                 choices.append(self.choice(index * self.n + completion.index, completion, output))
         more = self.beside(outputs)
         return written(self.document(**self.head(self.kind), choices=choices, usage=self.usage(), **more))
@@ -81,6 +83,8 @@ class Base:
 
     def piece(self, index: int, piece: StreamOutput) -> Iterable[str]:
         self.num_tokens += len(piece.token_ids)
+        if piece.finish_reason:
+            self.reasons[piece.finish_reason] += 1
         if piece.text or piece.logprobs or piece.finish_reason:  # or it ends within a character
             yield self.event([self.part(index * self.n + piece.sample, piece)])
 

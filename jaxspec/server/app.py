@@ -25,6 +25,7 @@ from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
 from jaxspec.server.prepared import room_of
 from jaxspec.server.refusal import Refusal
+from jaxspec.server.request_log import RequestLog
 from jaxspec.server.settings import ServerConfig
 
 
@@ -59,6 +60,7 @@ class Served:
             body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
         wanted = wish(body, chat=chat, model=self.model, room=self.room)
         answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted)
+        request.state.answer = answer  # for the request log
         seconds = self.config.request_timeout
         return Generation(self.llm, self.gate, wanted, answer, self.room, seconds, self.control)
 
@@ -75,6 +77,8 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     control = control_tokens(llm.llm.tokenizer) if config.refuse_control_tokens else {}
     app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm), control)
     app.include_router(routes)
+    if config.enable_log_requests:
+        app.add_middleware(RequestLog)
     for kind, answer in ANSWERS.items():
         app.add_exception_handler(kind, answer)
     return app
@@ -139,12 +143,13 @@ async def scrape(served: Known) -> Response:
 # What a route raises -> its response.
 
 
-async def refused(_: Request, error: Any) -> Response:
+async def refused(request: Request, error: Any) -> Response:
+    request.state.refusal = error  # for the request log
     return error.response()
 
 
-async def refused_by_routes(_: Request, error: Any) -> Response:
-    return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
+async def refused_by_routes(request: Request, error: Any) -> Response:
+    return await refused(request, Refusal(error.status_code, str(error.detail), headers=error.headers))
 
 
 async def gone(_: Request, error: Exception) -> Response:

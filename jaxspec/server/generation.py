@@ -69,6 +69,7 @@ class Generation(Response):
                 refusal = self.told(error, limit.expired())
                 if not self.started:
                     raise refusal from None
+                scope.setdefault("state", {})["refusal"] = refusal  # for the request log
                 if self.wish.stream:  # else the connection ends within the answer
                     await self.last_word(refusal, send)
 

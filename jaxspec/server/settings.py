@@ -24,6 +24,7 @@ class ServerConfig:
       max_queue: Samples that may wait for a row; more are answered 429.
       max_body_bytes: Longest body of a request.
       refuse_control_tokens: Refuse texts that hold a control token of the model, such as <|im_end|>.
+      enable_log_requests: Write a line for each request on standard error, without its texts.
       request_timeout: Seconds that a request may take, waiting included.
       drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
 
@@ -37,6 +38,7 @@ class ServerConfig:
     max_queue: int = 256
     max_body_bytes: int = 1 << 20
     refuse_control_tokens: bool = False
+    enable_log_requests: bool = False
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
 
@@ -48,7 +50,8 @@ class ServerConfig:
             object.__setattr__(self, name, seconds)
             if not 0.0 < seconds <= LONGEST:
                 raise UserError(f"{name}={seconds} must be more than 0 seconds and at most {LONGEST:g}")
-        flag("refuse_control_tokens", self.refuse_control_tokens)
+        for name in ("refuse_control_tokens", "enable_log_requests"):
+            flag(name, getattr(self, name))
         for name in ("api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise UserError(f"{name} is empty: leave it out, or give one")

@@ -169,6 +169,7 @@ def test_the_command_serves_until_it_is_told_to_end(folder, capsys, monkeypatch,
     assert found["chunks"][-1].choices[0].finish_reason == "length"
     out, err = capsys.readouterr()
     assert f"serving {folder} at http://127.0.0.1:{port}/v1" in err
+    assert "SIGTERM: the server has ended, requests cut off after 30 seconds: 0" in err
     assert (out, "Traceback" in err) == ("", False)
 
 
@@ -196,7 +197,7 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
             with pytest.raises(openai.APIError, match="the server is shutting down"):
                 list(stream)
         assert process.wait(10) == 130
-        assert "jaxspec: 1 requests were cut off after 0.2 seconds" in "".join(lines)
+        assert "SIGINT: the server has ended, requests cut off after 0.2 seconds: 1" in "".join(lines)
     finally:
         process.kill()
         process.communicate()
