@@ -18,7 +18,7 @@ from jaxspec.chat_process import TemplateProcess
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import FEWER_ROUNDS
 from jaxspec.engine.request import Request
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.job import Job
 from jaxspec.keywords import ChatOptions, EngineOptions
 from jaxspec.llm import LLM
@@ -131,7 +131,7 @@ class AsyncLLM:
         if request_id is None:
             request_id = uuid.uuid4().hex
         if not isinstance(request_id, str) or not request_id:
-            raise UserError(f"request_id={request_id!r:.80} must be a string that is not empty")
+            raise UserError(f"request_id={quoted(request_id)} must be a string that is not empty")
         return dataclasses.replace(asked[0], request_id=request_id)
 
     async def _results(
@@ -140,7 +140,7 @@ class AsyncLLM:
         """Yields what `take` finds in the job after each step, until the job has ended."""
         call = Call(ask, take, streaming, asyncio.get_running_loop())
         if self._calls.setdefault(ask.request_id, call) is not call:
-            raise UserError(f"request_id={ask.request_id!r:.80} is in use: choose another, or give none")
+            raise UserError(f"request_id={quoted(ask.request_id)} is in use: choose another, or give none")
         try:
             self._thread.tell(self._thread.open, call)
             self._thread.check_open()  # afterwards: a thread that ended before does not hear this call

@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import UserError, said
+from jaxspec.errors import UserError, quoted, said
 from jaxspec.keywords import ChatOptions
 from jaxspec.options import flag
 from jaxspec.prompts import BYTES, readable
@@ -19,7 +19,7 @@ from jaxspec.prompts import BYTES, readable
 def conversations(messages: Any) -> list[Any]:
     """One conversation or several as a list of conversations. Raises UserError for what is none."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
-        raise UserError(f'{messages!r:.80} is no conversation: give a list of {{"role": ..., "content": ...}}')
+        raise UserError(f'{quoted(messages)} is no conversation: give a list of {{"role": ..., "content": ...}}')
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
@@ -46,7 +46,7 @@ class Rendering:
         try:
             return apply(tokenizer, self.messages, tokenize=False, **self.options)
         except Exception as error:  # the template is a program of the model's, and raises what it likes
-            raise UserError(f"{self.messages!r:.80} does not fit the model's chat template: {said(error)}") from error
+            raise UserError(f"{quoted(self.messages)} does not fit the model's chat template: {said(error)}") from error
 
 
 def rendering(
@@ -71,11 +71,11 @@ def rendering(
         raise UserError("this model has no chat template: use generate with a plain prompt")
     named = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"chat_template_kwargs={named!r:.80} must map names to values")
+        raise UserError(f"chat_template_kwargs={quoted(named)} must map names to values")
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in named:
         if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
-            raise UserError(f"chat_template_kwargs: {name!r:.80} is nothing that the model's chat template is told")
+            raise UserError(f"chat_template_kwargs: {quoted(name)} is nothing that the model's chat template is told")
     options = {**named, **opening(add_generation_prompt, continue_final_message)}
     return Rendering(template, tokenizer.special_tokens_map, flattened(messages), options)
 
@@ -111,5 +111,5 @@ def content_of(index: int, message: Mapping[str, Any]) -> str:
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | BYTES) else [content]
     texts: list[Any] = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else p for p in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"messages[{index}] has content={content!r:.80}: give a string, or a list of text parts")
+        raise UserError(f"messages[{index}] has content={quoted(content)}: give a string, or a list of text parts")
     return "\n".join(texts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+import re
+from typing import Any, Self
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+CLOSING = {"(": ")", "[": "]", "{": "}", "'": "'", '"': '"'}
 
 
 class UserError(ValueError):
@@ -37,4 +39,32 @@ class Terminated(KeyboardInterrupt):
 
 def said(error: BaseException) -> str:
     """What a message says of it: one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 600)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, with an ellipsis where it is longer than `most` characters."""
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def quoted(value: Any, most: int = 80) -> str:
+    """The repr of a value for a message. A long one ends in an ellipsis and closes its quotes and brackets, so that the
+    sentence goes on after it."""
+    try:
+        text = repr(value)
+    except Exception:  # Python refuses to write the largest numbers and what is nested deeply, and objects may fail
+        if isinstance(value, int):
+            return f"{'-' * (value < 0)}(more than {most} digits)"
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= most else shortened(text, most) + closing(text[:most])
+
+
+def closing(text: str) -> str:
+    """Close the quotes and brackets that are open at the end of this beginning of a repr."""
+    still_open: list[str] = []
+    for character in re.sub(r"\\.", "", text):  # no escaped quotes
+        if still_open and character == still_open[-1]:
+            still_open.pop()
+        elif character in CLOSING and not (still_open and still_open[-1] in "'\""):
+            still_open.append(CLOSING[character])
+    return "".join(reversed(still_open))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import ids as checked_ids
 from jaxspec.options import unknown
 from jaxspec.sampling_params import SamplingParams
@@ -51,9 +51,9 @@ def as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, BYTES):
-        raise UserError(f"{prompts!r:.80} is no prompt: decode bytes to a string")
+        raise UserError(f"{quoted(prompts)} is no prompt: decode bytes to a string")
     if not isinstance(prompts, Iterable):
-        raise UserError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
+        raise UserError(f"{quoted(prompts)} is no prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
     number = lambda p: hasattr(p, "__index__") and getattr(p, "ndim", 0) == 0  # arrays have it, too
     return [prompts] if prompts and all(map(number, prompts)) else prompts
@@ -64,7 +64,7 @@ def spread(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise UserError(f"sampling_params={params!r:.80}: give a SamplingParams, or a list with one for each prompt")
+        raise UserError(f"sampling_params={quoted(params)}: give a SamplingParams, or a list with one for each prompt")
     if len(params) != count:
         raise UserError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
     return list(params)
@@ -89,7 +89,7 @@ def readable(text: Any, where: str = "") -> str:
     try:
         text.encode()
     except UnicodeError:
-        raise UserError(f"{where}{text!r:.80} is no Unicode text: it holds half of a surrogate pair") from None
+        raise UserError(f"{where}{quoted(text)} is no Unicode text: it holds half of a surrogate pair") from None
     return text
 
 
@@ -97,13 +97,13 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
     """The prompt's token ids."""
     for name in prompt if isinstance(prompt, Mapping) else ():
         if name not in FORMS:
-            raise unknown(str(name)[:80], "a prompt", FORMS, "key")
+            raise unknown(str(name), "a prompt", FORMS, "key")
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(prompt, str) or (ids is None and text_of(prompt) is not None):
         return list(tokenizer.encode(readable(text_of(prompt))))
     if not isinstance(ids, Iterable) or isinstance(ids, str | Mapping | BYTES):
         raise UserError(
-            f"{prompt!r:.80} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
+            f"{quoted(prompt)} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
             "'prompt'"
         )
     return list(checked_ids("token id", ids))

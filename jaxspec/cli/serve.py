@@ -16,7 +16,7 @@ from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.generate import DRAFTED, Method, speculation
 from jaxspec.cli.shared import DRAFT_HELP, MODEL_HELP, HostOptions, extra, join
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.progress import say
 from jaxspec.server.settings import LOOPBACK, ServerConfig
 
@@ -91,7 +91,7 @@ def speculation_of(
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UserError(f"--speculative-config {text!r:.80} is no JSON: {error}") from None
+        raise UserError(f"--speculative-config {quoted(text)} is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise UserError(f'--speculative-config {text!r:.80} must be an object, such as \'{{"method": "ngram"}}\'')
+        raise UserError(f'--speculative-config {quoted(text)} must be an object, such as \'{{"method": "ngram"}}\'')
     return SpeculativeConfig(**found)

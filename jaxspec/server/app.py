@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.errors import quoted
 from jaxspec.prometheus import Metrics
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
@@ -122,7 +123,7 @@ async def models(served: Known) -> dict[str, Any]:
 @routes.get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
 async def model_of(name: str, served: Known) -> dict[str, Any]:
     if name != served.model:
-        message = f"model {name!r:.200} is not served here: {served.model!r} is"
+        message = f"model {quoted(name, 200)} is not served here: {served.model!r} is"
         raise Refusal(404, message, code="model_not_found")
     return served.described()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxspec.errors import quoted
 from jaxspec.server.refusal import Refusal
 
 # OpenAI's role -> the chat templates'.
@@ -28,11 +29,11 @@ def conversation(messages: Any) -> list[dict[str, str]]:
 
 def message_of(where: str, message: Any) -> dict[str, str]:
     if not isinstance(message, dict):
-        raise Refusal(400, f"{where}={message!r:.80} must be an object", param=where)
+        raise Refusal(400, f"{where}={quoted(message)} must be an object", param=where)
     given = {name: value for name, value in message.items() if value not in (None, [])}  # as clients send answers back
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise Refusal(400, f"{where}.role={role!r:.80} must be one of {', '.join(ROLES)}", param=f"{where}.role")
+        raise Refusal(400, f"{where}.role={quoted(role)} must be one of {', '.join(ROLES)}", param=f"{where}.role")
     for name, reason in SAID.items():
         if name in given:
             raise Refusal(400, f"{where}.{name} is not supported: {reason}", param=f"{where}.{name}")
@@ -40,7 +41,7 @@ def message_of(where: str, message: Any) -> dict[str, str]:
     if "name" in given:  # templates may show it
         found["name"] = given["name"]
         if not isinstance(found["name"], str):
-            raise Refusal(400, f"{where}.name={found['name']!r:.80} must be a string", param=f"{where}.name")
+            raise Refusal(400, f"{where}.name={quoted(found['name'])} must be a string", param=f"{where}.name")
     return found
 
 
@@ -48,14 +49,14 @@ def text_of(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refusal(400, f"{where}={content!r:.80} must be a string, or a list of text parts", param=where)
+        raise Refusal(400, f"{where}={quoted(content)} must be a string, or a list of text parts", param=where)
     return "\n".join(part_of(f"{where}[{i}]", part) for i, part in enumerate(content))  # as vLLM joins them
 
 
 def part_of(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in PARTS:
-        raise Refusal(400, f"{where}.type={kind!r:.80} is not supported: text is", param=f"{where}.type")
+        raise Refusal(400, f"{where}.type={quoted(kind)} is not supported: text is", param=f"{where}.type")
     text = part.get(kind)
     if not isinstance(text, str):
         raise Refusal(400, f'{where} must be {{"type": "{kind}", "{kind}": a string}}', param=where)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.chat import opening
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.keywords import ChatOptions
 from jaxspec.options import flag, unknown, whole
 from jaxspec.prompts import Prompt, as_list
@@ -128,9 +128,9 @@ def check(name: str, value: Any, known: list[str]) -> None:
     if name in ONLY:
         values, instead = ONLY[name]
         if not any(value == v and type(value) is type(v) for v in values):
-            raise Refusal(400, f"{name}={value!r:.80} is not supported: {instead}", param=name)
+            raise Refusal(400, f"{name}={quoted(value)} is not supported: {instead}", param=name)
     elif name not in known and name not in HARMLESS:
-        message = str(unknown(name[:80], "the request", known, "field"))
+        message = str(unknown(name, "the request", known, "field"))
         raise Refusal(400, message, param=name[:80], code="unknown_parameter")
     most = MOST_ENTRIES.get(name)
     if most is not None and isinstance(value, list | dict) and len(value) > most:
@@ -138,7 +138,7 @@ def check(name: str, value: Any, known: list[str]) -> None:
     if (most := LONGEST.get(name)) is not None:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and len(text) > most:
-                said = f"{name} holds {text!r:.40}..., of {len(text)} characters: the server takes at most {most}"
+                said = f"{name} holds {quoted(text, 40)}, of {len(text)} characters: the server takes at most {most}"
                 raise Refusal(400, said, param=name)
 
 
@@ -146,7 +146,7 @@ def prompts_of(prompt: Any) -> list[Prompt]:
     """A string, a list of them, a list of ids, or a list of such lists."""
     prompts = as_list(prompt) if isinstance(prompt, str | list) else []
     if not prompts or not all(isinstance(p, str | list) for p in prompts):
-        said = f"prompt={prompt!r:.80} must be a string, a list of strings, a list of token ids, or a list of those"
+        said = f"prompt={quoted(prompt)} must be a string, a list of strings, a list of token ids, or a list of those"
         raise Refusal(400, said, param="prompt")
     return prompts
 
@@ -161,7 +161,7 @@ def no_such_model(name: Any, model: str) -> Refusal:
     if name is None:
         return Refusal(400, f"model is missing: give {model!r}", param="model", code="missing_required_parameter")
     return Refusal(
-        404, f"model {name!r:.200} is not served here: give {model!r}", param="model", code="model_not_found"
+        404, f"model {quoted(name, 200)} is not served here: give {model!r}", param="model", code="model_not_found"
     )
 
 
@@ -169,12 +169,12 @@ def streaming(given: Mapping[str, Any]) -> tuple[bool, dict[str, bool]]:
     """(whether the answer is streamed, stream_options)"""
     stream, options = flag("stream", given.get("stream", False)), given.get("stream_options", {})
     if not isinstance(options, dict):
-        raise Refusal(400, f"stream_options={options!r:.80} must be an object", param="stream_options")
+        raise Refusal(400, f"stream_options={quoted(options)} must be an object", param="stream_options")
     if options and not stream:
         raise Refusal(400, "stream_options are for stream=true", param="stream_options")
     for name, value in options.items():
         if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
-            raise Refusal(400, f"unknown field {name!r:.80} of stream_options", param="stream_options")
+            raise Refusal(400, f"unknown field {quoted(name)} of stream_options", param="stream_options")
         if flag(f"stream_options.{name}", value) and name == "include_obfuscation":
             raise Refusal(400, f"stream_options.{name}=true is not supported", param="stream_options")
     return stream, options

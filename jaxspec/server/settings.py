@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import flag, number, options, whole
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -59,4 +59,4 @@ class ServerConfig:
         if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UserError("api_key must be of printable ASCII characters, no space at an end: HTTP carries no others")
         if served is not None and not served.isprintable():
-            raise UserError(f"served_model_name={served!r:.80} must be of printable characters: answers hold it")
+            raise UserError(f"served_model_name={quoted(served)} must be of printable characters: answers hold it")

@@ -151,6 +151,11 @@ def test_what_is_missing_is_refused_by_its_name(name):
         ({"stop": ["a", "b" * 1001]}, False, 400, "stop", "of 1001 characters: the server takes at most 1000"),
         ({"stop": "b" * 1001}, False, 400, "stop", "of 1001 characters: the server takes at most 1000"),
         ({"bad_words": ["b" * 257]}, False, 400, "bad_words", "of 257 characters: the server takes at most 256"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": "weather of the world"}}]},
+            *(True, 400, "tools", "'description': 'weather of the w...'}}] is not supported: no tool is called"),
+        ),
+        ({"x" * 90: 1}, False, 400, "x" * 80, f"unknown field '{'x' * 79}...' of the request: "),
         ({"option_x": 1}, False, 400, "option_x", "unknown field 'option_x' of the request: "),
         (
             {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
