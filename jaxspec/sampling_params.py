@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import flag, ids, number, options, strings, whole
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
@@ -148,7 +148,7 @@ def bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         given = list(bias.items() if isinstance(bias, Mapping) else bias or ())
         pairs = [(int(i) if isinstance(i, str) and i.isdecimal() else i, value) for i, value in given]
     except (TypeError, ValueError):
-        raise UserError(f"logit_bias={bias!r:.80} must map token ids to numbers") from None
+        raise UserError(f"logit_bias={quoted(bias)} must map token ids to numbers") from None
     found: dict[int, float] = {}
     for i, value in pairs:
         i, value = whole("logit_bias id", i, 0), number(f"logit_bias of id {i}", value)

@@ -55,12 +55,14 @@ ARROWS = {
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
     "decode verify.rules",
     "prompts": "options sampling_params",
+    "chat": "keywords options prompts",
+    "chat_process": "chat",
     "job": "outputs engine.request detokenizer prompts tokens",
     "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
     "widened": "checkpoints decode.stored engine.setup models parallel",
-    "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
-    "prompts job widened decode.stored",
-    "async_llm": "config keywords outputs sampling_params engine prompts job llm",
+    "llm": "chat config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine "
+    "progress prompts job widened decode.stored",
+    "async_llm": "chat chat_process config keywords outputs sampling_params engine prompts job llm",
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
@@ -74,7 +76,7 @@ ARROWS = {
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
     "drafters.dspark cache fit",
-    "server": "config keywords options outputs prompts sampling_params async_llm prometheus",
+    "server": "chat config keywords options outputs progress prompts sampling_params async_llm prometheus",
     "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm async_llm "
     "convert info demo bench train server drafters.methods verify.rules",
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxspec.cache.allocator import PageAllocator, digest
 from jaxspec.engine.request import Request
-from jaxspec.errors import UserError
+from jaxspec.errors import CONTEXT_LENGTH_EXCEEDED, UserError
 
 
 class Scheduler:
@@ -51,11 +51,13 @@ class Scheduler:
 
     def check(self, max_len: int) -> None:
         """Raises UserError where the pool could never hold a request that may grow to max_len tokens."""
-        need = self.pages_for(max_len + self.num_drafts)
-        if need > self.allocator.num_pages:
+        need, room = self.pages_for(max_len + self.num_drafts), self.allocator.num_pages
+        if need > room:
+            longest = max(room * self.page_size - self.num_drafts, 0)
             raise UserError(
-                f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has "
-                f"{self.allocator.num_pages}: lower max_tokens or raise num_pages"
+                f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has {room}, so this "
+                f"model's maximum context length is {longest} tokens: lower max_tokens or raise num_pages",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
 
     def reset(self, requests: Iterable[Request]) -> None:
