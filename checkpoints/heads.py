@@ -17,7 +17,7 @@ from checkpoints import eight_bits
 from checkpoints.assemble import assemble
 from checkpoints.names import Table
 from checkpoints.orbax import FINGERPRINT, appearing
-from checkpoints.reading import read_json
+from checkpoints.reading import read_config, there
 from checkpoints.safetensors import Shards
 from checkpoints.sources import TOKENIZER_FILES
 from jaxspec.errors import UserError
@@ -29,7 +29,7 @@ from jaxspec.models.parameters import Parameter
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
     """(config.json, {} where there is none; tensor -> shape). Raises as `checkpoints.safetensors` does."""
     path = folder / "config.json"
-    return read_json(path) if path.is_file() else {}, Shards(folder).shapes()
+    return read_config(path) if there(path) else {}, Shards(folder).shapes()
 
 
 def convert(folder: Path, dst: Path, dtype: str | None = None, weight_bits: int | None = None) -> None:
@@ -62,7 +62,7 @@ def write(
         tensors = {name: x.astype(jnp.dtype(dtype)) if floating(x) else x for name, x in tensors.items()}
     if weight_bits is not None:
         tensors = eight_bits.split(tensors)
-    beside = [path for pattern in (*TOKENIZER_FILES, FINGERPRINT) for path in folder.glob(pattern)]
+    beside = [path for pattern in (*TOKENIZER_FILES, FINGERPRINT) for path in folder.glob(pattern) if there(path)]
     with appearing(dst) as partial:
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial / "model.safetensors")
         for path in beside:

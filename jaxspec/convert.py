@@ -130,7 +130,7 @@ def method_of(source: checkpoints.Source) -> str:
 def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding of a head with this config.json in the older of its two spellings, which all versions of
     transformers read; where nothing is said, Llama's default."""
-    said = dict(rope_parameters({key: value for key, value in raw.items() if value is not None}))
+    said = dict(rope_parameters(raw))
     theta, kind = said.pop("rope_theta", 1e4), said.get("rope_type", said.get("type", "default"))
     return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": said})
 

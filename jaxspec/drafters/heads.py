@@ -59,7 +59,6 @@ class Found:
         ids = {"vocab_size": self.target.vocab_size, "max_position_embeddings": self.target.max_model_len}
         # Where config.json says nothing, Llama's own defaults are meant, whatever the target has.
         raw = {"rope_theta": 1e4, **self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False}
-        raw = {key: value for key, value in raw.items() if value is not None}
         # Transformers, which takes seconds to import, knows how all have spelled what becomes of rope.
         spelled = raw.keys() & {"rope_scaling", "rope_parameters"}
         fields = vars(self.parse(raw) if spelled else ModelConfig.from_hf(raw))

@@ -174,20 +174,17 @@ def test_a_mesh_that_cuts_a_head_is_refused():
         load(FOLDER / "gemma3", devices=2)
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_whole_file_beside_an_index(missing, tmp_path):
+    """Is what transformers takes, whether or not the shards that the index names are there."""
+    folder = rewrite(shard(tmp_path, "llama2"), "llama2", lambda t: {name: x + 1 for name, x in t.items()})
+    for path in folder.glob("model-*.safetensors") if missing else ():
+        path.unlink()
+    _, params = load(folder)
+    np.testing.assert_array_equal(params["embed"], load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
+
+
 def test_consolidated_copies_are_not_read(tmp_path):
     folder = rewrite(tmp_path, "llama2")
     save_file({"stray": np.ones(3, np.float32)}, folder / "consolidated.safetensors")
     load(folder)
-
-
-def test_stop_ids_come_from_the_generation_config_first(tmp_path):
-    source = checkpoints.resolve(str(rewrite(tmp_path, "llama2")))
-
-    class Tokenizer:
-        eos_token_id = 9
-
-    assert checkpoints.load_stop_ids(source, Tokenizer) == (2, 9)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 8]}))
-    assert checkpoints.load_stop_ids(source, Tokenizer) == (7, 9, 8)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 4}))
-    assert checkpoints.load_stop_ids(source, Tokenizer) == (4, 9)
