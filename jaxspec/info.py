@@ -159,6 +159,7 @@ def facts(
 ) -> dict[str, Any]:
     """One model by itself. dtype and bytes are those of the default engine on this platform."""
     tokenizer = checkpoints.load_tokenizer(tokenizer_source)
+    ends = checkpoints.load_ends(tokenizer_source, tokenizer)
     dtype = compute_dtype("auto", chip)
     own = [p for p in parameters(config, dtype).values() if not p.borrowed]
     page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=chip.platform)
@@ -174,8 +175,9 @@ def facts(
         "kv_bytes_per_token": page.page_bytes,
         "vocab_size": config.vocab_size,
         "tokenizer_size": len(tokenizer),
-        "stop_ids": list(checkpoints.load_stop_ids(tokenizer_source, tokenizer)),
-        "stop_tokens": tokenizer.convert_ids_to_tokens(list(checkpoints.load_stop_ids(tokenizer_source, tokenizer))),
+        "stop_ids": list(ends),
+        "stop_tokens": tokenizer.convert_ids_to_tokens(list(ends)),
+        "stop_ids_named_by": [list(parts) for parts in ends.values()],
         "chat_template": bool(getattr(tokenizer, "chat_template", None)),
     }
 
@@ -209,6 +211,12 @@ def said(head: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')}: {word(value)}" for name, value in head.items())
 
 
+def stops(model: Mapping[str, Any]) -> list[str]:
+    """Each token that ends a text, with the parts of the checkpoint that name it."""
+    named = zip(model["stop_ids"], model["stop_tokens"], model["stop_ids_named_by"], strict=True)
+    return [f"{i} {token} ({', '.join(parts)})" for i, token, parts in named]
+
+
 def show(document: dict[str, Any]) -> None:
     """The document as a table on standard output."""
     from rich.console import Console
@@ -233,8 +241,7 @@ def show(document: dict[str, Any]) -> None:
     row("context length", *(f"{m['context_length']} tokens" for m in models))
     row("KV cache", *(f"{m['kv_bytes_per_token']} bytes per token" for m in models))
     row("tokenizer", *(f"{m['tokenizer_size']} tokens, vocabulary of {m['vocab_size']}" for m in models))
-    named = lambda m: (f"{i} {token}" for i, token in zip(m["stop_ids"], m["stop_tokens"], strict=True))
-    row("stop ids", *(", ".join(named(m)) or "none" for m in models))
+    row("stop ids", *("\n".join(stops(m)) or "none" for m in models))
     row("chat template", *("yes" if m["chat_template"] else "no" for m in models))
     taken = sum(m["weight_bytes"] for m in models), document["temporary_bytes"]
     if document["memory_bytes"] is not None:
