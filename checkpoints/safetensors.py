@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,17 @@ def load_params(
     Raises: UserError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
     """
 
-    def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
-        # 1 + w is taken in float32: bfloat16 has too few bits near 1 for Gemma's small w.
-        return x.astype(np.float32) + 1 if config.norm_plus_one and parameter.kind == "norm" else x
-
     shards, table = Shards(folder), hf(config.family)
-    table = dataclasses.replace(table, ignored=table.ignored + heads_within(shards.shapes()))
-    return assemble(config, abstract, table, shards, edit=edit, progress=progress)
+    heads = table.sources("head").values() if config.tied else ()  # some files repeat the embedding table as a head
+    repeats = dict.fromkeys(heads, table.sources("embed")[""])
+    table = dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
+    return assemble(config, abstract, table, shards, edit=edit(config.norm_plus_one), progress=progress)
+
+
+def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarray]:
+    """What undoes what a file did to the numbers of its norms; norm_plus_one: it holds what is added to 1."""
+    # In float32: bfloat16 has too few bits near 1 for Gemma's small w.
+    return lambda parameter, part, x: x.astype(np.float32) + 1 if norm_plus_one and parameter.kind == "norm" else x
 
 
 def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from checkpoints import eight_bits, heads, orbax, speculators
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import flattened
 from jaxspec.errors import UnsupportedError, UserError
-from jaxspec.loading import read_draft
+from jaxspec.loading import read_beside
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
@@ -107,7 +107,9 @@ def as_speculators(
             "or a folder with its config.json and safetensors"
         )
     of_target = checkpoints.load_config(beside)
-    how: Any = read_draft(source, of_target, beside.name)
+    known = parameters(of_target)
+    theirs = lambda where: heads.of_target(beside.path, of_target, known[where], where)
+    how: Any = read_beside(source, of_target, beside.name, theirs)
     speculators.check(source.name, how.config, of_target)
     tensors = speculators.tensors(source, how, parameters(how.config), beside, of_target)
     raw = heads.contents(source.path)[0]

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 import checkpoints
-from checkpoints import heads
 from jaxspec import fit
 from jaxspec.accelerators import Accelerator, accelerator
 from jaxspec.bench import presets
@@ -18,7 +17,6 @@ from jaxspec.cache import budget
 from jaxspec.cache.pages import FeatureLayout, cache_layout
 from jaxspec.chips import chips
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.drafters import methods
 from jaxspec.drafters.heads import Reading
 from jaxspec.engine.catalogue import Closed
 from jaxspec.engine.setup import Model, catalogue, temporary_bytes
@@ -55,7 +53,7 @@ def describe(
     if draft is not None:
         draft_source = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
         try:
-            reading = drafting(source, configs["target"], draft_source)
+            reading = read_draft(draft_source, configs["target"], source.name)
             configs["draft"] = reading.config if reading else checkpoints.load_config(draft_source)
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(configs["target"], draft_source.name, configs["draft"])
@@ -74,14 +72,6 @@ def describe(
     return document | pool(configs, document, chip, absent)
 
 
-def drafting(source: checkpoints.Source, target: ModelConfig, draft: checkpoints.Source) -> Reading | None:
-    """How a head is read, as `read_draft` does."""
-    # A target that is its own draft has a head for that in its checkpoint.
-    own = draft.kind == "hf" and draft.path == source.path
-    method = methods.within(heads.contents(source.path)[1]) if own else None
-    return read_draft(draft, target, source.name, method)
-
-
 def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[str, Any]:
     """Whether both fit on the chips of that name: `fit.document`, and the models' names. No device is looked for, and
     a model may be a preset of `jaxspec bench`: only shapes are read.
@@ -97,7 +87,7 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
         config = presets.preset(draft, target)
     elif draft is not None:
         of_draft = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
-        reading = drafting(of_target, target, of_draft) if of_target else read_draft(of_draft, target, model)
+        reading = read_draft(of_draft, target, of_target.name if of_target else model)
         config = reading.config if reading else checkpoints.load_config(of_draft)
     if config is not None:
         check_table(target, str(draft), config)
@@ -108,7 +98,8 @@ def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Devic
     """Those of such an engine, in the order in which they are compiled."""
     drafted = configs.get("draft")
     spec = SpeculativeConfig(model="draft") if drafted else None
-    longest = configs["target"].max_model_len + (spec.num_speculative_tokens if spec else 0)
+    reach = max(spec.num_speculative_tokens, drafted.reach) if spec and drafted else 0
+    longest = configs["target"].max_model_len + reach
     found = catalogue(options, spec, chip, longest, lags=bool(drafted and drafted.cached_layers))
     assert isinstance(found, Closed)
     return [*map(str, (*found.prefills, *found.launches)), "copy_pages"]

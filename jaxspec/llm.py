@@ -126,7 +126,8 @@ class LLM:
     def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
         device, which = here(), (self._source.name, speculative.method)
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
-        draft = load_draft(source, dtype, self._placement.draft, self.target, *which)
+        within = source.path == self._source.path
+        draft = load_draft(source, dtype, self._placement.draft, self.target, *which, within=within)
         return draft.stored_for(Backend(device, self._placement.draft, self.config.kernels))
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:

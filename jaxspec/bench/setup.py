@@ -47,10 +47,12 @@ class Setup:
     def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None, **options: Any) -> Engine:
         """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others.
         options: others of EngineConfig."""
-        drafts = speculative.num_speculative_tokens if speculative else 0
         models = {"target": self.target} | ({"draft": self.draft} if self.draft and speculative else {})
         page_size = facts(self.device.platform).page_size
-        num_pages = rows * (math.ceil((max_len + drafts) / page_size) + 1)
+        reach = (
+            max([speculative.num_speculative_tokens, *(m.config.reach for m in models.values())]) if speculative else 0
+        )
+        num_pages = rows * (math.ceil((max_len + reach) / page_size) + 1)
         self.check_memory(models, page_size, num_pages)
         engine = Engine(
             self.target,
@@ -169,5 +171,6 @@ def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[lis
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
         loading.check_same_tokenizer(source, tokenizer, draft_source)
-        models[1] = loading.load_draft(draft_source, dtype, placement.draft, target, source.name)
+        within = draft_source.path == source.path
+        models[1] = loading.load_draft(draft_source, dtype, placement.draft, target, source.name, within=within)
     return models, tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -67,7 +67,7 @@ def test_what_null_says_of_a_window_and_of_heads(tmp_path):
 class Recording(dict):
     """config.json of a head, and the keys that its readers ask for."""
 
-    asked: set[str] = set()
+    asked: ClassVar[set[str]] = set()
 
     def get(self, key, default=None):
         self.asked.add(key)
