@@ -24,9 +24,13 @@ class Scheduler:
         *,
         reuse: bool = True,
         lookahead: int = 0,
+        reach: int = 0,
     ) -> None:
+        """num_drafts: K, the most drafts of a round; reach: positions after the pending token's that a round may write,
+        where these are more."""
         self.allocator, self.page_size, self.lookahead = allocator, page_size, lookahead
         self.max_num_seqs, self.num_drafts, self.reuse = max_num_seqs, num_drafts, reuse
+        self.reach = max(reach, num_drafts)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.undrafted: set[int] = set()  # known pages that the draft has not read
@@ -37,12 +41,12 @@ class Scheduler:
 
     def most_pages(self, request: Request) -> int:
         """Pages that it may come to hold."""
-        return self.pages_for(request.max_len + self.num_drafts)
+        return self.pages_for(request.max_len + self.reach)
 
     def positions(self, request: Request, num_rounds: int) -> int:
         """Positions that num_rounds more rounds may write, the drafts of a last one included."""
-        most = request.num_tokens + num_rounds * (self.num_drafts + 1) - 1
-        return min(most, request.max_len + self.num_drafts)
+        most = request.num_tokens + (num_rounds - 1) * (self.num_drafts + 1) + self.reach
+        return min(most, request.max_len + self.reach)
 
     def add(self, request: Request) -> None:
         """Queues a request. See `check` for what is refused."""
@@ -51,7 +55,7 @@ class Scheduler:
 
     def check(self, max_len: int) -> None:
         """Raises UserError where the pool could never hold a request that may grow to max_len tokens."""
-        need = self.pages_for(max_len + self.num_drafts)
+        need = self.pages_for(max_len + self.reach)
         if need > self.allocator.num_pages:
             raise UserError(
                 f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has "
