@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +21,12 @@ from jax.sharding import PartitionSpec as P
 from checkpoints.copies import check_frequencies, check_repeats
 from checkpoints.names import Table
 from checkpoints.progress import progress_bar
+from checkpoints.tensor_file import Index, TensorFile
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
 
-Index = tuple[slice, ...]
 Read = Callable[[str, Index], np.ndarray]
-
-
-class TensorFile(Protocol):
-    """What a format offers: names and shapes at no cost, and slices of one tensor."""
-
-    where: str  # for messages
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def read(self, name: str, index: Index) -> np.ndarray: ...
 
 
 def stored_shape(config: ModelConfig, parameter: Parameter, part: str) -> tuple[int, ...]:

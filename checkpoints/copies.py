@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,9 @@ import numpy as np
 from jax import lax
 
 from checkpoints.names import Table
+from checkpoints.tensor_file import TensorFile
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.config import ModelConfig, Rope
-
-if TYPE_CHECKING:
-    from checkpoints.assemble import TensorFile
 
 PIECE = 1 << 26  # bytes of a tensor that are compared at a time
 

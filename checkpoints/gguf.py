@@ -20,9 +20,10 @@ import gguf
 import jax
 import numpy as np
 
-from checkpoints.assemble import Index, assemble
+from checkpoints.assemble import assemble
 from checkpoints.names import GGUF
 from checkpoints.reading import told
+from checkpoints.tensor_file import Index
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models import families
 from jaxspec.models.config import ModelConfig

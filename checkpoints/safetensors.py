@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.assemble import Index, assemble
+from checkpoints.assemble import assemble
 from checkpoints.eight_bits import SCALE, widened
 from checkpoints.library import transformers
 from checkpoints.names import hf
 from checkpoints.reading import read_config, read_json, there, told
+from checkpoints.tensor_file import Index
 from checkpoints.torch_files import TorchFile
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
