@@ -26,6 +26,7 @@ from jaxspec.models.parameters import Parameter
 
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
 GENERATION_CONFIG = "generation_config.json"
+TEMPLATES = "additional_chat_templates/*"
 # In a tokenizer's configuration null is a value: no such token, where absence is the default of the tokenizer's class.
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -74,7 +75,7 @@ def load_tokenizer(source: Source) -> Any:
         raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
     if not has_tokenizer(source):
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
-    for file in (file for pattern in TOKENIZER_FILES for file in source.path.glob(pattern)):
+    for file in (file for pattern in (*TOKENIZER_FILES, TEMPLATES) for file in source.path.glob(pattern)):
         there(file)  # transformers opens some of them
     with told(source.path):
         try:

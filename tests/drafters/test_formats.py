@@ -194,6 +194,29 @@ def test_what_is_understood(name, target, tmp_path):
     parameters(tmp_path, target)  # and its tensors are these
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3 by speculators", "dflash"])
+def test_biases_of_attention(name, target, tmp_path):
+    """Those of queries, keys and values are read, and must be there where they are said. The output has none."""
+    reference, options = METHODS[name]
+    reference.write(tmp_path, seed=0, target=TARGET, **options, qkv_bias=True)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    biases = [key for key in tensors if key.endswith("_proj.bias")]
+    assert len(biases) == 3 * read(tmp_path, target).config.num_layers
+    found = parameters(tmp_path, target)
+    for said in (False, ...):  # the tensors are what counts
+        rewrite(tmp_path, attention_bias=said)
+        assert_same(parameters(tmp_path, target), found)
+    more = re.sub("[qkv]_proj", "o_proj", biases[0])
+    save_file(tensors | {more: np.ones(32, np.float32)}, file)
+    with fails(UserError, f"{more} is not part of a head"):
+        parameters(tmp_path, target)
+    rewrite(tmp_path, attention_bias=True)
+    save_file({key: x for key, x in tensors.items() if key not in biases}, file)
+    with fails(UserError, "_proj.bias is missing"):
+        parameters(tmp_path, target)
+
+
 def test_a_method_that_is_not_read(target, tmp_path):
     dflash.write(tmp_path, seed=0, target=TARGET, **IDS, speculators=True)
     rewrite(tmp_path, speculators_model_type="dflash2")
