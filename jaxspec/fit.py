@@ -111,8 +111,8 @@ def fit(asked: Asked) -> Fit:
     all_pages = sum(page.values()) + features
     pages = max(free, 0) // all_pages
     # A row holds its drafts, too, until they are verified.
-    reach = max(speculative.num_speculative_tokens, asked.draft.reach if asked.draft else 0) if speculative else 0
-    row = -(-(asked.longest + reach) // platform.page_size)
+    drafts = speculative.num_speculative_tokens if speculative else 0
+    row = -(-(asked.longest + drafts) // platform.page_size)
     need = memory - free + row * all_pages
     lacks = (
         f"{need / 1e9:.2f} GB a device are needed for a row of {asked.longest} tokens, {memory / 1e9:.2f} GB are there"
@@ -130,7 +130,7 @@ def fit(asked: Asked) -> Fit:
         features_page=features,
         pages=pages,
         tokens=pages * platform.page_size,
-        longest_context=min(max(pages * platform.page_size - reach, 0), asked.target.max_model_len),
+        longest_context=min(max(pages * platform.page_size - drafts, 0), asked.target.max_model_len),
         rows=pages // row,
         problems=(lacks,) if pages < row else (),
     )

@@ -98,8 +98,7 @@ def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Devic
     """Those of such an engine, in the order in which they are compiled."""
     drafted = configs.get("draft")
     spec = SpeculativeConfig(model="draft") if drafted else None
-    reach = max(spec.num_speculative_tokens, drafted.reach) if spec and drafted else 0
-    longest = configs["target"].max_model_len + reach
+    longest = configs["target"].max_model_len + (spec.num_speculative_tokens if spec else 0)
     found = catalogue(options, spec, chip, longest, lags=bool(drafted and drafted.cached_layers))
     assert isinstance(found, Closed)
     return [*map(str, (*found.prefills, *found.launches)), "copy_pages"]

@@ -50,7 +50,7 @@ class Raw:
         self.batch_size, self.context = batch_size, context
         self.prompts = setup.prompts(batch_size, context)
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
-        self.row_pages = self.engine.scheduler.pages_for(self.length + self.engine.scheduler.reach)
+        self.row_pages = self.engine.scheduler.pages_for(self.length + most)
         # As the engine does: attention's cost depends on it.
         _, self.table_width = self.engine.catalogue.shape(1, self.row_pages)
 

@@ -47,12 +47,10 @@ class Setup:
     def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None, **options: Any) -> Engine:
         """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others.
         options: others of EngineConfig."""
+        drafts = speculative.num_speculative_tokens if speculative else 0
         models = {"target": self.target} | ({"draft": self.draft} if self.draft and speculative else {})
         page_size = facts(self.device.platform).page_size
-        reach = (
-            max([speculative.num_speculative_tokens, *(m.config.reach for m in models.values())]) if speculative else 0
-        )
-        num_pages = rows * (math.ceil((max_len + reach) / page_size) + 1)
+        num_pages = rows * (math.ceil((max_len + drafts) / page_size) + 1)
         self.check_memory(models, page_size, num_pages)
         engine = Engine(
             self.target,

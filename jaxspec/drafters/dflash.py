@@ -50,7 +50,6 @@ class Config(ModelConfig):
     method = "dflash"
     features_from = ("fc",)
     max_drafts = property(lambda self: self.block_size - (not self.from_pending))
-    reach = property(lambda self: self.block_size - 1)
 
     @property
     def borrows_head(self) -> bool:
@@ -150,7 +149,8 @@ class DFlash(Drafter):
 
     @property
     def reach(self) -> int:
-        return max(self.num_speculative_tokens, self.model.config.reach)
+        config: Any = self.model.config
+        return max(self.num_speculative_tokens, config.block_size - 1)
 
     def propose(self, params, cache, history: History, choose: Choose):
         block = self.block(params, cache, history)

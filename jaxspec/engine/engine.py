@@ -65,9 +65,10 @@ class Engine:
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
             reach=max((drafter.reach for drafter in self.runner.drafters.values() if drafter), default=0),
+            longest=self.limits.max_model_len,
         )
         self.roster = Roster(self.scheduler, self.runner)
-        longest, lags = self.limits.max_model_len + self.scheduler.reach, self.lag.most is not None
+        longest, lags = self.limits.max_model_len + self.num_drafts, self.lag.most is not None
         self.catalogue = setup.catalogue(config, speculative, device, longest, lags=lags)
         chunk = setup.chunk_shape(config, device.platform)
         self.prefilling = Prefilling(self.roster, self.catalogue, chunk, self.lag, self.timed)

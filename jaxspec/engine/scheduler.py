@@ -25,12 +25,13 @@ class Scheduler:
         reuse: bool = True,
         lookahead: int = 0,
         reach: int = 0,
+        longest: int = 0,
     ) -> None:
         """num_drafts: K, the most drafts of a round; reach: positions after the pending token's that a round may write,
-        where these are more."""
+        where these are more, up to `longest` of a row."""
         self.allocator, self.page_size, self.lookahead = allocator, page_size, lookahead
         self.max_num_seqs, self.num_drafts, self.reuse = max_num_seqs, num_drafts, reuse
-        self.reach = max(reach, num_drafts)
+        self.reach, self.longest = max(reach, num_drafts), longest
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.undrafted: set[int] = set()  # known pages that the draft has not read
@@ -39,14 +40,18 @@ class Scheduler:
     def pages_for(self, num_positions: int) -> int:
         return -(-num_positions // self.page_size)
 
+    def most_positions(self, max_len: int) -> int:
+        """Positions that a request of up to max_len tokens may come to hold."""
+        return max(max_len + self.num_drafts, min(max_len + self.reach, self.longest))
+
     def most_pages(self, request: Request) -> int:
         """Pages that it may come to hold."""
-        return self.pages_for(request.max_len + self.reach)
+        return self.pages_for(self.most_positions(request.max_len))
 
     def positions(self, request: Request, num_rounds: int) -> int:
         """Positions that num_rounds more rounds may write, the drafts of a last one included."""
         most = request.num_tokens + (num_rounds - 1) * (self.num_drafts + 1) + self.reach
-        return min(most, request.max_len + self.reach)
+        return min(most, self.most_positions(request.max_len))
 
     def add(self, request: Request) -> None:
         """Queues a request. See `check` for what is refused."""
@@ -55,7 +60,7 @@ class Scheduler:
 
     def check(self, max_len: int) -> None:
         """Raises UserError where the pool could never hold a request that may grow to max_len tokens."""
-        need = self.pages_for(max_len + self.reach)
+        need = self.pages_for(self.most_positions(max_len))
         if need > self.allocator.num_pages:
             raise UserError(
                 f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has "

@@ -104,11 +104,6 @@ class ModelConfig:
         return None
 
     @property
-    def reach(self) -> int:
-        """How many positions after the pending token's it fills each round, however few drafts are wanted."""
-        return 0
-
-    @property
     def features_from(self) -> tuple[str, ...]:
         """The parameters that make these numbers, once a position; a pass reads the others."""
         return ()

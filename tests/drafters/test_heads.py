@@ -229,5 +229,5 @@ def test_a_head_of_another_method_is_refused(folders):
     pair = read(folders, "medusa")
     with pytest.raises(UserError, match="num_speculative_tokens=6, but the draft proposes at most 5 a round: lower it"):
         pair.engine(6, **SIZES)
-    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft proposes at most 4 a round"):
+    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft proposes at most 6 a round"):
         read(folders, "dflash").engine(9, **SIZES)
