@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import logging
 import math
 import re
@@ -211,8 +212,8 @@ def with_rest(reading: Reading, target: ModelConfig) -> Reading:
     if target.tied:
         places |= dict.fromkeys(table.sources("head").values(), ("embed", ""))
     copies = {name: place for name, place in places.items() if name in rest}
-    ignored = (*reading.ignored, *table.frequencies, *heads_within(reading.rest))
-    return dataclasses.replace(reading, copies={**copies, **reading.copies}, ignored=ignored)
+    others = [name for pattern in (*table.frequencies, *heads_within(rest)) for name in fnmatch.filter(rest, pattern)]
+    return dataclasses.replace(reading, copies={**copies, **reading.copies}, ignored=(*reading.ignored, *others))
 
 
 def laid(model: Model, placement: Placement) -> Model:

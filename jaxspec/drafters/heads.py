@@ -67,7 +67,7 @@ class Found:
 
     def own(self, name: str) -> bool:
         """Whether it has this tensor, and what stands in its place is known to be another."""
-        return any(other.endswith(name) for other in self.differing)
+        return not self.differing.isdisjoint((name, self.prefix + name))
 
     def own_table(self) -> dict[str, Any]:
         """The fields of its table, where it has one of the target's shape that is another: it is read as the target's

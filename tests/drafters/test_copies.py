@@ -70,7 +70,7 @@ HEADS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     ),
     "eagle3 by speculators": (eagle3, TAPS | {"speculators": True}, NAMES),
     "p-eagle": (eagle3, TAPS | {"mask_token_id": 5}, NAMES),
-    "dflash": (dflash, TAPS, WHOLE),
+    "dflash": (dflash, TAPS, WHOLE | {"verifier_lm_head.weight": HEAD}),
     "dflash by speculators": (dflash, TAPS | {"speculators": True}, NAMES),
     "dspark": (dspark, TAPS, WHOLE),
     "medusa": (medusa, {"own_head": False}, {"lm_head.weight": HEAD}),
@@ -83,7 +83,6 @@ HEADS: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     "mtp by Qwen3-Next": (mtp, {"kind": "qwen3_next"}, {"mtp.embed_tokens.weight": TABLE, "mtp.lm_head.weight": HEAD}),
 }
 USED = {TABLE: "embed", HEAD: "head"}
-UNUSED = ("medusa", "eagle3, all ids")  # whose other head of logits has no use
 CASES = [(name, tensor) for name, (_, _, names) in HEADS.items() for tensor in names]
 
 
@@ -120,7 +119,7 @@ def test_another_is_used_or_refused(name, tensor, target, tmp_path):
     plain = loaded(tmp_path, target, method)
     add(tmp_path, copies | {tensor: changed(copies[tensor])})
     what = HEADS[name][2][tensor]
-    if what not in USED or (what == HEAD and name in UNUSED):
+    if what not in USED or tensor.startswith("verifier") or name == "medusa":
         words = (
             "'target'",
             f"its tensor {tensor} differs from the target's",
@@ -250,10 +249,12 @@ def test_a_model_that_is_not_the_target(method, target, tmp_path):
         loaded(folder, target, method)
 
 
-def test_a_tensor_of_the_head_that_is_not_read(target, tmp_path):
-    folder = within(target, tmp_path / "whole")
-    add(folder, {"model.layers.4.self_attn.o_proj.bias": np.ones(32, np.float32)})
-    with fails(UserError, "model.layers.4.self_attn.o_proj.bias is not part of a head of method 'mtp'"):
+@pytest.mark.parametrize("kind", ["deepseek", "mimo", "qwen3_next"])
+def test_a_tensor_of_the_head_that_is_not_read(kind, target, tmp_path):
+    folder = within(target, tmp_path / "whole", kind=kind)
+    name = f"{mtp.names(kind, 4).block}self_attn.o_proj.bias"
+    add(folder, {name: np.ones(32, np.float32)})
+    with fails(UserError, f"{name} is not part of a head of method 'mtp'"):
         loaded(folder, folder, "mtp", within=True)
 
 
