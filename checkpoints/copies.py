@@ -20,8 +20,8 @@ PIECE = 1 << 26  # bytes of a tensor that are compared at a time
 
 @jax.jit
 def same(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether these are the same numbers, or those of one are the other's, rounded to its dtype."""
-    # Of bits: where numbers are compared, a compiler may leave the rounding out.
+    """Compare two arrays: whether the numbers of one are the other's, rounded to its dtype."""
+    # By their bits: where numbers are compared, a compiler may leave the rounding out.
     bits = lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     return jnp.all((bits(x.astype(y.dtype)) == bits(y)) | (bits(y.astype(x.dtype)) == bits(x)))
 
@@ -38,7 +38,7 @@ def check_repeats(table: Table, file: TensorFile) -> None:
 
 
 def repeats(file: TensorFile, name: str, read: str) -> bool:
-    """Whether two tensors of a file are the same."""
+    """Compare two tensors of a file, some rows at a time."""
     shape = file.shapes()[name]
     if shape != file.shapes().get(read):
         return False
@@ -65,6 +65,6 @@ def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> No
 
 
 def frequencies(rope: Rope, head_dim: int) -> list[Any]:
-    """Those of a rotary embedding, without its factors and with them."""
+    """Return the frequencies of a rotary embedding, without its factors and with them."""
     plain = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     return [plain, plain / np.asarray(rope.factors)] if rope.factors else [plain]

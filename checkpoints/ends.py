@@ -22,12 +22,12 @@ MOST_LINES = 10_000  # of its own that a template may run; it runs some hundred
 
 
 def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
-    """The token ids that end a text, without repetitions. Arguments and errors as those of `load_ends`."""
+    """Return the token ids that end a text, without repetitions. Arguments and errors as those of `load_ends`."""
     return tuple(load_ends(source, tokenizer))
 
 
 def load_ends(source: Source, tokenizer: Any = None) -> dict[int, tuple[str, ...]]:
-    """Each token id that ends a text -> the parts of the checkpoint that name it.
+    """Return the token ids that end a text, each with the parts of the checkpoint that name it.
 
     tokenizer: loaded from the source where not given.
     Raises: UserError naming the file for what is no id of 31 bits.
@@ -47,12 +47,13 @@ def load_ends(source: Source, tokenizer: Any = None) -> dict[int, tuple[str, ...
 
 
 def add(found: dict[int, tuple[str, ...]], ids: tuple[int, ...], part: str) -> None:
+    """Note that a part of the checkpoint names these ids."""
     for i in ids:
         found[i] = (*found.get(i, ()), part)
 
 
 def named(source: Source) -> dict[str, list[tuple[str, Any]]]:
-    """File -> the keys in it that name ends, with their values."""
+    """Return the keys that name ends, with their values, by file."""
     if source.kind == "orbax":
         return {orbax.CONFIG_FILE: [("eos_ids", load_config(source).eos_ids)]}
     if source.kind == "gguf":
@@ -64,7 +65,7 @@ def named(source: Source) -> dict[str, list[tuple[str, Any]]]:
 
 
 def ends_of(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys that name ends, with their values; those of nested configurations of text models too."""
+    """Yield the keys that name ends, with their values; those of nested configurations of text models too."""
     yield from ((key, value) for key, value in raw.items() if ENDS.fullmatch(key))
     for name in TEXT_CONFIGS:
         if isinstance(part := raw.get(name), Mapping):
@@ -72,7 +73,7 @@ def ends_of(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:
-    """The control token that the chat template writes after an answer, if there is one."""
+    """Return the control token that the chat template writes after an answer, if there is one."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     tokens = getattr(tokenizer, "added_tokens_decoder", {})
     control = {token.content: i for i, token in tokens.items() if token.special and token.content in template}
@@ -84,7 +85,7 @@ def turn_ends(tokenizer: Any) -> tuple[int, ...]:
 
 
 def rendered(tokenizer: Any) -> str:
-    """A question and its answer by the chat template; "" where it does not take them, or runs for too long."""
+    """Render a question and its answer by the chat template; "" where it does not take them, or runs for too long."""
     lines = 0
 
     def count(frame: Any, event: str, arg: Any) -> Any:

@@ -96,7 +96,7 @@ class Reading(Protocol):
 
 
 def table_of(how: Reading) -> Table:
-    """The names of a head's tensors. Its copies of the target's have been compared with these."""
+    """Return the names of a head's tensors. Its copies of the target's have been compared with these before."""
     return Table(dict(how.names), (*how.ignored, *how.copies, *how.ones), repeats=how.repeats, tied_by="tie_weights")
 
 
@@ -143,7 +143,7 @@ def differing(
     known: Mapping[str, Parameter],
     theirs: Callable[[str], jax.Array],
 ) -> frozenset[str]:
-    """The tensors of a folder that are not what stands in their place, each compared as a whole.
+    """Return the tensors of a folder that are not what stands in their place, each compared as a whole.
 
     copies: tensor -> the target's parameter, and which part of it; "d2t": the ids that this names. known: the target's
     parameters; theirs(name): the numbers of one.
@@ -165,7 +165,7 @@ def differing(
 
 
 def of_target(folder: Path, config: ModelConfig, parameter: Parameter, where: str) -> jax.Array:
-    """A parameter of a target as its folder has it stored. Raises: UserError where it lacks that."""
+    """Read a parameter of a target as its folder has it stored. Raises: UserError where it lacks that."""
     file, names = Shards(folder), hf(config.family).sources(where)
     for name in names.values():
         if name not in file.shapes():
@@ -174,7 +174,7 @@ def of_target(folder: Path, config: ModelConfig, parameter: Parameter, where: st
 
 
 def grouped(copies: Mapping[str, Place]) -> Iterator[tuple[str, dict[str, str]]]:
-    """(parameter, part -> tensor): the parts of a merged one together, all others each alone."""
+    """Yield (parameter, part -> tensor): the parts of a merged one together, all others each alone."""
     merged: dict[str, dict[str, str]] = {}
     for name, (where, part) in copies.items():
         if part in ("", "d2t"):
@@ -193,7 +193,7 @@ def one(
     norm_plus_one: bool,
     sharding: Any = None,
 ) -> jax.Array:
-    """One parameter as it is stored, of the tensors names: part -> tensor."""
+    """Read one parameter as it is stored. names: part -> tensor."""
     dtype = parameter.dtype if parameter.kind == "norm" else FLOATS[file.dtype(next(iter(names.values())))]
     parameter, undo = dataclasses.replace(parameter, dtype=jnp.dtype(dtype), sharding=sharding), edit(norm_plus_one)
     read = lambda part, index: undo(parameter, part, file.read(names[part], index))

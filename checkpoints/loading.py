@@ -90,7 +90,7 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def of_folder(folder: Path) -> Any:
-    """The tokenizer of a folder. transformers refuses some keys that are null: it then reads the folder without."""
+    """Read the tokenizer of a folder; without the keys that are null, where transformers refuses some of them."""
     read = lambda folder: transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     try:
         return read(folder)
@@ -105,8 +105,8 @@ def of_folder(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
-    """A folder of links to the files of this one, but for configurations with keys that are null, which are written
-    without them; None where there are none."""
+    """Make a folder of links to the files of this one. Configurations with keys that are null are written there without
+    these; None where there are no such."""
     rewritten: dict[str, Any] = {}
     for name, kept in (("config.json", ()), ("tokenizer_config.json", SPECIAL_TOKENS)):
         if there(folder / name):

@@ -95,7 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """`read_json` of a configuration, in which null means absent. Raises as that does."""
+    """Read a configuration, in which null means absent. Raises as `read_json` does."""
     try:
         found: dict[str, Any] = without_nulls(read_json(path))
     except RecursionError:
@@ -104,7 +104,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def without_nulls(value: Any, kept: Collection[str] = NULL_IS_A_VALUE) -> Any:
-    """The value without the keys of its objects that are null, but for those `kept`."""
+    """Return the value without the keys of its objects that are null, but for those `kept`."""
     if not isinstance(value, dict):
         return value
     return {key: without_nulls(x, kept) for key, x in value.items() if x is not None or key in kept}

@@ -151,8 +151,8 @@ def read_beside(
     *,
     within: bool = False,
 ) -> Reading | None:
-    """As `read_draft`, its copies of the target's tensors compared with these: theirs(name) is a parameter of the
-    target. What differs is used where the head has a use for it, and refused elsewhere."""
+    """Read a head as `read_draft` does, and compare its copies of the target's tensors with these. A copy that differs
+    is used where the head has a use for it, and refused elsewhere. theirs(name): a parameter of the target."""
     reading, known = read_draft(source, target, target_name, method), parameters(target)
     if reading is None:
         return None
@@ -206,7 +206,7 @@ def as_large(draft: ModelConfig, target: ModelConfig) -> bool:
 
 
 def with_rest(reading: Reading, target: ModelConfig) -> Reading:
-    """The reading of a head in a model's checkpoint, whose tensors should be the target's, or of other heads."""
+    """Add the tensors of the model in whose checkpoint a head stands. They should be the target's, or other heads'."""
     table, rest = names.hf(target.family), set(reading.rest)
     places = {name: (where, part) for where in parameters(target) for part, name in table.sources(where).items()}
     if target.tied:

@@ -1,4 +1,4 @@
-"""What a head beside a target may have of its own in the place of the target's."""
+"""Parts that a head beside a target may have of its own, in the place of the target's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class OwnParts(Head):
             self.declare_head(config, dtype)
 
     def embedded(self, tokens, backend):
-        """Tokens as its own table has them, scaled as the target's where that is what it stands for."""
+        """Look tokens up in its own table, scaled as the target's is where it stands for that."""
         x = looked_up(self.embed[...], tokens, backend)
         return x * jnp.asarray(self.config.embed_scale, x.dtype) if self.config.embed_scale != 1.0 else x
