@@ -125,9 +125,9 @@ class LLM:
         return load_widened(source, compute, backend, self._placement, self._kept / "widened", read)
 
     def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
-        device, which = here(), (self._source.name, speculative.method)
+        device, which, within = here(), (self._source.name, speculative.method), source.path == self._source.path
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
-        draft = load_draft(source, dtype, self._placement.draft, self.target, *which)
+        draft = load_draft(source, dtype, self._placement.draft, self.target, *which, within=within)
         return draft.stored_for(Backend(device, self._placement.draft, self.config.kernels))
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:

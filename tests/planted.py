@@ -38,6 +38,36 @@ class Fault:
 
 
 FAULTS = (
+    Fault(  # the last places of a block make the drafts, not the first
+        "jaxspec/drafters/dflash.py",
+        "hidden[:, : silent + count]",
+        "hidden[:, -(silent + count) :]",
+        HEADS + " -k 'end_of_the_context and dflash'",
+    ),
+    Fault(  # of two tensors that should be the same, the first rows are compared
+        "checkpoints/copies.py",
+        "return all(x.dtype",
+        "return next(x.dtype",
+        "tests/checkpoints/test_safetensors.py -k not_the_table",
+    ),
+    Fault(  # a head's own table is not used, though it is another than the target's
+        "jaxspec/drafters/heads.py",
+        "if self.own(TABLE) else {}",
+        "if False else {}",
+        "tests/drafters/test_copies.py -k used_or_refused",
+    ),
+    Fault(  # what a chat template writes after an answer does not end one
+        "checkpoints/ends.py",
+        'add(found, turn_ends(tokenizer), "chat template")',
+        "pass",
+        "tests/checkpoints/test_ends.py",
+    ),
+    Fault(  # a key that is null is not one that is absent
+        "checkpoints/reading.py",
+        "if x is not None or key in kept",
+        "if True",
+        "tests/checkpoints/test_nulls.py -k heads_config",
+    ),
     Fault(  # one disturbed measurement keeps a number of drafts from being chosen
         "jaxspec/engine/adaptive.py",
         "self.costs[which] = min(new, self.once[which])",

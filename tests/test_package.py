@@ -67,8 +67,8 @@ ARROWS = {
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
     "convert": "models drafters.methods drafters.heads checkpoints loading",
-    "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.methods "
-    "drafters.heads engine.setup engine.catalogue checkpoints loading",
+    "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.heads "
+    "engine.setup engine.catalogue checkpoints loading",
     "demo": "config drafters.methods embedded outputs sampling_params parallel models progress checkpoints "
     "engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "

@@ -64,6 +64,8 @@ class Engine:
             self.num_drafts,
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
+            reach=max((drafter.reach for drafter in self.runner.drafters.values() if drafter), default=0),
+            longest=self.limits.max_model_len,
         )
         self.roster = Roster(self.scheduler, self.runner)
         longest, lags = self.limits.max_model_len + self.num_drafts, self.lag.most is not None

@@ -28,7 +28,7 @@ LONG_PROMPTS = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-prompts")
 def room_of(llm: AsyncLLM) -> int:
     """The most tokens of a prompt with its output: what the model has, and the pool."""
     engine = llm.llm.engine
-    return min(engine.limits.max_model_len, engine.num_pages * engine.layout.page_size - engine.num_drafts)
+    return min(engine.limits.max_model_len, engine.scheduler.longest_request)
 
 
 async def prepared(llm: AsyncLLM, wish: Wish, room: int, control: Mapping[int, str]) -> Asked:
