@@ -1,5 +1,6 @@
 """Weights, configurations and tokenizers in and out: Hugging Face folders, GGUF files, orbax folders."""
 
+from checkpoints.ends import load_ends, load_stop_ids
 from checkpoints.loading import (
     fingerprint,
     has_tokenizer,
@@ -7,7 +8,6 @@ from checkpoints.loading import (
     load_fingerprint,
     load_generation_config,
     load_params,
-    load_stop_ids,
     load_tokenizer,
     stored_dtype,
 )
@@ -20,6 +20,7 @@ __all__ = [
     "fingerprint",
     "has_tokenizer",
     "load_config",
+    "load_ends",
     "load_fingerprint",
     "load_generation_config",
     "load_params",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +18,16 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from checkpoints.copies import check_frequencies, check_repeats
 from checkpoints.names import Table
 from checkpoints.progress import progress_bar
+from checkpoints.tensor_file import Index, TensorFile
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
 
-Index = tuple[slice, ...]
 Read = Callable[[str, Index], np.ndarray]
-
-
-class TensorFile(Protocol):
-    """What a format offers: names and shapes at no cost, and slices of one tensor."""
-
-    where: str  # for messages
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def read(self, name: str, index: Index) -> np.ndarray: ...
 
 
 def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
@@ -78,31 +69,11 @@ def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, 
             if found[name] != expected:
                 raise UserError(f"{file.where}: tensor {name} has shape {found[name]}, expected {expected}")
             used.add(name)
-    if config.tied:  # some files repeat the embedding table as a head
-        used |= set(table.sources("head").values())
     if extra := table.unknown(found, used):
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         method = draft_spec(config).method
         kind = f"a {config.family} model" if method == "draft_model" else f"a head of method {method!r}"
         raise UserError(f"{file.where}: tensor {extra[0]}{more} is not part of {kind}")
-
-
-def check_head(config: ModelConfig, table: Table, file: TensorFile) -> None:
-    """Raises UnsupportedError where the file of a tied model has a head that is not its table: some versions of
-    transformers would take it, others not. Some rows are compared: one that was trained differs in all."""
-    table_name, head = (table.sources(where).get("", "") for where in ("embed", "head"))
-    shapes = file.shapes()
-    if not config.tied or head not in shapes:
-        return
-    same = shapes[head] == shapes[table_name]
-    for row in np.linspace(0, shapes[head][0] - 1, 64 if same else 0).astype(int).tolist():
-        index = (slice(row, row + 1), slice(0, shapes[head][1]))
-        same &= np.array_equal(file.read(head, index), file.read(table_name, index))
-    if not same:
-        raise UnsupportedError(
-            f"{file.where}: tie_word_embeddings is true, but tensor {head} is not the table {table_name}: say false in "
-            "config.json where the head is meant, or take it out"
-        )
 
 
 def assemble(
@@ -117,10 +88,12 @@ def assemble(
     """Every parameter of `abstract`, read from `file`, with the dtype and sharding that `abstract` asks for.
 
     edit(parameter, part, rows): undoes what the format did to values or rows; it sees whole heads of q and k.
-    Raises: UserError as `check` does; UnsupportedError for integers where numbers are stored, or the other way.
+    Raises: UserError as `check` does; UnsupportedError as `check_repeats` and `check_frequencies` do, and for integers
+      where numbers are stored, or the other way.
     """
     check(config, abstract, table, file)
-    check_head(config, table, file)
+    check_repeats(table, file)
+    check_frequencies(config, table, file)
     params: dict[str, jax.Array] = {}
     total = sum(parameter.nbytes for parameter in abstract.values())
     with progress_bar("Loading weights", total, enabled=progress) as advance:

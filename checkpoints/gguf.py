@@ -20,9 +20,10 @@ import gguf
 import jax
 import numpy as np
 
-from checkpoints.assemble import Index, assemble
+from checkpoints.assemble import assemble
 from checkpoints.names import GGUF
 from checkpoints.reading import told
+from checkpoints.tensor_file import Index
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models import families
 from jaxspec.models.config import ModelConfig
@@ -34,6 +35,7 @@ FLOATS = {QuantType.F32: "float32", QuantType.F16: "float16", QuantType.BF16: "b
 # GGUF value type -> struct code; 8 is a string, 9 an array.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+MAGIC = b"GGUF"  # a file's first bytes
 # What a header may hold; the largest vocabularies have a million entries of several kinds.
 MOST_VALUES, DEEPEST, MOST_DIMS, MOST_ALIGNMENT = 2**25, 4, 4, 2**20
 
@@ -114,7 +116,7 @@ def read_header(path: Path) -> Header:
 @functools.lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, _mtime: int) -> Header:
     with told(path), path.open("rb") as file:
-        if file.read(4) != b"GGUF":
+        if file.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{path} is no GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
@@ -128,7 +130,7 @@ def _read_header(path: Path, size: int, _mtime: int) -> Header:
 
 
 def _parse(cursor: Cursor) -> Header:
-    cursor.at = 4
+    cursor.at = len(MAGIC)
     (version,), (tensors, keys) = cursor.take("I"), cursor.take("Q", 2)
     if version not in (2, 3):
         raise UserError(f"GGUF version {version}: little-endian files of version 2 and 3 are read")

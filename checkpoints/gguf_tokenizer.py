@@ -18,7 +18,7 @@ from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
 
 CONTROL, USER_DEFINED = 3, 4  # token types
-ROLES = ("bos", "eos", "eot", "unknown", "padding")
+ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 LONGEST_PIECE = 1024  # characters; every way to cut a SentencePiece token in two is tried
 SPACE = "▁"
 

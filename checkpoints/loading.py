@@ -1,11 +1,14 @@
-"""Whatever the format: configuration, weights, tokenizer and stop ids of a Source."""
+"""Whatever the format: configuration, weights and tokenizer of a Source."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,15 +17,18 @@ import jax
 from checkpoints import gguf, orbax, safetensors
 from checkpoints.gguf_tokenizer import build_tokenizer
 from checkpoints.library import transformers
-from checkpoints.reading import read_json, told
-from checkpoints.sources import Source
+from checkpoints.reading import read_config, read_json, there, told, without_nulls
+from checkpoints.sources import TOKENIZER_FILES, Source
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.limits import short, token_ids
+from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
 
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
 GENERATION_CONFIG = "generation_config.json"
+TEMPLATES = "additional_chat_templates/*"
+# In a tokenizer's configuration null is a value: no such token, where absence is the default of the tokenizer's class.
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def load_config(source: Source) -> ModelConfig:
@@ -65,13 +71,15 @@ def load_tokenizer(source: Source) -> Any:
     if source.kind == "gguf":
         with told(source.path):
             return build_tokenizer(gguf.read_header(source.path).meta)
-    if (source.path / orbax.FINGERPRINT).is_file():
+    if there(source.path / orbax.FINGERPRINT):
         raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
     if not has_tokenizer(source):
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
+    for file in (file for pattern in (*TOKENIZER_FILES, TEMPLATES) for file in source.path.glob(pattern)):
+        there(file)  # transformers opens some of them
     with told(source.path):
         try:
-            return transformers().AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
+            return of_folder(source.path)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
@@ -81,10 +89,46 @@ def load_tokenizer(source: Source) -> Any:
             ) from None
 
 
+def of_folder(folder: Path) -> Any:
+    """Read the tokenizer of a folder; without the keys that are null, where transformers refuses some of them."""
+    read = lambda folder: transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return read(folder)
+    except Exception:
+        with linked_without_nulls(folder) as other:
+            if other is None:
+                raise
+            tokenizer = read(other)
+    tokenizer.name_or_path = str(folder)
+    return tokenizer
+
+
+@contextlib.contextmanager
+def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
+    """Make a folder of links to the files of this one. Configurations with keys that are null are written there without
+    these; None where there are no such."""
+    rewritten: dict[str, Any] = {}
+    for name, kept in (("config.json", ()), ("tokenizer_config.json", SPECIAL_TOKENS)):
+        if there(folder / name):
+            raw = read_json(folder / name)
+            if (said := without_nulls(raw, kept)) != raw:
+                rewritten[name] = said
+    if not rewritten:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxspec-") as links:
+        for path in folder.iterdir():
+            if path.name not in rewritten:
+                (Path(links) / path.name).symlink_to(path.resolve())
+        for name, said in rewritten.items():
+            (Path(links) / name).write_text(json.dumps(said), encoding="utf-8")
+        yield Path(links)
+
+
 def has_tokenizer(source: Source) -> bool:
     """Whether the source brings one of its own."""
     known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    return source.kind == "gguf" or any((source.path / name).is_file() for name in known)
+    return source.kind == "gguf" or any(there(source.path / name) for name in known)
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -95,7 +139,7 @@ def fingerprint(tokenizer: Any) -> str:
 def load_fingerprint(source: Source) -> str | None:
     """That of the tokenizer which a draft was trained for; None where the source has a tokenizer of its own."""
     path = source.path / orbax.FINGERPRINT
-    if not path.is_file():
+    if not there(path):
         return None
     with told(path):
         digest = path.read_text(encoding="utf-8").strip()
@@ -107,18 +151,4 @@ def load_fingerprint(source: Source) -> str | None:
 def load_generation_config(source: Source) -> dict[str, Any]:
     """What a Hugging Face folder's generation_config.json holds; {} where there is none."""
     path = source.path / GENERATION_CONFIG
-    return read_json(path) if source.kind == "hf" and path.is_file() else {}
-
-
-def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
-    """The token ids that end a generation: the generation config's (else the configuration's; a GGUF file's eos and eot
-    ids), then the tokenizer's EOS. Without repetitions. tokenizer: loaded from the source where not given.
-
-    Raises: UserError naming the file for what is no id of 31 bits.
-    """
-    tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
-    ids, raw = load_config(source).eos_ids, load_generation_config(source)
-    with told(source.path / GENERATION_CONFIG):
-        ids = token_ids(raw.get("eos_token_id"), "eos_token_id") or ids
-    with told(source.path):
-        return tuple(dict.fromkeys([*ids, *token_ids(tokenizer.eos_token_id, "the tokenizer's eos_token_id")]))
+    return read_config(path) if source.kind == "hf" and there(path) else {}

@@ -10,17 +10,25 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxspec.models.families import FAMILIES, Place, layer_names
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One format's names. `ignored` are shell patterns of harmless tensors that carry no weights."""
+    """One format's names.
+
+    ignored: shell patterns of tensors that are part of something else.
+    frequencies: shell patterns of rotary frequencies, which the configuration gives.
+    repeats: tensor -> the one that is read in its place, as `tied_by` in the configuration says.
+    """
 
     places: dict[str, Place]
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    frequencies: tuple[str, ...] = ()
+    repeats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tied_by: str = "tie_word_embeddings"
 
     def sources(self, parameter: str) -> dict[str, str]:
         """Part -> tensor name, for one parameter such as "layers.3.qkv"."""
@@ -31,9 +39,9 @@ class Table:
         return of(parameter) or of(pattern)  # one layer may be called otherwise than the others
 
     def unknown(self, names: Iterable[str], used: Iterable[str]) -> list[str]:
-        """The names that are neither used nor known to be harmless, sorted."""
-        spare = set(names) - set(used)
-        return sorted(n for n in spare if not any(fnmatch.fnmatchcase(n, pattern) for pattern in self.ignored))
+        """The names that are neither used nor otherwise known, sorted."""
+        spare, known = set(names) - set(used) - self.repeats.keys(), (*self.ignored, *self.frequencies)
+        return sorted(n for n in spare if not any(fnmatch.fnmatchcase(n, pattern) for pattern in known))
 
 
 HF = Table(
@@ -43,7 +51,7 @@ HF = Table(
         "lm_head.weight": ("head", ""),
         **layer_names("model.layers.{}."),
     },
-    ignored=("*.rotary_emb.inv_freq", "*.self_attn.bias", "*.self_attn.masked_bias"),
+    frequencies=("*.rotary_emb.inv_freq",),
 )
 
 
@@ -74,5 +82,6 @@ GGUF = Table(
         "blk.{}.ffn_down.weight": ("layers.{}.down", ""),
         "blk.{}.post_ffw_norm.weight": ("layers.{}.post_mlp_norm", ""),
     },
-    ignored=("rope_freqs.weight", "blk.*.attn_rot_embd.weight"),  # the first one is read into ModelConfig.rope
+    ignored=("rope_freqs.weight",),  # which is read into ModelConfig.rope
+    frequencies=("blk.*.attn_rot_embd.weight",),
 )

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from checkpoints.reading import read_json, told
+from checkpoints.reading import read_json, there, told
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
@@ -130,6 +130,8 @@ def stored_arrays(path: Path) -> dict[str, Any]:
     with told(path):
         if not path.is_dir() or not ocp.is_orbax_checkpoint(path):
             raise FileNotFoundError(f"{path} is missing or incomplete: it is no orbax checkpoint")
+        for file in path.rglob("*"):
+            there(file)
         return dict(ocp.metadata(path).metadata)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,27 @@ from jaxspec.errors import MisfitError, UnsupportedError, UserError
 
 LONGEST = 400  # characters of what a library says; some answer with a paragraph
 MOST_JSON = 2**28  # bytes
+SPECIAL = {
+    stat.S_IFIFO: "a fifo",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+# Keys of a configuration whose null is a value: no window, and as many key-value heads as query heads.
+NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads")
+
+
+def there(path: Path) -> bool:
+    """Whether there is a regular file of this name. Every file is asked about before it is opened.
+
+    Raises: UserError for a fifo, socket or device, which might never end.
+    """
+    if not path.exists():
+        return False
+    mode = path.stat().st_mode
+    if what := SPECIAL.get(stat.S_IFMT(mode)):
+        raise UserError(f"{path} is {what}: give a regular file")
+    return stat.S_ISREG(mode)
 
 
 @contextlib.contextmanager
@@ -59,7 +81,7 @@ def line(where: Path | str, error: BaseException) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises: FileNotFoundError, or UserError where the file holds no JSON object; both name it."""
-    if not path.is_file():
+    if not there(path):
         raise FileNotFoundError(f"{path} is missing")
     if (size := path.stat().st_size) > MOST_JSON:
         raise UserError(f"{path} has {size} bytes, no configuration has more than {MOST_JSON}: fetch it again")
@@ -70,3 +92,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UserError(f"{path} holds a JSON {type(raw).__name__}, not an object: mend it, or fetch it again")
     return raw
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a configuration, in which null means absent. Raises as `read_json` does."""
+    try:
+        found: dict[str, Any] = without_nulls(read_json(path))
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply: mend it, or fetch it again") from None
+    return found
+
+
+def without_nulls(value: Any, kept: Collection[str] = NULL_IS_A_VALUE) -> Any:
+    """Return the value without the keys of its objects that are null, but for those `kept`."""
+    if not isinstance(value, dict):
+        return value
+    return {key: without_nulls(x, kept) for key, x in value.items() if x is not None or key in kept}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.assemble import Index, assemble
+from checkpoints.assemble import assemble
 from checkpoints.eight_bits import SCALE, widened
 from checkpoints.library import transformers
 from checkpoints.names import hf
-from checkpoints.reading import read_json, told
+from checkpoints.reading import read_config, read_json, there, told
+from checkpoints.tensor_file import Index
 from checkpoints.torch_files import TorchFile
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
@@ -25,12 +26,14 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
 
+SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 INTEGERS = ("I64", "I32", "BOOL")
 INDEX = "model.safetensors.index.json"
-# Where a folder's tensors may be, the preferred first: in the shards of an index, in one file, in files like these.
+# Where a folder's tensors may be, the preferred first: in one file, which transformers takes whatever an index beside
+# it says, in the shards of an index, in files like these.
 LAYOUTS = (
-    (INDEX, "model.safetensors", "*.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin", "medusa_lm_head.pt"),
+    ("model.safetensors", INDEX, "*.safetensors"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt"),
 )
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -41,17 +44,22 @@ def load_config(folder: Path) -> ModelConfig:
     Raises: FileNotFoundError without a config.json; UnsupportedError and UserError as ModelConfig.from_hf does.
     """
     with told(folder / "config.json"):
-        return parse(read_json(folder / "config.json"))
+        return parse(read_config(folder / "config.json"))
 
 
 def parse(raw: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json. Raises as ModelConfig.from_hf does."""
+    """ModelConfig of a config.json. Raises as ModelConfig.from_hf does; UserError for one that lacks a size."""
     # Before transformers, which answers unknown kinds with a paragraph, and makes 10**9 labels where that is asked.
     known = ModelConfig.check_supported(raw)
-    # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way.
+    for key in SIZES:  # not taken from transformers, where they are those of another model
+        if key not in known:
+            raise UserError(f"{key} is missing")
+    # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way. Ids it
+    # does not know: those are what the file says, or none.
     kind, reads_as = raw["model_type"], {family.model_type: family.reads_as for family in FAMILIES.values()}
     filled = transformers().AutoConfig.for_model(**known | {"model_type": reads_as.get(kind) or kind}).to_dict()
-    return ModelConfig.from_hf(filled | {"model_type": kind})
+    ids = {key: known.get(key) for key in ("bos_token_id", "eos_token_id")}
+    return ModelConfig.from_hf(filled | ids | {"model_type": kind})
 
 
 def load_params(
@@ -62,13 +70,17 @@ def load_params(
     Raises: UserError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
     """
 
-    def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
-        # 1 + w is taken in float32: bfloat16 has too few bits near 1 for Gemma's small w.
-        return x.astype(np.float32) + 1 if config.norm_plus_one and parameter.kind == "norm" else x
-
     shards, table = Shards(folder), hf(config.family)
-    table = dataclasses.replace(table, ignored=table.ignored + heads_within(shards.shapes()))
-    return assemble(config, abstract, table, shards, edit=edit, progress=progress)
+    heads = table.sources("head").values() if config.tied else ()  # some files repeat the embedding table as a head
+    repeats = dict.fromkeys(heads, table.sources("embed")[""])
+    table = dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
+    return assemble(config, abstract, table, shards, edit=edit(config.norm_plus_one), progress=progress)
+
+
+def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarray]:
+    """What undoes what a file did to the numbers of its norms; norm_plus_one: it holds what is added to 1."""
+    # In float32: bfloat16 has too few bits near 1 for Gemma's small w.
+    return lambda parameter, part, x: x.astype(np.float32) + 1 if norm_plus_one and parameter.kind == "norm" else x
 
 
 def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
@@ -89,19 +101,19 @@ def stored_dtype(folder: Path) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a folder's tensors: those that its index names, else the single one, else all.
+    """The files of a folder's tensors: the single one, else those that its index names, else all.
 
     Raises: FileNotFoundError naming the missing shard, or the folder that holds none; UserError for an index that
     names none, or one outside the folder.
     """
-    for index, single, others in LAYOUTS:
-        if (folder / index).is_file():
-            return shards_of(folder / index, Path(single).suffix)
-        if (folder / single).is_file():
+    for single, index, others in LAYOUTS:
+        if there(folder / single):
             return [folder / single]
-        if files := sorted(folder.glob(others)):
+        if there(folder / index):
+            return shards_of(folder / index, Path(single).suffix)
+        if files := sorted(file for file in folder.glob(others) if there(file)):
             return files
-    one = ", ".join(single for _, single, _ in LAYOUTS)
+    one = ", ".join(single for single, *_ in LAYOUTS)
     raise FileNotFoundError(f"{folder} holds no .safetensors file, nor one of torch's: {one} or shards are looked for")
 
 
@@ -118,7 +130,7 @@ def shards_of(index: Path, suffix: str) -> list[Path]:
             )
     files = [index.parent / name for name in sorted(set(found.values()))]
     for path in files:
-        if not path.is_file():
+        if not there(path):
             raise FileNotFoundError(f"{path} is missing: {index.name} names it as a shard")
     return files
 

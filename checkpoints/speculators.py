@@ -15,7 +15,7 @@ import numpy as np
 
 from checkpoints import heads
 from checkpoints.assemble import check as check_tensors
-from checkpoints.names import Table, hf
+from checkpoints.names import hf
 from checkpoints.reading import read_json
 from checkpoints.safetensors import Shards
 from checkpoints.sources import Source
@@ -91,6 +91,8 @@ def check(name: str, head: Any, target: ModelConfig) -> None:
         (head.qkv_bias, "biases of queries, keys and values", "layers without"),
         (not blocks and head.norm_before_fc and head.norm_taps, "norm_before_fc and fc_norm", "one of the two"),
         (blocks and not head.qk_norm, "layers without norms of queries and keys", "layers of Qwen3's kind"),
+        (blocks and head.has_table, "a table of its own", "the target's"),
+        (blocks and head.has_head and not reduced, "a head of its own over all ids", "the target's, or one over fewer"),
         (
             blocks and target.embed_scale != 1.0,
             f"a table scaled by {target.embed_scale:g}",
@@ -152,7 +154,7 @@ def tensors(
     d2t i64[_] holds what is added to an own id, t2d bool[V] which of the target's ids it has.
     Raises: UserError where one is missing, or d2t is for another target; else as reading does.
     """
-    file, table = Shards(source.path), Table(dict(how.names), how.ignored)
+    file, table = Shards(source.path), heads.table_of(how)
     stored = {where: p for where, p in known.items() if where != "t2d"}
     check_tensors(how.config, stored, table, file)
     wanted = [name for where in stored for name in table.sources(where).values()]
@@ -165,6 +167,7 @@ def tensors(
     if "d2t" in found:
         ids = found["d2t"].astype(np.int64) + np.arange(len(found["d2t"]))
         heads.check_ids(source.path, ids, of_target.vocab_size)
+        heads.check_t2d(file, ids, of_target.vocab_size)
         found |= {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(of_target.vocab_size), ids)}
     if KINDS[kind(how.config)].copies:
         own = [name for name in file.shapes() if renamed(name) == TABLE]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.reading import told
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.errors import UnsupportedError, UserError, quoted
 
 # torch's name of a dtype -> that of a safetensors file.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
@@ -69,7 +69,7 @@ def state_dict(path: Path, found: Any, kind: Any) -> Mapping[str, Any]:
         raise UserError(f"{path} holds no tensors by name: give the file of a model's weights")
     for name, x in found.items():
         if not isinstance(name, str) or not isinstance(x, kind):
-            raise UserError(f"{path}: {name!r:.80} is no tensor, but {type(x).__name__}: give the weights alone")
+            raise UserError(f"{path}: {quoted(name)} is no tensor, but {type(x).__name__}: give the weights alone")
         if "strided" not in str(x.layout) or x.is_quantized or x.is_meta:
             raise UnsupportedError(f"{path}: tensor {name} is sparse, quantised or empty: plain tensors are read")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 
 if TYPE_CHECKING:  # the command line names accelerators before it loads anything
     from pallas_kernels.device import Device
@@ -80,4 +80,4 @@ def accelerator(name: str, option: str = "--device") -> Accelerator:
     for known in KNOWN:
         if wanted == known.name.casefold():
             return known
-    raise UserError(f"{option} {name!r:.80} is unknown: use one of {', '.join(ACCELERATORS)}")
+    raise UserError(f"{option} {quoted(name)} is unknown: use one of {', '.join(ACCELERATORS)}")

@@ -13,12 +13,14 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
+from jaxspec.chat import as_prompt, conversations, rendering
+from jaxspec.chat_process import TemplateProcess
 from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import FEWER_ROUNDS
 from jaxspec.engine.request import Request
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.job import Job
-from jaxspec.keywords import EngineOptions
+from jaxspec.keywords import ChatOptions, EngineOptions
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.prompts import Ask, Prompt
@@ -33,8 +35,8 @@ class AsyncLLM:
     its aclose(), or contextlib.aclosing.) If the engine itself fails, every open call raises RuntimeError with that
     failure, and so does every later one.
 
-    Close it with shutdown(), or use it in `async with`. `llm` is the LLM inside: read its tokenizer, render_chat; its
-    generate and stream belong to the thread.
+    Close it with shutdown(), or use it in `async with`. `llm` is the LLM inside: read its tokenizer; its generate and
+    stream belong to the thread.
 
     Example:
       >>> async with AsyncLLM("smollm2-135m-instruct") as llm:  # doctest: +SKIP
@@ -54,9 +56,10 @@ class AsyncLLM:
         self.llm = LLM(model, speculative_config=speculative_config, **options)
         self._thread = EngineThread(self.llm)
         self._thread.start()
+        self.templates = TemplateProcess()
         self._calls: dict[str, Call] = {}  # those under way, by request_id
         # Runs when this is dropped and, at the latest, before the interpreter ends.
-        self._finalizer = weakref.finalize(self, self._thread.stop)
+        self._finalizer = weakref.finalize(self, end, self._thread, self.templates)
 
     def shutdown(self) -> None:
         """Ends open calls with RuntimeError, then the thread. May be called again."""
@@ -101,13 +104,18 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, str]],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """Answers a conversation (a list of {"role", "content"}) as `generate` completes a prompt. To read along,
-        stream what llm.render_chat makes of it. chat_template_kwargs: what the template reads besides."""
-        prompts: Any = self.llm._render_chats(messages, chat_template_kwargs)  # of which one is taken
-        return await self.generate(prompts, sampling_params, request_id)
+        stream what render_chat makes of it. options: as of LLM.render_chat."""
+        prompts: Any = [await self.render_chat(conversation, **options) for conversation in conversations(messages)]
+        return await self.generate(prompts, sampling_params, request_id)  # of which one is taken
+
+    async def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
+        """Render as LLM.render_chat does, in another process: a template without an end is refused, and holds up
+        nobody."""
+        tokenizer = self.llm.tokenizer
+        return as_prompt(tokenizer, await self.templates.text(rendering(tokenizer, messages, **options)))
 
     async def abort(self, request_id: str) -> None:
         """Ends a request with what there is and finish_reason "abort": its call returns, its stream has a last piece.
@@ -123,7 +131,7 @@ class AsyncLLM:
         if request_id is None:
             request_id = uuid.uuid4().hex
         if not isinstance(request_id, str) or not request_id:
-            raise UserError(f"request_id={request_id!r:.80} must be a string that is not empty")
+            raise UserError(f"request_id={quoted(request_id)} must be a string that is not empty")
         return dataclasses.replace(asked[0], request_id=request_id)
 
     async def _results(
@@ -132,7 +140,7 @@ class AsyncLLM:
         """Yields what `take` finds in the job after each step, until the job has ended."""
         call = Call(ask, take, streaming, asyncio.get_running_loop())
         if self._calls.setdefault(ask.request_id, call) is not call:
-            raise UserError(f"request_id={ask.request_id!r:.80} is in use: choose another, or give none")
+            raise UserError(f"request_id={quoted(ask.request_id)} is in use: choose another, or give none")
         try:
             self._thread.tell(self._thread.open, call)
             self._thread.check_open()  # afterwards: a thread that ended before does not hear this call
@@ -149,6 +157,11 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: Any) -> None:
         await asyncio.to_thread(self.shutdown)
+
+
+def end(thread: EngineThread, templates: TemplateProcess) -> None:
+    thread.stop()
+    templates.close()
 
 
 @dataclasses.dataclass(eq=False)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from jaxspec.accelerators import Accelerator, accelerator
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 
 MOST = 10_000  # more than any one machine has
 
@@ -33,8 +33,8 @@ def chips(text: str) -> Chips:
     shown = f"{kind.name}:4" + (f" or {kind.name}:{grid}" if kind.axes > 1 else "")
     # Digits are counted first: Python itself refuses to read very many.
     if len(sizes) > kind.axes or not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
-        raise UserError(f"--chips {text!r:.80}: {topology!r:.80} is no number of {kind.name}: give it as {shown}")
+        raise UserError(f"--chips {quoted(text)}: {quoted(topology)} is no number of {kind.name}: give it as {shown}")
     count = math.prod(map(int, sizes))
     if not 1 <= count <= MOST:
-        raise UserError(f"--chips {text!r:.80} are {count} devices, which must lie in 1..{MOST}: give it as {shown}")
+        raise UserError(f"--chips {quoted(text)} are {count} devices, which must lie in 1..{MOST}: give it as {shown}")
     return Chips(kind, count)

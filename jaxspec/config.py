@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec import tree_options
 from jaxspec.drafters import methods
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import LARGEST, flag, number, options, refuse_unsupported, whole
 from jaxspec.verify import rules
 
@@ -195,7 +195,7 @@ class SpeculativeConfig:
         if isinstance(value, Mapping):
             return cls(**value)
         if value is not None and not isinstance(value, cls):
-            raise UserError(f"speculative_config={value!r:.80}: give a SpeculativeConfig or a dict of its options")
+            raise UserError(f"speculative_config={quoted(value)}: give a SpeculativeConfig or a dict of its options")
         return value
 
 

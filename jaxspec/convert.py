@@ -17,7 +17,7 @@ from checkpoints import eight_bits, heads, orbax, speculators
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import flattened
 from jaxspec.errors import UnsupportedError, UserError
-from jaxspec.loading import read_draft
+from jaxspec.loading import read_beside
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
@@ -107,7 +107,9 @@ def as_speculators(
             "or a folder with its config.json and safetensors"
         )
     of_target = checkpoints.load_config(beside)
-    how: Any = read_draft(source, of_target, beside.name)
+    known = parameters(of_target)
+    theirs = lambda where: heads.of_target(beside.path, of_target, known[where], where)
+    how: Any = read_beside(source, of_target, beside.name, theirs)
     speculators.check(source.name, how.config, of_target)
     tensors = speculators.tensors(source, how, parameters(how.config), beside, of_target)
     raw = heads.contents(source.path)[0]
@@ -130,7 +132,7 @@ def method_of(source: checkpoints.Source) -> str:
 def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding of a head with this config.json in the older of its two spellings, which all versions of
     transformers read; where nothing is said, Llama's default."""
-    said = dict(rope_parameters({key: value for key, value in raw.items() if value is not None}))
+    said = dict(rope_parameters(raw))
     theta, kind = said.pop("rope_theta", 1e4), said.get("rope_type", said.get("type", "default"))
     return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": said})
 

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 import checkpoints
-from checkpoints import heads
 from jaxspec import fit
 from jaxspec.accelerators import Accelerator, accelerator
 from jaxspec.bench import presets
@@ -18,7 +17,6 @@ from jaxspec.cache import budget
 from jaxspec.cache.pages import cache_layout, features_layout
 from jaxspec.chips import chips
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.drafters import methods
 from jaxspec.drafters.heads import Reading
 from jaxspec.engine.catalogue import Closed
 from jaxspec.engine.setup import Model, catalogue, temporary_bytes
@@ -56,7 +54,7 @@ def describe(
     if draft is not None:
         draft_source = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
         try:
-            reading = drafting(source, configs["target"], draft_source)
+            reading = read_draft(draft_source, configs["target"], source.name)
             configs["draft"] = reading.config if reading else checkpoints.load_config(draft_source)
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(configs["target"], draft_source.name, configs["draft"])
@@ -75,14 +73,6 @@ def describe(
     return document | pool(configs, document, chip, absent)
 
 
-def drafting(source: checkpoints.Source, target: ModelConfig, draft: checkpoints.Source) -> Reading | None:
-    """How a head is read, as `read_draft` does."""
-    # A target that is its own draft has a head for that in its checkpoint.
-    own = draft.kind == "hf" and draft.path == source.path
-    method = methods.within(heads.contents(source.path)[1]) if own else None
-    return read_draft(draft, target, source.name, method)
-
-
 def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[str, Any]:
     """Whether both fit on the chips of that name: `fit.document`, and the models' names. No device is looked for, and
     a model may be a preset of `jaxspec bench`: only shapes are read.
@@ -98,7 +88,7 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
         config = presets.preset(draft, target)
     elif draft is not None:
         of_draft = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
-        reading = drafting(of_target, target, of_draft) if of_target else read_draft(of_draft, target, model)
+        reading = read_draft(of_draft, target, of_target.name if of_target else model)
         config = reading.config if reading else checkpoints.load_config(of_draft)
     if config is not None:
         check_table(target, str(draft), config)
@@ -160,6 +150,7 @@ def facts(
 ) -> dict[str, Any]:
     """One model by itself. dtype and bytes are those of the default engine on this platform."""
     tokenizer = checkpoints.load_tokenizer(tokenizer_source)
+    ends = checkpoints.load_ends(tokenizer_source, tokenizer)
     dtype = compute_dtype("auto", chip)
     own = [p for p in parameters(config, dtype).values() if not p.borrowed]
     page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=chip.platform)
@@ -175,8 +166,9 @@ def facts(
         "kv_bytes_per_token": page.page_bytes,
         "vocab_size": config.vocab_size,
         "tokenizer_size": len(tokenizer),
-        "stop_ids": list(checkpoints.load_stop_ids(tokenizer_source, tokenizer)),
-        "stop_tokens": tokenizer.convert_ids_to_tokens(list(checkpoints.load_stop_ids(tokenizer_source, tokenizer))),
+        "stop_ids": list(ends),
+        "stop_tokens": tokenizer.convert_ids_to_tokens(list(ends)),
+        "stop_ids_named_by": [list(parts) for parts in ends.values()],
         "chat_template": bool(getattr(tokenizer, "chat_template", None)),
     }
 
@@ -216,6 +208,12 @@ def said(head: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')}: {word(value)}" for name, value in head.items())
 
 
+def stops(model: Mapping[str, Any]) -> list[str]:
+    """Each token that ends a text, with the parts of the checkpoint that name it."""
+    named = zip(model["stop_ids"], model["stop_tokens"], model["stop_ids_named_by"], strict=True)
+    return [f"{i} {token} ({', '.join(parts)})" for i, token, parts in named]
+
+
 def show(document: dict[str, Any]) -> None:
     """The document as a table on standard output."""
     from rich.console import Console
@@ -240,8 +238,7 @@ def show(document: dict[str, Any]) -> None:
     row("context length", *(f"{m['context_length']} tokens" for m in models))
     row("KV cache", *(f"{m['kv_bytes_per_token']} bytes per token" for m in models))
     row("tokenizer", *(f"{m['tokenizer_size']} tokens, vocabulary of {m['vocab_size']}" for m in models))
-    named = lambda m: (f"{i} {token}" for i, token in zip(m["stop_ids"], m["stop_tokens"], strict=True))
-    row("stop ids", *(", ".join(named(m)) or "none" for m in models))
+    row("stop ids", *("\n".join(stops(m)) or "none" for m in models))
     row("chat template", *("yes" if m["chat_template"] else "no" for m in models))
     taken = sum(m["weight_bytes"] for m in models), document["temporary_bytes"]
     if document["memory_bytes"] is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,9 +19,7 @@ from jaxspec.outputs import (
     StreamOutput,
 )
 from jaxspec.prompts import Ask
-
-# What each id says by itself, as far as it was asked for: a tokenizer takes its time, and others wait meanwhile.
-TEXTS: weakref.WeakKeyDictionary[Any, dict[int, str | None]] = weakref.WeakKeyDictionary()
+from jaxspec.tokens import Token, Vocabulary
 
 
 class Sample:
@@ -34,6 +32,7 @@ class Sample:
             stop=tuple(self.params.stop),
             min_tokens=self.params.min_tokens,
             skip_special_tokens=self.params.skip_special_tokens,
+            placed=self.params.logprobs is not None,
         )
         if self.params.stop:
             request.find_stop = self.detokenizer.find_stop
@@ -52,7 +51,10 @@ class Sample:
 
     def read(self) -> str:
         if self.request.finish_reason is not None:
-            return self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
+            text = self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
+            if self.request.finish_reason == "length" and self.detokenizer.stop_string is not None:
+                self.request.finish_reason = "stop"  # as where the last id completes a stop string
+            return text
         if not self.params.stop:
             self.detokenizer.feed(self.request.output)
         return self.detokenizer.text[: self.detokenizer.settled()]
@@ -68,9 +70,15 @@ class Sample:
         if ended:
             piece.stop_reason = self.stop_reason()
         if (asked := self.params.logprobs) is not None:
-            piece.logprobs = described(self.detokenizer.tokenizer, ids, request.logprobs[self.sent :], asked)
+            piece.logprobs = self.described(self.sent, asked)
         self.shown, self.sent, self.streamed = self.shown + len(text), self.sent + len(ids), ended
         return piece
+
+    def described(self, start: int, most: int) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities of the output's tokens from index start on."""
+        request = self.request
+        tokens = self.detokenizer.tokens(request.output, start, ended=request.finish_reason is not None)
+        return described(self.detokenizer.known, request.output[start:], tokens, request.logprobs[start:], most)
 
     def stop_reason(self) -> str | int | None:
         """The stop string that ended it, or which of the ids that were asked for; as in vLLM None for the model's own
@@ -91,7 +99,7 @@ class Sample:
             request.error,
         )
         if asked is not None:
-            output.logprobs = described(self.detokenizer.tokenizer, request.output, request.logprobs, asked)
+            output.logprobs = self.described(0, asked)
             output.cumulative_logprob = sum(entry.logprob for entry in request.logprobs)
         return output
 
@@ -135,33 +143,32 @@ class Job:
             timing=timing_of(self.requests),
         )
         if params.prompt_logprobs is not None:
-            entries = described(self.tokenizer, self.ask.ids[1:], first.prompt_logprobs, params.prompt_logprobs)
+            ids, detokenizer = self.ask.ids, Detokenizer(self.tokenizer, skip_special_tokens=False, placed=True)
+            with contextlib.suppress(Exception):  # a tokenizer that fails at an id: each token is described by itself
+                detokenizer.feed(ids)
+            tokens, most = detokenizer.tokens(ids, 1, ended=True), params.prompt_logprobs
+            entries = described(detokenizer.known, ids[1:], tokens, first.prompt_logprobs, most)
             output.prompt_logprobs = [None, *entries]
         return output
 
 
 def described(
-    tokenizer: Any, ids: Sequence[int], entries: Iterable[TokenLogprobs], most: int
+    known: Vocabulary, ids: Sequence[int], tokens: Sequence[Token], entries: Iterable[TokenLogprobs], most: int
 ) -> list[dict[int, Logprob]]:
-    """For each id of the text a dict by id: its own Logprob first, then those of the `most` likeliest. A request that
-    failed may have fewer entries than ids."""
-    found, texts = [], TEXTS.setdefault(tokenizer, {})
-    for chosen, entry in zip(ids, entries, strict=False):
+    """Return for each id of the text a dict by id: its own Logprob first, then those of the `most` likeliest. tokens:
+    what each id adds to the text; the others are described by themselves. A request that failed may have fewer entries
+    than ids."""
+    found = []
+    for chosen, token, entry in zip(ids, tokens, entries, strict=False):
         likeliest = itertools.islice(zip(entry.top_ids, entry.top_logprobs, itertools.count(1)), most)
-        rows = {chosen: (entry.logprob, entry.rank)}
-        rows |= {i: (logprob, rank) for i, logprob, rank in likeliest if i != chosen}
-        for i in rows.keys() - texts.keys():
-            texts[i] = text_of(tokenizer, i)
-        found.append({i: Logprob(logprob, rank, texts[i]) for i, (logprob, rank) in rows.items()})
+        row = {chosen: logprob_of(token, entry.logprob, entry.rank)}
+        row |= {i: logprob_of(known[i], logprob, rank) for i, logprob, rank in likeliest if i != chosen}
+        found.append(row)
     return found
 
 
-def text_of(tokenizer: Any, i: int) -> str | None:
-    """What an id says by itself; None where the tokenizer fails at it, as some do at ids of a padded table."""
-    try:
-        return tokenizer.decode([i])
-    except Exception:
-        return None
+def logprob_of(token: Token, logprob: float, rank: int) -> Logprob:
+    return Logprob(logprob, rank, token.text, None if token.data is None else tuple(token.data))
 
 
 def timing_of(requests: Sequence[Request]) -> RequestTiming:

@@ -3,6 +3,7 @@ hold that the names and types here are theirs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 
@@ -26,6 +27,14 @@ class EngineOptions(TypedDict, total=False):
     warm_up: bool
     enable_lora: bool
     pipeline_parallel_size: int
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of a chat template, as jaxspec.chat.rendering takes them."""
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -18,6 +18,7 @@ import jax
 
 import checkpoints
 from checkpoints.sources import cache_folder
+from jaxspec.chat import as_prompt, conversations, rendering
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
 from jaxspec.decode.stored import sources
@@ -26,7 +27,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.warming import warm_up
 from jaxspec.errors import UserError
 from jaxspec.job import Job, failures
-from jaxspec.keywords import EngineOptions
+from jaxspec.keywords import ChatOptions, EngineOptions
 from jaxspec.loading import (
     check_same_tokenizer,
     compute_dtype,
@@ -42,7 +43,7 @@ from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timi
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together
 from jaxspec.progress import generation_progress, wanted, warm_up_progress
-from jaxspec.prompts import Ask, Prompt, asks, named, rendered
+from jaxspec.prompts import Ask, Prompt, asks, named
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.widened import load_widened
 from pallas_kernels.device import here
@@ -130,9 +131,9 @@ class LLM:
         return load_widened(source, compute, backend, self._placement, self._kept / "widened", read)
 
     def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
-        device, which = here(), (self._source.name, speculative.method)
+        device, which, within = here(), (self._source.name, speculative.method), source.path == self._source.path
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
-        draft = load_draft(source, dtype, self._placement.draft, self.target, *which)
+        draft = load_draft(source, dtype, self._placement.draft, self.target, *which, within=within)
         return draft.stored_for(Backend(device, self._placement.draft, self.config.kernels))
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
@@ -227,26 +228,23 @@ class LLM:
         messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
         use_tqdm: bool | None = None,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answers a conversation (a list of {"role", "content"}), or several, through the model's chat template.
-        chat_template_kwargs: what the template reads besides, such as {"enable_thinking": False}."""
-        prompts = self._render_chats(messages, chat_template_kwargs)
+        options: as of render_chat."""
+        prompts = [self.render_chat(conversation, **options) for conversation in conversations(messages)]
         return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
 
-    def _render_chats(self, messages: Sequence[Any], given: Mapping[str, Any] | None = None) -> list[Mapping[str, Any]]:
-        """One conversation, or several, as prompts."""
-        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-            raise UserError(f'{messages!r:.80} is no conversation: give a list of {{"role": ..., "content": ...}}')
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return [self.render_chat(conversation, given) for conversation in conversations]
+    def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
+        """A conversation as a prompt of token ids. The template writes its own BOS; none is added.
 
-    def render_chat(self, messages: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """A conversation as a prompt of token ids; chat_template_kwargs: what its template reads besides. The template
-        writes its own BOS; none is added."""
-        return rendered(self.tokenizer, messages, chat_template_kwargs)
+        chat_template_kwargs: what the template reads besides, such as {"enable_thinking": False}.
+        add_generation_prompt: whether the prompt opens an answer. Default: unless the final message is continued.
+        continue_final_message: leaves the final message open, so that the output continues it.
+        """
+        return as_prompt(self.tokenizer, rendering(self.tokenizer, messages, **options).text())
 
     # What generate, stream and AsyncLLM are made of.
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import itertools
 import logging
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +16,15 @@ import jax
 import jax.numpy as jnp
 
 import checkpoints
-from checkpoints import heads
+from checkpoints import heads, names
 from checkpoints.reading import told
+from checkpoints.safetensors import heads_within
 from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import Found, Reading, flattened
 from jaxspec.engine.setup import Model
-from jaxspec.errors import UserError
+from jaxspec.errors import MisfitError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params, parameters, weight_bytes
 from jaxspec.models.sharding import check_divides, divided_sizes, for_degree
@@ -116,13 +121,22 @@ def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -
 
 
 def load_draft(
-    source: checkpoints.Source, dtype: Any, placement: Any, target: Model, target_name: str, method: str | None = None
+    source: checkpoints.Source,
+    dtype: Any,
+    placement: Any,
+    target: Model,
+    target_name: str,
+    method: str | None = None,
+    *,
+    within: bool = False,
 ) -> Model:
-    """A draft for this target, of whichever method it is; method: the one it should be, or None.
+    """A draft for this target, of whichever method it is; method: the one it should be, or None; within: whether it
+    stands in the target's own checkpoint.
 
     Raises: UserError where it is for another method or does not fit, else as loading does.
     """
-    reading = read_draft(source, target.config, target_name, method)
+    theirs = lambda name: dense(target.params[name])
+    reading = read_beside(source, target.config, target_name, theirs, method, within=within)
     if reading is None:
         return load(source, dtype, placement, target)
     if reading.remark:
@@ -132,23 +146,78 @@ def load_draft(
     return Model(reading.config, heads.load(source.path, reading, abstract))
 
 
-def read_draft(
-    source: checkpoints.Source, target: ModelConfig, target_name: str, method: str | None = None
+def read_beside(
+    source: checkpoints.Source,
+    target: ModelConfig,
+    target_name: str,
+    theirs: Callable[[str], jax.Array],
+    method: str | None = None,
+    *,
+    within: bool = False,
 ) -> Reading | None:
-    """How a head beside this target is read; None for a draft that is a model of its own. Raises as `load_draft`."""
+    """Read a head as `read_draft` does, and compare its copies of the target's tensors with these. A copy that differs
+    is used where the head has a use for it, and refused elsewhere. theirs(name): a parameter of the target."""
+    reading, known = read_draft(source, target, target_name, method), parameters(target)
+    if reading is None:
+        return None
+    own = names.hf(target.family).places if within else ()
+    copies = {name: place for name, place in reading.copies.items() if re.sub(r"\d+", "{}", name) not in own}
+    if not (differing := heads.differing(source.path, copies, target, known, theirs)):
+        return reading
+    reading = read_draft(source, target, target_name, method, differing=differing)
+    if reading and (refused := sorted(differing - reading.names.keys())):
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise MisfitError(
+            f"the draft {source.name!r} was made beside another target than {target_name!r}: its tensor {refused[0]}"
+            f"{more} differs from the target's, which is used in its place; give it the target that it was trained for"
+        )
+    return reading
+
+
+def read_draft(
+    source: checkpoints.Source,
+    target: ModelConfig,
+    target_name: str,
+    method: str | None = None,
+    *,
+    differing: frozenset[str] = frozenset(),
+) -> Reading | None:
+    """How a head beside this target is read; None for a draft that is a model of its own. differing: as `Found` has it.
+    Raises as `load_draft`."""
     raw, shapes = heads.contents(source.path) if source.kind == "hf" else ({}, {})
     found, wanted = methods.of_checkpoint(raw, shapes), methods.split(method)[1] if method else None
+    inner = methods.within(shapes)
     if wanted and methods.METHODS[wanted].parameters == "target":
         found = wanted
+    elif not wanted and found == "draft_model" and inner and as_large(checkpoints.load_config(source), target):
+        found = inner  # a draft as large as its target would gain nothing: its heads are meant
     if wanted not in (None, found):
         raise UserError(f"method={wanted!r}, but {source.name!r} is a checkpoint of method {found!r}: leave method out")
     if methods.METHODS[found].parameters == "model":
         return None
+    beside = for_degree(target, 1)
     checkpoint = Found(
-        source.name, flattened(raw), shapes, for_degree(target, 1), target_name, checkpoints.parse_config
+        source.name, flattened(raw), shapes, beside, target_name, checkpoints.parse_config, differing=differing
     )
     with told(source.path):
-        return methods.implementation(found).read(checkpoint)
+        reading = methods.implementation(found).read(checkpoint)
+    return with_rest(reading, beside) if reading.rest else reading
+
+
+def as_large(draft: ModelConfig, target: ModelConfig) -> bool:
+    """Whether the draft has the target's layers."""
+    return (draft.num_layers, draft.width) == (target.num_layers, target.width)
+
+
+def with_rest(reading: Reading, target: ModelConfig) -> Reading:
+    """Add the tensors of the model in whose checkpoint a head stands. They should be the target's, or other heads'."""
+    table, rest = names.hf(target.family), set(reading.rest)
+    places = {name: (where, part) for where in parameters(target) for part, name in table.sources(where).items()}
+    if target.tied:
+        places |= dict.fromkeys(table.sources("head").values(), ("embed", ""))
+    copies = {name: place for name, place in places.items() if name in rest}
+    others = [name for pattern in (*table.frequencies, *heads_within(rest)) for name in fnmatch.filter(rest, pattern)]
+    return dataclasses.replace(reading, copies={**copies, **reading.copies}, ignored=(*reading.ignored, *others))
 
 
 def laid(model: Model, placement: Placement) -> Model:

@@ -116,7 +116,7 @@ def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
     config = checkpoints.load_generation_config(llm._source)
     heeded = OF_THE_MODEL.union(*OF_THE_TEXT.values()) - options.keys()
     try:
-        own = renamed({name: config[name] for name in heeded & config.keys() if config[name] is not None})
+        own = renamed({name: config[name] for name in heeded & config.keys()})
         checked({"max_length": LARGEST} | own, config)
     except UserError as error:
         raise type(error)(

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.errors import UnsupportedError, UserError, quoted
 
 T = TypeVar("T")
 LARGEST = 2**31 - 1  # of 32 bits, in which devices count
@@ -42,9 +42,9 @@ VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  #
 
 def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
     """The refusal of an option, or by whatever word it goes, that `what` does not have."""
-    near = [VLLM[name]] if VLLM.get(name) in known else difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    near = [VLLM[name]] if VLLM.get(name) in known else difflib.get_close_matches(name[:80], known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known {word}s: {', '.join(known)}"
-    return UserError(f"unknown {word} {name!r} of {what}: {hint}")
+    return UserError(f"unknown {word} {quoted(name)} of {what}: {hint}")
 
 
 def truth(value: Any) -> bool:
@@ -61,17 +61,12 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str =
             raise TypeError
         found = operator.index(value)
     except TypeError:
-        raise UserError(f"{name}={value!r:.80} must be a whole number{hint}") from None
+        raise UserError(f"{name}={quoted(value)} must be a whole number{hint}") from None
     if found < least:
-        raise UserError(f"{name}={shown(found)} is below {least}{hint}")
+        raise UserError(f"{name}={quoted(found, 40)} is below {least}{hint}")
     if found > most:
-        raise UserError(f"{name}={shown(found)} is above {most}{hint}")
+        raise UserError(f"{name}={quoted(found, 40)} is above {most}{hint}")
     return found
-
-
-def shown(value: int) -> str:
-    """A number in a message: Python refuses to write the largest."""
-    return str(value) if abs(value) < 10**40 else f"{'-' * (value < 0)}(more than 40 digits)"
 
 
 def number(name: str, value: Any) -> float:
@@ -84,20 +79,20 @@ def number(name: str, value: Any) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise UserError(f"{name}={value!r:.80} must be a number") from None
+        raise UserError(f"{name}={quoted(value)} must be a number") from None
 
 
 def flag(name: str, value: Any) -> bool:
     """Raises UserError unless value is True or False."""
     if not truth(value):
-        raise UserError(f"{name}={value!r:.80} must be True or False")
+        raise UserError(f"{name}={quoted(value)} must be True or False")
     return bool(value)
 
 
 def ids(name: str, values: Any) -> tuple[int, ...]:
     """Token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
-        raise UserError(f"{name}={values!r:.80} must be a list of token ids")
+        raise UserError(f"{name}={quoted(values)} must be a list of token ids")
     values = tuple(values)
     if set(map(type, values)) <= {int} and (not values or -LARGEST <= min(values) <= max(values) <= LARGEST):
         return values  # as most are: a prompt is long, and comes by here more than once
@@ -108,7 +103,7 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
     """One string or several, none of them empty, as a tuple."""
     listed = (value,) if isinstance(value, str | Mapping) or not isinstance(value, Iterable) else tuple(value)
     if any(not isinstance(s, str) or not s for s in listed):
-        raise UserError(f"{name}={value!r:.80} must hold non-empty strings")
+        raise UserError(f"{name}={quoted(value)} must hold non-empty strings")
     return listed
 
 

@@ -62,12 +62,16 @@ class Logprob:
 
     logprob: natural logarithm of its probability.
     rank: among all ids; 1 is the likeliest.
-    decoded_token: its text.
+    decoded_token: its text. That of a token of the text is what it adds to the text, so that these join to it: "" for a
+        part of a character, and the whole character for the token that completes it. That of any other token, and of
+        one that the text leaves out, is what it says by itself.
+    token_bytes: its bytes, also of a part of a character. None for a token that the text leaves out.
     """
 
     logprob: float
     rank: int
     decoded_token: str | None = None
+    token_bytes: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass
@@ -98,7 +102,8 @@ class RequestTiming:
     queue_seconds: until it was given a row.
     prefill_seconds: from then until its prompt was in the caches.
     decode_seconds: from then until its end.
-    time_to_first_token: from arrival.
+    time_to_first_token: until the round that made it had ended, where a launch's rounds count as equally long. A stream
+        shows it then; any other call returns when all its tokens are there.
     time_per_output_token: from the first token to the end, per further token.
     """
 

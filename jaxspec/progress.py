@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import flag
 
 quiet = False  # in a process whose progress is another's
@@ -24,7 +24,7 @@ def say(text: str, *, always: bool = False) -> None:
 def wanted(progress: bool, use_tqdm: Any) -> bool:
     """Whether to draw a bar: `progress`, or its name in vLLM where that is given."""
     if callable(use_tqdm):
-        raise UserError(f"use_tqdm={use_tqdm!r:.80}: give True or False, the bar is not drawn by tqdm")
+        raise UserError(f"use_tqdm={quoted(use_tqdm)}: give True or False, the bar is not drawn by tqdm")
     return progress if use_tqdm is None else flag("use_tqdm", use_tqdm)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import UserError, said
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import ids as checked_ids
 from jaxspec.options import unknown
 from jaxspec.sampling_params import SamplingParams
@@ -53,9 +51,9 @@ def as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, BYTES):
-        raise UserError(f"{prompts!r:.80} is no prompt: decode bytes to a string")
+        raise UserError(f"{quoted(prompts)} is no prompt: decode bytes to a string")
     if not isinstance(prompts, Iterable):
-        raise UserError(f"{prompts!r:.80} is no prompt: give a string, a list of strings or lists of token ids")
+        raise UserError(f"{quoted(prompts)} is no prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
     number = lambda p: hasattr(p, "__index__") and getattr(p, "ndim", 0) == 0  # arrays have it, too
     return [prompts] if prompts and all(map(number, prompts)) else prompts
@@ -66,7 +64,7 @@ def spread(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise UserError(f"sampling_params={params!r:.80}: give a SamplingParams, or a list with one for each prompt")
+        raise UserError(f"sampling_params={quoted(params)}: give a SamplingParams, or a list with one for each prompt")
     if len(params) != count:
         raise UserError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
     return list(params)
@@ -77,7 +75,7 @@ def named(index: int, call: Any, *args: Any) -> Any:
     try:
         return call(*args)
     except UserError as error:
-        raise UserError(f"prompt {index}: {error}") from error
+        raise error.within(f"prompt {index}: ") from error
 
 
 def text_of(prompt: Prompt) -> str | None:
@@ -91,7 +89,7 @@ def readable(text: Any, where: str = "") -> str:
     try:
         text.encode()
     except UnicodeError:
-        raise UserError(f"{where}{text!r:.80} is no Unicode text: it holds half of a surrogate pair") from None
+        raise UserError(f"{where}{quoted(text)} is no Unicode text: it holds half of a surrogate pair") from None
     return text
 
 
@@ -99,53 +97,16 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
     """The prompt's token ids."""
     for name in prompt if isinstance(prompt, Mapping) else ():
         if name not in FORMS:
-            raise unknown(str(name)[:80], "a prompt", FORMS, "key")
+            raise unknown(str(name), "a prompt", FORMS, "key")
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if isinstance(prompt, str) or (ids is None and text_of(prompt) is not None):
         return list(tokenizer.encode(readable(text_of(prompt))))
     if not isinstance(ids, Iterable) or isinstance(ids, str | Mapping | BYTES):
         raise UserError(
-            f"{prompt!r:.80} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
+            f"{quoted(prompt)} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
             "'prompt'"
         )
     return list(checked_ids("token id", ids))
-
-
-def rendered(tokenizer: Any, messages: Any, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """A conversation as a prompt of token ids, by the model's chat template, which writes its own BOS; given: what it
-    reads besides. Raises UserError where there is no template, or it does not take them."""
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        raise UserError("this model has no chat template: use generate with a plain prompt")
-    named = {} if given is None else given
-    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"chat_template_kwargs={named!r:.80} must map names to values")
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in named:
-        if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
-            raise UserError(f"chat_template_kwargs: {name!r:.80} is nothing that the model's chat template is told")
-    try:
-        text = tokenizer.apply_chat_template(flattened(messages), tokenize=False, add_generation_prompt=True, **named)
-    except Exception as error:  # the template is a program of the model's, and raises what it likes
-        raise UserError(f"{messages!r:.80} does not fit the model's chat template: {said(error)}") from error
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
-
-
-def flattened(messages: Iterable[Any]) -> list[Any]:
-    """The messages, their contents as text: parts of it are joined by line breaks, as in vLLM. Raises UserError for a
-    content that is none: templates would show it as Python does."""
-    return [
-        {**m, "content": content_of(i, m.get("content"))} if isinstance(m, Mapping) else m
-        for i, m in enumerate(messages)
-    ]
-
-
-def content_of(index: int, content: Any) -> str:
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str | BYTES) else [content]
-    texts: list[Any] = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else p for p in parts]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"messages[{index}] has content={content!r:.80}: give a string, or a list of text parts")
-    return "\n".join(texts)
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import flag, ids, number, options, strings, whole
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
@@ -64,7 +64,7 @@ class SamplingParams:
       bad_words: Strings whose tokens never occur in the output.
       seed: Makes sampling reproducible. 64 bits, whatever shares the batch: in float32 the output is that of plain
         decoding with this seed, however many drafts are proposed. Under an explicit rejection_sample_method but
-        "coupled" it belongs to num_speculative_tokens, and is not that of plain decoding.
+        "coupled" it belongs to num_speculative_tokens, and is not that of plain decoding. -1 is no seed, as in vLLM.
       stop: A string that ends the output, or several.
       stop_token_ids: Ids that do.
       ignore_eos: The model's own end ids do not.
@@ -107,6 +107,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or DEFAULTS[name] is not None:
                 put(name, whole(name, value, *limits, hint=HINTS.get(name, "")))
+        if self.seed == -1:
+            put("seed", None)
         for name, (least, most, words) in RANGES.items():
             put(name, value := number(name, getattr(self, name)))
             if not least <= value <= most:
@@ -146,7 +148,7 @@ def bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         given = list(bias.items() if isinstance(bias, Mapping) else bias or ())
         pairs = [(int(i) if isinstance(i, str) and i.isdecimal() else i, value) for i, value in given]
     except (TypeError, ValueError):
-        raise UserError(f"logit_bias={bias!r:.80} must map token ids to numbers") from None
+        raise UserError(f"logit_bias={quoted(bias)} must map token ids to numbers") from None
     found: dict[int, float] = {}
     for i, value in pairs:
         i, value = whole("logit_bias id", i, 0), number(f"logit_bias of id {i}", value)

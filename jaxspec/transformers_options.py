@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxspec.config import EngineConfig
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.errors import UnsupportedError, UserError, quoted
 from jaxspec.keywords import GenerateOptions
 from jaxspec.options import unknown
 
@@ -134,7 +134,7 @@ def refuse(name: str, value: Any) -> None:
         if name in names:
             if value is None or value == names[name]:
                 return
-            raise UnsupportedError(f"{name}={value!r:.80} is not supported: {reason}")
+            raise UnsupportedError(f"{name}={quoted(value)} is not supported: {reason}")
     if name in {field.name for field in dataclasses.fields(EngineConfig)} | {"speculative_config"}:
         raise UserError(f"{name} is an option of LLM: make an LLM with it, and call its generate")
     raise unknown(name, "jaxspec.generate", sorted(KNOWN))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxspec.drafters import methods
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import whole
 
 MAX_WIDTH, MAX_NODES = 64, 257  # the pending token among them
@@ -54,7 +54,7 @@ def sized(said: dict[str, int]) -> dict[str, Any]:
 
 def fixed(choices: Any, said: dict[str, int]) -> dict[str, Any]:
     """The tree of these paths, level by level."""
-    line = f"tree_choices={choices!r:.80} must be a list of paths, each a list of ranks below {MAX_WIDTH}"
+    line = f"tree_choices={quoted(choices)} must be a list of paths, each a list of ranks below {MAX_WIDTH}"
     listed = lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes)
     if not listed(choices) or not all(map(listed, choices := list(choices))):
         raise UserError(line)

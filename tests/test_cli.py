@@ -123,7 +123,7 @@ def test_errors_are_one_line(capsys, arguments, message):
 def test_bad_prompts_are_one_line(capsys, folder):
     line = refused(capsys, "generate", "short", "long " * 600, "--model", folder)
     assert "prompt 1: the prompt has" in line
-    assert "max_model_len=512 leaves no room" in line
+    assert "maximum context length is 512 tokens" in line
 
 
 def test_the_traceback_can_be_kept(monkeypatch):

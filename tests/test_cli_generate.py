@@ -105,7 +105,7 @@ def test_logprobs_in_the_document(capsys, folder):
     assert len(completion["logprobs"]) == len(completion["token_ids"])
     for i, entry in zip(completion["token_ids"], completion["logprobs"], strict=True):
         assert len(entry) == 2, "greedy: the chosen one is the likeliest"
-        assert (entry[str(i)]["rank"], set(entry[str(i)])) == (1, {"logprob", "rank", "decoded_token"})
+        assert (entry[str(i)]["rank"], set(entry[str(i)])) == (1, {"logprob", "rank", "decoded_token", "token_bytes"})
     chosen = [e[str(i)]["logprob"] for i, e in zip(completion["token_ids"], completion["logprobs"], strict=True)]
     assert completion["cumulative_logprob"] == pytest.approx(sum(chosen))
 

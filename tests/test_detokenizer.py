@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.detokenizer import Detokenizer, overlap
+from tests.test_tokens import BYTES, drawn
+from tests.vocabularies import KINDS, SPECIAL, Counting, ids_of, text_of, tokenizer_of
 
 END = 256
 
@@ -180,20 +182,133 @@ def test_how_much_of_a_stop_string_a_text_ends_with():
 
 def test_an_interrupt_after_an_id_was_fed():
     """The launch is made again, and may say something else: nothing is left of what it said first."""
-    for line in ("feed", "end"):
+    for line in ("read", "feed", "end"):
         detokenizer = Detokenizer(Bytes(), stop=("ab",))
-        feed = detokenizer.feed
-
-        def interrupted(ids, feed=feed, detokenizer=detokenizer, **how):
-            feed(ids, **how)
-            detokenizer.feed = feed  # type: ignore[method-assign]
-            raise KeyboardInterrupt
-
-        if line == "feed":
-            detokenizer.feed = interrupted  # type: ignore[method-assign]
-            with pytest.raises(KeyboardInterrupt):
-                detokenizer.find_stop(list(b"xy"), 0)
-        else:  # it was found, and nobody heard of it
+        if line == "end":  # it was found, and nobody heard of it
             assert detokenizer.find_stop(list(b"xab"), 0) == 3
+        else:
+            owner = detokenizer.reader if line == "read" else detokenizer
+            real = getattr(owner, line)
+
+            def interrupted(*ids, owner=owner, line=line, real=real):
+                real(*ids)
+                setattr(owner, line, real)
+                raise KeyboardInterrupt
+
+            setattr(owner, line, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                detokenizer.find_stop(list(b"\xe2y"), 0)
+        assert detokenizer.find_stop(list(b"xab"), 0) == 3
+        assert detokenizer.finish(list(b"xab"), include_stop=False) == "x"
         assert detokenizer.find_stop(list(b"zcd"), 0) is None
         assert detokenizer.finish(list(b"zcd"), include_stop=False) == "zcd"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data(), cuts, st.booleans())
+def test_a_stream_is_the_tokenizers_own_text(kind, data, at, skip):
+    """With special tokens or without, and shown text never changes."""
+    tokenizer, ids = tokenizer_of(kind), data.draw(drawn(kind))
+    detokenizer, shown = Detokenizer(tokenizer, skip_special_tokens=skip), ""
+    for part in cut(ids, at):
+        detokenizer.feed(part)
+        assert detokenizer.text.startswith(shown)
+        shown = detokenizer.text
+    text = detokenizer.finish(ids, include_stop=False)
+    assert text.startswith(shown)
+    assert text == text_of(kind, ids, skip=skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", ["true", "é", "€", "E", " t", "gs"])
+@given(st.data())
+def test_the_first_id_that_completes_a_stop_string_ends_the_text(kind, stop, data):
+    ids, until = data.draw(drawn(kind)), lambda end: text_of(kind, ids[:end], skip=True)
+    detokenizer = Detokenizer(tokenizer_of(kind), stop=(stop,))
+    keep = next((end for end in range(1, len(ids) + 1) if stop in until(end)), None)
+    assert detokenizer.find_stop(ids, 0) == keep
+    text = until(keep)
+    assert detokenizer.finish(ids[:keep], include_stop=False) == (text if keep is None else text[: text.index(stop)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data(), cuts)
+def test_what_tokens_add_joins_to_the_text(kind, data, at):
+    """And their bytes to its bytes, where these are characters. A part of a stream never changes."""
+    tokenizer, ids = tokenizer_of(kind), data.draw(drawn(kind))
+    detokenizer, tokens = Detokenizer(tokenizer, placed=True), []
+    last = max((at for at, i in enumerate(ids) if i not in ids_of(kind, *SPECIAL)), default=0)
+    for part in [*(part for part in cut(ids, at) if len(part) <= last), ids]:  # the last of the text ends it
+        detokenizer.feed(part)
+        tokens += detokenizer.tokens(part, len(tokens), ended=part is ids)
+    text = detokenizer.finish(ids, include_stop=False)
+    assert "".join(token.text for token in tokens if token.data is not None) == text
+    left_out = [i for i, token in zip(ids, tokens, strict=True) if token.data is None]
+    assert left_out == [i for i in ids if i in ids_of(kind, *SPECIAL)]
+    if "\ufffd" not in text or kind == "byte-level":
+        assert b"".join(token.data or b"" for token in tokens).decode(errors="replace") == text
+
+
+@pytest.mark.parametrize(
+    "pieces", [[b"\x80"], [b"\xe2"], [b"\x80", b"\xe2"], [b"\xc3", b"\xa9"], ["\ufffd"], ["<s>"], ["true"]]
+)
+@pytest.mark.parametrize("kind", [*BYTES, "slow"])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_the_cost_of_a_token_does_not_grow(kind, pieces, stop):
+    """Whatever comes a thousand times: a tokenizer decodes a few ids for each, and no id is read again."""
+    known = BYTES[0] if kind == "slow" else kind
+    tokenizer, ids = Counting(tokenizer_of(known), hides=kind == "slow"), ids_of(known, *pieces) * 1000
+    detokenizer, read = Detokenizer(tokenizer, stop=stop), []
+    before = tokenizer.count
+    real = detokenizer.reader.read
+    detokenizer.reader.read = lambda ids: read.extend(ids) or real(ids)
+    for end in range(1, len(ids) + 1):
+        if stop:
+            assert detokenizer.find_stop(ids[:end], end - 1) is None
+        else:
+            detokenizer.feed(ids[:end])
+    text = detokenizer.finish(ids, include_stop=False)
+    assert text == text_of(known, ids, skip=True)
+    assert tokenizer.count - before <= (20 * len(ids) if kind == "slow" else 0)
+    assert read == (ids if pieces != ["<s>"] else [])
+    if pieces != ["<s>"]:
+        assert len(detokenizer.text) >= len(text) - 3, "it is shown before the end"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("include", [False, True])
+def test_a_special_token_that_the_text_hides_can_be_a_stop_string(kind, include):
+    tokenizer, before = tokenizer_of(kind), ids_of(kind, *([b"t", b"r", b"\xe2"] if kind in BYTES else ["true"]))
+    end, other = ids_of(kind, *reversed(SPECIAL))
+    ids, text = [*before, other, end, *before], text_of(kind, before)
+    for skip, shown in ((True, text), (False, text_of(kind, [*before, other]))):
+        detokenizer = Detokenizer(tokenizer, stop=("never", "<|end|>"), skip_special_tokens=skip)
+        assert detokenizer.find_stop(ids[:2], 0) is None
+        assert detokenizer.find_stop(ids, 2) == len(before) + 2
+        cut = detokenizer.finish(ids[: len(before) + 2], include_stop=include)
+        assert cut.replace(" ", "") == shown.replace(" ", "") + "<|end|>" * include
+        assert detokenizer.stop_string == "<|end|>"
+    late = Detokenizer(tokenizer, stop=("<|end|>",), min_tokens=len(before) + 2)
+    assert late.find_stop(ids, 0) is None
+
+
+@pytest.mark.parametrize("kind", [*BYTES, "slow"])
+@pytest.mark.parametrize("include", [False, True])
+def test_the_end_of_the_output_can_complete_a_stop_string(kind, include):
+    """A character that stays unfinished is U+FFFD, which may be one, or the end of one."""
+    known = BYTES[0] if kind == "slow" else kind
+    tokenizer = Counting(tokenizer_of(known), hides=kind == "slow")
+    ids = ids_of(known, "dog", b"\xe2")
+    for stop in ("\ufffd", "g\ufffd"):
+        detokenizer = Detokenizer(tokenizer, stop=(stop,))
+        assert detokenizer.find_stop(ids, 0) is None
+        text = text_of(kind if kind in KINDS else BYTES[0], ids)
+        expected = text[: text.index(stop)] + stop * include
+        assert detokenizer.finish(ids, include_stop=include) == expected
+        assert detokenizer.finish(ids, include_stop=include) == expected
+        assert detokenizer.stop_string == stop
+        assert Detokenizer(tokenizer, stop=(stop,), min_tokens=len(ids)).finish(ids, include_stop=False) == text
+    special = [*ids, *ids_of(known, "<s>")]
+    hidden = Detokenizer(tokenizer, stop=("\ufffd", "<s>"))
+    assert hidden.find_stop(special, 0) == len(special)
+    assert hidden.finish(special, include_stop=False) == "dog"

@@ -9,6 +9,7 @@ from jaxspec.job import Job, described, failures, timing_of
 from jaxspec.outputs import Logprob, SpecDecodeMetrics
 from jaxspec.prompts import Ask
 from jaxspec.sampling_params import SamplingParams
+from jaxspec.tokens import Token, vocabulary
 
 
 class Letters:
@@ -40,8 +41,12 @@ ENTRY = TokenLogprobs(-3.0, 5, [9, 8, 7], [-0.5, -1.0, -2.0])
     ],
 )
 def test_the_chosen_id_comes_first_then_the_likeliest(chosen, most, expected):
-    (found,) = described(Letters(), [chosen], [ENTRY], most)
-    assert list(found.items()) == [(i, Logprob(lp, rank, Letters().decode([i]))) for i, lp, rank in expected]
+    letters, token = Letters(), Token("here", b"now")
+    (found,) = described(vocabulary(letters), [chosen], [token], [ENTRY], most)
+    (_, own), *others = found.items()
+    assert own == Logprob(expected[0][1], expected[0][2], "here", tuple(b"now"))
+    letter = lambda i: letters.decode([i])
+    assert others == [(i, Logprob(lp, rank, letter(i), (97 + i,))) for i, lp, rank in expected[1:]]
 
 
 def test_logprobs_of_a_job():
@@ -53,7 +58,7 @@ def test_logprobs_of_a_job():
     output = made.output()
     assert [list(entry) for entry in output.outputs[0].logprobs] == [[3, 9], [4, 9]]
     assert output.outputs[0].cumulative_logprob == -4.5
-    assert output.prompt_logprobs == [None, {1: Logprob(-0.25, 5, "b")}, {2: Logprob(-3.0, 5, "c")}]
+    assert output.prompt_logprobs == [None, {1: Logprob(-0.25, 5, "b", (98,))}, {2: Logprob(-3.0, 5, "c", (99,))}]
 
 
 def test_a_job_that_failed_early_has_the_logprobs_that_there_are():

@@ -38,7 +38,8 @@ ARROWS = {
     "options": "",
     "shapes": "",
     "outputs": "",
-    "detokenizer": "",
+    "tokens": "",
+    "detokenizer": "tokens",
     "progress": "options",
     "parallel": "options progress",
     "tree_options": "options drafters.methods",
@@ -54,18 +55,20 @@ ARROWS = {
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
     "decode verify.rules",
     "prompts": "options sampling_params",
-    "job": "outputs engine.request detokenizer prompts",
+    "chat": "keywords options prompts",
+    "chat_process": "chat",
+    "job": "outputs engine.request detokenizer prompts tokens",
     "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
     "widened": "checkpoints decode.stored engine.setup models parallel pallas_kernels.weights",
-    "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
-    "prompts job widened decode.programs decode.stored",
-    "async_llm": "config keywords outputs sampling_params engine prompts job llm",
+    "llm": "chat config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine "
+    "progress prompts job widened decode.programs decode.stored",
+    "async_llm": "chat chat_process config keywords outputs sampling_params engine prompts job llm",
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
     "convert": "models drafters.methods drafters.heads checkpoints loading",
-    "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.methods "
-    "drafters.heads engine.setup engine.catalogue checkpoints loading",
+    "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.heads "
+    "engine.setup engine.catalogue checkpoints loading",
     "demo": "config drafters.methods embedded outputs sampling_params parallel models progress checkpoints "
     "engine.setup llm pallas_kernels.weights",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
@@ -73,7 +76,7 @@ ARROWS = {
     "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
     "drafters.dspark cache fit",
-    "server": "config keywords options outputs prompts sampling_params async_llm prometheus",
+    "server": "chat config keywords options outputs progress prompts sampling_params async_llm prometheus",
     "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm async_llm "
     "convert info demo bench train server drafters.methods verify.rules",
 }

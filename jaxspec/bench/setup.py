@@ -169,5 +169,6 @@ def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[lis
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
         loading.check_same_tokenizer(source, tokenizer, draft_source)
-        models[1] = loading.load_draft(draft_source, dtype, placement.draft, target, source.name)
+        within = draft_source.path == source.path
+        models[1] = loading.load_draft(draft_source, dtype, placement.draft, target, source.name, within=within)
     return models, tokenizer

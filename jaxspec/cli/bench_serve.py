@@ -11,6 +11,7 @@ import typer
 from jaxspec.bench.options import listed
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import AsJson, extra
+from jaxspec.errors import shortened
 from jaxspec.progress import say
 from jaxspec.server.load import PERCENTILES, LoadOptions
 
@@ -47,5 +48,6 @@ def bench_serve(
         speed = f"{row['tokens_per_second']:,.1f}"
         shown.add_row(*counts, speed, *("" if ms is None else f"{ms:,.1f}" for ms in times))
         if row["failed"]:
-            say(f"{row['failed']} of {row['failed'] + row['requests']} requests failed: {row['first_failure']:.200}")
+            first = shortened(row["first_failure"], 200)
+            say(f"{row['failed']} of {row['failed'] + row['requests']} requests failed: {first}")
     Console().print(shown)

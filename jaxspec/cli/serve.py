@@ -16,7 +16,7 @@ from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.generate import DRAFTED, Method, speculation
 from jaxspec.cli.shared import DRAFT_HELP, MODEL_HELP, HostOptions, extra, join
 from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.progress import say
 from jaxspec.server.settings import LOOPBACK, ServerConfig
 
@@ -71,9 +71,10 @@ def serve(
             say(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         number, num_cut = run.serve(llm, config, model, listening, lambda: say(f"serving {model} at {url}"))
+    ending = signal.Signals(number)
+    say(f"{ending.name}: the server has ended, requests cut off after {config.drain_timeout:g} seconds: {num_cut}")
     if num_cut:
-        say(f"jaxspec: {num_cut} requests were cut off after {config.drain_timeout:g} seconds")
-        raise typer.Exit(STOPPED[signal.Signals(number)])  # at once: the engine may be in the middle of something long
+        raise typer.Exit(STOPPED[ending])  # at once: the engine may be in the middle of something long
     llm.shutdown()
 
 
@@ -90,7 +91,7 @@ def speculation_of(
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UserError(f"--speculative-config {text!r:.80} is no JSON: {error}") from None
+        raise UserError(f"--speculative-config {quoted(text)} is no JSON: {error}") from None
     if not isinstance(found, dict):
-        raise UserError(f'--speculative-config {text!r:.80} must be an object, such as \'{{"method": "ngram"}}\'')
+        raise UserError(f'--speculative-config {quoted(text)} must be an object, such as \'{{"method": "ngram"}}\'')
     return SpeculativeConfig(**found)

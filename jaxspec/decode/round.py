@@ -77,8 +77,14 @@ def num_wanted(context: Context, state: DecodeState) -> Int[Array, " B"]:
 
 
 def runnable(context: Context, state: DecodeState) -> Bool[Array, " B"]:
-    """Live, unfinished, and its next K_b + 1 positions have pages. A row without them waits for the host."""
-    covered = state.num_tokens + num_wanted(context, state) <= context.capacity
+    """Live, unfinished, and the positions that its next round writes have pages. A row without them waits for the
+    host."""
+    wanted, drafter = num_wanted(context, state), context.config.drafter
+    needed = state.num_tokens + wanted
+    if drafter and drafter.reach > drafter.num_speculative_tokens:
+        whole = jnp.minimum(state.num_tokens + drafter.reach, context.config.position_limit)
+        needed = jnp.where(wanted > 0, jnp.maximum(needed, whole), needed)
+    covered = needed <= context.capacity
     return context.batch.live & (state.finish == RUNNING) & covered
 
 

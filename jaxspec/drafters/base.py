@@ -143,6 +143,11 @@ class Drafter(abc.ABC):
         return None
 
     @property
+    def reach(self) -> int:
+        """How many positions after the pending token's a round may write."""
+        return self.num_speculative_tokens
+
+    @property
     def passes(self) -> float:
         """How often a round reads its weights, but for those that make its features."""
         return float(self.num_speculative_tokens)

@@ -25,6 +25,7 @@ class Combined(Drafter):
     # What the drafter needs, this needs.
     max_model_len = property(lambda self: self.draft.max_model_len)
     max_lag = property(lambda self: self.draft.max_lag)
+    reach = property(lambda self: self.draft.reach)
     lookahead = property(lambda self: self.draft.lookahead)
     passes = property(lambda self: self.draft.passes)
     taps = property(lambda self: self.draft.taps)

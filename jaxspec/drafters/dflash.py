@@ -19,13 +19,14 @@ from jaxspec.cache import features
 from jaxspec.cache.layer import LayerCache
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, lender
 from jaxspec.drafters.chain import at_once
-from jaxspec.drafters.heads import RARE, Found, Reading
+from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found, Reading
+from jaxspec.drafters.own import OwnParts
 from jaxspec.errors import UnsupportedError
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import Layer, bind, module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig, draft_spec
 from jaxspec.models.families import layer_names
-from jaxspec.models.head import Head, product
+from jaxspec.models.head import product
 from jaxspec.models.mixers.attention import rotary_tables
 from jaxspec.models.paged import PagedModel, places
 from jaxspec.models.parameters import declare
@@ -38,13 +39,16 @@ from pallas_kernels.tree import packed
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
     """taps: the layers of the target whose input it reads; target_width: of these. block_size: the longest block that
-    it was trained for, the pending token included. from_pending: the pending token's own place makes a draft too."""
+    it was trained for, the pending token included. from_pending: the pending token's own place makes a draft too.
+    has_table, has_head: whether it has these of its own, the head over some or all of the target's ids; else the
+    target's are used."""
 
     taps: tuple[int, ...] = ()
     target_width: int = 0
     block_size: int = 1
     from_pending: bool = False
-    has_head: bool = False  # of its own, over some of the target's ids; else the target's is used
+    has_table: bool = False
+    has_head: bool = False
 
     @property
     def spec(self) -> DraftSpec:
@@ -52,17 +56,15 @@ class Config(HeadConfig):
         return DraftSpec("dflash", self.width, self.taps, ("fc",), borrows_head=not self.has_head, max_drafts=most)
 
 
-class DFlashHead(Head):
+class DFlashHead(OwnParts):
     config: Config
 
     def __init__(self, config: Config, dtype: Any) -> None:
+        super().__init__(config, dtype)
         c, norm = config, declare("norm")
-        self.config = c
         self.fc = declare("matrix", dtype)(len(c.taps) * c.target_width, c.width, axes=(None, "features"))
         self.hidden_norm, self.norm = norm(c.width), norm(c.width)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
-        if c.has_head:
-            self.declare_head(c, dtype)
 
     def features(self, hidden, tapped, backend):
         x = product(jnp.concatenate(tapped, axis=-1), self.fc[...], backend).astype(tapped[0].dtype)
@@ -92,7 +94,7 @@ class Block(NamedTuple):
     """What the pass over a block gives.
 
     head, target: the draft, and the model that it drafts for, as far as that is lent.
-    hidden [B,_,E]: what these say; the last K make drafts.
+    hidden [B,_,E]: what its places say, up to that of the K-th draft; the last K make drafts.
     pending i32[B]: the token at the first place.
     wanted, draft_len, pages: of a Proposal.
     """
@@ -142,12 +144,19 @@ class DFlash(Drafter):
     def passes(self) -> int:
         return 1
 
+    @property
+    def reach(self) -> int:
+        config: Any = self.model.config
+        return max(self.num_speculative_tokens, config.block_size - 1)
+
     def propose(self, params, cache, history: History, choose: Choose):
         block = self.block(params, cache, history)
         drafts, probs = at_once(block.logits, block.hidden[:, -self.num_speculative_tokens :], choose)
         return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
 
     def block(self, params, cache, history: History) -> Block:
+        """The pass over the whole block, however few drafts are wanted of it: its places see each other, as they did in
+        training. Only at the end of the context it is shorter."""
         count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
         head: Any = bind(config, params["draft"])
         target = bind(self.target.config, lender(params))
@@ -157,22 +166,24 @@ class DFlash(Drafter):
         wanted = jnp.where(history.live & in_step, history.num_wanted, 0)
 
         past_at = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
-        silent = 0 if head.config.from_pending else 1  # places before the first that makes a draft
-        block = jnp.arange(count + silent, dtype=jnp.int32)[None, :]
+        size, silent = head.config.block_size, 0 if head.config.from_pending else 1  # silent: makes no draft
+        filled = jnp.where(wanted > 0, jnp.clip(self.model.max_model_len - last, 0, size), 0)
+        block = jnp.arange(size, dtype=jnp.int32)[None, :]
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
         unread = past_at >= last[:, None]
-        masked = jnp.concatenate([unread, block >= silent + wanted[:, None]], axis=1) | ~history.live[:, None]
+        masked = jnp.concatenate([unread, block >= filled[:, None]], axis=1) | ~history.live[:, None]
         past = jnp.where(unread[:, :, None], 0, features.read(cache, past_at, history.block_table, backend.placement))
         pending = take_row(history.tokens, last)
-        x = target.embedded(jnp.where(block == 0, pending[:, None], head.config.mask_id), backend)
+        tokens = jnp.where(block == 0, pending[:, None], head.config.mask_id)
+        x = (head if head.has_table else target).embedded(tokens, backend)
         rows = self.model.rows(positions, masked, history.block_table)
-        end = jnp.where(history.live, last + silent + wanted, 0)
-        all_see_all = jnp.ones((*last.shape, count + silent, count + silent), bool)
+        end = jnp.where(history.live, last + filled, 0)
+        all_see_all = jnp.ones((*last.shape, size, size), bool)
         tree = packed(last[:, None] + block, last, all_see_all)
         rows = dataclasses.replace(rows, kv_len=end, num_keys=end, tree=tree)
         hidden, pages = head(x, past.astype(x.dtype), cache.draft, rows, backend)
         draft_len = jnp.where(in_step, last, history.draft_len)
-        return Block(head, target, hidden, pending, wanted, draft_len, pages)
+        return Block(head, target, hidden[:, : silent + count], pending, wanted, draft_len, pages)
 
     def prefill(self, params, cache, chunk: Chunk):
         head: Any = bind(self.model.config, params["draft"])
@@ -192,7 +203,7 @@ NAMES = {
     "fc.weight": ("fc", ""),
     "hidden_norm.weight": ("hidden_norm", ""),
     "norm.weight": ("norm", ""),
-    "lm_head.weight": ("head", ""),
+    HEAD: ("head", ""),
     **RARE,
     "d2t": ("d2t", ""),
 }
@@ -213,9 +224,11 @@ def read(found: Found, kind: type[Config] = Config, *, from_pending: bool = Fals
         "mask_id": found.whole("mask_token_id", kind="token_id"),
         "block_size": found.whole("block_size", kind="num_heads"),
         "from_pending": found.flag("sample_from_anchor", default=from_pending),
-        "has_head": found.has("d2t"),
+        "has_head": found.has("d2t") or found.own(HEAD),
         "reduced_vocab_size": found.shapes["d2t"][0] if found.has("d2t") else None,
-    })  # fmt: skip
+    } | found.own_table())  # fmt: skip
     if any(config.windows):
         raise UnsupportedError(f"{found.name}: layers with a sliding window are not supported in a draft of blocks")
-    return Reading(config, NAMES, ("embed_tokens.weight", "lm_head.weight", "verifier_*", "t2d"))
+    copies = found.copies(TABLE, *(() if found.has("d2t") else (HEAD,)), *VERIFIER)
+    names = NAMES | ({TABLE: ("embed", "")} if config.has_table else {})
+    return Reading(config, names, ("t2d",), copies=copies)

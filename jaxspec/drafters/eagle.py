@@ -13,20 +13,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.drafters.feature_chain import FeatureChain
-from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.heads import HEAD, TABLE, Found, Reading
+from jaxspec.drafters.own import OwnParts
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import layer_names
-from jaxspec.models.head import Head, product
+from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
-    """bias: whether fc has one; has_head: whether there is a head of its own, else the target's is used."""
+    """bias: whether fc has one; has_table, has_head: whether it has these of its own, else the target's are used."""
 
     bias: bool = True
+    has_table: bool = False
     has_head: bool = False
 
     @property
@@ -34,20 +36,17 @@ class Config(HeadConfig):
         return DraftSpec("eagle", self.width, borrows_head=not self.has_head)
 
 
-class EagleHead(Head):
+class EagleHead(OwnParts):
     config: Config
-    has_table = False
 
     def __init__(self, config: Config, dtype: Any) -> None:
+        super().__init__(config, dtype)
         c = config
-        self.config, self.has_head = c, c.has_head
         self.fc = declare("matrix", dtype)(2 * c.width, c.width)
         if c.bias:
             self.fc_bias = declare("bias", dtype)(c.width)
         # The first layer has no norm before its attention.
         self.layers = nnx.List([Layer(c, i, dtype, entry=0 if i else c.width) for i in range(c.num_layers)])
-        if c.has_head:
-            self.declare_head(c, dtype)
 
     def features(self, hidden, tapped, backend):
         return hidden
@@ -74,14 +73,21 @@ def read(found: Found) -> Reading:
         "bias": found.has("fc.bias"),
         "has_head": has_head,
         "reduced_vocab_size": found.shapes["token_map"][0] if found.has("token_map") else None,
-    })  # fmt: skip
+    } | found.own_table())  # fmt: skip
     names = {
         **layer_names("layers.{}."),
         "fc.weight": ("fc", ""),
         "fc.bias": ("fc_bias", ""),
-        "lm_head.weight": ("head", ""),
+        HEAD: ("head", ""),
         "token_map": ("d2t", ""),
-    }
+    } | ({TABLE: ("embed", "")} if config.has_table else {})  # fmt: skip
+    first = (found.prefix + "layers.0.input_layernorm.weight",)
+    skipped = found.flag("skip_prenorm", default=False)  # as vLLM's form says of it
     return Reading(
-        config, found.named(names), ("*embed_tokens.weight", "*layers.0.input_layernorm.weight"), absolute_ids=True
+        config,
+        found.named(names),
+        ignored=first if skipped else (),
+        copies=found.copies(TABLE),
+        ones=() if skipped else first,
+        absolute_ids=True,
     )

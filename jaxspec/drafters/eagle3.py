@@ -14,15 +14,15 @@ from flax import nnx
 
 from jaxspec.drafters.draft_model import in_parallel
 from jaxspec.drafters.feature_chain import FeatureBlock, FeatureChain
-from jaxspec.drafters.heads import RARE, Found, Reading
+from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found, Reading
+from jaxspec.drafters.own import OwnParts
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import Place, layer_names
-from jaxspec.models.head import Head, product
+from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
-from jaxspec.models.table import looked_up
 from pallas_kernels.plain import rms_norm
 
 
@@ -49,14 +49,12 @@ class Config(HeadConfig):
         return DraftSpec("eagle3", self.width, self.taps, ("fc",), borrows_head=not self.has_head)
 
 
-class Eagle3Head(Head):
+class Eagle3Head(OwnParts):
     config: Config
 
     def __init__(self, config: Config, dtype: Any) -> None:
+        super().__init__(config, dtype)
         c, matrix, norm = config, declare("matrix", dtype), declare("norm")
-        self.config, self.has_table, self.has_head = c, c.has_table, c.has_head
-        if c.has_table:
-            self.embed = declare("table", dtype)(c.vocab_size, c.width, axes=("vocab", None))
         self.fc = matrix(len(c.taps) * c.target_width, c.width, axes=(None, "features"))
         if c.norm_before_fc:
             self.input_norm = norm(len(c.taps) * c.target_width)
@@ -67,8 +65,6 @@ class Eagle3Head(Head):
         self.token_norm, self.hidden_norm = norm(c.width), norm(c.width)
         self.layers = nnx.List([Layer(c, i, dtype, entry=0 if i else 2 * c.width) for i in range(c.num_layers)])
         self.norm = norm(c.width)
-        if c.has_head:
-            self.declare_head(c, dtype)
 
     def features(self, hidden, tapped, backend):
         """What is kept of a position: its taps, down to the head's width."""
@@ -85,9 +81,6 @@ class Eagle3Head(Head):
     def masks(self, backend):
         """The features [M] of places that are to be filled."""
         return self.reduced(self.mask_hidden[...], backend)[0, 0]
-
-    def embedded(self, tokens, backend):
-        return looked_up(self.embed[...], tokens, backend)
 
     def __call__(self, x, feature, pages, rows, backend):
         c = self.config
@@ -132,10 +125,11 @@ def read(found: Found) -> Reading:
         "has_table": fields["width"] != target.width,
         "has_head": found.has("lm_head."),
         "mask_id": found.whole("ptd_token_id", raw.get("mask_token_id"), "token_id") if fills else None,
-    })  # fmt: skip
+    } | found.own_table())  # fmt: skip
     if not config.has_head and config.width != target.width:
         raise UserError(f"{found.name}: tensor lm_head.weight is missing, and the target's is of another width")
-    return Reading(config, names(found), ("t2d", "*embed_tokens.weight", "verifier_norm.*", "verifier_lm_head.*"))
+    copied = VERIFIER if fields["width"] != target.width else (TABLE, *VERIFIER)
+    return Reading(config, names(found), ("t2d",), copies=found.copies(*copied))
 
 
 def places(first: str) -> dict[str, Place]:
@@ -145,11 +139,11 @@ def places(first: str) -> dict[str, Place]:
         **layer_names(first, "layers.0."),
         first + "input_layernorm.weight": ("token_norm", ""),
         first + "hidden_norm.weight": ("hidden_norm", ""),
-        "embed_tokens.weight": ("embed", ""),
+        TABLE: ("embed", ""),
         "fc.weight": ("fc", ""),
         "input_norm.weight": ("input_norm", ""),
         "norm.weight": ("norm", ""),
-        "lm_head.weight": ("head", ""),
+        HEAD: ("head", ""),
         **RARE,
         "d2t": ("d2t", ""),
         "mask_hidden": ("mask_hidden", ""),

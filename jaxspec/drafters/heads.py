@@ -17,6 +17,8 @@ from jaxspec.models.limits import number, short
 TAPS = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
 
 
+TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"  # what others call the target's, but for a prefix
+VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")  # the same, as they were in training
 # Of jaxspec's own files: the way to rare ids, which stand last among its own.
 RARE: dict[str, Place] = {f"{name}.weight": (name, "") for name in ("rare_in", "rare_head")}
 
@@ -28,6 +30,7 @@ class Found:
     name: what to call it; raw: its config.json; shapes: of its tensors.
     target: the model that it is to draft for, target_name what to call that.
     parse: a model's config.json -> its ModelConfig.
+    differing: those of its copies of the target's tensors (`Reading.copies`) that are known to be others.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Found:
     target: ModelConfig
     target_name: str
     parse: Callable[[Mapping[str, Any]], ModelConfig]
+    differing: frozenset[str] = frozenset()
 
     def has(self, *starts: str) -> bool:
         """Whether some tensor's name starts with one of these, but for the prefix."""
@@ -50,6 +54,26 @@ class Found:
         """The same, with that prefix where the checkpoint has it."""
         return {name if name in self.shapes else self.prefix + name: place for name, place in names.items()}
 
+    def copies(self, *names: str) -> dict[str, Place]:
+        """Tensors of these names that it has -> the parameter of the target that stands in each one's place."""
+        way = "embed" if self.target.tied else "head"
+        theirs = {
+            TABLE: ("embed", ""),
+            HEAD: (way, ""),
+            "verifier_norm.weight": ("norm", ""),
+            "verifier_lm_head.weight": (way, "d2t" if self.has("d2t") else ""),
+        }
+        return {full: theirs[name] for name in names for full in (name, self.prefix + name) if full in self.shapes}
+
+    def own(self, name: str) -> bool:
+        """Whether it has this tensor, and what stands in its place is known to be another."""
+        return not self.differing.isdisjoint((name, self.prefix + name))
+
+    def own_table(self) -> dict[str, Any]:
+        """The fields of its table, where it has one of the target's shape that is another: it is read as the target's
+        would be."""
+        return {"has_table": True, "embed_scale": self.target.embed_scale} if self.own(TABLE) else {}
+
     def layers(self) -> dict[str, Any]:
         """The fields of its layers' ModelConfig, read from config.json as of a Llama. It reads and proposes the
         target's ids, and its context is the target's: what a head's own config says of it is seldom meant."""
@@ -58,13 +82,15 @@ class Found:
         self.fits("vocabulary", self.vocab_size, self.target.vocab_size)
         ids = {"vocab_size": self.target.vocab_size, "max_position_embeddings": self.target.max_model_len}
         # Where config.json says nothing, Llama's own defaults are meant, whatever the target has.
-        raw = {"rope_theta": 1e4, **self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False}
-        raw = {key: value for key, value in raw.items() if value is not None}
+        # That attention has biases is read below, not with the options of a model, where all four projections have one.
+        own = {**self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False, "attention_bias": False}
+        raw = {"rope_theta": 1e4, **own}
         # Transformers, which takes seconds to import, knows how all have spelled what becomes of rope.
         spelled = raw.keys() & {"rope_scaling", "rope_parameters"}
         fields = vars(self.parse(raw) if spelled else ModelConfig.from_hf(raw))
         there = lambda end: any(name.endswith(end) for name in self.shapes)
-        biased, normed = there("self_attn.q_proj.bias"), there("self_attn.q_norm.weight")
+        biased = self.flag("attention_bias", default=False) or there("self_attn.q_proj.bias")
+        normed = there("self_attn.q_norm.weight")
         rare = {"rare_vocab_size": "rare_head.weight", "rare_width": "rare_in.weight"}
         rows = {field: self.shapes.get(self.prefix + name, (0,))[0] for field, name in rare.items()}
         ends = {"bos_id": self.target.bos_id, "eos_ids": self.target.eos_ids}
@@ -128,7 +154,11 @@ class Found:
 class Reading:
     """How a checkpoint is read: its configuration, and where its tensors go.
 
-    ignored: shell patterns of those that carry nothing, or what the target has.
+    ignored: shell patterns of those that are part of something else.
+    copies: tensor -> the parameter of the target, and which part of it, that stands in its place: see `Found.copies`.
+    repeats: tensor -> the one of the same checkpoint that stands in its place, since `tie_weights` says so.
+    ones: those of norms that the head does not have.
+    rest: those of the model in whose checkpoint the head stands, which should be the target.
     absolute_ids: a reduced vocabulary's ids are written as they are, not as differences from its own.
     norm_plus_one: norms are written as what is added to 1.
     remark: what is left out of it, if anything is that somebody may miss.
@@ -137,6 +167,10 @@ class Reading:
     config: ModelConfig
     names: Mapping[str, Place]
     ignored: tuple[str, ...] = ()
+    copies: Mapping[str, Place] = dataclasses.field(default_factory=dict)
+    repeats: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ones: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
     absolute_ids: bool = False
     norm_plus_one: bool = False
     remark: str = ""

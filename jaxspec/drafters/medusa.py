@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxspec.drafters.base import Choose, History, Proposal
 from jaxspec.drafters.chain import at_once
-from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.heads import HEAD, Found, Reading
 from jaxspec.drafters.last_feature import LastFeature
 from jaxspec.errors import UserError
 from jaxspec.models.decoder import module
@@ -160,6 +160,6 @@ def read(found: Found) -> Reading:
         "bias": bias.format(i=0, j=0) in found.shapes,
         "has_head": own_head,
     })  # fmt: skip
-    own = re.compile(r"^(medusa_heads?\.)?(\d+|blocks|lm_heads)\.")
-    rest = tuple(name for name in found.shapes if not own.match(name))  # of Medusa-2, the model itself
-    return Reading(config, places(how, heads, depth), rest, absolute_ids=True)
+    own = re.compile(r"^(medusa_heads?\.)?(\d+|blocks|lm_heads)\.|token_map$")
+    rest = tuple(name for name in found.shapes if not own.match(name) and name != HEAD)  # of Medusa-2, the model itself
+    return Reading(config, places(how, heads, depth), copies=found.copies(HEAD), rest=rest, absolute_ids=True)

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from jaxspec.errors import UnsupportedError
+from jaxspec.errors import UnsupportedError, quoted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,9 @@ def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
     algorithm = raw.get("speculators_model_type")
     if algorithm not in (None, "peagle", *METHODS):  # P-EAGLE's tensors are EAGLE-3's
         heads = ", ".join(name for name, method in METHODS.items() if method.signs)
-        raise UnsupportedError(f"speculators_model_type={algorithm!r:.40} is not read: take a checkpoint of {heads}")
+        raise UnsupportedError(
+            f"speculators_model_type={quoted(algorithm, 40)} is not read: take a checkpoint of {heads}"
+        )
     said = algorithm or raw.get("model_type")
     if isinstance(said, str) and said in METHODS:
         return said

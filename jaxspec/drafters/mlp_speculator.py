@@ -115,4 +115,8 @@ def read(found: Found) -> Reading:
     parts |= {"ln.{}.weight": "norm", "ln.{}.bias": "norm_bias"}
     prefix = "speculator." if found.has("speculator.") else ""
     names = {prefix + name: (f"steps.{{}}.{place}", "") for name, place in parts.items()}
-    return Reading(config, names, (f"{prefix}*",) if tied else ())  # a tied one's file lists each tensor for every step
+    # A tied one's file lists each tensor for every step; the first projection is another than the later ones.
+    shared = {name: 1 if "proj." in name else 0 for name in names} if tied else {}
+    later = lambda first: range(first + 1, config.num_drafts)
+    repeats = {name.format(i): name.format(first) for name, first in shared.items() for i in later(first)}
+    return Reading(config, names, repeats=repeats)

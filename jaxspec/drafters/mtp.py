@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.drafters.feature_chain import FeatureChain
-from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.heads import HEAD, TABLE, Found, Reading
+from jaxspec.drafters.own import OwnParts
 from jaxspec.errors import UserError
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -30,25 +31,26 @@ from pallas_kernels.plain import rms_norm
 class Config(HeadConfig):
     """hidden_first: the target's hidden state goes before the token's embedding, not after it; last_norm: it is read
     after the target's last norm; target_layers: how many layers the target has; layers_there: how many for this are in
-    the checkpoint, of which the first is used."""
+    the checkpoint, of which the first is used; has_table, has_head: whether it has these of its own, else the target's
+    are used."""
 
     hidden_first: bool = False
     last_norm: bool = True
     target_layers: int = 0
     layers_there: int = 1
+    has_table: bool = False
+    has_head: bool = False
 
     @property
     def spec(self) -> DraftSpec:
         taps = () if self.last_norm else (self.target_layers,)
-        return DraftSpec("mtp", self.width, taps, borrows_head=True)
+        return DraftSpec("mtp", self.width, taps, borrows_head=not self.has_head)
 
 
-class MtpHead(nnx.Module):
-    has_table = has_head = False
-
+class MtpHead(OwnParts):
     def __init__(self, config: Config, dtype: Any) -> None:
+        super().__init__(config, dtype)
         c, norm = config, declare("norm")
-        self.config = c
         self.token_norm, self.hidden_norm, self.norm = norm(c.width), norm(c.width), norm(c.width)
         self.fc = declare("matrix", dtype)(2 * c.width, c.width)
         self.layers = nnx.List([Layer(c, 0, dtype)])
@@ -91,6 +93,7 @@ class Format:
 MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 
 
+OWN_HEADS = ("shared_head.head.weight", HEAD)  # after a layer's prefix
 QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.")
 
 
@@ -127,11 +130,28 @@ def read(found: Found) -> Reading:
         "hidden_first": how.hidden_first,
         "last_norm": how.last_norm,
         "target_layers": target.num_layers,
-        "layers_there": (there := layers_there(how, found.shapes)),
-    })  # fmt: skip
-    named, plus_one = names(how, target.family), how.norm_plus_one
-    remark = f"{found.name} has {there} layers for multi-token prediction: the first makes every draft, the others none"
-    return Reading(config, named, ("*",), norm_plus_one=plus_one, remark=remark if there > 1 else "")
+        "layers_there": len(there := layers_there(how, found.shapes)),
+        "has_head": any(found.own(how.prefix + name) for name in OWN_HEADS),
+    } | ({"has_table": True} if found.own(how.prefix + TABLE) else {}))  # fmt: skip
+    count, copies = len(there), copied(how, found)
+    remark = f"{found.name} has {count} layers for multi-token prediction: the first makes every draft, the others none"
+    own = {name: ("embed" if name.endswith(TABLE) else "head", "") for name in copies if name in found.differing}
+    return Reading(
+        config,
+        names(how, target.family) | own,
+        ignored=tuple(f"{layer}*" for layer in there[1:]),
+        copies=copies,
+        rest=tuple(name for name in found.shapes if not name.startswith((how.prefix, *there))),
+        norm_plus_one=how.norm_plus_one,
+        remark=remark if count > 1 else "",
+    )
+
+
+def copied(how: Format, found: Found) -> dict[str, Place]:
+    """Its copies of the target's table and head."""
+    way = "embed" if found.target.tied else "head"
+    theirs = {TABLE: "embed"} | dict.fromkeys(OWN_HEADS, way)
+    return {how.prefix + name: (place, "") for name, place in theirs.items() if how.prefix + name in found.shapes}
 
 
 def names(how: Format, family: str) -> dict[str, Place]:
@@ -145,8 +165,8 @@ def names(how: Format, family: str) -> dict[str, Place]:
     }
 
 
-def layers_there(how: Format, tensors: Iterable[str]) -> int:
-    """How many such layers a checkpoint has, which are numbered from that of `how` on."""
+def layers_there(how: Format, tensors: Iterable[str]) -> list[str]:
+    """How the names of such layers begin in a checkpoint, where they are numbered from that of `how` on."""
     stem, first = re.fullmatch(r"(.*\.)(\d+)\.", how.prefix + how.layer).groups()  # type: ignore[union-attr]
     numbers = {int(found[1]) for name in tensors if (found := re.match(rf"{re.escape(stem)}(\d+)\.", name))}
-    return len([number for number in numbers if number >= int(first)])
+    return [f"{stem}{number}." for number in sorted(numbers) if number >= int(first)]

@@ -47,6 +47,7 @@ class Tree(Drafter):
     # What the drafter needs, this needs.
     max_model_len = property(lambda self: self.draft.max_model_len)
     max_lag = property(lambda self: self.draft.max_lag)
+    reach = property(lambda self: max(self.num_speculative_tokens, self.draft.reach))
     lookahead = property(lambda self: self.draft.lookahead)
     passes = property(lambda self: self.draft.passes)
     taps = property(lambda self: self.draft.taps)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.request import Request
-from jaxspec.errors import UserError
+from jaxspec.errors import CONTEXT_LENGTH_EXCEEDED, UserError
 from jaxspec.options import ids as checked_ids
 from jaxspec.outputs import SpecDecodeMetrics
 from jaxspec.sampling_params import SamplingParams
@@ -55,8 +55,10 @@ def check(
         raise UserError("the prompt is empty: give at least one token")
     if len(prompt) >= limits.max_model_len:
         raise UserError(
-            f"the prompt has {len(prompt)} tokens, max_model_len={limits.max_model_len} leaves no room for output: "
-            "shorten it or raise max_model_len"
+            f"the prompt has {len(prompt)} tokens, and this model's maximum context length is {limits.max_model_len} "
+            "tokens, output included: shorten it or raise max_model_len",
+            param="prompt",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
     kinds: dict[str, Sequence[int]] = {
         "token id": prompt,

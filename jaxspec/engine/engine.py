@@ -74,6 +74,8 @@ class Engine:
             self.num_drafts,
             reuse=config.enable_prefix_caching,
             lookahead=self.lag.lookahead,
+            reach=max((drafter.reach for drafter in self.runner.drafters.values() if drafter), default=0),
+            longest=self.limits.max_model_len,
         )
         self.roster = Roster(self.scheduler, self.runner)
         longest, lags = self.limits.max_model_len + self.num_drafts, self.lag.most is not None
@@ -225,7 +227,7 @@ class Engine:
             result = self.runner.fetch(self.runner.start(plan))
         rounds, tokens = int(result.num_rounds), int(np.sum(result.num_new))
         self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=reading)
-        self.absorb(requests, result)
+        self.absorb(requests, result, watch.seconds)
 
     def catch_up(self, requests: Sequence[Request]) -> float:
         """The draft reads what it lacks of these requests -> the seconds that this took."""
@@ -263,15 +265,16 @@ class Engine:
             min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
         )
 
-    def absorb(self, requests: Sequence[Request], result: LaunchResult) -> None:
-        """Takes a launch's result in: tokens, lengths, counters, reasons to end. What has ended leaves."""
+    def absorb(self, requests: Sequence[Request], result: LaunchResult, seconds: float = 0.0) -> None:
+        """Takes the result of a launch of so many seconds in: tokens, lengths, counters, reasons to end. What has
+        ended leaves."""
         kept = [0] * len(requests)
         for row, request in enumerate(requests):
             with self.roster.blame([request], device=False):
                 if request.finish_reason is None:  # else it was given up while the launch ran
                     kept[row] = results.absorb_row(request, row, result, self.lag)
         self.timing.num_tokens += sum(kept)
-        results.keep_count(requests, kept, result, self.metrics, self.controller.overall)
+        results.keep_count(requests, kept, result, self.metrics, self.controller.overall, seconds)
         for request in requests:
             with self.roster.blame([request], device=False):
                 if request.finish_reason != "error":

@@ -102,13 +102,16 @@ def keep_count(
     result: LaunchResult,
     metrics: SpecDecodeMetrics,
     overall: Acceptance,
+    seconds: float = 0.0,
 ) -> None:
     """Adds what a launch did to the requests' own counters and to those of all, `metrics` and `overall`. kept: tokens
-    that each request gained."""
+    that each request gained. seconds: how long the launch took; each of its rounds is taken to be as long."""
     now, size = time.perf_counter(), result.num_speculative_tokens
-    for request, seen in zip(requests, counters(result, kept), strict=True):
-        if request.output:
-            request.times.first_token = request.times.first_token or now
+    a_round = seconds / max(int(result.num_rounds), 1)
+    rounds_before = np.argmax(result.emitted[: len(requests)] > 0, axis=1).tolist()  # the first token's
+    for request, seen, before in zip(requests, counters(result, kept), rounds_before, strict=True):
+        if request.output and request.times.first_token is None:
+            request.times.first_token = now - seconds + (before + 1) * a_round
         if request.finish_reason:
             request.times.finished = now
         request.metrics += seen

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxspec.cache.allocator import PageAllocator, digest
 from jaxspec.engine.request import Request
-from jaxspec.errors import UserError
+from jaxspec.errors import CONTEXT_LENGTH_EXCEEDED, UserError
 
 
 class Scheduler:
@@ -24,9 +24,14 @@ class Scheduler:
         *,
         reuse: bool = True,
         lookahead: int = 0,
+        reach: int = 0,
+        longest: int = 0,
     ) -> None:
+        """num_drafts: K, the most drafts of a round; reach: positions after the pending token's that a round may write,
+        where these are more, up to `longest` of a row."""
         self.allocator, self.page_size, self.lookahead = allocator, page_size, lookahead
         self.max_num_seqs, self.num_drafts, self.reuse = max_num_seqs, num_drafts, reuse
+        self.reach, self.longest = max(reach, num_drafts), longest
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.undrafted: set[int] = set()  # known pages that the draft has not read
@@ -35,14 +40,24 @@ class Scheduler:
     def pages_for(self, num_positions: int) -> int:
         return -(-num_positions // self.page_size)
 
+    def most_positions(self, max_len: int) -> int:
+        """Positions that a request of up to max_len tokens may come to hold."""
+        return max(max_len + self.num_drafts, min(max_len + self.reach, self.longest))
+
+    @property
+    def longest_request(self) -> int:
+        """The most tokens of a request that the whole pool has room for."""
+        room = self.allocator.num_pages * self.page_size
+        return max(room - (self.num_drafts if room >= self.longest else self.reach), 0)
+
     def most_pages(self, request: Request) -> int:
         """Pages that it may come to hold."""
-        return self.pages_for(request.max_len + self.num_drafts)
+        return self.pages_for(self.most_positions(request.max_len))
 
     def positions(self, request: Request, num_rounds: int) -> int:
         """Positions that num_rounds more rounds may write, the drafts of a last one included."""
-        most = request.num_tokens + num_rounds * (self.num_drafts + 1) - 1
-        return min(most, request.max_len + self.num_drafts)
+        most = request.num_tokens + (num_rounds - 1) * (self.num_drafts + 1) + self.reach
+        return min(most, self.most_positions(request.max_len))
 
     def add(self, request: Request) -> None:
         """Queues a request. See `check` for what is refused."""
@@ -51,11 +66,12 @@ class Scheduler:
 
     def check(self, max_len: int) -> None:
         """Raises UserError where the pool could never hold a request that may grow to max_len tokens."""
-        need = self.pages_for(max_len + self.num_drafts)
-        if need > self.allocator.num_pages:
+        need, room = self.pages_for(self.most_positions(max_len)), self.allocator.num_pages
+        if need > room:
             raise UserError(
-                f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has "
-                f"{self.allocator.num_pages}: lower max_tokens or raise num_pages"
+                f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has {room}, so this "
+                f"model's maximum context length is {self.longest_request} tokens: lower max_tokens or raise num_pages",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
 
     def reset(self, requests: Iterable[Request]) -> None:

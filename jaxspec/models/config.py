@@ -30,6 +30,8 @@ GGUF_FIXED: dict[str, Any] = {
     "rope.scaling.attn_factor": 1,
 }
 
+GGUF_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's -> ours
 
 
@@ -205,7 +207,6 @@ class ModelConfig:
                 period = get("attention.sliding_window_pattern", "num_layers", files.period)
                 local = [bool((i + 1) % period) for i in range(layers)]
         theta, local_theta = files.theta, files.local_theta
-        eos = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         return cls(
             family=family,
             vocab_size=vocab_size,
@@ -224,7 +225,7 @@ class ModelConfig:
             **FAMILIES[family].switches(width),
             query_scale=(width / heads) ** -0.5 if layers in files.wide_queries else 0.0,
             bos_id=meta.get("tokenizer.ggml.bos_token_id"),
-            eos_ids=token_ids([i for i in eos if i is not None], "tokenizer.ggml's eos or eot id"),
+            eos_ids=tuple(dict.fromkeys(i for key in GGUF_ENDS for i in token_ids(meta.get(key), key))),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -97,7 +97,10 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"layer_types={short(kinds)} must be a list of strings, one a layer")
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
-    return {key: raw[key] for key in READ if key in raw}
+    known = {key: raw[key] for key in READ if key in raw}
+    if known.get("num_key_value_heads", 0) is None:  # as many as query heads, which some families' readers refuse
+        known["num_key_value_heads"] = known.get("num_attention_heads")
+    return known
 
 
 def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:

@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 
 INT32 = 2**31 - 1
 
@@ -70,8 +70,7 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 def short(value: Any) -> str:
     """repr, but never long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return quoted(value, 60)
 
 
 def check_fields(config: Any, of: str = "") -> None:

@@ -15,7 +15,7 @@ from importlib import metadata
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import number, options, whole
 from jaxspec.parallel.peers import Peers, connection, difference
 
@@ -190,7 +190,7 @@ def address(text: Any) -> tuple[str, int]:
     """ "HOST:PORT" -> both. Raises UserError for what is none."""
     host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"coordinator={text!r:.80} must be HOST:PORT, such as 10.0.0.1:8476")
+        raise UserError(f"coordinator={quoted(text)} must be HOST:PORT, such as 10.0.0.1:8476")
     return host.strip("[]"), int(port)
 
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from jaxspec.errors import Terminated, UserError, said
+from jaxspec.errors import Terminated, UserError, said, shortened
 from jaxspec.progress import say
 
 # The first byte of a frame: a plan; values to compare; why all end; process 0 is done; process 0 is to end.
@@ -202,5 +202,6 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, str], other: int) -
     for name in dict.fromkeys([*mine, *theirs]):
         here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if here != there:
-            return f"process {other} has {name}={there:.200}, process 0 {here:.200}: start all with the same"
+            here, there = shortened(here, 200), shortened(there, 200)
+            return f"process {other} has {name}={there}, process 0 {here}: start all with the same"
     return None

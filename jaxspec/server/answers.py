@@ -17,6 +17,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from jaxspec.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.server import logprobs as entries
 from jaxspec.server.fields import Wish
+from jaxspec.server.lines import one_line
 from jaxspec.server.refusal import Refusal
 
 REASONS = {"abort": "stop"}  # what OpenAI has no name for; the others are its own
@@ -47,6 +48,7 @@ class Base:
         self.n, self.most = params.n, params.logprobs or 0  # likeliest tokens beside each
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.num_tokens = 0
+        self.reasons: Counter[str] = Counter()  # why its samples ended
         self.offsets: Counter[int] = Counter()  # characters of each choice's tokens
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class Base:
         for index, output in enumerate(outputs):
             for completion in output.outputs:
                 self.num_tokens += len(completion.token_ids)
+                self.reasons[str(completion.finish_reason)] += 1
                 choices.append(self.choice(index * self.n + completion.index, completion, output))
         more = self.beside(outputs)
         return written(self.document(**self.head(self.kind), choices=choices, usage=self.usage(), **more))
@@ -80,6 +83,8 @@ class Base:
 
     def piece(self, index: int, piece: StreamOutput) -> Iterable[str]:
         self.num_tokens += len(piece.token_ids)
+        if piece.finish_reason:
+            self.reasons[piece.finish_reason] += 1
         if piece.text or piece.logprobs or piece.finish_reason:  # or it ends within a character
             yield self.event([self.part(index * self.n + piece.sample, piece)])
 
@@ -88,7 +93,7 @@ class Base:
             yield self.event([], self.usage())
 
     def error(self, refusal: Refusal) -> str:
-        return refusal.response().body.decode()  # type: ignore[union-attr]
+        return refusal.as_json()
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Any:
         raise AssertionError
@@ -109,8 +114,7 @@ class TextAnswer(Base):
     def part(self, index: int, piece: StreamOutput | CompletionOutput, **more: Any) -> CompletionChoice:
         logprobs = None
         if piece.logprobs is not None:
-            logprobs = entries.of_text(piece.logprobs, piece.token_ids, self.offsets[index])
-            self.offsets[index] += sum(map(len, logprobs.tokens or ()))
+            logprobs, self.offsets[index] = entries.of_text(piece.logprobs, piece.token_ids, self.offsets[index])
         return CompletionChoice.construct(
             index=index,
             text=piece.text,
@@ -130,7 +134,7 @@ class ChatAnswer(Base):
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Choice:
         return Choice.construct(
             index=index,
-            message=ChatCompletionMessage(role="assistant", content=completion.text, refusal=None),
+            message=ChatCompletionMessage.construct(role=self.wish.role, content=completion.text, refusal=None),
             logprobs=entries.of_chat(completion, self.most),
             finish_reason=reason(completion),
             stop_reason=completion.stop_reason,
@@ -142,7 +146,7 @@ class ChatAnswer(Base):
 
     def first(self) -> Iterable[str]:
         for index in range(self.n):
-            delta = ChoiceDelta(role="assistant", content="")
+            delta = ChoiceDelta.construct(role=self.wish.role, content="")
             yield self.event([ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)])
 
     def part(self, index: int, piece: StreamOutput) -> ChunkChoice:
@@ -161,4 +165,4 @@ def reason(output: StreamOutput | CompletionOutput) -> Any:
 
 def written(document: Any) -> str:
     """What was set of it; the additions are fields of no class, so that pydantic would warn."""
-    return document.model_dump_json(exclude_unset=True, warnings=False)
+    return one_line(document.model_dump_json(exclude_unset=True, warnings=False))

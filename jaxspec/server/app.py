@@ -5,25 +5,28 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from openai.types import Model
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.errors import quoted
 from jaxspec.prometheus import Metrics
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
+from jaxspec.server.control_tokens import control_tokens
 from jaxspec.server.fields import wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
 from jaxspec.server.prepared import room_of
 from jaxspec.server.refusal import Refusal
+from jaxspec.server.request_log import RequestLog
 from jaxspec.server.settings import ServerConfig
 
 
@@ -31,7 +34,8 @@ from jaxspec.server.settings import ServerConfig
 class Served:
     """What an application serves.
 
-    model: its name for clients; created: when, in seconds; room: tokens of a prompt with its answer.
+    model: its name for clients; created: when, in seconds; room: tokens of a prompt with its answer; control: the
+    control tokens that texts may not hold, by id.
     """
 
     llm: AsyncLLM
@@ -41,6 +45,7 @@ class Served:
     metrics: Metrics
     created: int
     room: int
+    control: Mapping[int, str]
 
     async def check_alive(self) -> None:
         try:
@@ -52,10 +57,13 @@ class Served:
     async def generation(self, request: Request, *, chat: bool) -> Generation:
         self.gate.check()  # before the body is read
         await self.check_alive()
-        body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
+        async with self.gate.arriving():
+            body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
         wanted = wish(body, chat=chat, model=self.model, room=self.room)
         answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted)
-        return Generation(self.llm, self.gate, wanted, answer, self.room, self.config.request_timeout)
+        request.state.answer = answer  # for the request log
+        seconds = self.config.request_timeout
+        return Generation(self.llm, self.gate, wanted, answer, self.room, seconds, self.control)
 
     def described(self) -> dict[str, Any]:
         found = Model(id=self.model, object="model", created=self.created, owned_by="jaxspec")
@@ -64,9 +72,14 @@ class Served:
 
 def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> FastAPI:
     """The application. model: its name for clients."""
+    if getattr(llm.llm.tokenizer, "chat_template", None):
+        llm.templates.start()  # or the first chat would wait for it
     app = FastAPI(title="jaxspec", openapi_url=None)  # bodies are checked by tables, which no schema here tells
-    app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm))
+    control = control_tokens(llm.llm.tokenizer) if config.refuse_control_tokens else {}
+    app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm), control)
     app.include_router(routes)
+    if config.enable_log_requests:
+        app.add_middleware(RequestLog)
     for kind, answer in ANSWERS.items():
         app.add_exception_handler(kind, answer)
     return app
@@ -110,7 +123,7 @@ async def models(served: Known) -> dict[str, Any]:
 @routes.get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
 async def model_of(name: str, served: Known) -> dict[str, Any]:
     if name != served.model:
-        message = f"model {name!r:.200} is not served here: {served.model!r} is"
+        message = f"model {quoted(name, 200)} is not served here: {served.model!r} is"
         raise Refusal(404, message, code="model_not_found")
     return served.described()
 
@@ -131,12 +144,13 @@ async def scrape(served: Known) -> Response:
 # What a route raises -> its response.
 
 
-async def refused(_: Request, error: Any) -> JSONResponse:
+async def refused(request: Request, error: Any) -> Response:
+    request.state.refusal = error  # for the request log
     return error.response()
 
 
-async def refused_by_routes(_: Request, error: Any) -> JSONResponse:
-    return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
+async def refused_by_routes(request: Request, error: Any) -> Response:
+    return await refused(request, Refusal(error.status_code, str(error.detail), headers=error.headers))
 
 
 async def gone(_: Request, error: Exception) -> Response:
@@ -144,7 +158,7 @@ async def gone(_: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def failed(_: Request, error: Exception) -> JSONResponse:
+async def failed(_: Request, error: Exception) -> Response:
     """The server's own log has the traceback."""
     return Refusal(500, "the server failed").response()
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from fastapi import Request
 
+from jaxspec.errors import quoted, shortened
 from jaxspec.server.refusal import Refusal
 
 LONGEST = 60.0  # seconds in which a body has to arrive: nobody counts the clients that are still sending
@@ -20,7 +21,7 @@ async def read(request: Request, most: int, seconds: float) -> dict[str, Any]:
     seconds = min(seconds, LONGEST)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which a page of some other site cannot send without being asked first
-        raise Refusal(415, f"content-type {kind!r:.80} must be application/json")
+        raise Refusal(415, f"content-type {quoted(kind)} must be application/json")
     too_long = Refusal(413, f"the body is longer than {most} bytes: send less, or raise --max-body-bytes")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > most:
@@ -43,7 +44,7 @@ def parsed(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:  # of bytes that are no text, too
-        raise Refusal(400, f"the body is no JSON: {str(error)[:200]}") from None
+        raise Refusal(400, f"the body is no JSON: {shortened(str(error), 200)}") from None
     if not isinstance(found, dict):
         raise Refusal(400, "the body must be a JSON object")
     return found
@@ -57,5 +58,5 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise Refusal(400, f"the body has {twice!r:.80} twice in one object", param=twice[:80])
+        raise Refusal(400, f"the body has {quoted(twice)} twice in one object", param=twice[:80])
     return found

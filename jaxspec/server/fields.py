@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.chat import opening
+from jaxspec.errors import UserError, quoted
+from jaxspec.keywords import ChatOptions
 from jaxspec.options import flag, unknown, whole
 from jaxspec.prompts import Prompt, as_list
 from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -18,6 +20,8 @@ OWN = ("model", "stream", "stream_options")
 CHAT = (
     "messages",
     "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
     "top_logprobs",
     "max_completion_tokens",
 )  # beside SAMPLING, of which logprobs is a flag there
@@ -53,7 +57,7 @@ class Wish:
     """What a request asks for.
 
     prompts: each to be completed n times; None: answer `messages`.
-    template: what the chat template is given besides.
+    chat: options of the chat template, as jaxspec.chat.rendering takes them.
     source: the field that they come from.
     fill: the output may take all the room that the prompt leaves.
     usage: a stream ends with the number of tokens; running_usage: and has that so far in every event.
@@ -62,12 +66,17 @@ class Wish:
     params: SamplingParams
     prompts: list[Prompt] | None
     messages: list[dict[str, str]]
-    template: Mapping[str, Any]
+    chat: ChatOptions
     source: str
     fill: bool
     stream: bool
     usage: bool
     running_usage: bool
+
+    @property
+    def role(self) -> str:
+        """The role of a chat's output, as in vLLM."""
+        return "assistant" if self.chat.get("add_generation_prompt", True) else self.messages[-1]["role"]
 
     @property
     def samples(self) -> int:
@@ -87,10 +96,13 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
         stream, options = streaming(given)
         sampling = {name: given[name] for name in SAMPLING if name in given}
         messages: list[dict[str, str]] = []
+        template: ChatOptions = {}
         prompts = None
         if chat:
             sampling |= {"logprobs": chat_logprobs(given), "max_tokens": chat_max_tokens(given, room)}
             messages = conversation(required(given, "messages"))
+            opened = opening(given.get("add_generation_prompt"), given.get("continue_final_message", False))
+            template = {"chat_template_kwargs": given.get("chat_template_kwargs", {}), **opened}
         else:
             prompts = prompts_of(required(given, "prompt"))
         params = SamplingParams(**sampling)
@@ -102,7 +114,7 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
         params,
         prompts,
         messages,
-        template=given.get("chat_template_kwargs", {}),
+        chat=template,
         source=source,
         fill=chat and not {"max_tokens", "max_completion_tokens"} & given.keys(),
         stream=stream,
@@ -116,9 +128,9 @@ def check(name: str, value: Any, known: list[str]) -> None:
     if name in ONLY:
         values, instead = ONLY[name]
         if not any(value == v and type(value) is type(v) for v in values):
-            raise Refusal(400, f"{name}={value!r:.80} is not supported: {instead}", param=name)
+            raise Refusal(400, f"{name}={quoted(value)} is not supported: {instead}", param=name)
     elif name not in known and name not in HARMLESS:
-        message = str(unknown(name[:80], "the request", known, "field"))
+        message = str(unknown(name, "the request", known, "field"))
         raise Refusal(400, message, param=name[:80], code="unknown_parameter")
     most = MOST_ENTRIES.get(name)
     if most is not None and isinstance(value, list | dict) and len(value) > most:
@@ -126,7 +138,7 @@ def check(name: str, value: Any, known: list[str]) -> None:
     if (most := LONGEST.get(name)) is not None:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and len(text) > most:
-                said = f"{name} holds {text!r:.40}..., of {len(text)} characters: the server takes at most {most}"
+                said = f"{name} holds {quoted(text, 40)}, of {len(text)} characters: the server takes at most {most}"
                 raise Refusal(400, said, param=name)
 
 
@@ -134,7 +146,7 @@ def prompts_of(prompt: Any) -> list[Prompt]:
     """A string, a list of them, a list of ids, or a list of such lists."""
     prompts = as_list(prompt) if isinstance(prompt, str | list) else []
     if not prompts or not all(isinstance(p, str | list) for p in prompts):
-        said = f"prompt={prompt!r:.80} must be a string, a list of strings, a list of token ids, or a list of those"
+        said = f"prompt={quoted(prompt)} must be a string, a list of strings, a list of token ids, or a list of those"
         raise Refusal(400, said, param="prompt")
     return prompts
 
@@ -149,7 +161,7 @@ def no_such_model(name: Any, model: str) -> Refusal:
     if name is None:
         return Refusal(400, f"model is missing: give {model!r}", param="model", code="missing_required_parameter")
     return Refusal(
-        404, f"model {name!r:.200} is not served here: give {model!r}", param="model", code="model_not_found"
+        404, f"model {quoted(name, 200)} is not served here: give {model!r}", param="model", code="model_not_found"
     )
 
 
@@ -157,12 +169,12 @@ def streaming(given: Mapping[str, Any]) -> tuple[bool, dict[str, bool]]:
     """(whether the answer is streamed, stream_options)"""
     stream, options = flag("stream", given.get("stream", False)), given.get("stream_options", {})
     if not isinstance(options, dict):
-        raise Refusal(400, f"stream_options={options!r:.80} must be an object", param="stream_options")
+        raise Refusal(400, f"stream_options={quoted(options)} must be an object", param="stream_options")
     if options and not stream:
         raise Refusal(400, "stream_options are for stream=true", param="stream_options")
     for name, value in options.items():
         if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
-            raise Refusal(400, f"unknown field {name!r:.80} of stream_options", param="stream_options")
+            raise Refusal(400, f"unknown field {quoted(name)} of stream_options", param="stream_options")
         if flag(f"stream_options.{name}", value) and name == "include_obfuscation":
             raise Refusal(400, f"stream_options.{name}=true is not supported", param="stream_options")
     return stream, options

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 from jaxspec.server.refusal import Refusal
 
@@ -23,13 +23,14 @@ class Gate:
         self.inside = 0  # samples
         self.draining = False
         self.limits: set[asyncio.Timeout] = set()  # a request's each
+        self.bodies: set[asyncio.Timeout] = set()  # of bodies that are being read
         self.seconds = 1.0  # that requests took lately
         self.num_cut = 0  # requests that the drain cut off
 
     def check(self, samples: int = 1) -> None:
         """Raises Refusal where so many samples are not let in now."""
         if self.draining:
-            raise Refusal(503, "the server is shutting down", code="shutting_down", headers=self.later())
+            raise self.ending()
         if samples > self.most:
             raise Refusal(
                 400,
@@ -44,9 +45,25 @@ class Gate:
                 headers=self.later(),
             )
 
+    def ending(self) -> Refusal:
+        return Refusal(503, "the server is shutting down", code="shutting_down", headers=self.later())
+
     def later(self) -> dict[str, str]:
         """As long as requests took lately."""
         return {"Retry-After": str(min(max(math.ceil(self.seconds), 1), LONGEST_WAIT))}
+
+    @contextlib.asynccontextmanager
+    async def arriving(self) -> AsyncIterator[None]:
+        """A body is being read. Raises Refusal when the drain begins: the request would not be let in."""
+        limit = asyncio.timeout(None)
+        self.bodies.add(limit)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            raise self.ending() from None
+        finally:
+            self.bodies.discard(limit)
 
     @contextlib.contextmanager
     def enter(self, samples: int, seconds: float) -> Iterator[asyncio.Timeout]:
@@ -65,13 +82,12 @@ class Gate:
     async def drain(self, seconds: float) -> None:
         """Lets nobody in any more, and returns when nobody is inside: what has not ended in time is cut off."""
         self.draining = True
+        expire(self.bodies)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.empty()
         self.num_cut = len(self.limits)
-        for limit in self.limits:
-            with contextlib.suppress(RuntimeError):  # it is about to leave
-                limit.reschedule(asyncio.get_running_loop().time())
+        expire(self.limits)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(AFTER_CUT):
                 await self.empty()
@@ -79,3 +95,10 @@ class Gate:
     async def empty(self) -> None:
         while self.inside:
             await asyncio.sleep(0.02)
+
+
+def expire(limits: Iterable[asyncio.Timeout]) -> None:
+    """Let these time limits end now."""
+    for limit in limits:
+        with contextlib.suppress(RuntimeError):  # it is about to leave
+            limit.reschedule(asyncio.get_running_loop().time())

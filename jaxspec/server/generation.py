@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -33,12 +33,22 @@ class Generation(Response):
 
     room: the most tokens of a prompt with its output.
     seconds: it may take.
+    control: control tokens that its texts may not hold, by id.
     """
 
-    def __init__(self, llm: AsyncLLM, gate: Gate, wish: Wish, answer: Answer, room: int, seconds: float) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        gate: Gate,
+        wish: Wish,
+        answer: Answer,
+        room: int,
+        seconds: float,
+        control: Mapping[int, str],
+    ) -> None:
         super().__init__()
         self.llm, self.gate, self.wish, self.answer = llm, gate, wish, answer
-        self.room, self.seconds = room, seconds
+        self.room, self.seconds, self.control = room, seconds, control
         self.started = False  # whether the status is out
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,7 +57,7 @@ class Generation(Response):
             await send(message)
 
         async def work() -> None:
-            asked = await prepared(self.llm, self.wish, self.room)
+            asked = await prepared(self.llm, self.wish, self.room, self.control)
             self.answer.prompt_tokens = sum(len(prompt["prompt_token_ids"]) for prompt, _ in asked)
             await (self.stream(asked, heard) if self.wish.stream else self.whole(asked, scope, receive, heard))
 
@@ -59,6 +69,7 @@ class Generation(Response):
                 refusal = self.told(error, limit.expired())
                 if not self.started:
                     raise refusal from None
+                scope.setdefault("state", {})["refusal"] = refusal  # for the request log
                 if self.wish.stream:  # else the connection ends within the answer
                     await self.last_word(refusal, send)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted, shortened
 from jaxspec.options import number, options, whole
 from jaxspec.server.settings import LONGEST
 
@@ -104,7 +104,7 @@ async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
     try:
         found = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=chosen.timeout)
     except Exception as error:  # the client says in many ways that this is no address
-        raise UserError(f"{url!r:.200} is no address of a server: {error}") from None
+        raise UserError(f"{quoted(url, 200)} is no address of a server: {error}") from None
     async with found as client:
         try:
             model = chosen.model or (await client.models.list()).data[0].id
@@ -168,7 +168,7 @@ def row_of(clients: int, seen: list[Seen], seconds: float) -> dict[str, Any]:
     done = [s for s in seen if s.error is None and s.first is not None]
     failed = [str(s.error or "an answer without text") for s in seen if s not in done]
     if not done:
-        raise UserError(f"all {len(seen)} requests failed, the first: {failed[0]:.200}")
+        raise UserError(f"all {len(seen)} requests failed, the first: {shortened(failed[0], 200)}")
     rest = [(s.last - s.first) / (s.num_tokens - 1) for s in done if s.first is not None and s.num_tokens > 1]
     return {
         "concurrency": clients,

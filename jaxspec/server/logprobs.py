@@ -26,20 +26,35 @@ def text(entry: Logprob) -> str:
 
 
 def octets(entry: Logprob) -> list[int] | None:
-    """None for a token that is no text by itself, such as a part of a character."""
-    return None if "\ufffd" in text(entry) else list(text(entry).encode())
+    """Return its bytes, or None for a token that the text leaves out."""
+    return None if entry.token_bytes is None else list(entry.token_bytes)
 
 
-def of_text(rows: Rows, ids: Sequence[int], offset: int) -> Logprobs:
-    """offset: characters of the tokens before."""
+def names(row: Mapping[int, Logprob]) -> dict[int, str]:
+    """Return a name for each id of a row, each another one. The first, the chosen token, is named by its text. So are
+    the others, but for parts of characters, named by their bytes, and texts that are taken, named by their ids."""
+    found: dict[int, str] = {}
+    for i, entry in row.items():
+        name, data = text(entry), bytes(entry.token_bytes or ())
+        if found and name.encode() != data and "\ufffd" in name:
+            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        found[i] = f"token_id:{i}" if name in found.values() else name
+    return found
+
+
+def width(entry: Logprob) -> int:
+    """Return how many characters of the text are this token's."""
+    return 0 if entry.token_bytes is None else len(text(entry))
+
+
+def of_text(rows: Rows, ids: Sequence[int], offset: int) -> tuple[Logprobs, int]:
+    """offset: characters of the tokens before. Return the log-probabilities, and where the next token begins."""
     chosen = [row[i] for i, row in zip(ids, rows, strict=False)]
-    tokens = [text(entry) for entry in chosen]
-    return Logprobs(
-        tokens=tokens,
-        token_logprobs=[number(entry) for entry in chosen],
-        top_logprobs=[{text(e): number(e) for e in reversed(list(row.values()))} for row in rows],
-        text_offset=list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
-    )
+    *offsets, end = itertools.accumulate(map(width, chosen), initial=offset)
+    top = [{name: number(row[i]) for i, name in names(row).items()} for row in rows]
+    logprobs = [number(entry) for entry in chosen]
+    found = Logprobs(tokens=list(map(text, chosen)), token_logprobs=logprobs, top_logprobs=top, text_offset=offsets)
+    return found, end
 
 
 def of_chat(output: CompletionOutput | StreamOutput, most: int) -> ChoiceLogprobs | None:
@@ -48,8 +63,9 @@ def of_chat(output: CompletionOutput | StreamOutput, most: int) -> ChoiceLogprob
         return None
     content = []
     for i, row in zip(output.token_ids, output.logprobs, strict=False):
-        best = sorted((e for e in row.values() if e.rank <= most), key=lambda entry: entry.rank)[:most]
-        listed = [TopLogprob(token=text(e), logprob=number(e), bytes=octets(e)) for e in best]
+        named = [(e, name) for e, name in zip(row.values(), names(row).values(), strict=True) if e.rank <= most]
+        best = sorted(named, key=lambda each: each[0].rank)[:most]
+        listed = [TopLogprob(token=name, logprob=number(e), bytes=octets(e)) for e, name in best]
         entry = row[i]
         content.append(
             ChatCompletionTokenLogprob(

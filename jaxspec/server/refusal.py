@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from fastapi import Response
 from openai.types import ErrorObject
+
+from jaxspec.errors import UserError
+from jaxspec.server.lines import one_line
 
 # Status -> what OpenAI calls that kind of error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
-TOO_LONG = "leaves no room for output"
 # What a refusal begins with -> the field that it is about.
 PHRASES = {
     "the prompt": "prompt",
@@ -46,8 +49,11 @@ class Refusal(Exception):
             error.param = readable(self.param)
         return {"error": error.model_dump(exclude_unset=True)}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.as_dict(), self.status, headers=self.headers)
+    def as_json(self) -> str:
+        return one_line(json.dumps(self.as_dict(), ensure_ascii=False))
+
+    def response(self) -> Response:
+        return Response(self.as_json(), self.status, headers=self.headers, media_type="application/json")
 
 
 def readable(text: str) -> str:
@@ -55,12 +61,11 @@ def readable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def of_user_error(error: Exception, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
-    """What jaxspec refused. The field is the one that its line begins with. source: the field of the prompt; given: the
-    request's fields."""
+def of_user_error(error: UserError, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
+    """What jaxspec refused. The field is the error's own, else the one that its line begins with. source: the field of
+    the prompt; given: the request's fields."""
     message = str(error).removeprefix("prompt 0: ")  # one prompt a call: its index says nothing
     first = re.match(r"\w*", message)[0]  # type: ignore[index]
     named = first if first in given else default
-    param = next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)
-    param = source if param == "prompt" else param
-    return Refusal(400, message, param=param, code="context_length_exceeded" if TOO_LONG in message else None)
+    param = error.param or next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)
+    return Refusal(400, message, param=source if param == "prompt" else param, code=error.code)

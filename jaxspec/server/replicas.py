@@ -37,7 +37,7 @@ def replicas(
       otherwise.
 
     A replica that is not needed any more finishes what runs, for config.drain_timeout seconds at most. One whose engine
-    has failed is replaced.
+    has failed is replaced. jaxspec.server.ray_proxy has the errors of Ray's own proxy in OpenAI's form.
     """
     config = config or ServerConfig()
     engine = EngineConfig(**{"warm_up": True} | options)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxspec.errors import UserError
-from jaxspec.options import number, options, whole
+from jaxspec.errors import UserError, quoted
+from jaxspec.options import flag, number, options, whole
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65_535
@@ -23,6 +23,8 @@ class ServerConfig:
       served_model_name: What requests call the model. Default: as it was named here.
       max_queue: Samples that may wait for a row; more are answered 429.
       max_body_bytes: Longest body of a request.
+      refuse_control_tokens: Refuse texts that hold a control token of the model, such as <|im_end|>.
+      enable_log_requests: Write a line for each request on standard error, without its texts.
       request_timeout: Seconds that a request may take, waiting included.
       drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
 
@@ -35,6 +37,8 @@ class ServerConfig:
     served_model_name: str | None = None
     max_queue: int = 256
     max_body_bytes: int = 1 << 20
+    refuse_control_tokens: bool = False
+    enable_log_requests: bool = False
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
 
@@ -46,6 +50,8 @@ class ServerConfig:
             object.__setattr__(self, name, seconds)
             if not 0.0 < seconds <= LONGEST:
                 raise UserError(f"{name}={seconds} must be more than 0 seconds and at most {LONGEST:g}")
+        for name in ("refuse_control_tokens", "enable_log_requests"):
+            flag(name, getattr(self, name))
         for name in ("api_key", "served_model_name"):
             if getattr(self, name) == "":
                 raise UserError(f"{name} is empty: leave it out, or give one")
@@ -53,4 +59,4 @@ class ServerConfig:
         if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UserError("api_key must be of printable ASCII characters, no space at an end: HTTP carries no others")
         if served is not None and not served.isprintable():
-            raise UserError(f"served_model_name={served!r:.80} must be of printable characters: answers hold it")
+            raise UserError(f"served_model_name={quoted(served)} must be of printable characters: answers hold it")

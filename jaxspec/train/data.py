@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.reading import read_json, told
+from checkpoints.reading import read_json, there, told
 from jaxspec.errors import UserError
 
 MANIFEST, SHARDS = "manifest.json", "shard-*.npz"
@@ -93,6 +93,7 @@ def write_shard(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_shard(path: Path) -> dict[str, np.ndarray]:
+    there(path)
     with told(path), np.load(path) as arrays:
         return {name: arrays[name] for name in ARRAYS}
 

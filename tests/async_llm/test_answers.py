@@ -112,6 +112,8 @@ def test_a_chat_is_answered(llm, expected):
     assert (answer.prompt, texts([answer])) == (there.prompt, texts([there]))
     text, *_ = run(collect(llm.stream(llm.llm.render_chat(conversation), GREEDY)))
     assert [text] == texts([there])
+    unanswered = run(llm.chat(conversation, GREEDY, add_generation_prompt=False))
+    assert unanswered.prompt + "<bot>" == there.prompt
     with pytest.raises(UserError, match="one prompt a call, got 2"):
         run(llm.chat([conversation, conversation], GREEDY))
 
@@ -152,5 +154,5 @@ def test_what_the_engine_refuses_is_raised_in_its_caller_only(folder):
 
     refused, served = run(main())
     assert isinstance(refused, ValueError)
-    assert "the pool has 3: lower max_tokens" in str(refused)
+    assert "the pool has 3, so this model's maximum context length is 48 tokens" in str(refused)
     assert len(served.outputs[0].token_ids) == 4

@@ -132,7 +132,7 @@ def test_a_generation_config_with_absurd_ids(ids, tmp_path):
 
 
 def test_an_id_of_zero_is_one(tmp_path):
-    source = hf(rewrite(tmp_path, "llama2"))
+    source = hf(rewrite(tmp_path, "llama2", eos_token_id=None))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
     assert checkpoints.load_stop_ids(source, Tokenizer) == (0, 9)
 

@@ -10,11 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
-from checkpoints import safetensors
+from checkpoints import copies, safetensors
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints import files
 from tests.checkpoints.files import assert_same, fails, load, rewrite, shard
 from tests.golden.families import FAMILIES, FOLDER
+from tests.model_folders import write_model
 
 
 def test_every_weight_lands_where_the_decoder_reads_it():
@@ -81,27 +82,46 @@ def test_stored_dtypes_become_the_wanted_one(stored, wanted, tmp_path):
     assert safetensors.stored_dtype(folder) == stored
 
 
-def test_harmless_extras_are_ignored(tmp_path):
-    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
-    repeated = lambda t: t | extras | {"lm_head.weight": t["model.embed_tokens.weight"]}
-    _, params = load(rewrite(tmp_path, "qwen2", repeated))  # tied: the repeated head is not read
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama2", "llama3"])  # whose frequencies have factors
+def test_rotary_frequencies_of_a_file(family, stored, tmp_path):
+    """Older files have them, rounded, with the factors or without."""
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    config, expected = load(FOLDER / family)
+    plain = config.rope.theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    for wanted in (plain, plain / np.asarray(config.rope.factors or 1.0)):
+        found = load(rewrite(tmp_path, family, lambda t, x=wanted: t | {name: x.astype(jnp.dtype(stored))}))
+        assert_same(found[1], expected)
+    for wrong in (np.float32(plain * 1.03), np.float32(plain[:-1]), plain.astype(np.int32)):
+        with fails(ValueError, f"tensor {name} holds other rotary frequencies", "rope_theta"):
+            load(rewrite(tmp_path, family, lambda t, x=wrong: t | {name: x}))
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+def test_a_repeated_head_of_a_tied_model(stored, tmp_path):
+    repeated = lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].astype(jnp.dtype(stored))}
+    _, params = load(rewrite(tmp_path, "qwen2", repeated))
     assert "head" not in params
 
 
-@pytest.mark.parametrize("row", [None, 0, -1])
-def test_a_head_that_is_not_the_table_is_refused(row, tmp_path):
-    """In a tied model it would be taken by some versions of transformers, and not by others."""
-
-    def other(tensors):
-        head = tensors["model.embed_tokens.weight"].copy()
-        if row is None:
-            head = head[:2]
-        else:
-            head[row, 3] += 1
-        return tensors | {"lm_head.weight": head}
-
-    with fails(NotImplementedError, "tie_word_embeddings is true", "lm_head.weight is not the table", "say false"):
-        load(rewrite(tmp_path, "qwen2", other))
+@pytest.mark.parametrize("row", [None, *range(0, 320, 53)])
+def test_a_head_that_is_not_the_table_is_refused(row, tmp_path, monkeypatch):
+    """In a tied model it would be taken by some versions of transformers, and not by others. One number is enough."""
+    monkeypatch.setattr(copies, "PIECE", 4 * 32 * 7)  # some rows at a time, the last fewer
+    folder = write_model(tmp_path, layers=1)
+    raw, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    head = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    load(folder)
+    if row is None:
+        head = head[:2]
+    else:
+        head[row, row % 32] *= np.float32(1.001)
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    words = "tie_word_embeddings is true", "lm_head.weight is not model.embed_tokens.weight", "say false"
+    with fails(NotImplementedError, *words):
+        load(folder)
 
 
 def test_a_missing_tensor_is_named(tmp_path):
@@ -174,20 +194,17 @@ def test_a_mesh_that_cuts_a_head_is_refused():
         load(FOLDER / "gemma3", devices=2)
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_whole_file_beside_an_index(missing, tmp_path):
+    """Is what transformers takes, whether or not the shards that the index names are there."""
+    folder = rewrite(shard(tmp_path, "llama2"), "llama2", lambda t: {name: x + 1 for name, x in t.items()})
+    for path in folder.glob("model-*.safetensors") if missing else ():
+        path.unlink()
+    _, params = load(folder)
+    np.testing.assert_array_equal(params["embed"], load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
+
+
 def test_consolidated_copies_are_not_read(tmp_path):
     folder = rewrite(tmp_path, "llama2")
     save_file({"stray": np.ones(3, np.float32)}, folder / "consolidated.safetensors")
     load(folder)
-
-
-def test_stop_ids_come_from_the_generation_config_first(tmp_path):
-    source = checkpoints.resolve(str(rewrite(tmp_path, "llama2")))
-
-    class Tokenizer:
-        eos_token_id = 9
-
-    assert checkpoints.load_stop_ids(source, Tokenizer) == (2, 9)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 8]}))
-    assert checkpoints.load_stop_ids(source, Tokenizer) == (7, 9, 8)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 4}))
-    assert checkpoints.load_stop_ids(source, Tokenizer) == (4, 9)

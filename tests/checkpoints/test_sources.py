@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import importlib.util
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +18,10 @@ from pathlib import Path
 import pytest
 
 import checkpoints
-from checkpoints import sources
-from tests.checkpoints.files import fails, load, write_gguf
+from checkpoints import orbax, safetensors, sources
+from tests.checkpoints.files import fails, load, shard, write_gguf
 from tests.golden.families import FOLDER
+from tests.model_folders import write_tokenizer
 
 
 def test_import_order_is_free_and_light():
@@ -39,6 +43,82 @@ def test_local_files_and_folders(tmp_path, monkeypatch):
     write_gguf(tmp_path / "other.gguf", "llama2")
     with fails(ValueError, "2 .gguf files"):
         checkpoints.resolve(str(tmp_path))
+
+
+def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path):
+    """As of a hub's cache, or a download under another name."""
+    path = write_gguf(tmp_path / "blob", "llama2")
+    assert checkpoints.resolve(str(path)) == sources.Source("gguf", path, "blob")
+    load(path)
+
+
+def test_a_gguf_file_beside_a_config_json(tmp_path):
+    """Whose weights are in that one file: the configuration alone is no model."""
+    path = write_gguf(tmp_path / "tiny.gguf", "llama2")
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((FOLDER / "llama2" / "config.json").read_bytes())
+    assert checkpoints.resolve(str(tmp_path)) == sources.Source("gguf", path, "tiny")
+    load(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes((FOLDER / "llama2" / "model.safetensors").read_bytes())
+    assert checkpoints.resolve(str(tmp_path)).kind == "hf"
+    weights.unlink()
+    write_gguf(tmp_path / "other.gguf", "llama2")
+    with fails(ValueError, "2 .gguf files"):
+        checkpoints.resolve(str(tmp_path))
+
+
+@contextlib.contextmanager
+def fifo(path: Path):
+    """A fifo that ends for whoever opens it."""
+    os.mkfifo(path)
+    writer = threading.Thread(target=lambda: path.open("wb").close())
+    writer.start()
+    try:
+        yield
+    finally:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        writer.join()
+
+
+def test_a_fifo_socket_or_device_is_no_model(tmp_path):
+    with fifo(tmp_path / "model.gguf"), fails(ValueError, str(tmp_path / "model.gguf"), "is a fifo", "regular file"):
+        checkpoints.resolve(str(tmp_path / "model.gguf"))
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(tmp_path):  # whose own path may be too long
+        listening.bind("model")
+        with fails(ValueError, "is a socket"):
+            checkpoints.resolve("./model")
+    with fails(ValueError, "/dev/zero is a character device"):
+        checkpoints.resolve("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+        *("vocab.json", "tokenizer.sha256", safetensors.INDEX, "model-00002-of-00003.safetensors", orbax.CONFIG_FILE),
+    ],
+)
+def test_every_file_of_a_folder_is_a_regular_one(name, tmp_path):
+    folder = shard(tmp_path / "model", "llama2")
+    write_tokenizer(folder)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("/dev/null")
+    with fails(ValueError, f"{folder / name} is a character device: give a regular file"):
+        source = checkpoints.resolve(str(folder))
+        load(folder)
+        checkpoints.load_fingerprint(source)
+        checkpoints.load_stop_ids(source)
+
+
+def test_every_file_of_an_orbax_folder_is_a_regular_one(tmp_path):
+    config, params = load(FOLDER / "llama2")
+    checkpoints.save(tmp_path / "model", params, config)
+    inside = max((tmp_path / "model" / orbax.PARAMS).rglob("*"), key=lambda path: len(path.parts))
+    inside.unlink()
+    inside.symlink_to("/dev/null")
+    with fails(ValueError, f"{inside} is a character device"):
+        load(tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "~/nowhere", "/a/b", "a/b/c", "model.gguf", "org/model.gguf", "folder/"])

@@ -195,6 +195,29 @@ def test_what_is_understood(name, target, tmp_path):
     parameters(tmp_path, target)  # and its tensors are these
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "eagle3 by speculators", "dflash"])
+def test_biases_of_attention(name, target, tmp_path):
+    """Those of queries, keys and values are read, and must be there where they are said. The output has none."""
+    reference, options = METHODS[name]
+    reference.write(tmp_path, seed=0, target=TARGET, **options, qkv_bias=True)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    biases = [key for key in tensors if key.endswith("_proj.bias")]
+    assert len(biases) == 3 * read(tmp_path, target).config.num_layers
+    found = parameters(tmp_path, target)
+    for said in (False, ...):  # the tensors are what counts
+        rewrite(tmp_path, attention_bias=said)
+        assert_same(parameters(tmp_path, target), found)
+    more = re.sub("[qkv]_proj", "o_proj", biases[0])
+    save_file(tensors | {more: np.ones(32, np.float32)}, file)
+    with fails(UserError, f"{more} is not part of a head"):
+        parameters(tmp_path, target)
+    rewrite(tmp_path, attention_bias=True)
+    save_file({key: x for key, x in tensors.items() if key not in biases}, file)
+    with fails(UserError, "_proj.bias is missing"):
+        parameters(tmp_path, target)
+
+
 def test_a_method_that_is_not_read(target, tmp_path):
     dflash.write(tmp_path, seed=0, target=TARGET, **IDS, speculators=True)
     rewrite(tmp_path, speculators_model_type="dflash2")
@@ -218,7 +241,7 @@ def test_ids_of_a_reduced_vocabulary(case, target, tmp_path):
         eagle3.write(tmp_path, seed=0, target=TARGET, draft_vocab_size=5, **IDS)
         name, stored = "d2t", ids - np.arange(5)
     file = tmp_path / "model.safetensors"
-    save_file(load_file(file) | {name: stored}, file)
+    save_file({key: x for key, x in load_file(file).items() if key != "t2d"} | {name: stored}, file)
     found = parameters(tmp_path, target)
     assert found["d2t"].tolist() == ids.tolist()
     assert found["t2d"][ids].tolist() == [0, 1, 2, 3, 4]
@@ -245,16 +268,6 @@ def within(target: Path, folder: Path, *, kind: str = "deepseek", layers: int = 
     return folder
 
 
-def test_copies_of_the_targets_table_and_head(target, tmp_path):
-    """Are left out of a head, and not missed."""
-    plain = within(target, tmp_path / "plain")
-    table = load_file(target / "model.safetensors")["lm_head.weight"]
-    copies = within(target, tmp_path / "copies", head=table)
-    tensors = load_file(copies / "model.safetensors")
-    save_file(tensors | {"model.layers.4.embed_tokens.weight": table}, copies / "model.safetensors")
-    assert_same(parameters(copies, target, "mtp"), parameters(plain, target, "mtp"))
-
-
 @pytest.mark.parametrize("kind", ["deepseek", "mimo"])
 def test_several_layers(kind, target, tmp_path, caplog):
     """The first makes every draft, which is said; the target's own weights are found beside them."""
@@ -270,6 +283,20 @@ def test_several_layers(kind, target, tmp_path, caplog):
         found.append(load_draft(source, dtype, make_placement(), model, source.name, "mtp").params)
     assert "3 has 3 layers for multi-token prediction: the first makes every draft, the others none" in caplog.text
     assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "mimo"])
+def test_a_model_that_is_named_as_its_own_draft(kind, target, tmp_path):
+    """Its heads are meant where it has the target's layers, or another copy of it has; unless `method` says more."""
+    folder = within(target, tmp_path / "own", kind=kind)
+    beside = checkpoints.load_config(checkpoints.resolve(str(folder)))
+    small = dataclasses.replace(beside, num_layers=2, windows=beside.windows[:2])
+    source = checkpoints.resolve(str(folder))
+    assert read(folder, target).config.method == "mtp"
+    assert read_draft(source, small, "another") is None
+    assert read_draft(source, beside, "own", "draft_model") is None
+    model = load(source, np.dtype("float32"), make_placement())
+    assert load_draft(source, np.dtype("float32"), make_placement(), model, "own", within=True).config.method == "mtp"
 
 
 def test_norms_that_are_added_to_one(target, tmp_path):

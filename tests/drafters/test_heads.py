@@ -19,7 +19,7 @@ from jaxspec.engine.runner import fetch
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp, pard
-from tests.drafters.references.common import Shape
+from tests.drafters.references.common import Shape, another
 from tests.drafters.rounds import Pair, check, recording
 from tests.model_folders import write_model
 from tests.sizes import cases
@@ -53,9 +53,16 @@ HEADS = {
     "eagle3, layers by default": Head(eagle3, {"first_layer": "layers.0."}),
     "eagle3, nested": Head(eagle3, TAPS | {"nested": True}),
     "eagle": Head(eagle),
+    "eagle, a table of its own": Head(eagle, {"embed": another(TARGET)}),
+    "eagle, biases of attention": Head(eagle, {"qkv_bias": True}),
+    "eagle3, a table of its own": Head(eagle3, TAPS | {"embed": another(TARGET)}),
+    "eagle3, biases of attention": Head(eagle3, TAPS | {"qkv_bias": True}),
     "eagle without a bias": Head(eagle, {"bias": False, "rope_theta": False}),
     "eagle by vLLM": Head(eagle, {"vllm": 40}),
     "mtp": Head(mtp, {"kind": "deepseek"}),
+    "mtp, a table and a head of its own": Head(
+        mtp, {"kind": "deepseek", "table": another(TARGET), "head": another(TARGET, 6)}
+    ),
     "mtp by MiMo": Head(mtp, {"kind": "mimo"}, functools.partial(mtp.proposals, before_norm=True)),
     "mtp by Qwen3-Next": Head(mtp, {"kind": "qwen3_next"}),
     "medusa": Head(medusa, {"heads": 5}),
@@ -66,9 +73,14 @@ HEADS = {
     "mlp_speculator of old": Head(mlp, {"n_predict": 4, "tied": None, "scaled": None, "inner_said": False}),
     "p-eagle": Head(eagle3, TAPS | {"mask_token_id": 5, "norm_before_fc": True}, eagle3.parallel_proposals),
     "pard": Head(pard),
-    "dflash": Head(dflash, {"layer_ids": (0, 1, 3)}),
+    "dflash": Head(dflash, {"layer_ids": (0, 1, 3), "block_size": 7}),  # longer than K + 1
+    "dflash, a block of K + 1": Head(dflash, {"layer_ids": (0, 1, 3)}),
+    "dflash, biases of attention": Head(dflash, {"layer_ids": (0, 1, 3), "qkv_bias": True}),
     "dflash by speculators": Head(dflash, {"layer_ids": (2,), "speculators": True}),
-    "dspark": Head(dspark, {"layer_ids": (-1, 1, 2)}),
+    "dspark": Head(dspark, {"layer_ids": (-1, 1, 2), "block_size": 6}),  # more than K
+    "dspark, a table and a head of its own": Head(
+        dspark, TAPS | {"embed": another(TARGET), "head_of_logits": another(TARGET, 6)}
+    ),
     "dspark, gated, by speculators": Head(dspark, TAPS | {"kind": "gated", "speculators": True}),
     "dspark, rnn": Head(dspark, TAPS | {"kind": "rnn", "speculators": True, "from_pending": False}),
     "dspark, rnn, the target's table": Head(dspark, TAPS | {"kind": "rnn", "table": False}),
@@ -99,12 +111,13 @@ def folders(tmp_path_factory) -> Any:
     return made
 
 
-def reference(folders: tuple[Path, Path], name: str):
-    """The plain one, over that target's table and head."""
+def reference(folders: tuple[Path, Path], name: str, longest: int = SIZES["max_model_len"]):
+    """The plain one, over that target's table and head; longest: of the context."""
     head, folder = HEADS[name], folders[1]
     if head.reference is mtp:
         folder = folder.parent / "head"
-    return functools.partial(head.proposals or head.reference.proposals, folder)
+    ends = {"longest": longest} if head.reference in (dflash, dspark) else {}
+    return functools.partial(head.proposals or head.reference.proposals, folder, **ends)
 
 
 def read(folders, name: str) -> Pair:
@@ -152,6 +165,19 @@ def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch
     jax.effects_barrier()
     assert len(rounds) > seen
     check(folders(name)[0], rounds[seen:], reference(folders(name), name))
+
+
+@cases("name", ["dflash", "dspark", "eagle3"], quick=["dflash"])
+def test_at_the_end_of_the_context(folders, name, monkeypatch):
+    """Where there is room for fewer drafts, and for a part of a block only."""
+    pair, rounds = read(folders, name), recording(monkeypatch)
+    longest, sampling = len(PROMPT) + 11, SamplingParams(temperature=0.0, max_tokens=11)
+    sizes = SIZES | {"max_model_len": longest}
+    plain = outputs(engine(pair.target, **sizes), [PROMPT], sampling)
+    assert outputs(pair.engine(K, **sizes), [PROMPT], sampling) == plain
+    jax.effects_barrier()
+    check(folders(name)[0], rounds, reference(folders(name), name, longest))
+    assert min(len(one.drafts) for one in rounds) < K
 
 
 @cases("name", QUICK, quick=["eagle3", "p-eagle"])
@@ -203,5 +229,5 @@ def test_a_head_of_another_method_is_refused(folders):
     pair = read(folders, "medusa")
     with pytest.raises(UserError, match="num_speculative_tokens=6, but the draft proposes at most 5 a round: lower it"):
         pair.engine(6, **SIZES)
-    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft proposes at most 4 a round"):
+    with pytest.raises(UserError, match="num_speculative_tokens=9, but the draft proposes at most 6 a round"):
         read(folders, "dflash").engine(9, **SIZES)

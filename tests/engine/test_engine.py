@@ -56,6 +56,22 @@ def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(m
     assert texts([request]) == plain(PROMPTS[:1], tuple(sampling))
 
 
+def test_a_first_token_is_timed_by_the_round_that_made_it(monkeypatch):
+    """Of a launch whose rounds count as equally long; not by the end of the launch."""
+    served, launches = new_engine(), []
+    absorb = served.absorb
+    monkeypatch.setattr(served, "absorb", lambda *launch: launches.append(launch[1:]) or absorb(*launch))
+    long, short = (served.add(PROMPTS[0], p) for p in params((12, 1)))
+    while served.busy:
+        served.step(4)
+    (result, seconds), *rest = launches
+    assert (int(result.num_rounds), len(rest)) == (4, 2)
+    for request in (long, short):
+        assert request.times.prefilled < request.times.first_token < request.times.finished
+    assert short.times.finished - short.times.first_token == pytest.approx(seconds * 3 / 4)
+    assert short.times.first_token == long.times.first_token
+
+
 @pytest.mark.parametrize(
     ("own", "stops", "rounds"), [(None, False, 64), (None, True, 16), (5, True, 5), (20, True, 20)]
 )
@@ -101,7 +117,7 @@ def test_a_waiting_request_is_let_in_when_a_row_ends():
 @cases("method", ["plain", "noisy"], quick=["noisy"])
 def test_a_request_that_never_fits_is_refused(method):
     small = new_engine(method, K * (method == "noisy"), num_pages=2)
-    with pytest.raises(ValueError, match=r"43 tokens needs 3 pages of 16, the pool has 2: lower max_tokens or raise"):
+    with pytest.raises(ValueError, match=r"43 tokens needs 3 pages of 16, the pool has 2, .*: lower max_tokens"):
         small.add(PROMPTS[4], params(10)[0])
     assert not small.busy
     need = 32 - 7 - (K if method == "noisy" else 0)
@@ -204,7 +220,7 @@ def test_num_drafts_counts_only_rounds_that_proposed():
 
 BAD_REQUESTS = [
     ([], {}, "the prompt is empty: give at least one token"),
-    (range(64), {}, "the prompt has 64 tokens, max_model_len=64 leaves no room for output: shorten it or raise"),
+    (range(64), {}, "the prompt has 64 tokens, and this model's maximum context length is 64 tokens, output"),
     ([1, VOCAB], {}, f"token id {VOCAB} is outside the vocabulary 0..{VOCAB - 1}"),
     ([-1, 1], {}, "token id -1 is outside"),
     ([1], {"stop_token_ids": [3, VOCAB + 5]}, f"stop token id {VOCAB + 5} is outside"),

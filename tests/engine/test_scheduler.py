@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 from tests.engine.schedules import PAGE, K, fill, request, scheduler
 from tests.lively_models import new_engine, params, plain, repeating
@@ -46,6 +47,24 @@ def test_pages_grow_with_the_rounds_to_come(length, rounds, positions):
     assert s.grow(rounds) == []
     assert s.positions(r, rounds) == positions
     assert len(r.pages) == -(-positions // PAGE)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "longest", "positions"), [(1, 40, 5 + 7), (2, 40, 5 + 7 + K + 1), (100, 40, 15 + 7), (100, 19, 19)]
+)
+def test_a_draft_that_fills_more_places_than_are_wanted(rounds, longest, positions):
+    """The last round's block has pages, too, as far as the context goes."""
+    s = scheduler(num_pages=20, reach=7, longest=longest)
+    r = request(5, 10)
+    s.add(r)
+    s.admit()
+    assert s.grow(rounds) == []
+    assert s.positions(r, rounds) == positions
+    assert len(r.pages) == -(-positions // PAGE)
+    assert s.most_pages(r) == -(-min(15 + 7, longest) // PAGE)
+    s.longest = 90
+    with pytest.raises(UserError, match="a request of 76 tokens needs 21 pages of 4, the pool has 20"):
+        s.add(request(66, 10))
 
 
 def test_the_youngest_gives_way():
@@ -139,7 +158,7 @@ def test_times_are_set_once():
 
 def test_a_request_that_never_fits_is_refused_before_any_sample_is_queued():
     small = new_engine("noisy", K, num_pages=5, page_size=4)
-    with pytest.raises(ValueError, match=r"a request of 20 tokens needs 6 pages of 4, the pool has 5: lower max_token"):
+    with pytest.raises(ValueError, match=r"20 tokens needs 6 pages of 4, the pool has 5, .* is 18 tokens: lower max"):
         small.add(range(10), SamplingParams(max_tokens=10, n=3))
     assert not small.busy
     small.add(range(10), SamplingParams(max_tokens=8, n=3))

@@ -12,7 +12,7 @@ K = 3
 STANDARD = {"rejection_sample_method": "standard"}
 RULES = {"standard": STANDARD, "block": {"rejection_sample_method": "block"}}  # with numbers of the round's own
 FILTERS = ({"temperature": 0.0}, {"top_k": 8}, {"top_p": 0.8}, {"min_p": 0.1, "temperature": 1.4}, {"temperature": 0.7})
-FILTERED = tuple(SamplingParams(max_tokens=20, seed=-i, **f) for i, f in enumerate(FILTERS))
+FILTERED = tuple(SamplingParams(max_tokens=20, seed=-2 - i, **f) for i, f in enumerate(FILTERS))
 
 
 def seeded(**options) -> tuple[SamplingParams, ...]:
@@ -45,6 +45,17 @@ def test_a_model_drafting_for_itself_under_shared_noise_is_always_right():
     requests = serve(engine("itself", 4), PROMPTS, sampling)
     assert texts(requests) == plain(PROMPTS, sampling)
     assert total(requests) == [20] * 4
+
+
+def test_minus_one_is_no_seed():
+    """As in vLLM; any other number is one."""
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-2).seed == -2
+    first, second = (engine().add(PROMPTS[0], SamplingParams(seed=-1)) for _ in range(2))
+    assert first.seed != second.seed
+    assert first.rule == "block"
+    for request in (first, second):
+        engine().abort(request)
 
 
 def test_seeds_matter():

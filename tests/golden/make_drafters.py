@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, dict]] = {
     },
     "peagle": {"plain": P_EAGLE, "norm_before_residual": P_EAGLE | {"norm_before_residual": True}},
     "mtp": {"deepseek": {"kind": "deepseek"}, "mimo": {"kind": "mimo"}, "qwen3_next": {"kind": "qwen3_next"}},
-    "dflash": {"plain": {}},
+    "dflash": {"plain": {"block_size": K + 1}, "long_block": {"block_size": K + 4}},
     "dspark": {
         "vanilla": {"speculators": True, "block_size": K},
         "gated": {"speculators": True, "block_size": K, "kind": "gated"},
@@ -205,7 +205,7 @@ def transformers_mtp(folder: Path, tokens, features):
 
 
 def z_lab_dflash(folder: Path, tokens, features):
-    """dflash 0.1.0: DFlashDraftModel, one block behind the whole context."""
+    """dflash 0.1.0: DFlashDraftModel, one whole block behind the whole context, of which the first drafts are taken."""
     import torch
     from dflash.model import DFlashDraftModel, extract_context_feature
     from transformers import Qwen3Config
@@ -214,13 +214,14 @@ def z_lab_dflash(folder: Path, tokens, features):
     model = DFlashDraftModel(Qwen3Config(**said))
     load(model, tensors_of(folder))
     states = [torch.from_numpy(features.taps[i])[None] for i in range(SHAPE.layers + 1)]  # as transformers counts
-    block = torch.from_numpy(features.embed)[[tokens[-1], *[model.mask_token_id] * K]][None]
+    masks = model.block_size - 1
+    block = torch.from_numpy(features.embed)[[tokens[-1], *[model.mask_token_id] * masks]][None]
     out = model(
-        position_ids=torch.arange(len(tokens) + K)[None],
+        position_ids=torch.arange(len(tokens) + masks)[None],
         noise_embedding=block,
         target_hidden=extract_context_feature(states, model.target_layer_ids),
     )
-    logits = (out[0, 1:] @ torch.from_numpy(features.head).T).numpy()
+    logits = (out[0, 1 : 1 + K] @ torch.from_numpy(features.head).T).numpy()
     return logits.argmax(-1), logits
 
 

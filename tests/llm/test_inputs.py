@@ -65,13 +65,46 @@ def test_chat_template_adds_no_second_bos(llm):
     assert llm.tokenizer.encode("hello").count(BOS) == 1  # a plain prompt gets its one from the tokenizer
 
 
+ASKED = {"role": "user", "content": "hello"}
+BEGUN = {"role": "assistant", "content": "Well, "}
+
+
+TURNS = "<s>{% for m in messages %}<user>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [
+        ({}, "<s><user>hello</s><user>Well, </s><bot>"),
+        ({"add_generation_prompt": False}, "<s><user>hello</s><user>Well, </s>"),
+        ({"continue_final_message": True}, "<s><user>hello</s><user>Well, "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<s><user>hello</s><user>Well, "),
+    ],
+)
+def test_a_chat_opens_an_answer_or_continues_its_last_message(llm, monkeypatch, given, prompt):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", TURNS)
+    assert llm.chat([ASKED, BEGUN], GREEDY, **given)[0].prompt == prompt
+
+
+def test_a_chat_does_not_open_an_answer_and_continue_a_message(llm):
+    with pytest.raises(UserError, match=r"add_generation_prompt=True opens a new message, .*: give one of them"):
+        llm.chat([ASKED], continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(UserError, match="continue_final_message=1 must be True or False"):
+        llm.chat([ASKED], continue_final_message=1)
+
+
+def test_calls_of_tools_are_refused_by_their_name(llm):
+    with pytest.raises(UserError, match=r"messages\[1\].tool_calls is not supported without a content"):
+        llm.chat([ASKED, {"role": "assistant", "tool_calls": [{"type": "function"}]}])
+
+
 def test_no_chat_template(tmp_path):
     llm = LLM(str(write_model(tmp_path / "m", chat=False)), num_pages=4)
     with pytest.raises(ValueError, match="no chat template: use generate"):
         llm.chat([{"role": "user", "content": "hello"}])
 
 
-@pytest.mark.parametrize("messages", [["hello"], [{"role": "user"}, 3], [[]]])
+@pytest.mark.parametrize("messages", [["hello"], [ASKED, 3], [[]]])
 def test_messages_that_no_template_takes(llm, messages):
     with pytest.raises(UserError, match="does not fit the model's chat template: "):
         llm.chat(messages)

@@ -22,8 +22,11 @@ def table_of(llm, tokens: list[int]) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits[0]))
 
 
-def check_logprobs(llm, entries, ids: list[int], table: np.ndarray, most: int) -> None:
+def check_logprobs(llm, entries, ids: list[int], table: np.ndarray, most: int, text: str) -> None:
     assert len(entries) == len(ids)
+    said = [entry[i] for entry, i in zip(entries, ids, strict=True)]
+    assert "".join(found.decoded_token for found in said if found.token_bytes is not None) == text
+    assert b"".join(bytes(found.token_bytes or ()) for found in said).decode(errors="replace") == text
     for entry, chosen, row in zip(entries, ids, table, strict=True):
         assert next(iter(entry)) == chosen
         best = np.argsort(-row, kind="stable")[:most].tolist()
@@ -31,7 +34,7 @@ def check_logprobs(llm, entries, ids: list[int], table: np.ndarray, most: int) -
         for i, found in entry.items():
             assert found.logprob == pytest.approx(row[i], abs=1e-4)
             assert found.rank == 1 + int(np.sum(row > row[i]))
-            assert found.decoded_token == llm.tokenizer.decode([i])
+            assert i == chosen or found.decoded_token == llm.tokenizer.decode([i])
 
 
 @cases("temperature", [0.0, 1.5], quick=[0.0])
@@ -44,11 +47,12 @@ def test_logprobs_are_those_of_the_targets_raw_logits(llm, temperature):
     prompt = output.prompt_token_ids
     for completion in output.outputs:
         table = table_of(llm, prompt + completion.token_ids)[len(prompt) - 1 : -1]
-        check_logprobs(llm, completion.logprobs, completion.token_ids, table, 3)
+        check_logprobs(llm, completion.logprobs, completion.token_ids, table, 3, completion.text)
         chosen = [entry[i].logprob for i, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
         assert completion.cumulative_logprob == pytest.approx(sum(chosen))
     assert output.prompt_logprobs[0] is None
-    check_logprobs(llm, output.prompt_logprobs[1:], prompt[1:], table_of(llm, prompt)[:-1], 1)
+    text = llm.tokenizer.decode(prompt[1:])
+    check_logprobs(llm, output.prompt_logprobs[1:], prompt[1:], table_of(llm, prompt)[:-1], 1, text)
 
 
 def test_logprobs_of_the_chosen_token_alone_and_of_none(llm):

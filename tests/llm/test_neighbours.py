@@ -16,24 +16,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
-from jaxspec.job import TEXTS, Job
+from jaxspec.job import Job
 from tests.async_llm.calls import SOON
 from tests.checkpoints.files import fails
 from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of, text_of
+from tests.vocabularies import Failing
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 ROWS = 4  # of the shared engine
 
 
 def failing(llm: LLM, monkeypatch, at: Callable[[list[int]], bool]) -> None:
-    real = llm.tokenizer.decode
-
-    def decode(ids: list[int], **how: Any) -> str:
-        if at(ids):
-            raise IndexError("piece id is out of range")
-        return real(ids, **how)
-
-    monkeypatch.setattr(llm.tokenizer, "decode", decode)
+    monkeypatch.setattr(llm, "tokenizer", Failing(llm.tokenizer, at))
 
 
 def test_texts_that_cannot_be_read_hold_no_rows(llm, monkeypatch):
@@ -59,7 +53,7 @@ def test_nor_do_they_while_others_read_on(llm, monkeypatch):
 
         def pieces(job: Job) -> list[Any]:
             for sample in job.samples if job.ask.ids in bad else ():
-                sample.detokenizer.tokenizer = None
+                sample.detokenizer.reader = None
             return real(job)
 
         broken.setattr(Job, "pieces", pieces)
@@ -91,9 +85,10 @@ def test_nor_in_a_server(folder, monkeypatch):
 def test_an_id_that_says_nothing(llm, monkeypatch, stream):
     """Among the likeliest of one request, where a tokenizer fails at ids of a padded table."""
     asked = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=5)
-    (whole,) = llm.generate(PROMPTS[0], asked)
+    with monkeypatch.context() as sound:
+        failing(llm, sound, lambda ids: False)
+        (whole,) = llm.generate(PROMPTS[0], asked)
     other = next(i for i in whole.outputs[0].logprobs[2] if i not in ids_of(whole))
-    TEXTS.pop(llm.tokenizer)
     failing(llm, monkeypatch, lambda ids: list(ids) == [other])
     if stream:
         pieces = list(llm.stream(PROMPTS[:2], [asked, SHORT]))
@@ -103,7 +98,6 @@ def test_an_id_that_says_nothing(llm, monkeypatch, stream):
         found = llm.generate(PROMPTS[:2], [asked, SHORT])
         assert [output.outputs[0].finish_reason for output in found] == ["length"] * 2
         rows = found[0].outputs[0].logprobs
-    TEXTS.pop(llm.tokenizer)
     assert rows[2][other].decoded_token is None
     texts = lambda rows: [{i: entry.decoded_token for i, entry in row.items() if i != other} for row in rows]
     assert texts(rows) == texts(whole.outputs[0].logprobs)

@@ -83,3 +83,33 @@ def test_a_stop_string_within_the_first_min_tokens_ends_nothing(llm):
     assert text_of(ended[first]).startswith(text[: text.index(stop) + len(stop)])
     again = "".join(p.text for p in llm.stream(PROMPTS[3], SamplingParams(**params, min_tokens=first)))
     assert again == text_of(ended[first])
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_special_token_that_the_text_hides_stops_it(llm, include):
+    """In a stream as in a whole answer."""
+    hidden = llm.tokenizer.convert_tokens_to_ids("<user>")
+    params = SamplingParams(
+        temperature=0.0, max_tokens=6, ignore_eos=True, stop=["never", "<user>"], include_stop_str_in_output=include,
+        min_tokens=2, logit_bias={hidden: 100.0},
+    )  # fmt: skip
+    output = llm.generate(PROMPTS[0], params)[0]
+    assert ids_of(output) == [hidden] * 3
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "<user>")
+    assert text_of(output) == "<user>" * include
+    assert "".join(piece.text for piece in llm.stream(PROMPTS[0], params)) == text_of(output)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_half_a_character_at_the_end_is_a_stop_string(llm, include):
+    """U+FFFD, which it is when the answer ends."""
+    half = llm.tokenizer.convert_tokens_to_ids("Ã")  # the byte C3
+    params = SamplingParams(
+        temperature=0.0, max_tokens=1, stop="\ufffd", include_stop_str_in_output=include, logit_bias={half: 100.0}
+    )
+    output = llm.generate(PROMPTS[0], params)[0]
+    assert ids_of(output) == [half]
+    assert text_of(output) == "\ufffd" * include
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "\ufffd")
+    (piece,) = llm.stream(PROMPTS[0], params)
+    assert (piece.text, piece.finish_reason, piece.stop_reason) == ("\ufffd" * include, "stop", "\ufffd")

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import openai
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from jaxspec import LLM
@@ -97,6 +98,9 @@ def folder(tmp_path_factory):
     write_model(root / "target", kv_heads=4)
     write_model(root / "draft", seed=0, layers=1, kv_heads=4)
     medusa.write(root / "heads", seed=1, target=Shape(vocab_size=320, width=32))
+    (heads,) = (root / "heads").glob("*.safetensors")  # with a copy of the target's, which all processes compare
+    copy = {"lm_head.weight": load_file(root / "target" / "model.safetensors")["lm_head.weight"]}
+    save_file(load_file(heads) | copy, heads)
     return root
 
 

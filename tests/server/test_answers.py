@@ -131,6 +131,19 @@ def test_what_a_template_is_told(server, expected):
         assert refused.value.param == "chat_template_kwargs"
 
 
+@pytest.mark.parametrize("given", [{"continue_final_message": True}, {"add_generation_prompt": False}])
+def test_a_chats_last_message_is_continued(server, expected, given):
+    """The output is what follows, of the role that the last message has; so in vLLM."""
+    (wanted,) = expected.chat(TALK, PARAMS, **given)
+    assert not wanted.prompt.endswith("<bot>")
+    asked = {"messages": TALK} | GREEDY | {"extra_body": {"ignore_eos": True, **given}}
+    create = server.client().chat.completions.create
+    message = create(**asked).choices[0].message
+    assert (message.content, message.role) == (wanted.outputs[0].text, "user")
+    chunks = list(create(**asked, stream=True))
+    assert (joined(chunks), chunks[0].choices[0].delta.role) == (wanted.outputs[0].text, "user")
+
+
 def test_the_models_own_end_is_no_stop_reason(server):
     """As in vLLM: null, but for ids that were asked for."""
     for asked, reason in (({}, None), ({"stop_token_ids": [2]}, 2)):
@@ -185,3 +198,20 @@ def test_what_goes_over_the_wire(server):
     assert events[-1] == "[DONE]"
     assert all(json.loads(event)["object"] == "chat.completion.chunk" for event in events[:-1])
     assert json.loads(events[0])["choices"][0]["finish_reason"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unicodes_line_ends_are_escaped(server, stream):
+    """Clients split events where Python's str.splitlines does. Each of the character's bytes is a token here."""
+    ids = server.llm.llm.tokenizer.encode("\u2028", add_special_tokens=False)
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": 400, "allowed_token_ids": ids, "temperature": 1e6, "seed": 1}
+    body = server.raw(posted(asked | {"stream": stream})).partition(b"\r\n\r\n")[2].decode()
+    lines = [text for line in body.splitlines() if (text := line.removeprefix("data: ")).startswith("{")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert "\u2028" in "".join(choice["text"] for choice in choices)
+
+
+def test_unicodes_line_ends_are_escaped_in_errors(server):
+    body = server.raw(posted({"\u2028\u2029\u0085": 1})).partition(b"\r\n\r\n")[2].decode()
+    (line,) = body.splitlines()
+    assert json.loads(line)["error"]["param"] == "\u2028\u2029\u0085"

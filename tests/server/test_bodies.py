@@ -9,7 +9,9 @@ import random
 import openai
 import pytest
 
-from tests.server.running import GREEDY, MODEL, connected, posted, until_closed
+from jaxspec import AsyncLLM
+from tests.async_llm.calls import OPTIONS
+from tests.server.running import GREEDY, MODEL, Running, connected, posted, until_closed
 
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 2}
 
@@ -120,13 +122,43 @@ def test_what_the_engine_refuses_has_a_status(server, stream):
     with pytest.raises(openai.BadRequestError) as stop:
         client.completions.create(prompt="a" * 3000, stream=stream, **GREEDY)
     assert (stop.value.code, stop.value.param) == ("context_length_exceeded", "prompt")
-    assert "max_model_len=512 leaves no room for output" in stop.value.message
+    assert "this model's maximum context length is 512 tokens" in stop.value.message  # words that LiteLLM looks for
     with pytest.raises(openai.BadRequestError, match="stop token id 999 is outside"):
         client.completions.create(model=MODEL, prompt="x", stream=stream, extra_body={"stop_token_ids": [999]})
     talk = [{"role": "user", "content": "a" * 3000}]
     with pytest.raises(openai.BadRequestError) as stop:
         client.chat.completions.create(messages=talk, model=MODEL, stream=stream)
     assert (stop.value.code, stop.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_a_prompt_that_the_pool_cannot_hold_is_a_context_overflow_too(folder):
+    llm = AsyncLLM(folder, **OPTIONS | {"num_pages": 3})
+    server = Running(llm)
+    for path, asked in (
+        ("/v1/completions", {"prompt": "a" * 100}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 100}]}),
+    ):
+        status, error = answered(server, posted(asked | {"model": MODEL}, path))
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert "this model's maximum context length is 48 tokens" in error["message"]
+    server.stop()
+    llm.shutdown()
+
+
+def test_a_template_without_an_end(server, monkeypatch):
+    """Others are served meanwhile, and chats afterwards."""
+    with monkeypatch.context() as patch:
+        loops = "{% for i in range(how) %}" * 3 + "{% endfor %}" * 3
+        patch.setattr(server.llm.llm.tokenizer, "chat_template", loops)
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+        with connected(server.port) as chat:
+            chat.sendall(posted(asked | {"chat_template_kwargs": {"how": 100_000}}, "/v1/chat/completions"))
+            assert b"200 OK" in server.raw(posted(ASKED))
+            head, _, body = until_closed(chat).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert (int(head.split()[1]), error["param"]) == (400, "messages")
+    assert "took more than 2 seconds of processor time" in error["message"]
+    assert b"200 OK" in server.raw(posted(asked, "/v1/chat/completions"))
 
 
 def test_keys(another):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -27,7 +28,7 @@ from jaxspec.server import run
 from jaxspec.server.settings import ServerConfig
 from tests.async_llm.calls import OPTIONS, PROMPTS, SOON
 from tests.commands import refused
-from tests.server.running import GREEDY, LONG, MODEL, Running, wait
+from tests.server.running import GREEDY, LONG, MODEL, Running, connected, posted, until_closed, wait
 
 ROOT = Path(__file__).parents[2]
 SMALL = [word for name, n in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(n))]
@@ -104,6 +105,23 @@ def test_a_drain_cuts_off_what_does_not_end(another, monkeypatch):
     assert found[False].status_code == 503
 
 
+def test_a_drain_ends_bodies_that_are_on_their_way(another, caplog):
+    """At once, and without a traceback: none of them would be served any more."""
+    server = another()
+    with contextlib.ExitStack() as stack:
+        halves = [stack.enter_context(connected(server.port)) for _ in range(5)]
+        for half in halves:
+            half.sendall(posted(b"{", Content_Length="100"))
+        wait(lambda: len(server.server.server_state.tasks) == 5)
+        drain(server, SOON).result(SOON)
+        for half in halves:
+            answer = until_closed(half)
+            assert b" 503 " in answer.partition(b"\r\n")[0]
+            assert b"shutting_down" in answer
+        server.stop()
+    assert not caplog.records
+
+
 def test_an_engine_that_failed_is_told_of(folder):
     """By /health too, for whoever restarts servers."""
     llm = AsyncLLM(folder, **OPTIONS)
@@ -151,6 +169,7 @@ def test_the_command_serves_until_it_is_told_to_end(folder, capsys, monkeypatch,
     assert found["chunks"][-1].choices[0].finish_reason == "length"
     out, err = capsys.readouterr()
     assert f"serving {folder} at http://127.0.0.1:{port}/v1" in err
+    assert "SIGTERM: the server has ended, requests cut off after 30 seconds: 0" in err
     assert (out, "Traceback" in err) == ("", False)
 
 
@@ -178,7 +197,7 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
             with pytest.raises(openai.APIError, match="the server is shutting down"):
                 list(stream)
         assert process.wait(10) == 130
-        assert "jaxspec: 1 requests were cut off after 0.2 seconds" in "".join(lines)
+        assert "SIGINT: the server has ended, requests cut off after 0.2 seconds: 1" in "".join(lines)
     finally:
         process.kill()
         process.communicate()

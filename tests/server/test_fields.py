@@ -133,10 +133,17 @@ def test_what_is_missing_is_refused_by_its_name(name):
         ({"messages": [{"content": "x"}]}, True, 400, "messages[0].role", "role=None must be one of system"),
         ({"messages": [{"role": "tool", "content": "x"}]}, True, 400, "messages[0].role", "role='tool'"),
         ({"messages": [{"role": [], "content": "x"}]}, True, 400, "messages[0].role", "role=None"),
-        (
-            {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
-            *(True, 400, "messages[0].tool_call_id", "messages[0].tool_call_id is not supported"),
+        *(
+            ({"messages": [{"role": "assistant", name: value}]}, True, 400, f"messages[0].{name}", "is not supported: ")
+            for name, value in {"tool_calls": [{}], "function_call": {}, "audio": {"id": "1"}, "refusal": "No."}.items()
         ),
+        ({"continue_final_message": 1}, True, 400, "continue_final_message", "must be True or False"),
+        ({"add_generation_prompt": "no"}, True, 400, "add_generation_prompt", "must be True or False"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            *(True, 400, "add_generation_prompt", "continues the last one: give one of them"),
+        ),
+        ({"continue_final_message": True}, False, 400, "continue_final_message", "unknown field"),
         (
             {"messages": [{"role": "user", "content": "x", "name": 3}]},
             *(True, 400, "messages[0].name", "messages[0].name=3 must be a string"),
@@ -144,6 +151,11 @@ def test_what_is_missing_is_refused_by_its_name(name):
         ({"stop": ["a", "b" * 1001]}, False, 400, "stop", "of 1001 characters: the server takes at most 1000"),
         ({"stop": "b" * 1001}, False, 400, "stop", "of 1001 characters: the server takes at most 1000"),
         ({"bad_words": ["b" * 257]}, False, 400, "bad_words", "of 257 characters: the server takes at most 256"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": "weather of the world"}}]},
+            *(True, 400, "tools", "'description': 'weather of the w...'}}] is not supported: no tool is called"),
+        ),
+        ({"x" * 90: 1}, False, 400, "x" * 80, f"unknown field '{'x' * 79}...' of the request: "),
         ({"option_x": 1}, False, 400, "option_x", "unknown field 'option_x' of the request: "),
         (
             {"messages": [*CHAT["messages"], {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -165,7 +177,22 @@ def test_what_changes_no_output_is_taken():
 
 def test_who_speaks_is_told_to_the_template():
     said = {"role": "user", "content": "x", "name": "Ann"}
-    assert wish({"messages": [said | {"type": "text"}]}, chat=True).messages == [said]
+    assert wish({"messages": [said]}, chat=True).messages == [said]
+
+
+def test_a_messages_unknown_fields_are_ignored():
+    """Clients send their own, and those of answers back; OpenAI's server ignores them, too."""
+    own = {"id": "m1", "type": "text", "cache_control": {"type": "ephemeral"}, "tool_calls": [], "refusal": None}
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    said = {"role": "user", "content": [part], "tool_call_id": "1"} | own
+    assert wish({"messages": [said]}, chat=True).messages == [{"role": "user", "content": "x"}]
+
+
+def test_whose_message_a_chats_output_is():
+    """The last message's, where no new one is opened; so in vLLM."""
+    assert wish({}, chat=True).role == "assistant"
+    assert wish({"add_generation_prompt": False}, chat=True).role == "user"
+    assert wish({"continue_final_message": True}, chat=True).role == "user"
 
 
 def test_a_chat_has_its_own_names():

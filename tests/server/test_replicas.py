@@ -19,7 +19,7 @@ from tests.server.running import MODEL, wait
 from tests.server.test_ends import free_port
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
-ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 300, "extra_body": {"ignore_eos": True}, "stream": True}
+ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
 CALLS = 24
 ROOT = Path(__file__).parents[2]
 READY = "ready"
@@ -52,7 +52,14 @@ def ancestors(pid: int) -> list[int]:
 def url(folder):
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")
-    port, environment = free_port(), os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    port, environment = (
+        free_port(),
+        os.environ
+        | {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "jaxspec.server.ray_proxy.middlewares",
+        },
+    )
     command = [sys.executable, "-m", "tests.server.replicating", folder, str(port)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=True, cwd=ROOT, **pipes) as process:
@@ -75,8 +82,11 @@ def test_a_replica_that_dies_takes_only_its_own_requests_along(url, expected):
     told = asyncio.Event()
 
     async def read(client, i):
+        """Every third one as a whole."""
         text = ""
-        async for chunk in await client.completions.create(prompt=PROMPTS[i % 5], **ASKED):
+        if i % 3 == 0:
+            return (await client.completions.create(prompt=PROMPTS[i % 5], **ASKED)).choices[0].text
+        async for chunk in await client.completions.create(prompt=PROMPTS[i % 5], stream=True, **ASKED):
             text += chunk.choices[0].text
             told.set()
         return text
@@ -98,5 +108,9 @@ def test_a_replica_that_dies_takes_only_its_own_requests_along(url, expected):
     assert ended, "the other replica's"
     assert cut, "the killed one's, or nothing was shown"
     assert len(ended) + len(cut) == CALLS, "no text ends early as if it were whole"
+    for error in cut:
+        assert isinstance(error, openai.APIError)
+        assert error.code == "replica_ended"
+        assert "the replica ended before it had answered this request" in error.message
     assert after == [wanted[i % 5] for i in range(CALLS)]
     wait(lambda: len(replica_pids()) == 2)

@@ -183,6 +183,11 @@ def layer(w: Tensors, x, config: dict, *, reads=None):
     return feed_forward(w, x + attend(w, q, k, v, np.tri(len(x), dtype=bool)), eps)
 
 
+def another(shape: Shape, seed: int = 5) -> np.ndarray:
+    """A table or head of the target's shape that is not the target's."""
+    return Random(seed).matrix(shape.vocab_size, shape.width) * np.float32(2)
+
+
 def way_to_ids(w: Tensors, target: Features):
     """[V, E]: the head of a folder's own, with the narrower way to its rare ids, which jaxspec's files alone have, or
     else the target's."""

@@ -22,10 +22,11 @@ def write(
     mask_token_id: int = 3,
     speculators: bool = False,  # speculators' config.json, whose ids are inputs, and a reduced vocabulary
     draft_vocab_size: int = 24,  # of speculators' files
+    qkv_bias: bool = False,
 ) -> None:
     random, tensors = Random(seed), {}
     for i in range(layers):
-        tensors |= common.prefixed(random.layer(target, qk_norm=True), f"layers.{i}.")
+        tensors |= common.prefixed(random.layer(target, qk_norm=True, qkv_bias=qkv_bias), f"layers.{i}.")
     tensors["fc.weight"] = random.matrix(target.width, len(layer_ids) * target.width)
     tensors |= {name: random.norm(target.width) for name in ("hidden_norm.weight", "norm.weight")}
     if speculators:
@@ -40,12 +41,14 @@ def write(
         common.write_folder(folder, config, tensors)
         return
     config = target.config("qwen3", layers) | {"block_size": block_size, "num_target_layers": target.layers}
+    config |= {"attention_bias": True} if qkv_bias else {}
     config |= {"dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)}}
     common.write_folder(folder, config | {"architectures": ["DFlashDraftModel"]}, tensors)
 
 
-def block(folder: Path, target: Features, tokens: Sequence[int], masks: int):
-    """What leaves the last norm at the pending token and at so many masks behind it, and the folder's parts. Keys:
+def block(folder: Path, target: Features, tokens: Sequence[int], places: int | None = None):
+    """What leaves the last norm at the places of a block, and the folder's parts: at the pending token, and at masks
+    behind it. Their number is that of training, as in dflash_generate, unless the context ends: then `places`. Keys:
     context p at position p, then these at n - 1...; each query sees them all."""
     said, w = common.read_folder(folder)
     config = said.get("transformer_layer_config", said)
@@ -53,7 +56,9 @@ def block(folder: Path, target: Features, tokens: Sequence[int], masks: int):
     read = flash.get("aux_hidden_state_layer_ids") or [i + 1 for i in flash["target_layer_ids"]]
     taps = np.concatenate([target.taps[i] for i in read], -1)
     context = rms(taps @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-    x = target.embed[[tokens[-1], *[flash["mask_token_id"]] * masks]].astype(np.float64)
+    size = min(said["block_size"], places or said["block_size"])
+    table = w.get("embed_tokens.weight", target.embed)
+    x = table[[tokens[-1], *[flash["mask_token_id"]] * (size - 1)]].astype(np.float64)
     positions = np.arange(len(context) + len(x))
     for i in range(config["num_hidden_layers"]):
         layer = common.under(w, f"layers.{i}.")
@@ -66,7 +71,9 @@ def block(folder: Path, target: Features, tokens: Sequence[int], masks: int):
     return rms(x, w["norm.weight"], eps), w, said, own_ids
 
 
-def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
-    hidden, w, _, own_ids = block(folder, target, tokens, k)
-    logits = hidden[1:] @ common.way_to_ids(w, target).T
+def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int, *, longest: int | None = None):
+    """The first k after the pending token's place; longest: of the context."""
+    hidden, w, said, own_ids = block(folder, target, tokens, longest and longest - len(tokens) + 1)
+    first = 0 if said.get("sample_from_anchor") else 1
+    logits = hidden[first : first + k] @ common.way_to_ids(w, target).T
     return np.array([common.greedy(x, own_ids) for x in logits]), logits

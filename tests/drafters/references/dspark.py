@@ -24,6 +24,8 @@ def write(
     table: bool = True,  # of its own; else, in jaxspec's files alone, a product makes the channels of the target's
     speculators: bool = False,  # else DeepSpec's form
     from_pending: bool = True,  # whether the pending token's place makes a draft, which only speculators' files say
+    embed: np.ndarray | None = None,  # DeepSpec's form has copies of the target's table and head
+    head_of_logits: np.ndarray | None = None,
     **options,
 ) -> None:
     dflash.write(folder, seed=seed, target=target, speculators=speculators, **options)
@@ -49,8 +51,8 @@ def write(
         config["sample_from_anchor"] = from_pending
     else:
         config |= config.pop("dflash_config") | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
-        table = random.norm(target.vocab_size, target.width)  # frozen copies of the target's: they are not read
-        tensors |= {"embed_tokens.weight": table, "lm_head.weight": table}
+        copies = {"embed_tokens.weight": embed, "lm_head.weight": head_of_logits}
+        tensors |= {name: x for name, x in copies.items() if x is not None}
     common.write_folder(folder, config, tensors)
 
 
@@ -58,10 +60,12 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int):
+def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int, *, longest: int | None = None):
+    """The first k of the block; longest: of the context."""
     from_pending = json.loads((folder / "config.json").read_text()).get("sample_from_anchor", True)
-    hidden, w, said, own_ids = dflash.block(folder, target, tokens, k - from_pending)
-    head = common.way_to_ids(w, target) if own_ids is not None else target.head
+    hidden, w, said, own_ids = dflash.block(folder, target, tokens, longest and longest - len(tokens) + 1)
+    hidden = hidden[: k + (not from_pending)]
+    head = common.way_to_ids(w, target)
     m, kind = common.under(w, "markov_head."), said.get("markov_head_type")
     token, state, drafts, logits = tokens[-1], np.zeros(said["markov_rank"]), [], []
     for place, h in enumerate(hidden):

@@ -20,16 +20,17 @@ def write(
     bias: bool | None = None,  # None: unsaid, which means true
     rope_theta: bool = True,  # False: unsaid, so 10000
     vllm: int = 0,  # vLLM's own form, with a head over so many of the target's ids
+    qkv_bias: bool = False,
 ) -> None:
     random = Random(seed)
-    block = random.layer(target)
+    block = random.layer(target, qkv_bias=qkv_bias)
     del block["input_layernorm.weight"]  # it has none: W_fc's output enters attention as it is
     tensors = common.prefixed(block, "layers.0.") | {"fc.weight": random.matrix(target.width, 2 * target.width)}
     if bias is not False:
         tensors["fc.bias"] = random.bias(target.width)
     if embed is not None:
         tensors["embed_tokens.weight"] = embed
-    config = target.config() | ({} if bias is None else {"bias": bias})
+    config = target.config() | ({} if bias is None else {"bias": bias}) | ({"attention_bias": True} if qkv_bias else {})
     if not rope_theta:
         del config["rope_theta"]
     if vllm:

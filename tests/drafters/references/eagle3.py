@@ -34,13 +34,15 @@ def write(
     speculators: bool = False,  # speculators' config.json, whose tensors are layers.0.
     mask_token_id: int | None = None,  # P-EAGLE
     layers: int = 1,
+    embed: np.ndarray | None = None,  # a table of the target's shape
+    qkv_bias: bool = False,
 ) -> None:
     own = replace(target, width=width or target.width)
     random, taps = Random(seed), layer_ids or default_taps(target.layers)
-    block = random.layer(own, into=2 * own.width) | {"hidden_norm.weight": random.norm(own.width)}
+    block = random.layer(own, into=2 * own.width, qkv_bias=qkv_bias) | {"hidden_norm.weight": random.norm(own.width)}
     tensors = common.prefixed(block, "layers.0." if speculators else first_layer)
     for i in range(1, layers):
-        tensors |= common.prefixed(random.layer(own), f"layers.{i}.")
+        tensors |= common.prefixed(random.layer(own, qkv_bias=qkv_bias), f"layers.{i}.")
     tensors |= {"fc.weight": random.matrix(own.width, len(taps) * target.width), "norm.weight": random.norm(own.width)}
     if draft_vocab_size is not None:
         tensors["lm_head.weight"] = random.matrix(draft_vocab_size, own.width)
@@ -49,6 +51,8 @@ def write(
         tensors["t2d"] = np.isin(np.arange(target.vocab_size), ids)
     if own.width != target.width:
         tensors["embed_tokens.weight"] = random.norm(target.vocab_size, own.width, centre=0.0) * np.float32(3)
+    if embed is not None:
+        tensors["embed_tokens.weight"] = embed
     if norm_before_fc:
         tensors["input_norm.weight"] = random.norm(len(taps) * target.width)
     if fc_norm:
@@ -56,7 +60,7 @@ def write(
     if mask_token_id is not None:
         tensors["mask_hidden"] = random.norm(1, 1, len(taps) * target.width, centre=0.5)
 
-    layer_config = own.config(layers=layers)
+    layer_config = own.config(layers=layers) | ({"attention_bias": True} if qkv_bias else {})
     if not rope_theta:
         del layer_config["rope_theta"]
     switches = {"draft_vocab_size": draft_vocab_size, "fc_norm": fc_norm, "norm_output": norm_output}

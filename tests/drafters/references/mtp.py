@@ -43,14 +43,24 @@ def names(kind: str, layers: int) -> Names:
     return Names("qwen3_next", *parts, "mtp.layers.0.", norm_plus_one=True, qk_norm=True)
 
 
-def write(folder: Path, *, seed: int, target: Shape, kind: str = "mimo", head: np.ndarray | None = None) -> None:
-    """head: a copy of the target's in the file (DeepSeek), where both may be absent."""
+def write(
+    folder: Path,
+    *,
+    seed: int,
+    target: Shape,
+    kind: str = "mimo",
+    table: np.ndarray | None = None,
+    head: np.ndarray | None = None,
+) -> None:
+    """table, head: copies of the target's in the file (DeepSeek), where both may be absent."""
     random, of, width = Random(seed), names(kind, target.layers), target.width
     centre = 0.0 if of.norm_plus_one else 1.0
     tensors = {f"{x}.weight": random.norm(width, centre=centre) for x in (of.embed_norm, of.hidden_norm, of.last_norm)}
     tensors[f"{of.project}.weight"] = random.matrix(width, 2 * width)
     block = random.layer(target, qkv_bias=of.qkv_bias, qk_norm=of.qk_norm, centre=centre)
     tensors |= common.prefixed(block, of.block)
+    if table is not None:
+        tensors[f"{of.block}embed_tokens.weight"] = table
     if head is not None:
         tensors[f"{of.block}shared_head.head.weight"] = head
     config = target.config(of.model_type, target.layers) | {"num_nextn_predict_layers": 1}
@@ -65,15 +75,16 @@ def proposals(folder: Path, target: Features, tokens: Sequence[int], k: int, *, 
     if of.norm_plus_one:
         w = {name: x + 1 if x.ndim == 1 else x for name, x in w.items()}
     block = common.under(w, of.block)
+    table, head = block.get("embed_tokens.weight", target.embed), block.get("shared_head.head.weight", target.head)
 
     def step(hidden, tokens):
         both = [
-            rms(target.embed[tokens], w[f"{of.embed_norm}.weight"], eps),
+            rms(table[tokens], w[f"{of.embed_norm}.weight"], eps),
             rms(hidden, w[f"{of.hidden_norm}.weight"], eps),
         ]
         x = np.concatenate(both[::-1] if of.hidden_first else both, -1) @ w[f"{of.project}.weight"].T
         carried = rms(common.layer(block, x, config)[-1], w[f"{of.last_norm}.weight"], eps)
-        return carried @ target.head.T, carried
+        return carried @ head.astype(np.float64).T, carried
 
     hidden = target.taps[config["num_hidden_layers"]] if before_norm else target.hidden
     return common.chain(step, hidden, tokens, k)

@@ -1,0 +1,70 @@
+"""Tensors that are not read because something else stands in their place: each is compared with that, as a whole."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from checkpoints.names import Table
+from checkpoints.tensor_file import TensorFile
+from jaxspec.errors import UnsupportedError
+from jaxspec.models.config import ModelConfig, Rope
+
+PIECE = 1 << 26  # bytes of a tensor that are compared at a time
+
+
+@jax.jit
+def same(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Compare two arrays: whether the numbers of one are the other's, rounded to its dtype."""
+    # By their bits: where numbers are compared, a compiler may leave the rounding out.
+    bits = lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jnp.all((bits(x.astype(y.dtype)) == bits(y)) | (bits(y.astype(x.dtype)) == bits(x)))
+
+
+def check_repeats(table: Table, file: TensorFile) -> None:
+    """Raises UnsupportedError where a tensor is not the one that is read in its place: some versions of transformers
+    would take the one, others the other."""
+    for name, read in table.repeats.items():
+        if name in file.shapes() and not repeats(file, name, read):
+            raise UnsupportedError(
+                f"{file.where}: {table.tied_by} is true, but tensor {name} is not {read}: say false in config.json "
+                f"where {name} is meant, or take it out"
+            )
+
+
+def repeats(file: TensorFile, name: str, read: str) -> bool:
+    """Compare two tensors of a file, some rows at a time."""
+    shape = file.shapes()[name]
+    if shape != file.shapes().get(read):
+        return False
+    rows = max(1, PIECE * shape[0] // max(4 * int(np.prod(shape)), 1))
+    rest = tuple(slice(0, size) for size in shape[1:])
+    pieces = ((slice(at, min(at + rows, shape[0])), *rest) for at in range(0, shape[0], rows))
+    pairs = ((file.read(name, piece), file.read(read, piece)) for piece in pieces)
+    return all(x.dtype.kind not in "iub" and y.dtype.kind not in "iub" and same(x, y) for x, y in pairs)
+
+
+def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> None:
+    """Raises UnsupportedError where a file's rotary frequencies are not those that its configuration gives."""
+    known = [ways for rope in (config.rope, config.local_rope) if rope for ways in frequencies(rope, config.head_dim)]
+    for name in [name for name in file.shapes() if any(fnmatch.fnmatchcase(name, p) for p in table.frequencies)]:
+        fits = file.shapes()[name] == known[0].shape
+        x = file.read(name, (slice(0, len(known[0])),)) if fits else np.zeros(0)
+        rtol = 1e-5 if x.dtype.itemsize > 2 else 1e-2
+        near = (np.allclose(x.astype(np.float64), wanted, rtol, atol=1e-7) for wanted in known)  # float16's least step
+        if not (fits and any(near)):
+            raise UnsupportedError(
+                f"{file.where}: tensor {name} holds other rotary frequencies than rope_theta gives: mend rope_theta in "
+                "config.json where they are meant, or take it out"
+            )
+
+
+def frequencies(rope: Rope, head_dim: int) -> list[Any]:
+    """Return the frequencies of a rotary embedding, without its factors and with them."""
+    plain = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    return [plain, plain / np.asarray(rope.factors)] if rope.factors else [plain]
