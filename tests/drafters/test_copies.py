@@ -131,9 +131,9 @@ def test_another_is_used_or_refused(name, tensor, target, tmp_path):
     found = loaded(tmp_path, target, method)
     own = np.asarray(found.params[USED[what]])
     np.testing.assert_array_equal(own if what == TABLE else own.T, changed(copies[tensor]))
-    assert (found.config.has_table, found.config.borrows_head) == (
+    assert (found.config.has_table, found.config.spec.borrows_head) == (
         what == TABLE,
-        plain.config.borrows_head and what == TABLE,
+        plain.config.spec.borrows_head and what == TABLE,
     )
     assert_same({name: x for name, x in found.params.items() if name in plain.params}, plain.params)
 
@@ -177,7 +177,7 @@ def test_a_norm_that_eagle_does_not_have(target, tmp_path):
     add(tmp_path, {name: np.ones(32, np.float32)})
     assert_same(loaded(tmp_path, target).params, plain.params)
     add(tmp_path, {name: changed(np.ones(32, np.float32))})
-    with fails(UserError, f"tensor {name} is of a norm that a head of method 'eagle' does not have"):
+    with fails(UserError, f"tensor {name} is a norm that a head of method 'eagle' lacks"):
         loaded(tmp_path, target)
     written("eagle by vLLM", tmp_path / "vllm", target)
     add(tmp_path / "vllm", {f"model.{name}": changed(np.ones(32, np.float32))})

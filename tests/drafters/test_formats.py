@@ -292,11 +292,11 @@ def test_a_model_that_is_named_as_its_own_draft(kind, target, tmp_path):
     beside = checkpoints.load_config(checkpoints.resolve(str(folder)))
     small = dataclasses.replace(beside, num_layers=2, windows=beside.windows[:2])
     source = checkpoints.resolve(str(folder))
-    assert read(folder, target).config.method == "mtp"
+    assert read(folder, target).config.spec.method == "mtp"
     assert read_draft(source, small, "another") is None
     assert read_draft(source, beside, "own", "draft_model") is None
     model = load(source, np.dtype("float32"), make_placement())
-    assert load_draft(source, np.dtype("float32"), make_placement(), model, "own", within=True).config.method == "mtp"
+    assert load_draft(source, np.dtype("float32"), make_placement(), model, "own", within=True).config.spec.method == "mtp"
 
 
 def test_norms_that_are_added_to_one(target, tmp_path):
