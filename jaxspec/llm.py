@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-import jax
-
 import checkpoints
-from checkpoints.sources import cache_folder
 from jaxspec.chat import as_prompt, conversations, rendering
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
@@ -42,6 +39,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together
+from jaxspec.profiles import Profile
 from jaxspec.progress import generation_progress, wanted, warm_up_progress
 from jaxspec.prompts import Ask, Prompt, asks, named
 from jaxspec.sampling_params import SamplingParams
@@ -116,7 +114,7 @@ class LLM:
             timing=Timing(load_seconds=time.perf_counter() - started),
         )
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
-        self._profile: Path | None = None  # the folder of the trace that is being taken
+        self._profile = Profile()
         self._request_ids = map(str, itertools.count())
         if self.config.warm_up:
             with warm_up_progress() as report:
@@ -296,25 +294,16 @@ class LLM:
     # Profiles
 
     def start_profile(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Begins a trace of host and devices for TensorBoard or Perfetto; returns the folder it will be written to.
+        """Begin a trace of host and devices for TensorBoard or Perfetto. Return the folder it will be written to.
 
         folder: by default a new one, named by the time, under the cache folder. Raises RuntimeError where a trace is
         being taken already.
         """
-        if self._profile is not None:
-            raise RuntimeError(f"a profile is being taken already, into {self._profile}: stop_profile() ends it")
-        chosen = Path(folder) if folder else cache_folder() / "profiles" / time.strftime("%Y-%m-%d-%H-%M-%S")
-        jax.profiler.start_trace(str(chosen))
-        self._profile = chosen
-        return chosen
+        return self._profile.start(folder)
 
     def stop_profile(self) -> Path:
-        """Writes the trace; returns its folder. Raises RuntimeError where none was started."""
-        if self._profile is None:
-            raise RuntimeError("no profile is being taken: start_profile() begins one")
-        folder, self._profile = self._profile, None
-        jax.profiler.stop_trace()
-        return folder
+        """Write the trace and return its folder. Raise RuntimeError where none was started."""
+        return self._profile.stop()
 
 
 def listed(model: str, config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:

@@ -59,9 +59,10 @@ ARROWS = {
     "chat_process": "chat",
     "job": "outputs engine.request detokenizer prompts tokens",
     "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
+    "profiles": "checkpoints",
     "widened": "checkpoints decode.stored engine.setup models parallel pallas_kernels.weights",
     "llm": "chat config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine "
-    "progress prompts job widened decode.programs decode.stored",
+    "profiles progress prompts job widened decode.programs decode.stored",
     "async_llm": "chat chat_process config keywords outputs sampling_params engine prompts job llm",
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
@@ -163,7 +164,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 LONGEST = 320  # lines of a file of jaxspec
-OWN_LONGEST = {"jaxspec.engine.engine": 279}  # policy, which would gather what belongs to its neighbours
+OWN_LONGEST = {"jaxspec.engine.engine": 290}  # policy, which would gather what belongs to its neighbours
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("jaxspec")])

@@ -296,7 +296,8 @@ def test_a_model_that_is_named_as_its_own_draft(kind, target, tmp_path):
     assert read_draft(source, small, "another") is None
     assert read_draft(source, beside, "own", "draft_model") is None
     model = load(source, np.dtype("float32"), make_placement())
-    assert load_draft(source, np.dtype("float32"), make_placement(), model, "own", within=True).config.spec.method == "mtp"
+    found = load_draft(source, np.dtype("float32"), make_placement(), model, "own", within=True)
+    assert found.config.spec.method == "mtp"
 
 
 def test_norms_that_are_added_to_one(target, tmp_path):
