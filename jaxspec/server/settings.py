@@ -7,7 +7,12 @@ from jaxspec.options import number, options, whole
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65_535
-COUNTS = {"port": (0, LARGEST_PORT), "max_queue": (0,), "max_body_bytes": (1,)}
+COUNTS = {
+    "port": (0, LARGEST_PORT),
+    "max_queue": (0,),
+    "max_connections": (1,),
+    "max_body_bytes": (1,),
+}
 SECONDS = ("request_timeout", "drain_timeout")
 LONGEST = 1e6  # seconds
 
@@ -22,6 +27,8 @@ class ServerConfig:
       api_key: What clients have to send as "Authorization: Bearer ...".
       served_model_name: What requests call the model. Default: as it was named here.
       max_queue: Samples that may wait for a row; more are answered 429.
+      max_connections: Connections at a time; by default half of the files that the process may open, at most 1,024. A
+        newcomer takes the place of the one that has kept the server waiting the longest.
       max_body_bytes: Longest body of a request.
       request_timeout: Seconds that a request may take, waiting included.
       drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
@@ -34,13 +41,15 @@ class ServerConfig:
     api_key: str | None = None
     served_model_name: str | None = None
     max_queue: int = 256
+    max_connections: int | None = None
     max_body_bytes: int = 1 << 20
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         for name, limits in COUNTS.items():
-            object.__setattr__(self, name, whole(name, getattr(self, name), *limits))
+            if (value := getattr(self, name)) is not None or name != "max_connections":
+                object.__setattr__(self, name, whole(name, value, *limits))
         for name in SECONDS:
             seconds = number(name, getattr(self, name))
             object.__setattr__(self, name, seconds)

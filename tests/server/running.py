@@ -31,7 +31,8 @@ class Running:
         self.gate = run.gate_of(llm, self.config)
         self.listening = run.bound(self.config)
         self.port = self.listening.getsockname()[1]
-        self.server = run.server_of(make_app(llm, self.config, self.config.served_model_name or MODEL, self.gate))
+        app = make_app(llm, self.config, self.config.served_model_name or MODEL, self.gate)
+        self.server = run.server_of(app, self.config)
         self.clients: list[openai.OpenAI] = []  # left to the garbage collector, their sockets would be found open
         self.thread = threading.Thread(target=self.main, daemon=True)
         self.thread.start()
