@@ -52,10 +52,10 @@ class Served:
     async def generation(self, request: Request, *, chat: bool) -> Generation:
         self.gate.check()  # before the body is read
         await self.check_alive()
-        body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
-        wanted = wish(body, chat=chat, model=self.model, room=self.room)
+        read = lambda body: wish(body, chat=chat, model=self.model, room=self.room)
+        wanted = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, read)
         answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted)
-        return Generation(self.llm, self.gate, wanted, answer, self.room, self.config.request_timeout)
+        return Generation(self.llm, self.gate, wanted, answer, self.room, self.config)
 
     def described(self) -> dict[str, Any]:
         found = Model(id=self.model, object="model", created=self.created, owned_by="jaxspec")

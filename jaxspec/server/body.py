@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 
+from jaxspec.server.offload import LARGE_BODY, offload
 from jaxspec.server.refusal import Refusal
+
+T = TypeVar("T")
 
 LONGEST = 60.0  # seconds in which a body has to arrive: nobody counts the clients that are still sending
 
 
-async def read(request: Request, most: int, seconds: float) -> dict[str, Any]:
-    """The object that the body holds. Raises Refusal for one that is longer than `most` bytes, takes longer to arrive,
-    or holds none."""
+async def read(request: Request, most: int, seconds: float, take: Callable[[dict[str, Any]], T]) -> T:
+    """Return what `take` makes of the object that the body holds. Raises Refusal for a body that is longer than `most`
+    bytes, takes longer to arrive, or holds no object."""
     seconds = min(seconds, LONGEST)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which a page of some other site cannot send without being asked first
@@ -34,7 +38,7 @@ async def read(request: Request, most: int, seconds: float) -> dict[str, Any]:
                     raise too_long
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {seconds:g} seconds") from None
-    return parsed(bytes(body))
+    return await offload(len(body) > LARGE_BODY, lambda: take(parsed(bytes(body))))
 
 
 def parsed(body: bytes) -> dict[str, Any]:

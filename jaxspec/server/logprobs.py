@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from openai.types.chat import ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion import ChoiceLogprobs
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 
 from jaxspec.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
@@ -34,29 +32,34 @@ def of_text(rows: Rows, ids: Sequence[int], offset: int) -> Logprobs:
     """offset: characters of the tokens before."""
     chosen = [row[i] for i, row in zip(ids, rows, strict=False)]
     tokens = [text(entry) for entry in chosen]
-    return Logprobs(
+    found = Logprobs(
         tokens=tokens,
         token_logprobs=[number(entry) for entry in chosen],
-        top_logprobs=[{text(e): number(e) for e in reversed(list(row.values()))} for row in rows],
         text_offset=list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
     )
+    # A generator, which only the constructor would make a list of: nothing of it is kept in memory.
+    found.top_logprobs = ({text(e): number(e) for e in reversed(list(row.values()))} for row in rows)  # type: ignore
+    return found
 
 
 def of_chat(output: CompletionOutput | StreamOutput, most: int) -> ChoiceLogprobs | None:
     """most: likeliest tokens that were asked for; the chosen one is among them or not."""
     if output.logprobs is None:
         return None
-    content = []
-    for i, row in zip(output.token_ids, output.logprobs, strict=False):
+    found = ChoiceLogprobs.construct(refusal=None)
+    found.content = chat_entries(output.token_ids, output.logprobs, most)  # type: ignore[assignment]
+    return found
+
+
+def chat_entries(ids: Sequence[int], rows: Rows, most: int) -> Iterator[dict[str, Any]]:
+    """Yield each token's entry when it is written. All of them would take many times the memory of their text."""
+    for i, row in zip(ids, rows, strict=False):
         best = sorted((e for e in row.values() if e.rank <= most), key=lambda entry: entry.rank)[:most]
-        listed = [TopLogprob(token=text(e), logprob=number(e), bytes=octets(e)) for e in best]
-        entry = row[i]
-        content.append(
-            ChatCompletionTokenLogprob(
-                token=text(entry), logprob=number(entry), bytes=octets(entry), top_logprobs=listed
-            )
-        )
-    return ChoiceLogprobs(content=content, refusal=None)
+        yield chat_entry(row[i]) | {"top_logprobs": [chat_entry(e) for e in best]}
+
+
+def chat_entry(entry: Logprob) -> dict[str, Any]:
+    return {"token": text(entry), "logprob": number(entry), "bytes": octets(entry)}
 
 
 def of_prompt(output: RequestOutput) -> dict[str, Any]:
@@ -65,4 +68,4 @@ def of_prompt(output: RequestOutput) -> dict[str, Any]:
         return {}
     entry = lambda e: {"logprob": number(e), "rank": e.rank, "decoded_token": e.decoded_token}
     described = lambda row: {str(i): entry(e) for i, e in row.items()}
-    return {"prompt_logprobs": [None if row is None else described(row) for row in output.prompt_logprobs]}
+    return {"prompt_logprobs": (None if row is None else described(row) for row in output.prompt_logprobs)}

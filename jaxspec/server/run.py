@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -58,7 +59,11 @@ def serve(
         fewer = "%d connections are fewer than the %d samples that may run and wait"
         logger.warning(f"{fewer}: raise `ulimit -n` or --max-connections", most, gate.most)
     app = make_app(llm, config, config.served_model_name or model, gate)
-    return asyncio.run(until_told(app, gate, config, listening, ready)), gate.num_cut
+    gc.freeze()  # a search for garbage through model and libraries would stop the event loop for tenths of a second
+    try:
+        return asyncio.run(until_told(app, gate, config, listening, ready)), gate.num_cut
+    finally:
+        gc.unfreeze()
 
 
 async def until_told(

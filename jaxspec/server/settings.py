@@ -12,6 +12,7 @@ COUNTS = {
     "max_queue": (0,),
     "max_connections": (1,),
     "max_body_bytes": (1,),
+    "max_answer_logprobs": (0,),
 }
 SECONDS = ("request_timeout", "drain_timeout")
 LONGEST = 1e6  # seconds
@@ -30,6 +31,7 @@ class ServerConfig:
       max_connections: Connections at a time; by default half of the files that the process may open, at most 1,024. A
         newcomer takes the place of the one that has kept the server waiting the longest.
       max_body_bytes: Longest body of a request.
+      max_answer_logprobs: Most log-probabilities of an answer: samples x tokens x those of a token.
       request_timeout: Seconds that a request may take, waiting included.
       drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
 
@@ -43,6 +45,7 @@ class ServerConfig:
     max_queue: int = 256
     max_connections: int | None = None
     max_body_bytes: int = 1 << 20
+    max_answer_logprobs: int = 500_000
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
 
