@@ -14,6 +14,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from openai.types import Model
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.prometheus import Metrics
@@ -23,8 +24,16 @@ from jaxspec.server.fields import wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
 from jaxspec.server.prepared import room_of
+from jaxspec.server.guard import Guard
 from jaxspec.server.refusal import Refusal
-from jaxspec.server.settings import ServerConfig
+from jaxspec.server.settings import ANY, ServerConfig
+
+# What pages of allowed origins may send, and which headers they may read beside the usual.
+CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "HEAD", "POST"),
+    "allow_headers": (ANY,),
+    "expose_headers": ("Retry-After", "X-Should-Retry"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +77,9 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm))
     app.include_router(routes)
     for kind, answer in ANSWERS.items():
+    if config.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)
+    app.add_middleware(Guard, config=config)  # outermost
         app.add_exception_handler(kind, answer)
     return app
 

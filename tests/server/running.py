@@ -104,7 +104,8 @@ def posted(body: bytes | dict, path: str = "/v1/completions", **headers: str) ->
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = [f"POST {path} HTTP/1.1", "Host: here", *(f"{name}: {value}" for name, value in given.items() if value)]
+    named = [f"{name}: {value}" for name, value in given.items() if value]
+    lines = [f"POST {path} HTTP/1.1", *([] if "Host" in given else ["Host: localhost"]), *named]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 

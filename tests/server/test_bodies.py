@@ -109,8 +109,8 @@ def test_only_json_is_taken(server):
 def test_paths_and_methods(server):
     status, error = answered(server, posted(ASKED, "/v1/embeddings"))
     assert (status, error["type"]) == (404, "invalid_request_error")
-    assert answered(server, b"GET /v1/completions HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")[0] == 405
-    assert answered(server, b"GET /v1/models/other HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")[0] == 404
+    assert answered(server, b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[0] == 405
+    assert answered(server, b"GET /v1/models/other HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[0] == 404
     assert b" 400 " in server.raw(b"\x16\x03\x01 this is no HTTP\r\n\r\n").partition(b"\r\n")[0]
 
 
@@ -136,7 +136,7 @@ def test_keys(another):
         assert (status, error["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         server.client(api_key="wrong").models.list()
-    assert b"200 OK" in server.raw(b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+    assert b"200 OK" in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert server.client(api_key="unlock").completions.create(prompt="x", **GREEDY).usage.completion_tokens == 24
 
 
@@ -187,5 +187,5 @@ def test_whatever_the_bytes_are_the_server_does_not_fail(server, part):
         sent = posted(damaged(body)) if part == "body" else damaged(posted(body))
         with contextlib.suppress(TimeoutError):  # where it announces more than it sends
             found.add(server.raw(sent, half=rng.random() < 0.5, seconds=4)[:13])
-    assert found <= {b"", *(b"HTTP/1.1 %d " % status for status in (200, 400, 404, 405, 413, 415))}
+    assert found <= {b"", *(b"HTTP/1.1 %d " % status for status in (200, 400, 403, 404, 405, 413, 415))}
     assert found >= {b"HTTP/1.1 200 ", b"HTTP/1.1 400 "}
