@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hmac
 import time
 from typing import Annotated, Any
@@ -13,8 +14,8 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from openai.types import Model
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.prometheus import Metrics
@@ -23,8 +24,8 @@ from jaxspec.server.answers import ChatAnswer, TextAnswer
 from jaxspec.server.fields import wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
-from jaxspec.server.prepared import room_of
 from jaxspec.server.guard import Guard
+from jaxspec.server.prepared import room_of
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.settings import ANY, ServerConfig
 
@@ -76,10 +77,10 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     app = FastAPI(title="jaxspec", openapi_url=None)  # bodies are checked by tables, which no schema here tells
     app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm))
     app.include_router(routes)
-    for kind, answer in ANSWERS.items():
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)
     app.add_middleware(Guard, config=config)  # outermost
+    for kind, answer in ANSWERS.items():
         app.add_exception_handler(kind, answer)
     return app
 
@@ -87,6 +88,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
 # The routes know of no model by themselves: FastAPI keeps what it is given as long as the process lives.
 
 routes = APIRouter()
+reading = functools.partial(routes.api_route, methods=["GET", "HEAD"])
 Key = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
@@ -114,12 +116,13 @@ async def chat_completions(request: Request, served: Known) -> Response:
     return await served.generation(request, chat=True)
 
 
-@routes.get("/v1/models", dependencies=[Depends(allowed)])
+@reading("/v1/models/", dependencies=[Depends(allowed)])
+@reading("/v1/models", dependencies=[Depends(allowed)])
 async def models(served: Known) -> dict[str, Any]:
     return {"object": "list", "data": [served.described()]}
 
 
-@routes.get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
+@reading("/v1/models/{name:path}", dependencies=[Depends(allowed)])
 async def model_of(name: str, served: Known) -> dict[str, Any]:
     if name != served.model:
         message = f"model {name!r:.200} is not served here: {served.model!r} is"
@@ -127,14 +130,14 @@ async def model_of(name: str, served: Known) -> dict[str, Any]:
     return served.described()
 
 
-@routes.get("/health")
+@reading("/health")
 async def health(served: Known) -> dict[str, str]:
     served.gate.check(0)
     await served.check_alive()
     return {"status": "ok"}
 
 
-@routes.get("/metrics")
+@reading("/metrics")
 async def scrape(served: Known) -> Response:
     body = prometheus_client.generate_latest(served.metrics.registry)
     return Response(body, headers={"content-type": prometheus_client.CONTENT_TYPE_LATEST})

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import random
+import tracemalloc
+import zlib
 
 import openai
 import pytest
 
+from jaxspec.server import body as bodies
+from jaxspec.server.refusal import Refusal
 from tests.server.running import GREEDY, MODEL, connected, posted, until_closed
 
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 2}
@@ -95,6 +100,66 @@ def test_a_body_that_never_comes(another):
     status, error = answered(server, posted(b"{", Content_Length="100"))
     assert (status, error["message"]) == (408, "the body did not arrive within 0.3 seconds")
     server.raw(posted(b"{", Content_Length="100"), half=True)
+
+
+@pytest.mark.parametrize(
+    ("coding", "encode"),
+    [
+        ("gzip", gzip.compress),
+        ("x-gzip", gzip.compress),
+        ("GZip", gzip.compress),
+        ("deflate", zlib.compress),
+        ("identity", bytes),
+    ],
+)
+def test_encoded_bodies(server, coding, encode):
+    body = json.dumps(ASKED).encode()
+    assert b"200 OK" in server.raw(posted(encode(body), Content_Encoding=coding))
+    status, error = answered(server, posted(encode(b"{"), Content_Encoding=coding))
+    assert (status, error["message"][:19]) == (400, "the body is no JSON")
+
+
+ZIPPED = gzip.compress(json.dumps(ASKED).encode())
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "status", "message"),
+    [
+        ("gzip", ASKED, 400, "the body is no gzip, as its content-encoding says"),
+        ("deflate", ZIPPED, 400, "the body is no deflate, as its content-encoding says"),
+        ("gzip", b"", 400, "the body ends before the end of its gzip data"),
+        ("gzip", ZIPPED[:-3], 400, "the body ends before the end of its gzip data"),
+        ("gzip", ZIPPED[:-8] + bytes(8), 400, "the body is no gzip, as its content-encoding says"),
+        ("gzip", ZIPPED + b"x", 400, "the body goes on after the end of its gzip data"),
+        ("gzip", ZIPPED * 2, 400, "the body goes on after the end of its gzip data"),
+        ("", ZIPPED, 400, "the body is no JSON"),
+        ("br", ZIPPED, 415, "content-encoding 'br' must be gzip, deflate or none"),
+        ("gzip, gzip", gzip.compress(ZIPPED), 415, "content-encoding 'gzip, gzip' must be gzip, deflate or none"),
+        ("zip" * 100, ZIPPED, 415, "content-encoding 'zipzip"),
+    ],
+)
+def test_encoded_bodies_that_are_wrong(server, coding, body, status, message):
+    found, error = answered(server, posted(body, Content_Encoding=coding))
+    assert found == status
+    assert error["message"].startswith(message)
+    if status == 415:
+        assert b"accept-encoding: gzip, deflate" in server.raw(posted(body, Content_Encoding=coding)).lower()
+
+
+def test_an_encoded_body_has_the_limit_of_a_plain_one(another):
+    """It is not decoded any further."""
+    server = another(max_body_bytes=1000)
+    exact = json.dumps(ASKED).encode().ljust(1000)
+    assert b"200 OK" in server.raw(posted(gzip.compress(exact), Content_Encoding="gzip"))
+    status, error = answered(server, posted(gzip.compress(exact + b" "), Content_Encoding="gzip"))
+    assert (status, error["message"][:34]) == (413, "the body is longer than 1000 bytes")
+    bomb = zlib.compress(bytes(50_000_000))
+    tracemalloc.start()
+    with pytest.raises(Refusal, match="longer than 1000 bytes"):
+        bodies.decoded(bomb, "deflate", 1000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 500_000
 
 
 def test_only_json_is_taken(server):
