@@ -543,6 +543,30 @@ FAULTS = (
     Fault(  # a body that does not say its length has none
         "jaxspec/server/body.py", "if len(body) > most:", "if not body:", "tests/server/test_bodies.py -k too_long"
     ),
+    Fault(  # a compressed body is decoded however long it becomes
+        "jaxspec/server/body.py",
+        "decoder.decompress(body, most + 1)",
+        "decoder.decompress(body)",
+        "tests/server/test_bodies.py -k limit_of_a_plain_one",
+    ),
+    Fault(  # nobody has a time limit
+        "jaxspec/server/connections.py",
+        'LIMITS.get(awaited or "")',
+        'LIMITS.get("")',
+        "tests/server/test_connections.py -k time_limit",
+    ),
+    Fault(  # pages of any site may use the server
+        "jaxspec/server/guard.py",
+        "origin in self.origins",
+        "True",
+        "tests/server/test_guard.py -k others_may_not",
+    ),
+    Fault(  # large answers are written in the event loop
+        "jaxspec/server/offload.py",
+        "if not large:",
+        "if True:",
+        "tests/server/test_turns.py -k 'turns_are_short and prompt_logprobs'",
+    ),
     Fault(  # what the server does not know is ignored
         "jaxspec/server/fields.py",
         "elif name not in known and name not in HARMLESS:",
