@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import logging
 import math
@@ -20,34 +21,42 @@ from jaxspec.server.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
-MOST = 1024  # connections, where as many files may be open
-OWN_FILES = 64  # file descriptors that the process needs beside its connections
+MOST = 2048  # connections, where nothing else is asked for
+SPARE_FILES = 256  # file descriptors that are left to the rest of the process, at most half of all
 BACKLOG = 2048  # connections that the kernel holds until they are accepted
 RETRY = 0.5  # seconds between attempts to accept, after one that failed
 POLL = 0.01  # seconds between looks for room, where every connection is at work
 REPORT = 60.0  # seconds between two lines about such failures
 # What the server may wait for -> seconds that a client has for it. body.py limits the time of a body.
-LIMITS = {"headers": 10.0, "reading": 60.0}
-PAUSE = 1.0  # seconds without reading after which a client may lose its connection to a newcomer
+LIMITS = {"headers": 30.0, "reading": 60.0}
+PAUSE = 1.0  # seconds of waiting for a client after which a newcomer may take its place
 IDLE = 5  # seconds until a connection without a request is closed
 
 
 def max_connections(asked: int | None) -> int:
-    """Return the number of connections: `asked`, or half of the files that the process may open, up to MOST.
+    """Return the number of connections: `asked`, else MOST, or fewer where the process may not open as many files.
 
     Raises: UserError for more than the process may open.
     """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return asked or MOST
-    if asked is None:
-        return max(min(MOST, files // 2), 1)
-    if asked > files - OWN_FILES:
-        raise UserError(
-            f"max_connections={asked} is above {files - OWN_FILES}: this process may open {files} files, of which it "
-            f"needs {OWN_FILES} itself; `ulimit -n` raises that"
-        )
-    return asked
+    files = may_open((asked or MOST) + SPARE_FILES)
+    room = max(files - SPARE_FILES, files // 2, 1)
+    if asked is not None and asked > room:
+        why = f"this process may open {files} files, and needs some itself; `ulimit -n` raises that"
+        raise UserError(f"max_connections={asked} is above {room}: {why}")
+    return asked or min(MOST, room)
+
+
+def may_open(wanted: int) -> int:
+    """Raise the process's limit of open files to `wanted`, as far as it may -> the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if raised > soft:
+        with contextlib.suppress(ValueError, OSError):  # of a system whose own limit is lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            return raised
+    return soft
 
 
 class Connection(H11Protocol):
@@ -55,10 +64,12 @@ class Connection(H11Protocol):
 
     awaited: what the server waits for: "headers", "body", or "reading" of what was written. None: for nothing.
     since: when that began, in the loop's seconds.
+    last: whether the answer under way, or the next, is the last.
     """
 
     awaited: str | None = None
     since = 0.0
+    last = False
     timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -88,9 +99,13 @@ class Connection(H11Protocol):
 
     def look(self) -> None:
         """Note what the server waits for now."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self.last and self.cycle.keep_alive:
+            self.cycle.keep_alive = False
+            self.cycle.scope["headers"] = [*self.cycle.scope["headers"], CLOSE_HEADER]  # as if the client had asked
         if self.flow.write_paused:
             self.wait_for("reading")
-        elif self.cycle is None or self.cycle.response_complete:
+        elif not answering:
             self.wait_for("headers")
         else:
             self.wait_for("body" if self.cycle.more_body else None)
@@ -108,8 +123,12 @@ class Connection(H11Protocol):
     @property
     def may_go(self) -> bool:
         """Whether a newcomer may take the connection's place."""
-        reading = self.awaited == "reading"  # as every client is now and then
-        return self.awaited is not None and (not reading or self.loop.time() - self.since > PAUSE)
+        return self.awaited is not None and self.loop.time() - self.since > PAUSE
+
+    def close_after_answer(self) -> None:
+        """Make the answer under way the last, or else the next. Its client is told, unless it has begun."""
+        self.last = True
+        self.look()
 
     def end(self) -> None:
         """End the connection, its time being over."""
@@ -174,21 +193,28 @@ class Listener(uvicorn.Server):
     async def take(self, accepted: socket.socket) -> None:
         """Make a connection of a socket, as soon as there is room for it."""
         try:
-            while len(self.server_state.connections) >= self.most:
-                await asyncio.sleep(0 if self.evict() else POLL)
+            while len(self.connections) >= self.most:
+                if not self.evict():
+                    for connection in self.connections:
+                        connection.close_after_answer()
+                    await asyncio.sleep(POLL)
+                await asyncio.sleep(0)
             await asyncio.get_running_loop().connect_accepted_socket(self.connection, accepted)
         except BaseException as error:
             accepted.close()
             if not isinstance(error, OSError):  # which says that the client is gone
                 raise
 
+    @property
+    def connections(self) -> set[Connection]:
+        return self.server_state.connections  # type: ignore[return-value]
+
     def connection(self) -> Connection:
         return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def evict(self) -> bool:
         """End the connection that has kept the server waiting the longest -> whether there was one."""
-        connections: Any = self.server_state.connections
-        waiting = [connection for connection in connections if connection.may_go]
+        waiting = [connection for connection in self.connections if connection.may_go]
         if waiting:
             min(waiting, key=lambda connection: connection.since).transport.abort()
         return bool(waiting)

@@ -45,7 +45,7 @@ class ServerConfig:
       allowed_origins: Origins of web pages that may use the server, such as "https://example.com"; "*" allows any.
       served_model_name: What requests call the model. Default: as it was named here.
       max_queue: Samples that may wait for a row; more are answered 429.
-      max_connections: Connections at a time; by default half of the files that the process may open, at most 1,024. A
+      max_connections: Connections at a time; by default 2,048, or fewer where the process may not open as many files. A
         newcomer takes the place of the one that has kept the server waiting the longest.
       max_body_bytes: Longest body of a request.
       max_answer_logprobs: Most log-probabilities of an answer: samples x tokens x those of a token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -45,7 +46,7 @@ def is_healthy(server) -> bool:
 
 
 def open_connections(server) -> set[connections.Connection]:
-    return server.server.server_state.connections
+    return server.server.connections
 
 
 def trickle(connection: socket.socket, byte: bytes) -> None:
@@ -88,6 +89,24 @@ def test_who_is_served_is_not_put_out(another, monkeypatch):
             three.settimeout(SOON)
             slow.clear()
             assert all(b"200 OK" in until_closed(connection) for connection in (one, two, three))
+
+
+def test_more_clients_than_connections_lose_nothing(another, monkeypatch):
+    """Each asks again as soon as it has its answer, which says that its connection ends."""
+    monkeypatch.setattr(connections, "PAUSE", SOON)
+    server = another(max_connections=MOST)
+    asked = GREEDY | {"max_tokens": 2}
+
+    async def main():
+        async with server.async_client() as client:
+
+            async def ask():
+                for _ in range(4):
+                    await client.completions.create(prompt="x", **asked)
+
+            await asyncio.gather(*(ask() for _ in range(4 * MOST)))
+
+    asyncio.run(asyncio.wait_for(main(), SOON))
 
 
 def test_who_reads_slowly_is_not_put_out_at_once(another, monkeypatch):
@@ -172,17 +191,32 @@ def test_no_file_descriptor_left(another, caplog):
     assert "cannot accept a connection: [Errno 24] Too many open files" in line
 
 
-def test_as_many_connections_as_files_allow(monkeypatch):
-    limited = lambda files: monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-    limited(256)
-    assert connections.max_connections(None) == 128
-    assert connections.max_connections(192) == 192
-    with pytest.raises(UserError, match="max_connections=193 is above 192: this process may open 256 files"):
-        connections.max_connections(193)
-    limited(1 << 20)
-    assert connections.max_connections(None) == 1024
-    limited(resource.RLIM_INFINITY)
-    assert (connections.max_connections(None), connections.max_connections(10**6)) == (1024, 10**6)
+@pytest.mark.parametrize(
+    ("soft", "hard", "most", "raised"),
+    [
+        (256, 256, 128, None),
+        (512, 600, 344, 600),
+        (1024, 1024, 768, None),
+        (1024, 1 << 20, 2048, 2304),
+        (1 << 20, 1 << 20, 2048, None),
+        (1024, resource.RLIM_INFINITY, 2048, 2304),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2048, None),
+    ],
+)
+def test_as_many_connections_as_files_allow(monkeypatch, soft, hard, most, raised):
+    """The process raises its own limit, as far as it may."""
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, found: limits.append(found))
+    assert connections.max_connections(None) == most
+    assert limits[1:] == ([(raised, hard)] if raised else [])
+    assert connections.max_connections(most) == most
+    if hard in (256, 600, 1024):
+        message = f"max_connections={most + 1} is above {most}: this process may open {hard} files"
+        with pytest.raises(UserError, match=message):
+            connections.max_connections(most + 1)
+    else:
+        assert connections.max_connections(most + 1) == most + 1
 
 
 @pytest.mark.thorough
