@@ -24,7 +24,7 @@ from tests.async_llm.calls import SOON
 from tests.server.running import MODEL, posted
 from tests.server.test_bodies import answered
 
-CALLS = 20_000  # of a turn
+CALLS = 30_000  # of a turn
 TEXT = 5_000  # characters
 ASKED = {"model": MODEL, "max_tokens": 2, "temperature": 0}
 IDS = list(range(5, 105))
@@ -69,14 +69,17 @@ class Turns:
 
 @contextlib.contextmanager
 def watched(server) -> Iterator[Turns]:
-    turns = Turns()
-    install = lambda profiler: (sys.setprofile(profiler), done.set())
-    for profiler in (turns, None):
+    def install(profiler: Turns | None) -> None:
         done = threading.Event()
-        server.loop.call_soon_threadsafe(install, profiler)
+        server.loop.call_soon_threadsafe(lambda: (sys.setprofile(profiler), done.set()))
         assert done.wait(SOON)
-        if profiler:
-            yield turns
+
+    turns = Turns()
+    install(turns)
+    try:
+        yield turns
+    finally:
+        install(None)
 
 
 @pytest.mark.parametrize("asked", KINDS.values(), ids=KINDS)
