@@ -78,8 +78,16 @@ class AsyncLLM:
     def timing(self) -> Timing:
         return self.llm.timing
 
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Ask:
+        """Return a prompt, checked with its parameters, that `generate` and `stream` take without further work. Any
+        thread may call this. Raises UserError as they do."""
+        asked = self.llm._prepare(prompt, sampling_params)
+        if len(asked) != 1:
+            raise UserError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
+        return asked[0]
+
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: Prompt | Ask, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[StreamOutput, None]:
         """Yields pieces of a prompt's completion as they are made, of each of its n samples. What is wrong with the
         prompt or the parameters is raised here, before anything is queued.
@@ -90,7 +98,7 @@ class AsyncLLM:
         return self._results(self._prepare(prompt, sampling_params, request_id), Job.pieces, streaming=True)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: Prompt | Ask, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> RequestOutput:
         """Completes a prompt. Raises UserError for one that cannot be served; an output whose completion failed on the
         way has finish_reason "error". request_id: as of `stream`."""
@@ -125,14 +133,14 @@ class AsyncLLM:
 
     def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> Ask:
         self._thread.check_open()
-        asked = self.llm._prepare(prompt, sampling_params)
-        if len(asked) != 1:
-            raise UserError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
+        if isinstance(prompt, Ask) and sampling_params is not None:
+            raise UserError("sampling_params belong to `prepare` where the prompt is prepared: leave them out here")
+        ask = prompt if isinstance(prompt, Ask) else self.prepare(prompt, sampling_params)
         if request_id is None:
             request_id = uuid.uuid4().hex
         if not isinstance(request_id, str) or not request_id:
             raise UserError(f"request_id={quoted(request_id)} must be a string that is not empty")
-        return dataclasses.replace(asked[0], request_id=request_id)
+        return dataclasses.replace(ask, request_id=request_id)
 
     async def _results(
         self, ask: Ask, take: Callable[[Job], list[Any]], *, streaming: bool = False

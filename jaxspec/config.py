@@ -155,7 +155,7 @@ class SpeculativeConfig:
         beside = ("method", "model", "tree_width", "tree_depth", "tree_nodes", "tree_choices", "parallel_drafting")
         for name in beside:
             if (value := getattr(self, name)) is not None:
-                raise UserError(f"drafter is given, and {name}={value!r:.80}: drop one of them")
+                raise UserError(f"drafter is given, and {name}={quoted(value)}: drop one of them")
         if self.num_speculative_tokens not in (type(self).num_speculative_tokens, count):
             raise UserError(
                 f"num_speculative_tokens={self.num_speculative_tokens}, but the drafter has {count}: leave "

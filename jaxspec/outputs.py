@@ -56,7 +56,7 @@ class SpecDecodeMetrics:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)  # there may be a million of them
 class Logprob:
     """Of one token, under the target's raw logits: before temperature, penalties and filters.
 

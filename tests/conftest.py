@@ -38,8 +38,12 @@ from tests import annotations  # noqa: E402
 CHECKED = ("jaxspec.sampling", "jaxspec.verify", "jaxspec.drafters", "jaxspec.decode.round")
 install_import_hook(CHECKED, f"{annotations.__name__}.function")
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+hypothesis.settings.register_profile("any machine", deadline=None, database=None)  # a busy one is slow, not wrong
+hypothesis.settings.load_profile("any machine")
 
 # The core's own tests, which a GPU has to pass too: its kernels, its rounding, its compiler.
 ALSO_ON_GPU = (

@@ -18,7 +18,7 @@ from jaxspec.cli.shared import DRAFT_HELP, MODEL_HELP, HostOptions, extra, join
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.errors import UserError, quoted
 from jaxspec.progress import say
-from jaxspec.server.settings import LOOPBACK, ServerConfig
+from jaxspec.server.settings import ServerConfig, is_loopback
 
 API_KEY = "JAXSPEC_API_KEY"  # the option would be seen in the list of processes
 NOT_YET = ("enable_lora", "pipeline_parallel_size")
@@ -33,6 +33,20 @@ OWN = {
     "enable_prefix_caching": Own(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
     "compilation_cache": Own(flags=("--compilation-cache/--no-compilation-cache",)),
     "warm_up": Own(flags=("--warm-up/--no-warm-up",), default=True),
+    "allowed_hosts": Own(
+        flags=("--allowed-host",),
+        kind=list[str],
+        default=None,
+        help='A name that requests may have as their Host beside loopback names; "*" allows any. May be repeated.',
+        metavar="NAME",
+    ),
+    "allowed_origins": Own(
+        flags=("--allowed-origin",),
+        kind=list[str],
+        default=None,
+        help='Origin of web pages that may use it, such as https://example.com; "*" allows any. May be repeated.',
+        metavar="ORIGIN",
+    ),
     "api_key": Own(
         help=f"What clients have to send as their API key; {API_KEY} in the environment keeps it from view."
     ),
@@ -67,7 +81,7 @@ def serve(
         llm = AsyncLLM(model, speculative_config=speculative, **dataclasses.asdict(options))
         assert listening is not None  # else this process has done what another decided, and has ended
         host, port, *_ = listening.getsockname()
-        if config.host not in LOOPBACK and not config.api_key:
+        if not is_loopback(config.host) and not config.api_key:
             say(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         number, num_cut = run.serve(llm, config, model, listening, lambda: say(f"serving {model} at {url}"))

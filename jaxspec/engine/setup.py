@@ -15,7 +15,7 @@ from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.tree import Shape, Tree
 from jaxspec.engine.batch import ChunkShape
 from jaxspec.engine.catalogue import Closed, Open
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import compute_dtype, weight_bytes
@@ -206,13 +206,13 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
 def with_drafts(given: Any, k: int) -> Drafter:
     """Return the caller's own drafter for k tokens a round. Raise UserError for what is no drafter."""
     if not isinstance(given, Drafter):
-        raise UserError(f"drafter={given!r:.80} must be a jaxspec.drafters.base.Drafter")
+        raise UserError(f"drafter={quoted(given)} must be a jaxspec.drafters.base.Drafter")
     try:
         hash(given)
         return dataclasses.replace(given, num_speculative_tokens=k)
     except TypeError as error:
         needed = "must be a frozen dataclass of hashable fields (its arrays come from parameters())"
-        raise UserError(f"drafter={given!r:.80} {needed}: {error}") from None
+        raise UserError(f"drafter={quoted(given)} {needed}: {error}") from None
 
 
 def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], method: Any, k: int) -> Tree:

@@ -59,14 +59,16 @@ class Base:
         return CompletionUsage(prompt_tokens=self.prompt_tokens, completion_tokens=self.num_tokens, total_tokens=whole)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> str:
-        choices = []
-        for index, output in enumerate(outputs):
-            for completion in output.outputs:
-                self.num_tokens += len(completion.token_ids)
-                self.reasons[str(completion.finish_reason)] += 1
-                choices.append(self.choice(index * self.n + completion.index, completion, output))
+        self.num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        for output in outputs:
+            self.reasons.update(str(completion.finish_reason) for completion in output.outputs)
+        choices = (  # each is made when it is written
+            self.choice(index * self.n + completion.index, completion, output)
+            for index, output in enumerate(outputs)
+            for completion in output.outputs
+        )
         more = self.beside(outputs)
-        return written(self.document(**self.head(self.kind), choices=choices, usage=self.usage(), **more))
+        return written(self.document.construct(**self.head(self.kind), choices=choices, usage=self.usage(), **more))
 
     def beside(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """What a whole answer has beside its choices."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hmac
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from openai.types import Model
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from jaxspec.async_llm import AsyncLLM
@@ -24,10 +26,18 @@ from jaxspec.server.control_tokens import control_tokens
 from jaxspec.server.fields import wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
+from jaxspec.server.guard import Guard
 from jaxspec.server.prepared import room_of
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.request_log import RequestLog
-from jaxspec.server.settings import ServerConfig
+from jaxspec.server.settings import ANY, ServerConfig
+
+# What pages of allowed origins may send, and which headers they may read beside the usual.
+CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "HEAD", "POST"),
+    "allow_headers": (ANY,),
+    "expose_headers": ("Retry-After", "X-Should-Retry"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +67,12 @@ class Served:
     async def generation(self, request: Request, *, chat: bool) -> Generation:
         self.gate.check()  # before the body is read
         await self.check_alive()
+        read = lambda body: wish(body, chat=chat, model=self.model, room=self.room)
         async with self.gate.arriving():
-            body = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout)
-        wanted = wish(body, chat=chat, model=self.model, room=self.room)
+            wanted = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, read)
         answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted)
         request.state.answer = answer  # for the request log
-        seconds = self.config.request_timeout
-        return Generation(self.llm, self.gate, wanted, answer, self.room, seconds, self.control)
+        return Generation(self.llm, self.gate, wanted, answer, self.room, self.config, self.control)
 
     def described(self) -> dict[str, Any]:
         found = Model(id=self.model, object="model", created=self.created, owned_by="jaxspec")
@@ -78,6 +87,9 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
     control = control_tokens(llm.llm.tokenizer) if config.refuse_control_tokens else {}
     app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm), control)
     app.include_router(routes)
+    if config.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)
+    app.add_middleware(Guard, config=config)  # outermost
     if config.enable_log_requests:
         app.add_middleware(RequestLog)
     for kind, answer in ANSWERS.items():
@@ -88,6 +100,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> Fas
 # The routes know of no model by themselves: FastAPI keeps what it is given as long as the process lives.
 
 routes = APIRouter()
+reading = functools.partial(routes.api_route, methods=["GET", "HEAD"])
 Key = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
@@ -115,12 +128,13 @@ async def chat_completions(request: Request, served: Known) -> Response:
     return await served.generation(request, chat=True)
 
 
-@routes.get("/v1/models", dependencies=[Depends(allowed)])
+@reading("/v1/models/", dependencies=[Depends(allowed)])
+@reading("/v1/models", dependencies=[Depends(allowed)])
 async def models(served: Known) -> dict[str, Any]:
     return {"object": "list", "data": [served.described()]}
 
 
-@routes.get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
+@reading("/v1/models/{name:path}", dependencies=[Depends(allowed)])
 async def model_of(name: str, served: Known) -> dict[str, Any]:
     if name != served.model:
         message = f"model {quoted(name, 200)} is not served here: {served.model!r} is"
@@ -128,14 +142,14 @@ async def model_of(name: str, served: Known) -> dict[str, Any]:
     return served.described()
 
 
-@routes.get("/health")
+@reading("/health")
 async def health(served: Known) -> dict[str, str]:
     served.gate.check(0)
     await served.check_alive()
     return {"status": "ok"}
 
 
-@routes.get("/metrics")
+@reading("/metrics")
 async def scrape(served: Known) -> Response:
     body = prometheus_client.generate_latest(served.metrics.registry)
     return Response(body, headers={"content-type": prometheus_client.CONTENT_TYPE_LATEST})

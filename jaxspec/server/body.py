@@ -4,38 +4,69 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections import Counter
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 
 from jaxspec.errors import quoted, shortened
+from jaxspec.server.offload import LARGE_BODY, offload
 from jaxspec.server.refusal import Refusal
 
+T = TypeVar("T")
+
 LONGEST = 60.0  # seconds in which a body has to arrive: nobody counts the clients that are still sending
+CODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # Content-Encoding -> zlib's wbits
 
 
-async def read(request: Request, most: int, seconds: float) -> dict[str, Any]:
-    """The object that the body holds. Raises Refusal for one that is longer than `most` bytes, takes longer to arrive,
-    or holds none."""
+async def read(request: Request, most: int, seconds: float, take: Callable[[dict[str, Any]], T]) -> T:
+    """Return what `take` makes of the object that the body holds. Raises Refusal for a body that is longer than `most`
+    bytes, encoded or decoded, takes longer to arrive, or holds no object."""
     seconds = min(seconds, LONGEST)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which a page of some other site cannot send without being asked first
         raise Refusal(415, f"content-type {quoted(kind)} must be application/json")
-    too_long = Refusal(413, f"the body is longer than {most} bytes: send less, or raise --max-body-bytes")
+    coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if coding not in ("", "identity", *CODINGS):
+        headers = {"Accept-Encoding": "gzip, deflate"}
+        raise Refusal(415, f"content-encoding {quoted(coding)} must be gzip, deflate or none", headers=headers)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > most:
-        raise too_long
+        raise too_long(most)
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
                 if len(body) > most:
-                    raise too_long
+                    raise too_long(most)
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {seconds:g} seconds") from None
-    return parsed(bytes(body))
+    large = coding in CODINGS or len(body) > LARGE_BODY
+    return await offload(large, lambda: take(parsed(decoded(bytes(body), coding, most))))
+
+
+def too_long(most: int) -> Refusal:
+    return Refusal(413, f"the body is longer than {most} bytes: send less, or raise --max-body-bytes")
+
+
+def decoded(body: bytes, coding: str, most: int) -> bytes:
+    """Undo the body's content coding, and stop where the result is longer than `most` bytes."""
+    if coding not in CODINGS:
+        return body
+    decoder = zlib.decompressobj(CODINGS[coding])
+    try:
+        found = decoder.decompress(body, most + 1)
+    except zlib.error as error:
+        raise Refusal(400, f"the body is no {coding}, as its content-encoding says: {error}") from None
+    if len(found) > most:
+        raise too_long(most)
+    if not decoder.eof or decoder.unused_data:
+        place = "goes on after" if decoder.eof else "ends before"
+        raise Refusal(400, f"the body {place} the end of its {coding} data")
+    return found
 
 
 def parsed(body: bytes) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -14,14 +14,19 @@ from starlette.types import Receive, Scope, Send
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.errors import UserError
 from jaxspec.outputs import RequestOutput, StreamOutput
+from jaxspec.prompts import Ask
 from jaxspec.server.answers import Answer
 from jaxspec.server.fields import Wish
 from jaxspec.server.gate import Gate
-from jaxspec.server.prepared import Asked, prepared
+from jaxspec.server.offload import LARGE_ANSWER, offload
+from jaxspec.server.prepared import prepared
 from jaxspec.server.refusal import Refusal, of_user_error
+from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
+PIECE = 65_536  # bytes of a whole answer that are sent at once
+CHOICE = 50  # tokens that are written in the time that a choice takes beside its own
 LAST_WORD = 1.0  # seconds for the error that ends a stream: its reader may have stopped reading
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 Piece = tuple[int, StreamOutput]  # and the index of its stream
@@ -32,7 +37,6 @@ class Generation(Response):
     ends that call ends the request in the engine too.
 
     room: the most tokens of a prompt with its output.
-    seconds: it may take.
     control: control tokens that its texts may not hold, by id.
     """
 
@@ -43,23 +47,26 @@ class Generation(Response):
         wish: Wish,
         answer: Answer,
         room: int,
-        seconds: float,
+        config: ServerConfig,
         control: Mapping[int, str],
     ) -> None:
         super().__init__()
         self.llm, self.gate, self.wish, self.answer = llm, gate, wish, answer
-        self.room, self.seconds, self.control = room, seconds, control
+        self.room, self.seconds, self.control = room, config.request_timeout, control
+        self.max_logprobs = config.max_answer_logprobs
         self.started = False  # whether the status is out
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def heard(message: Any) -> None:
             self.started = self.started or message["type"] == "http.response.start"
             await send(message)
+            await asyncio.sleep(0)  # a client that takes all at once leaves the others their turns
 
         async def work() -> None:
             asked = await prepared(self.llm, self.wish, self.room, self.control)
-            self.answer.prompt_tokens = sum(len(prompt["prompt_token_ids"]) for prompt, _ in asked)
-            await (self.stream(asked, heard) if self.wish.stream else self.whole(asked, scope, receive, heard))
+            self.check_size(asked)
+            self.answer.prompt_tokens = sum(len(ask.ids) for ask in asked)
+            await (self.stream(asked, heard) if self.wish.stream else self.whole(asked, heard))
 
         with self.gate.enter(self.wish.samples, self.seconds) as limit:
             try:
@@ -87,35 +94,53 @@ class Generation(Response):
         message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
         return Refusal(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 
-    async def whole(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
-        outputs: list[RequestOutput] = await together([self.llm.generate(*each) for each in asked])
-        for output in outputs:
-            for completion in output.outputs:
-                check_whole(completion.finish_reason, completion.error)
-        written = self.answer.whole
-        # Log-probabilities of long answers are megabytes, and the loop has others to serve.
-        body = written(outputs) if self.wish.params.logprobs is None else await asyncio.to_thread(written, outputs)
-        response = Response(body, media_type="application/json")
-        await response(scope, receive, send)
+    def check_size(self, asked: Sequence[Ask]) -> None:
+        """Raise Refusal where the answer could hold too many log-probabilities."""
+        self.num_logprobs = sum(most_logprobs(ask, self.room) for ask in asked)
+        if self.num_logprobs > self.max_logprobs:
+            raise Refusal(
+                400,
+                f"the answer could hold {self.num_logprobs} log-probabilities (samples x tokens x those of a token): "
+                f"the server takes at most {self.max_logprobs}; ask for fewer, or raise --max-answer-logprobs",
+                param="logprobs" if self.wish.params.prompt_logprobs is None else "prompt_logprobs",
+            )
 
-    async def stream(self, asked: Asked, send: Send) -> None:
+    async def whole(self, asked: Sequence[Ask], send: Send) -> None:
+        body = await self.written(asked)  # without the outputs, whose memory is more
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for start in range(0, len(body), PIECE):  # each waits until the client has taken the one before
+            await send({"type": "http.response.body", "body": body[start : start + PIECE], "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def written(self, asked: Sequence[Ask]) -> bytes:
+        """Generate all outputs -> the answer."""
+        outputs: list[RequestOutput] = await together([self.llm.generate(ask) for ask in asked])
+        completions = [completion for output in outputs for completion in output.outputs]
+        for completion in completions:
+            check_whole(completion.finish_reason, completion.error)
+        size = self.num_logprobs + sum(len(completion.token_ids) + CHOICE for completion in completions)
+        return await offload(size > LARGE_ANSWER, lambda: self.answer.whole(outputs).encode())
+
+    async def stream(self, asked: Sequence[Ask], send: Send) -> None:
         """The status goes out with the first piece: what fails before has a status of its own."""
-        streams = [self.llm.stream(*each) for each in asked]  # refuses what is wrong
+        streams = [self.llm.stream(ask) for ask in asked]
         async with contextlib.aclosing(merged(streams)) as pieces:
             async for index, piece in pieces:
                 check_whole(piece.finish_reason, piece.error)
                 if not self.started:
                     headers = [(name.encode(), value.encode()) for name, value in EVENTS.items()]
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    await self.say(send, *self.answer.first())
-                await self.say(send, *self.answer.piece(index, piece))
-        await self.say(send, *self.answer.last(), "[DONE]")
+                    await self.say(send, self.answer.first())
+                size = len(piece.token_ids) * (1 + per_token(self.wish.params.logprobs))
+                events = self.answer.piece(index, piece)
+                await self.say(send, await offload(size > LARGE_ANSWER, list, events))
+        await self.say(send, [*self.answer.last(), "[DONE]"])
         await send({"type": "http.response.body", "body": b""})
 
-    async def say(self, send: Send, *events: str) -> None:
-        if events:
-            body = "".join(f"data: {event}\n\n" for event in events).encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def say(self, send: Send, events: Iterable[str]) -> None:
+        for event in events:
+            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
 
     async def last_word(self, error: Exception, send: Send) -> None:
         """A stream that cannot go on says why."""
@@ -124,8 +149,20 @@ class Generation(Response):
             error = Refusal(500, "the server failed")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD):
-                await self.say(send, self.answer.error(error))
+                await self.say(send, [self.answer.error(error)])
                 await send({"type": "http.response.body", "body": b""})
+
+
+def most_logprobs(ask: Ask, room: int) -> int:
+    """Return the most log-probabilities that the answer to a prompt can hold."""
+    params, length = ask.params, len(ask.ids)
+    output = min(params.max_tokens, max(room - length, 0)) * per_token(params.logprobs)
+    return params.n * (length * per_token(params.prompt_logprobs) + output)
+
+
+def per_token(asked: int | None) -> int:
+    """Return the most log-probabilities that come with a token: those asked for, and its own."""
+    return 0 if asked is None else asked + 1
 
 
 def check_whole(finish_reason: str | None, error: str | None) -> None:

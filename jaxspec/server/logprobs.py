@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from openai.types.chat import ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion import ChoiceLogprobs
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 
 from jaxspec.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
@@ -51,9 +49,10 @@ def of_text(rows: Rows, ids: Sequence[int], offset: int) -> tuple[Logprobs, int]
     """offset: characters of the tokens before. Return the log-probabilities, and where the next token begins."""
     chosen = [row[i] for i, row in zip(ids, rows, strict=False)]
     *offsets, end = itertools.accumulate(map(width, chosen), initial=offset)
-    top = [{name: number(row[i]) for i, name in names(row).items()} for row in rows]
     logprobs = [number(entry) for entry in chosen]
-    found = Logprobs(tokens=list(map(text, chosen)), token_logprobs=logprobs, top_logprobs=top, text_offset=offsets)
+    found = Logprobs(tokens=list(map(text, chosen)), token_logprobs=logprobs, text_offset=offsets)
+    # A generator, which only the constructor would make a list of: nothing of it is kept in memory.
+    found.top_logprobs = ({name: number(row[i]) for i, name in names(row).items()} for row in rows)  # type: ignore
     return found, end
 
 
@@ -61,18 +60,21 @@ def of_chat(output: CompletionOutput | StreamOutput, most: int) -> ChoiceLogprob
     """most: likeliest tokens that were asked for; the chosen one is among them or not."""
     if output.logprobs is None:
         return None
-    content = []
-    for i, row in zip(output.token_ids, output.logprobs, strict=False):
+    found = ChoiceLogprobs.construct(refusal=None)
+    found.content = chat_entries(output.token_ids, output.logprobs, most)  # type: ignore[assignment]
+    return found
+
+
+def chat_entries(ids: Sequence[int], rows: Rows, most: int) -> Iterator[dict[str, Any]]:
+    """Yield each token's entry when it is written. All of them would take many times the memory of their text."""
+    for i, row in zip(ids, rows, strict=False):
         named = [(e, name) for e, name in zip(row.values(), names(row).values(), strict=True) if e.rank <= most]
         best = sorted(named, key=lambda each: each[0].rank)[:most]
-        listed = [TopLogprob(token=name, logprob=number(e), bytes=octets(e)) for e, name in best]
-        entry = row[i]
-        content.append(
-            ChatCompletionTokenLogprob(
-                token=text(entry), logprob=number(entry), bytes=octets(entry), top_logprobs=listed
-            )
-        )
-    return ChoiceLogprobs(content=content, refusal=None)
+        yield chat_entry(row[i], text(row[i])) | {"top_logprobs": [chat_entry(e, name) for e, name in best]}
+
+
+def chat_entry(entry: Logprob, name: str) -> dict[str, Any]:
+    return {"token": name, "logprob": number(entry), "bytes": octets(entry)}
 
 
 def of_prompt(output: RequestOutput) -> dict[str, Any]:
@@ -81,4 +83,4 @@ def of_prompt(output: RequestOutput) -> dict[str, Any]:
         return {}
     entry = lambda e: {"logprob": number(e), "rank": e.rank, "decoded_token": e.decoded_token}
     described = lambda row: {str(i): entry(e) for i, e in row.items()}
-    return {"prompt_logprobs": [None if row is None else described(row) for row in output.prompt_logprobs]}
+    return {"prompt_logprobs": (None if row is None else described(row) for row in output.prompt_logprobs)}

@@ -12,51 +12,66 @@ from typing import Any, TypeVar
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.chat import as_prompt, rendering
 from jaxspec.errors import UserError
-from jaxspec.prompts import Prompt, encode, text_of
+from jaxspec.prompts import Ask, Prompt, encode, text_of
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.server import control_tokens
 from jaxspec.server.fields import Wish
 from jaxspec.server.refusal import of_user_error
 
 T = TypeVar("T")
-Asked = list[tuple[Mapping[str, Any], SamplingParams]]
 
 SHORT = 10_000  # characters, or ids, that are made ready at once
+# Characters that take as long as what is done for each prompt, bad word and message.
+PROMPT, WORD, MESSAGE = 500, 200, 50
 LONG_PROMPTS = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-prompts")
 
 
 def room_of(llm: AsyncLLM) -> int:
-    """The most tokens of a prompt with its output: what the model has, and the pool."""
+    """Return the most tokens of a prompt with its output: the model's context, or what the pool holds."""
     engine = llm.llm.engine
     return min(engine.limits.max_model_len, engine.scheduler.longest_request)
 
 
-async def prepared(llm: AsyncLLM, wish: Wish, room: int, control: Mapping[int, str]) -> Asked:
-    """control: tokens that texts may not hold, by id. Raises Refusal."""
+async def prepared(llm: AsyncLLM, wish: Wish, room: int, control: Mapping[int, str]) -> list[Ask]:
+    """Prepare the prompts of a request. control: tokens that texts may not hold, by id. Raise Refusal or UserError."""
     tokenizer = llm.llm.tokenizer
-
-    def prepare() -> Asked:
-        return [(prompt, fitted(wish, len(prompt["prompt_token_ids"]), room)) for prompt in map(as_ids, given)]
-
     try:
         if control:
             size = sum(len(text) for _, text in control_tokens.texts(wish))
             await unhurried(size, functools.partial(control_tokens.refuse, tokenizer, control, wish))
         if wish.prompts is None:
-            given: Sequence[Any] = [await llm.templates.text(rendering(tokenizer, wish.messages, **wish.chat))]
+            call = functools.partial(rendering, tokenizer, wish.messages, **wish.chat)
+            texts: Sequence[Any] = [await llm.templates.text(await unhurried(MESSAGE * len(wish.messages), call))]
             as_ids = functools.partial(as_prompt, tokenizer)
         else:
-            given, as_ids = wish.prompts, functools.partial(encoded, tokenizer)
-        return await unhurried(sum(map(len, given)), prepare)
+            texts, as_ids = wish.prompts, functools.partial(encoded, tokenizer)
     except UserError as error:
         raise of_user_error(error, wish.source, vars(wish.params), wish.source) from None
+    return await unhurried(work(wish.params, texts), functools.partial(prepare, llm, wish, room, texts, as_ids))
+
+
+def work(params: SamplingParams, texts: Sequence[Any]) -> int:
+    """Estimate the work of `prepare`, in characters that take as long. Each prompt goes through all lists."""
+    lists = (params.logit_bias, params.allowed_token_ids, params.stop_token_ids)
+    each = PROMPT + WORD * len(params.bad_words) + sum(len(given or ()) for given in lists)
+    return sum(map(len, texts)) + each * len(texts)
 
 
 async def unhurried(size: int, call: Callable[[], T]) -> T:
-    """call(). Long prompts take their time, one after the other in a thread, and hold up no others."""
+    """Call, in a thread where it takes long: one after the other, so that it holds up no others."""
     if size <= SHORT:
         return call()
     return await asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, call)
+
+
+def prepare(
+    llm: AsyncLLM, wish: Wish, room: int, texts: Sequence[Any], as_ids: Callable[[Any], Mapping[str, Any]]
+) -> list[Ask]:
+    try:
+        prompts = [as_ids(text) for text in texts]
+    except UserError as error:
+        raise of_user_error(error, wish.source, vars(wish.params), wish.source) from None
+    return [llm.prepare(prompt, fitted(wish, len(prompt["prompt_token_ids"]), room)) for prompt in prompts]
 
 
 def encoded(tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:

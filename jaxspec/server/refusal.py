@@ -50,7 +50,7 @@ class Refusal(Exception):
         return {"error": error.model_dump(exclude_unset=True)}
 
     def as_json(self) -> str:
-        return one_line(json.dumps(self.as_dict(), ensure_ascii=False))
+        return one_line(json.dumps(self.as_dict(), ensure_ascii=False, separators=(",", ":")))
 
     def response(self) -> Response:
         return Response(self.as_json(), self.status, headers=self.headers, media_type="application/json")

@@ -16,6 +16,7 @@ from jaxspec.server.app import make_app
 from jaxspec.server.run import gate_of
 from jaxspec.server.settings import ServerConfig
 
+ANYWHERE = "0.0.0.0"  # Ray's proxies listen, at addresses that a replica does not know
 SPARE = 64  # requests that a full replica is sent, to answer 429
 
 
@@ -39,7 +40,7 @@ def replicas(
     A replica that is not needed any more finishes what runs, for config.drain_timeout seconds at most. One whose engine
     has failed is replaced. jaxspec.server.ray_proxy has the errors of Ray's own proxy in OpenAI's form.
     """
-    config = config or ServerConfig()
+    config = dataclasses.replace(config or ServerConfig(), host=ANYWHERE)
     engine = EngineConfig(**{"warm_up": True} | options)
     rows = engine.max_num_seqs
 

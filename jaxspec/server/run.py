@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -15,8 +17,11 @@ from starlette.types import ASGIApp
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.errors import UserError
 from jaxspec.server.app import make_app
+from jaxspec.server.connections import IDLE, Connection, Listener, max_connections
 from jaxspec.server.gate import Gate
 from jaxspec.server.settings import ServerConfig
+
+logger = logging.getLogger(__name__)
 
 CONNECTIONS_END = 3  # seconds in which connections have to close when everything is said
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
@@ -24,6 +29,7 @@ ENDINGS = (signal.SIGTERM, signal.SIGINT)
 
 def bound(config: ServerConfig) -> socket.socket:
     """The server's socket, before the model is loaded: it takes no connection yet. Raises UserError."""
+    max_connections(config.max_connections)
     with contextlib.ExitStack() as opened:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
@@ -49,40 +55,47 @@ def serve(
     """Serves until SIGTERM or SIGINT, and returns when all that ran has ended or was cut off -> (the signal, how many
     were). model: its name."""
     gate = gate_of(llm, config)
+    if (most := max_connections(config.max_connections)) < gate.most:
+        fewer = "%d connections are fewer than the %d samples that may run and wait"
+        logger.warning(f"{fewer}: raise `ulimit -n` or --max-connections", most, gate.most)
     app = make_app(llm, config, config.served_model_name or model, gate)
-    return asyncio.run(until_told(app, gate, config.drain_timeout, listening, ready)), gate.num_cut
+    gc.freeze()  # a search for garbage through model and libraries would stop the event loop for tenths of a second
+    try:
+        return asyncio.run(until_told(app, gate, config, listening, ready)), gate.num_cut
+    finally:
+        gc.unfreeze()
 
 
 async def until_told(
-    app: ASGIApp, gate: Gate, seconds: float, listening: socket.socket, ready: Callable[[], None]
+    app: ASGIApp, gate: Gate, config: ServerConfig, listening: socket.socket, ready: Callable[[], None]
 ) -> int:
     told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     with signals(told):
-        server = server_of(app)
+        server = server_of(app, config)
         serving = asyncio.ensure_future(server.serve([listening]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         ready()
         either: list[asyncio.Future[Any]] = [serving, told]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        await gate.drain(seconds)  # new connections are answered meanwhile: 503
+        await gate.drain(config.drain_timeout)  # new connections are answered meanwhile: 503
         server.should_exit = True
         await serving
         return told.result()
 
 
-class Server(uvicorn.Server):
+class Server(Listener):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """They are this module's."""
         yield
 
 
-def server_of(app: ASGIApp) -> Server:
+def server_of(app: ASGIApp, config: ServerConfig) -> Server:
     return Server(
         uvicorn.Config(
             app,
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -90,8 +103,10 @@ def server_of(app: ASGIApp) -> Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=IDLE,
             timeout_graceful_shutdown=CONNECTIONS_END,
-        )
+        ),
+        max_connections(config.max_connections),
     )
 
 

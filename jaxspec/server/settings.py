@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from jaxspec.errors import UserError, quoted
-from jaxspec.options import flag, number, options, whole
+import ipaddress
+import re
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from jaxspec.errors import UserError, quoted
+from jaxspec.options import flag, number, options, strings, whole
+
+ANY = "*"  # host or origin
 LARGEST_PORT = 65_535
-COUNTS = {"port": (0, LARGEST_PORT), "max_queue": (0,), "max_body_bytes": (1,)}
+COUNTS = {
+    "port": (0, LARGEST_PORT),
+    "max_queue": (0,),
+    "max_connections": (1,),
+    "max_body_bytes": (1,),
+    "max_answer_logprobs": (0,),
+}
+# Names in requests' headers -> (their form, the same in words).
+NAMES = {
+    "allowed_hosts": (
+        re.compile(r"[\w.-]+|([0-9a-f]*:){2,}[0-9a-f.]*"),
+        "a name or an address without scheme and port, or '*'",
+    ),
+    "allowed_origins": (
+        re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s]+"),
+        "a scheme and a host, such as 'https://example.com', 'null' or '*'",
+    ),
+}
 SECONDS = ("request_timeout", "drain_timeout")
 LONGEST = 1e6  # seconds
 
@@ -20,11 +40,17 @@ class ServerConfig:
       host: Address to listen on. Nobody on other machines reaches the default.
       port: Port to listen on; 0 takes a free one.
       api_key: What clients have to send as "Authorization: Bearer ...".
+      allowed_hosts: Names that requests may have as their Host; "*" allows any. A server on a loopback address answers
+        for loopback names and these, another server for any name unless some are given.
+      allowed_origins: Origins of web pages that may use the server, such as "https://example.com"; "*" allows any.
       served_model_name: What requests call the model. Default: as it was named here.
       max_queue: Samples that may wait for a row; more are answered 429.
+      max_connections: Connections at a time; by default 2,048, or fewer where the process may not open as many files. A
+        newcomer takes the place of the one that has kept the server waiting the longest.
       max_body_bytes: Longest body of a request.
       refuse_control_tokens: Refuse texts that hold a control token of the model, such as <|im_end|>.
       enable_log_requests: Write a line for each request on standard error, without its texts.
+      max_answer_logprobs: Most log-probabilities of an answer: samples x tokens x those of a token.
       request_timeout: Seconds that a request may take, waiting included.
       drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
 
@@ -34,17 +60,28 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    allowed_hosts: str | tuple[str, ...] | list[str] = ()
+    allowed_origins: str | tuple[str, ...] | list[str] = ()
     served_model_name: str | None = None
     max_queue: int = 256
+    max_connections: int | None = None
     max_body_bytes: int = 1 << 20
     refuse_control_tokens: bool = False
     enable_log_requests: bool = False
+    max_answer_logprobs: int = 500_000
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         for name, limits in COUNTS.items():
-            object.__setattr__(self, name, whole(name, getattr(self, name), *limits))
+            if (value := getattr(self, name)) is not None or name != "max_connections":
+                object.__setattr__(self, name, whole(name, value, *limits))
+        for name, (form, words) in NAMES.items():
+            values = tuple(value.lower() for value in strings(name, getattr(self, name)))
+            object.__setattr__(self, name, values)
+            for value in values:
+                if value != ANY and not form.fullmatch(value):
+                    raise UserError(f"{name}={quoted(value)} must be {words}")
         for name in SECONDS:
             seconds = number(name, getattr(self, name))
             object.__setattr__(self, name, seconds)
@@ -60,3 +97,11 @@ class ServerConfig:
             raise UserError("api_key must be of printable ASCII characters, no space at an end: HTTP carries no others")
         if served is not None and not served.isprintable():
             raise UserError(f"served_model_name={quoted(served)} must be of printable characters: answers hold it")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address is that of the machine itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.verify import synthetic_options, typical_options
 
 
@@ -64,7 +64,7 @@ def checked(config: Any) -> dict[str, Any]:
     for name, rule in RULES.items():
         given = [option for option in (*rule.options, *rule.others) if getattr(config, option) is not None]
         if name != asked and given:
-            raise UserError(f"{given[0]}={getattr(config, given[0])!r:.80} needs rejection_sample_method={name!r}")
+            raise UserError(f"{given[0]}={quoted(getattr(config, given[0]))} needs rejection_sample_method={name!r}")
     return RULES[asked].check(config) if asked else {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from jaxspec.errors import UserError
+from jaxspec.errors import UserError, quoted
 from jaxspec.options import number
 
 NAMES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
@@ -35,7 +35,7 @@ def of_length(length: Any, k: int) -> tuple[float, ...]:
 
 def of_rates(rates: Any, k: int) -> tuple[float, ...]:
     if not isinstance(rates, Iterable) or isinstance(rates, str | bytes):
-        raise UserError(f"synthetic_acceptance_rates={rates!r:.80} must be a list of {k} probabilities")
+        raise UserError(f"synthetic_acceptance_rates={quoted(rates)} must be a list of {k} probabilities")
     rates = tuple(number("synthetic_acceptance_rates", r) for r in rates)
     if len(rates) != k or any(not 0.0 <= r <= 1.0 for r in rates) or list(rates) != sorted(rates, reverse=True):
         raise UserError(

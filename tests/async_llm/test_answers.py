@@ -118,6 +118,21 @@ def test_a_chat_is_answered(llm, expected):
         run(llm.chat([conversation, conversation], GREEDY))
 
 
+def test_prompts_are_prepared_in_any_thread(llm, expected):
+    async def main():
+        ask = await asyncio.to_thread(llm.prepare, PROMPTS[1], GREEDY)
+        with pytest.raises(UserError, match="sampling_params belong to `prepare`"):
+            llm.stream(ask, GREEDY)
+        return await llm.generate(ask), await collect(llm.stream(ask))
+
+    answer, (text, ids, _) = run(main())
+    (there,) = expected(PROMPTS[1])
+    assert texts([answer]) == [text] == texts([there])
+    assert answer.outputs[0].token_ids == ids
+    with pytest.raises(UserError, match="one prompt a call, got 2"):
+        llm.prepare(PROMPTS[:2], GREEDY)
+
+
 # What is refused
 
 

@@ -86,7 +86,7 @@ class Pool(RuleBasedStateMachine):
         assert self.pool.digest_of == {page: name for name, page in self.names.items()}
 
 
-Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
+Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestPool = Pool.TestCase
 
 
@@ -114,7 +114,6 @@ def test_a_free_page_cannot_be_shared():
 
 
 @given(st.integers(0, 40))
-@settings(deadline=None, database=None)
 def test_everything_can_be_handed_out(count):
     pool = PageAllocator(count)
     assert sorted(pool.allocate(count)) == list(range(count))

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.cache import budget
@@ -18,7 +18,6 @@ from tests import tiny_models
 
 
 @given(memory=st.integers(1, 10**12), target=st.integers(1, 10**7), draft=st.integers(0, 10**7))
-@settings(deadline=None, database=None)
 def test_both_models_fit_and_one_page_more_does_not(memory, target, draft):
     if memory < target + draft:
         with pytest.raises(ValueError, match="raise memory_utilization or take a smaller model"):

@@ -32,9 +32,7 @@ from tests.model_folders import write_tokenizer
 from tests.sizes import cases
 
 SECONDS = 5.0  # of computing, for one file; it takes milliseconds
-steady = functools.partial(
-    settings, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+steady = functools.partial(settings, derandomize=True, suppress_health_check=list(HealthCheck))
 number = itertools.count()
 
 DEEP: list = []

@@ -43,7 +43,7 @@ one_row = st.lists(st.integers(0, 2), min_size=1, max_size=M - 1)
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 3), (2, 4), (3, 3), (1, 1)])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_the_longest_then_the_earliest_match(least, most, data):
     histories = data.draw(st.lists(one_row, min_size=B, max_size=B))

@@ -74,7 +74,7 @@ DRAFTERS = [
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=range(len(DRAFTERS)))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_the_run_that_is_expected_to_be_right_longest(drafter, data):
     histories = data.draw(st.lists(one_row, min_size=B, max_size=B))

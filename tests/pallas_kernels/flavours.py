@@ -29,7 +29,7 @@ class Racing(Device):
         super().__init__("cpu")
 
 
-few_examples = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+few_examples = settings(max_examples=12, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 
 

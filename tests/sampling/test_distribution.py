@@ -106,7 +106,7 @@ wish = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.lists(wish, min_size=B, max_size=B), st.integers(0, 2**32 - 1), st.booleans())
 def test_process_for_any_wishes(wishes, seed, ties):
     rng = np.random.default_rng(seed)

@@ -31,7 +31,8 @@ class Running:
         self.gate = run.gate_of(llm, self.config)
         self.listening = run.bound(self.config)
         self.port = self.listening.getsockname()[1]
-        self.server = run.server_of(make_app(llm, self.config, self.config.served_model_name or MODEL, self.gate))
+        app = make_app(llm, self.config, self.config.served_model_name or MODEL, self.gate)
+        self.server = run.server_of(app, self.config)
         self.clients: list[openai.OpenAI] = []  # left to the garbage collector, their sockets would be found open
         self.thread = threading.Thread(target=self.main, daemon=True)
         self.thread.start()
@@ -103,7 +104,8 @@ def posted(body: bytes | dict, path: str = "/v1/completions", **headers: str) ->
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = [f"POST {path} HTTP/1.1", "Host: here", *(f"{name}: {value}" for name, value in given.items() if value)]
+    named = [f"{name}: {value}" for name, value in given.items() if value]
+    lines = [f"POST {path} HTTP/1.1", *([] if "Host" in given else ["Host: localhost"]), *named]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 

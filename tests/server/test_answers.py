@@ -188,6 +188,26 @@ def test_models_health_and_metrics(server):
     assert f"jaxspec_free_pages {float(server.llm.llm.engine.num_pages)}" in text
 
 
+def test_heads_are_those_of_the_answers(server):
+    """HEAD is GET without the body, as probes ask."""
+    for path in ("/health", "/v1/models", "/v1/models/", f"/v1/models/{MODEL}", "/metrics"):
+        ask = lambda method, path=path: server.raw(
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+        ).partition(b"\r\n\r\n")
+        (head, _, nothing), (wanted, _, body) = ask("HEAD"), ask("GET")
+        lines = lambda head: [line for line in head.splitlines() if not line.startswith((b"date", b"content-length"))]
+        assert lines(head) == lines(wanted), path
+        assert head.startswith(b"HTTP/1.1 200")
+        assert (nothing, bool(body)) == (b"", True)
+
+
+def test_models_with_a_slash(server):
+    asked = [urllib.request.urlopen(f"{server.url}/v1/models{end}") for end in ("", "/")]
+    plain, slash = [json.loads(answer.read()) for answer in asked]
+    assert plain == slash
+    assert plain["data"][0]["id"] == MODEL
+
+
 def test_what_goes_over_the_wire(server):
     """Events, as other clients than OpenAI's read them."""
     asked = {"model": MODEL, "messages": TALK, "max_tokens": 3, "stream": True}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import random
+import tracemalloc
+import zlib
 
 import openai
 import pytest
 
 from jaxspec import AsyncLLM
+from jaxspec.server import body as bodies
+from jaxspec.server.refusal import Refusal
 from tests.async_llm.calls import OPTIONS
 from tests.server.running import GREEDY, MODEL, Running, connected, posted, until_closed
 
@@ -99,6 +104,66 @@ def test_a_body_that_never_comes(another):
     server.raw(posted(b"{", Content_Length="100"), half=True)
 
 
+@pytest.mark.parametrize(
+    ("coding", "encode"),
+    [
+        ("gzip", gzip.compress),
+        ("x-gzip", gzip.compress),
+        ("GZip", gzip.compress),
+        ("deflate", zlib.compress),
+        ("identity", bytes),
+    ],
+)
+def test_encoded_bodies(server, coding, encode):
+    body = json.dumps(ASKED).encode()
+    assert b"200 OK" in server.raw(posted(encode(body), Content_Encoding=coding))
+    status, error = answered(server, posted(encode(b"{"), Content_Encoding=coding))
+    assert (status, error["message"][:19]) == (400, "the body is no JSON")
+
+
+ZIPPED = gzip.compress(json.dumps(ASKED).encode())
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "status", "message"),
+    [
+        ("gzip", ASKED, 400, "the body is no gzip, as its content-encoding says"),
+        ("deflate", ZIPPED, 400, "the body is no deflate, as its content-encoding says"),
+        ("gzip", b"", 400, "the body ends before the end of its gzip data"),
+        ("gzip", ZIPPED[:-3], 400, "the body ends before the end of its gzip data"),
+        ("gzip", ZIPPED[:-8] + bytes(8), 400, "the body is no gzip, as its content-encoding says"),
+        ("gzip", ZIPPED + b"x", 400, "the body goes on after the end of its gzip data"),
+        ("gzip", ZIPPED * 2, 400, "the body goes on after the end of its gzip data"),
+        ("", ZIPPED, 400, "the body is no JSON"),
+        ("br", ZIPPED, 415, "content-encoding 'br' must be gzip, deflate or none"),
+        ("gzip, gzip", gzip.compress(ZIPPED), 415, "content-encoding 'gzip, gzip' must be gzip, deflate or none"),
+        ("zip" * 100, ZIPPED, 415, "content-encoding 'zipzip"),
+    ],
+)
+def test_encoded_bodies_that_are_wrong(server, coding, body, status, message):
+    found, error = answered(server, posted(body, Content_Encoding=coding))
+    assert found == status
+    assert error["message"].startswith(message)
+    if status == 415:
+        assert b"accept-encoding: gzip, deflate" in server.raw(posted(body, Content_Encoding=coding)).lower()
+
+
+def test_an_encoded_body_has_the_limit_of_a_plain_one(another):
+    """It is not decoded any further."""
+    server = another(max_body_bytes=1000)
+    exact = json.dumps(ASKED).encode().ljust(1000)
+    assert b"200 OK" in server.raw(posted(gzip.compress(exact), Content_Encoding="gzip"))
+    status, error = answered(server, posted(gzip.compress(exact + b" "), Content_Encoding="gzip"))
+    assert (status, error["message"][:34]) == (413, "the body is longer than 1000 bytes")
+    bomb = zlib.compress(bytes(50_000_000))
+    tracemalloc.start()
+    with pytest.raises(Refusal, match="longer than 1000 bytes"):
+        bodies.decoded(bomb, "deflate", 1000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 500_000
+
+
 def test_only_json_is_taken(server):
     """A page of another site may send text without asking, and json not."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
@@ -111,8 +176,8 @@ def test_only_json_is_taken(server):
 def test_paths_and_methods(server):
     status, error = answered(server, posted(ASKED, "/v1/embeddings"))
     assert (status, error["type"]) == (404, "invalid_request_error")
-    assert answered(server, b"GET /v1/completions HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")[0] == 405
-    assert answered(server, b"GET /v1/models/other HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")[0] == 404
+    assert answered(server, b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[0] == 405
+    assert answered(server, b"GET /v1/models/other HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[0] == 404
     assert b" 400 " in server.raw(b"\x16\x03\x01 this is no HTTP\r\n\r\n").partition(b"\r\n")[0]
 
 
@@ -168,7 +233,7 @@ def test_keys(another):
         assert (status, error["code"]) == (401, "invalid_api_key")
     with pytest.raises(openai.AuthenticationError):
         server.client(api_key="wrong").models.list()
-    assert b"200 OK" in server.raw(b"GET /health HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+    assert b"200 OK" in server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert server.client(api_key="unlock").completions.create(prompt="x", **GREEDY).usage.completion_tokens == 24
 
 
@@ -219,5 +284,5 @@ def test_whatever_the_bytes_are_the_server_does_not_fail(server, part):
         sent = posted(damaged(body)) if part == "body" else damaged(posted(body))
         with contextlib.suppress(TimeoutError):  # where it announces more than it sends
             found.add(server.raw(sent, half=rng.random() < 0.5, seconds=4)[:13])
-    assert found <= {b"", *(b"HTTP/1.1 %d " % status for status in (200, 400, 404, 405, 413, 415))}
+    assert found <= {b"", *(b"HTTP/1.1 %d " % status for status in (200, 400, 403, 404, 405, 413, 415))}
     assert found >= {b"HTTP/1.1 200 ", b"HTTP/1.1 400 "}

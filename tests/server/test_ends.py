@@ -209,6 +209,13 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
         (["--port", "70000"], "port=70000 is above 65535"),
         (["--request-timeout", "0"], "request_timeout=0.0 must be more than 0 seconds"),
         (["--max-queue", "-1"], "max_queue=-1 is below 0"),
+        (["--max-connections", "0"], "max_connections=0 is below 1"),
+        (["--max-answer-logprobs", "-1"], "max_answer_logprobs=-1 is below 0"),
+        (
+            ["--allowed-host", "a.example", "--allowed-host", "b.example:80"],
+            "allowed_hosts='b.example:80' must be a name",
+        ),
+        (["--allowed-origin", "b.example"], "allowed_origins='b.example' must be a scheme and a host"),
         (["--api-key", ""], "api_key is empty: leave it out, or give one"),
         (["--api-key", "schlüssel"], "api_key must be of printable ASCII characters"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),

@@ -222,7 +222,7 @@ MESSAGES = strategies.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     strategies.dictionaries(strategies.sampled_from(NAMES), JSON, max_size=4),
     strategies.none() | MESSAGES,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from openai.types.chat import ChatCompletionTokenLogprob
 
 from jaxspec.engine.request import Request, TokenLogprobs
 from jaxspec.job import Job
@@ -32,6 +33,11 @@ def ended(kind: str, ids: list[int], others: list[int] = [], prompt: list[int] =
     return made.output()
 
 
+def entries(sample, most: int = 0) -> list[ChatCompletionTokenLogprob]:
+    """Return a chat's entries, which are made when they are written."""
+    return [ChatCompletionTokenLogprob.model_validate(entry) for entry in of_chat(sample, most).content]
+
+
 @pytest.mark.parametrize("kind", BYTES)
 def test_tokens_join_to_the_answer(kind):
     """With spaces, characters of several tokens, half a character at the end, and an end that the text leaves out."""
@@ -44,7 +50,7 @@ def test_tokens_join_to_the_answer(kind):
     assert "".join(token for token in texts.tokens if token != "<|end|>") == sample.text
     for token, start in zip(texts.tokens, texts.text_offset, strict=True):
         assert token == "<|end|>" or sample.text[start : start + len(token)] == token
-    content = of_chat(sample, 0).content
+    content = entries(sample)
     assert [entry.token for entry in content] == texts.tokens
     assert [entry.token for entry in content if entry.bytes is None] == ["<|end|>"]
     joined = bytes(itertools.chain.from_iterable(entry.bytes or () for entry in content))
@@ -60,7 +66,7 @@ def test_a_space_tells_tokens_apart(kind):
     assert third == {" true": -0.5, "true": -1.5}
     assert second == {"true": -0.5, " true": -1.5}
     assert first == ({"true": -0.5, f"token_id:{plain}": -1.5} if "prefix" in kind else third)
-    listed = [[(e.token, bytes(e.bytes)) for e in entry.top_logprobs] for entry in of_chat(sample, 2).content]
+    listed = [[(e.token, bytes(e.bytes)) for e in entry.top_logprobs] for entry in entries(sample, 2)]
     assert listed[1:] == [[("true", b"true"), (" true", b" true")], [(" true", b" true"), ("true", b"true")]]
 
 
@@ -71,7 +77,7 @@ def test_no_alternative_is_lost(kind):
     if kind != "byte-level":
         others += ids_of(kind, b"E")
     (sample,) = ended(kind, others[3:4] * 2, others).outputs
-    (row, _), content = of_text(sample.logprobs, sample.token_ids, 0)[0].top_logprobs, of_chat(sample, 9).content
+    (row, _), content = [*of_text(sample.logprobs, sample.token_ids, 0)[0].top_logprobs], entries(sample, 9)
     again = [f"token_id:{others[-1]}"] * (kind != "byte-level")
     assert list(row) == ["E", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xc3", "dog", "\ufffd", *again]
     assert [e.token for e in content[0].top_logprobs] == list(row)
@@ -97,6 +103,6 @@ def test_a_stream_names_tokens_as_the_whole_answer_does(kind):
 def test_prompts_are_described_as_answers_are(kind):
     prompt = ids_of(kind, "<s>", " true", "true", b"\xc3", b"\xa9", " dog")
     described = of_prompt(ended(kind, [0], prompt=prompt))["prompt_logprobs"]
-    said = [row[str(i)]["decoded_token"] for i, row in zip(prompt[1:], described[1:], strict=True)]
+    said = [row[str(i)]["decoded_token"] for i, row in zip(prompt[1:], [*described][1:], strict=True)]
     assert said[:2] == [" true", "true"]
     assert "".join(said) == " truetrueé dog"
