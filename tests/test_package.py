@@ -26,8 +26,9 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "embedded models.config models.families models.parameters models.limits",
+    "checkpoints": "embedded models.config models.families models.parameters models.limits writing",
     "errors": "",
+    "writing": "",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "config outputs sampling_params llm async_llm one_call parallel.hosts",
     "keywords": "",
@@ -66,11 +67,11 @@ ARROWS = {
     "convert": "models drafters.methods drafters.heads checkpoints loading",
     "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.methods "
     "drafters.heads engine.setup engine.catalogue checkpoints loading",
-    "demo": "config drafters.methods embedded outputs sampling_params parallel models progress checkpoints "
+    "demo": "writing config drafters.methods embedded outputs sampling_params parallel models progress checkpoints "
     "engine.setup llm",
-    "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
+    "bench": "writing config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "verify.rules engine progress checkpoints loading",
-    "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
+    "train": "writing config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
     "drafters.dspark cache fit",
     "server": "config keywords options outputs prompts sampling_params async_llm prometheus",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jaxspec.writing import whole
+
 Row = dict[str, Any]
 PARTS = {"propose": "#2a7de1", "score": "#9aa5b1", "verify": "#e1a02a"}  # stages of a round -> colour
 WAY_COLOURS = {"always": "#9aa5b1", "adaptive": "#2a7de1"}
@@ -140,7 +142,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
         axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.3)  # room for the legend
         axes.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
     figure.suptitle(f"{document['preset']} on {document['device']}", weight="bold")
-    figure.savefig(path, dpi=150)
+    with whole(path) as partial:
+        figure.savefig(partial, dpi=150)
 
 
 def draw_speed(axes: Any, rows: list[Row]) -> None:
