@@ -14,6 +14,7 @@ import checkpoints
 from checkpoints import heads
 from checkpoints.reading import told
 from checkpoints.sources import cache_folder
+from jaxspec.checked_cache import check_entries
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import Found, Reading, flattened
@@ -23,6 +24,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params, parameters, weight_bytes
 from jaxspec.parallel.placement import Placement, check_divides, divisors, make_placement
 from jaxspec.platforms import facts
+from jaxspec.trust import private_folder
 from pallas_kernels.device import Device, here
 
 logger = logging.getLogger(__name__)
@@ -188,10 +190,11 @@ def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None
 
 
 def enable_compilation_cache() -> Path | None:
-    """Compiled programs are kept under the user's cache folder, unless JAX was told another place -> the folder for
-    what else a later start need not make again; None where JAX was told another."""
+    """Keep compiled programs under the user's cache folder, unless JAX was told another place. Return the folder for
+    what else a later start need not make again; None where JAX was told another, or the folder cannot be trusted."""
     ours = cache_folder() / "xla"
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+    if jax.config.jax_compilation_cache_dir is None and private_folder(ours):  # type: ignore[attr-defined]
+        check_entries(ours)
         jax.config.update("jax_compilation_cache_dir", str(ours))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return cache_folder() if jax.config.jax_compilation_cache_dir == str(ours) else None  # type: ignore[attr-defined]

