@@ -126,6 +126,16 @@ def stored_dtype(folder: Path) -> str:
 # The only place that knows orbax's API.
 
 
+def context() -> Any:
+    """Options of every save."""
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    how = ocp.Context()
+    # Loading is given shardings, and the writer of this file would go on after another one has failed.
+    how.array.saving.enable_write_sharding_file = False
+    return how
+
+
 def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
     """Write a flat dict of arrays. Orbax does so in a thread, so that an interrupt does not leave its writers at work:
     they would make the folder again."""
@@ -134,17 +144,17 @@ def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
     saved: Future[None] = Future()
 
     def save() -> None:
-        how = ocp.Context()
-        how.array.saving.storage_options.chunk_byte_size = CHUNK
         try:
+            how = context()
+            how.array.saving.storage_options.chunk_byte_size = CHUNK
             with how, quiet():
                 ocp.save(path, dict(arrays))
             saved.set_result(None)
         except BaseException as error:
             saved.set_exception(error)
 
-    threading.Thread(target=save, daemon=True).start()
     try:
+        threading.Thread(target=save, daemon=True).start()
         saved.result()
     except KeyboardInterrupt:
         end_writing(path.parent)
@@ -227,7 +237,7 @@ class History:
         )
         keep = policies.AnyPreservationPolicy([policies.LatestN(1), best])
         self.checkpointer = ocp.training.Checkpointer(
-            self.folder, preservation_policy=keep, cleanup_tmp_directories=True
+            self.folder, preservation_policy=keep, cleanup_tmp_directories=True, context=context()
         )
 
     @property
