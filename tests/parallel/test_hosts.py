@@ -19,7 +19,8 @@ from jaxspec.decode.packing import pack
 from jaxspec.decode.plans import Plan
 from jaxspec.engine.warming import plans
 from jaxspec.parallel import hosts, peers
-from jaxspec.parallel.hosts import Hosts, gather, visit
+from jaxspec.parallel.hosts import Hosts
+from jaxspec.parallel.meeting import address, gather, visit
 from jaxspec.parallel.peers import Peers, difference
 from jaxspec.parallel.placement import make_placement, shared
 from tests import lively_models
@@ -113,7 +114,7 @@ def test_strangers_are_not_heard(said):
     def stranger():
         while True:
             try:
-                with socket.create_connection(hosts.address(where), timeout=5) as sock:
+                with socket.create_connection(address(where), timeout=5) as sock:
                     sock.sendall(said)
                     sock.shutdown(socket.SHUT_WR)
                     assert not sock.recv(1), "it was answered"
