@@ -33,10 +33,11 @@ WAYS = {"off": None, "always": False, "adaptive": True}
 
 def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
     """Measures and prints: tables, or one JSON document. Progress goes to standard error."""
-    from jaxspec.bench.report import draw, show
+    from jaxspec.bench.picture import draw
+    from jaxspec.bench.report import show
 
     if plot is not None:
-        check_plot(plot, options.stages)
+        check_plot(plot)
     document = run(options)
     if as_json:
         print(json.dumps(document))

@@ -237,10 +237,8 @@ def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, .
     return tuple(s for s in STAGES if s in wanted) + tuple(s for s in wanted if s not in STAGES)
 
 
-def check_plot(plot: Path, stages: tuple[str, ...]) -> None:
+def check_plot(plot: Path) -> None:
     if plot.suffix != ".png":
         raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
     if not plot.absolute().parent.is_dir():
         raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
-    if not {"plain", "speculative", "round", "propose", "score", "verify", "adaptive"} & set(stages):
-        raise UserError(f"--plot draws decoding: --stages {','.join(stages)} has nothing to draw, add round or plain")
