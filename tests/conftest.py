@@ -40,6 +40,11 @@ install_import_hook(CHECKED, f"{annotations.__name__}.function")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# No example has to be quick: the machine may be busy.
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 # The core's own tests, which a GPU has to pass too: its kernels, its rounding, its compiler.
 ALSO_ON_GPU = (

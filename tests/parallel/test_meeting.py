@@ -11,7 +11,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec import UserError
@@ -99,7 +99,6 @@ def test_strangers_that_stay_hold_nobody_up():
         assert job.joined()
 
 
-@settings(deadline=None, database=None)
 @given(said=st.binary(max_size=40) | st.binary(max_size=40).map(frame), ended=st.booleans())
 def test_any_bytes(said, ended):
     check(said, ended)
@@ -113,7 +112,6 @@ json_values = st.recursive(
 near = st.fixed_dictionaries({name: st.just(value) | json_values for name, value in HELLO.items()})
 
 
-@settings(deadline=None, database=None)
 @given(said=json_values | near, ended=st.booleans())
 def test_any_json(said, ended):
     check(frame(json.dumps(said).encode()), ended)
