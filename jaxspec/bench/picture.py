@@ -104,8 +104,7 @@ def show(axes: Any, panel: Panel) -> None:
         if panel.stacked:
             top = max([bottom, *bar.marks.values()])
             text = digits(bar.marks.get("round", bottom))
-            style = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "fontsize": "x-small"}
-            axes.annotate(text, (at, top), **style)
+            axes.annotate(text, (at, top), (0, 2), textcoords="offset points", ha="center", fontsize="x-small")
         for name, value in bar.marks.items():
             style = {"color": "black", "linestyle": ":" if name == "floor" else "-", "linewidth": 1.6}
             axes.plot([at - 0.4, at + 0.4], [value, value], label=new(name), **style)
