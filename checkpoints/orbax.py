@@ -31,7 +31,7 @@ from jaxspec.writing import disk_errors
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
 FINGERPRINT = "tokenizer.sha256"
-UNFINISHED = "*.orbax-checkpoint-tmp"
+UNFINISHED, LAST_WRITER = "*.orbax-checkpoint-tmp", "serialize_shardings"  # orbax's folders; one of its threads
 PATIENCE = 10  # seconds, for orbax to notice that its folder is gone
 CHUNK = 1 << 22  # bytes that are read at a time: a device that needs a part of an array reads no more than that
 
@@ -126,16 +126,6 @@ def stored_dtype(folder: Path) -> str:
 # The only place that knows orbax's API.
 
 
-def context() -> Any:
-    """Options of every save."""
-    import orbax.checkpoint.experimental.v1 as ocp
-
-    how = ocp.Context()
-    # Loading is given shardings, and the writer of this file would go on after another one has failed.
-    how.array.saving.enable_write_sharding_file = False
-    return how
-
-
 def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
     """Write a flat dict of arrays. Orbax does so in a thread, so that an interrupt does not leave its writers at work:
     they would make the folder again."""
@@ -145,7 +135,7 @@ def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
 
     def save() -> None:
         try:
-            how = context()
+            how = ocp.Context()
             how.array.saving.storage_options.chunk_byte_size = CHUNK
             with how, quiet():
                 ocp.save(path, dict(arrays))
@@ -172,7 +162,8 @@ def end_writing(folder: Path) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep orbax's threads from logging the tracebacks of errors that are raised here."""
+    """Keep orbax's threads from logging the tracebacks of errors that are raised here. One of them goes on after
+    another has failed: it is waited for."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not (record.exc_info and "orbax" in record.pathname)
@@ -182,6 +173,9 @@ def quiet() -> Iterator[None]:
     try:
         yield
     finally:
+        for thread in threading.enumerate():
+            if thread.name == LAST_WRITER:
+                thread.join(PATIENCE)
         log.removeFilter(is_news)
 
 
@@ -237,7 +231,7 @@ class History:
         )
         keep = policies.AnyPreservationPolicy([policies.LatestN(1), best])
         self.checkpointer = ocp.training.Checkpointer(
-            self.folder, preservation_policy=keep, cleanup_tmp_directories=True, context=context()
+            self.folder, preservation_policy=keep, cleanup_tmp_directories=True
         )
 
     @property
@@ -264,9 +258,9 @@ class History:
 
     def close(self) -> None:
         """Wait for what is being written. Raises DiskError where it cannot be; nothing half is left."""
-        with self.open, disk_errors(self.folder):
-            try:
+        try:
+            with disk_errors(self.folder), self.open:
                 self.checkpointer.close()
-            finally:
-                for unfinished in self.folder.glob(UNFINISHED):
-                    shutil.rmtree(unfinished, ignore_errors=True)
+        finally:
+            for unfinished in self.folder.glob(UNFINISHED):
+                shutil.rmtree(unfinished, ignore_errors=True)

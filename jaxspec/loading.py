@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from pathlib import Path
@@ -14,7 +15,6 @@ import checkpoints
 from checkpoints import heads
 from checkpoints.reading import told
 from checkpoints.sources import cache_folder
-from jaxspec.checked_cache import check_entries
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import Found, Reading, flattened
@@ -194,7 +194,10 @@ def enable_compilation_cache() -> Path | None:
     what else a later start need not make again; None where JAX was told another, or the folder cannot be trusted."""
     ours = cache_folder() / "xla"
     if jax.config.jax_compilation_cache_dir is None and private_folder(ours):  # type: ignore[attr-defined]
-        check_entries(ours)
+        with contextlib.suppress(ImportError):  # parts of JAX that it does not promise to keep
+            from jaxspec.checked_cache import check_entries
+
+            check_entries(ours)
         jax.config.update("jax_compilation_cache_dir", str(ours))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return cache_folder() if jax.config.jax_compilation_cache_dir == str(ours) else None  # type: ignore[attr-defined]

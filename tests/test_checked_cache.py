@@ -4,6 +4,7 @@ JAX's, and compiled anew."""
 from __future__ import annotations
 
 import errno
+import sys
 import warnings
 
 import jax
@@ -99,6 +100,13 @@ def test_the_limit_of_its_size_holds(tmp_path, limit):
         cache.put(name, name.encode() * 30)
     found = [cache.get(name) for name in "abc"]
     assert found == ([b"a" * 30, b"b" * 30, b"c" * 30] if limit > 100 else [None, None, b"c" * 30])
+
+
+def test_a_jax_with_another_cache_has_its_own(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxspec.checked_cache", None)
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert enable_compilation_cache() == folder.parent
+    assert jax.config.jax_compilation_cache_dir == str(folder)
 
 
 def test_a_folder_that_cannot_be_trusted_is_not_used(tmp_path, monkeypatch, folder):
