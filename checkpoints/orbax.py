@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import shutil
+import threading
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,13 @@ from checkpoints.reading import read_json, there, told
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
+from jaxspec.writing import disk_errors
 
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
 FINGERPRINT = "tokenizer.sha256"
+UNFINISHED, LAST_WRITER = "*.orbax-checkpoint-tmp", "serialize_shardings"  # orbax's folders; one of its threads
+PATIENCE = 10  # seconds, for orbax to notice that its folder is gone
 CHUNK = 1 << 22  # bytes that are read at a time: a device that needs a part of an array reads no more than that
 
 
@@ -59,22 +65,29 @@ def save(
 @contextlib.contextmanager
 def appearing(folder: Path, replaced: Collection[str] = ()) -> Iterator[Path]:
     """A folder to fill, which has the name `folder` afterwards, unless there was an error. replaced: where that one is
-    there already, what is deleted of it; what else it holds stays."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    there already, what is deleted of it; what else it holds stays. Raises DiskError where it cannot be written."""
     partial = folder.parent / f".{folder.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
-        yield partial
-        if replaced and folder.is_dir():
-            for name in replaced:
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for part in partial.iterdir():
-                part.replace(folder / part.name)
-        else:
-            partial.replace(folder)
+        with disk_errors(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            remove(partial)
+            partial.mkdir()
+            yield partial
+            if replaced and folder.is_dir():
+                for name in replaced:
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                for part in partial.iterdir():
+                    part.replace(folder / part.name)
+            else:
+                partial.replace(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
+
+
+def remove(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        partial.unlink()  # what `end_writing` left in its place
 
 
 def check_free(folder: Path) -> None:
@@ -115,12 +128,56 @@ def stored_dtype(folder: Path) -> str:
 
 
 def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Write a flat dict of arrays. Orbax does so in a thread, so that an interrupt does not leave its writers at work:
+    they would make the folder again."""
     import orbax.checkpoint.experimental.v1 as ocp
 
-    how = ocp.Context()
-    how.array.saving.storage_options.chunk_byte_size = CHUNK
-    with how:
-        ocp.save(path, dict(arrays))
+    saved: Future[None] = Future()
+
+    def save() -> None:
+        try:
+            how = ocp.Context()
+            how.array.saving.storage_options.chunk_byte_size = CHUNK
+            with how, quiet():
+                ocp.save(path, dict(arrays))
+            saved.set_result(None)
+        except BaseException as error:
+            saved.set_exception(error)
+
+    try:
+        threading.Thread(target=save, daemon=True).start()
+        saved.result()
+    except KeyboardInterrupt:
+        end_writing(path.parent)
+        wait([saved], PATIENCE)
+        raise
+
+
+def end_writing(folder: Path) -> None:
+    """Put a file in the folder's place: whoever still writes there fails."""
+    while not folder.is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.open("x").close()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep orbax's threads from logging the tracebacks of errors that are raised here. One of them goes on after
+    another has failed: it is waited for."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "orbax" in record.pathname)
+
+    log = logging.getLogger("absl")
+    log.addFilter(is_news)
+    try:
+        yield
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == LAST_WRITER:
+                thread.join(PATIENCE)
+        log.removeFilter(is_news)
 
 
 def stored_arrays(path: Path) -> dict[str, Any]:
@@ -168,6 +225,8 @@ class History:
     def __init__(self, folder: str | Path, metric: str) -> None:
         import orbax.checkpoint.experimental.v1 as ocp
 
+        self.folder, self.open = Path(folder).expanduser().absolute(), contextlib.ExitStack()
+        self.open.enter_context(quiet())
         self.metric, policies = metric, ocp.training.preservation_policies
         # What has no metrics is a checkpoint that a killed run was removing.
         best = policies.BestN(
@@ -175,7 +234,7 @@ class History:
         )
         keep = policies.AnyPreservationPolicy([policies.LatestN(1), best])
         self.checkpointer = ocp.training.Checkpointer(
-            Path(folder).expanduser().absolute(), preservation_policy=keep, cleanup_tmp_directories=True
+            self.folder, preservation_policy=keep, cleanup_tmp_directories=True
         )
 
     @property
@@ -191,7 +250,9 @@ class History:
         return max((metrics[self.metric] for metrics in known if metrics), default=None)
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
-        self.checkpointer.save_async(step, state, metrics=dict(metrics), force=True)
+        """Raises DiskError where this step, or the one before, cannot be written."""
+        with disk_errors(self.folder):
+            self.checkpointer.save_async(step, state, metrics=dict(metrics), force=True)
 
     def load(self, step: int, like: Any) -> Any:
         """The state of a step, with the shapes, dtypes and shardings of `like`."""
@@ -199,5 +260,10 @@ class History:
         return self.checkpointer.load(step, jax.tree.map(abstract, like))
 
     def close(self) -> None:
-        """Waits for what is being written."""
-        self.checkpointer.close()
+        """Wait for what is being written. Raises DiskError where it cannot be; nothing half is left."""
+        try:
+            with disk_errors(self.folder), self.open:
+                self.checkpointer.close()
+        finally:
+            for unfinished in self.folder.glob(UNFINISHED):
+                shutil.rmtree(unfinished, ignore_errors=True)

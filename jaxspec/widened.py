@@ -21,6 +21,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.storage import narrow
 from jaxspec.parallel.placement import Placement
+from jaxspec.trust import trusted
 from pallas_kernels.weights.output_first import Streamed
 
 LARGEST = 1 << 27  # bytes of the model's file: widened, it is several times as large
@@ -62,9 +63,9 @@ def fingerprint(path: Path) -> str:
 
 
 def read(path: Path, wanted: str) -> dict[str, np.ndarray] | None:
-    """None where it is not there, damaged, or of another file."""
+    """Return None where it is missing, damaged, of another file, or another user can have written it."""
     try:
-        with safe_open(path, framework="numpy") as file:
+        with trusted(path) as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="numpy") as file:
             if (file.metadata() or {}).get("of") != wanted:
                 return None
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -41,6 +41,11 @@ install_import_hook(CHECKED, f"{annotations.__name__}.function")
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# No example has to be quick: the machine may be busy.
+settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 hypothesis.settings.register_profile("any machine", deadline=None, database=None)  # a busy one is slow, not wrong
 hypothesis.settings.load_profile("any machine")

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -234,12 +233,9 @@ def test_the_command_refuses(capsys, arguments, line):
 
 
 def test_no_device_is_looked_for():
-    """And it takes seconds, starting Python included."""
     code = (
         "from jaxspec import info; d = info.on_chips('qwen3-32b', 'qwen3-0.6b', 'v5e:2x4'); "
         "from jax._src.xla_bridge import backends_are_initialized; print(backends_are_initialized())"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
-    assert time.perf_counter() - start < 30

@@ -152,7 +152,7 @@ def brief(words: list[str]) -> list[str]:
     for i, option in enumerate(rest[:-1]):
         if option in LOWER:
             lowered[i + 1] = ",".join(dict.fromkeys(LOWER[option].get(n, n) for n in rest[i + 1].split(",")))
-    few = BRIEF.get(name, {}) | (BRIEF["bench load"] if name == "bench" and "load" in rest else {})
+    few = BRIEF.get("bench load" if name == "bench" and "load" in rest else name, {})
     added = [word for option, value in few.items() if option not in rest for word in (option, value)]
     return [name, *lowered, *added]
 

@@ -26,8 +26,12 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "embedded models.config models.draft_spec models.families models.parameters models.limits",
+    "checkpoints": "embedded models.config models.draft_spec models.families models.parameters models.limits trust "
+    "writing",
     "errors": "",
+    "trust": "",
+    "writing": "",
+    "checked_cache": "trust",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "config outputs sampling_params llm async_llm one_call parallel.hosts",
     "keywords": "",
@@ -51,16 +55,16 @@ ARROWS = {
     "models": "shapes parallel cache pallas_kernels",
     "drafters": "shapes cache models sampling pallas_kernels",
     "verify": "options shapes sampling pallas_kernels drafters.base",  # a Proposal is what it verifies
-    "decode": "shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
+    "decode": "trust writing shapes config parallel platforms cache models sampling pallas_kernels drafters verify",
     "engine": "config options outputs sampling_params parallel platforms cache models sampling pallas_kernels drafters "
     "decode verify.rules",
     "prompts": "options sampling_params",
     "chat": "keywords options prompts",
     "chat_process": "chat",
     "job": "outputs engine.request detokenizer prompts tokens",
-    "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
+    "loading": "trust checked_cache config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
     "profiles": "checkpoints",
-    "widened": "checkpoints decode.stored engine.setup models parallel pallas_kernels.weights",
+    "widened": "trust checkpoints decode.stored engine.setup models parallel pallas_kernels.weights",
     "llm": "chat config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine "
     "profiles progress prompts job widened decode.programs decode.stored",
     "async_llm": "chat chat_process config keywords outputs sampling_params engine prompts job llm",
@@ -68,13 +72,13 @@ ARROWS = {
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
     "convert": "models drafters.methods drafters.heads checkpoints loading",
-    "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels drafters.heads "
-    "engine.setup engine.catalogue checkpoints loading",
-    "demo": "config drafters.methods embedded outputs sampling_params parallel models progress checkpoints "
+    "info": "accelerators bench.presets chips config fit platforms cache models pallas_kernels "
+    "drafters.heads engine.setup engine.catalogue checkpoints loading",
+    "demo": "writing config drafters.methods embedded outputs sampling_params parallel models progress checkpoints "
     "engine.setup llm pallas_kernels.weights",
-    "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
+    "bench": "writing config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "verify.rules engine progress checkpoints loading",
-    "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
+    "train": "writing config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
     "drafters.dspark cache fit",
     "server": "chat config keywords options outputs progress prompts sampling_params async_llm prometheus",

@@ -93,7 +93,7 @@ def test_served_over_http_of_an_async_llm(folder):
             try:
                 await asyncio.gather(*(llm.generate(p, GREEDY) for p in PROMPTS))
                 address = f"http://127.0.0.1:{server.server_port}/metrics"
-                return await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=30).read().decode())
+                return await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=300).read().decode())
             finally:
                 server.shutdown()
                 server.server_close()

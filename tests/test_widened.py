@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 
 import gguf
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 import checkpoints
 from jaxspec import widened
@@ -18,6 +21,7 @@ from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import here
 from pallas_kernels.weights.output_first import Streamed
 from tests.checkpoints.files import write_gguf
+from tests.full_disk import files_end_at
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="only a CPU's weights are kept")
 
@@ -77,6 +81,38 @@ def test_a_damaged_copy_is_made_anew(source, tmp_path, damage):
     assert asked.count == 2
     assert same(asked(), first)
     assert asked.count == (3 if damage == "a folder" else 2)
+
+
+@pytest.mark.parametrize("how", ["a link", "can be written by others"])
+def test_a_copy_that_another_user_can_have_written_is_made_anew(source, tmp_path, how):
+    asked = Asked(source, tmp_path / "kept")
+    first = asked()
+    (copy,) = asked.folder.iterdir()
+    plant(copy, how)
+    assert same(asked(), first)
+    assert asked.count == 2
+    assert stat.S_IMODE(copy.lstat().st_mode) == 0o600
+    assert same(asked(), first)
+    assert asked.count == 2
+
+
+def plant(copy, how) -> None:
+    """Other weights in the copy's place, whole and of the same file."""
+    with safe_open(copy, framework="numpy") as file:
+        arrays, metadata = {name: file.get_tensor(name) + 1 for name in file.keys()}, file.metadata()  # noqa: SIM118
+    if how == "a link":
+        copy.unlink()
+        copy.symlink_to(copy.parent.parent / "planted")
+    save_file(arrays, copy.resolve(), metadata=metadata)
+    copy.resolve().chmod(0o600 if how == "a link" else 0o666)
+
+
+def test_on_a_full_disk_it_loads(source, tmp_path):
+    asked = Asked(source, tmp_path / "kept")
+    with files_end_at(5000):
+        first = asked()
+    assert not list(asked.folder.iterdir())
+    assert same(asked(), first)
 
 
 def test_another_file_of_the_name_is_read(source, tmp_path):

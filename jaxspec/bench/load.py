@@ -37,8 +37,6 @@ def workload(setup: Setup, load: Load) -> list[Wish]:
     wanted = rng.integers(load.output_tokens[0], load.output_tokens[-1] + 1, load.requests)
     gaps = rng.exponential(1 / load.rate, load.requests) if load.rate else np.zeros(load.requests)
     if load.texts:
-        if setup.tokenizer is None:
-            raise UserError("random weights read no text: give --model beside --prompts")
         ids = [setup.tokenizer.encode(text) for text in load.texts]
         prompts = [ids[i % len(ids)] for i in range(load.requests)]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from jaxspec.bench import floors
 from jaxspec.bench.clock import Sample, measure
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.load import load_rows
-from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot, fading_rates
+from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
@@ -34,10 +35,11 @@ WAYS = {"off": None, "always": False, "adaptive": True}
 
 def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
     """Measures and prints: tables, or one JSON document. Progress goes to standard error."""
-    from jaxspec.bench.report import draw, show
+    from jaxspec.bench.picture import draw
+    from jaxspec.bench.report import show
 
     if plot is not None:
-        check_plot(plot, options.stages)
+        check_plot(plot)
     document = run(options)
     if as_json:
         print(json.dumps(document))
@@ -156,11 +158,11 @@ class Point:
             "score": self.pass_ms(raw, "target", k + 1),
             "verify": self.limits.bytes_ms(logits),
         }
-        if "round" in self.options.stages:
-            launch = raw.launch(k)
+        for length, rates in self.options.acceptances("round", k) if "round" in self.options.stages else ():
+            launch = raw.launch(k, rates)
             emitted = float(np.mean(fetch(launch()).emitted[: self.batch_size]))
-            sample = self.per_round(launch)
-            yield self.row("round", sample, least["score"] + drafting, k, acceptance_length=emitted)
+            facts = {"acceptance_length": emitted, "synthetic_acceptance_length": length}
+            yield self.row("round", self.per_round(launch), least["score"] + drafting, k, **facts)
         for stage in least:
             if stage in self.options.stages:
                 sample = self.per_round(raw.stage(stage, k))
@@ -176,25 +178,27 @@ class Point:
             runner = self.race({"plain": None})["plain"]
             yield self.decoding_row("plain", runner)
         for k in options.ks:
-            for length in (options.lengths or (None,)) if "speculative" in stages else ():
-                ways = {"speculative": options.speculation(k, length, adaptive=False)}
+            for length, rates in options.acceptances("speculative", k) if "speculative" in stages else ():
+                ways = {"speculative": options.speculation(k, length, rates, adaptive=False)}
                 yield self.decoding_row("speculative", self.race(ways)["speculative"], k, length)
-            for length in options.adaptive_lengths(k) if "adaptive" in stages else ():
-                yield from self.never_slower(k, length)
+            for length, rates in options.acceptances("adaptive", k) if "adaptive" in stages else ():
+                yield from self.never_slower(k, length, rates)
 
     def load_rows(self) -> Iterator[Row]:
         """Plain where there is no draft, else with adaptive K."""
-        options, speculative = self.options, None
-        if options.draft_name:
-            k, rates = options.ks[0], options.rates
-            if options.lengths:
-                rates = fading_rates(k, options.lengths[0])
-            speculative = options.speculation(k, adaptive=True, rates=rates)
-        return load_rows(self, self.setup, options.load, self.batch_size, speculative)
+        options = self.options
+        serve = functools.partial(load_rows, self, self.setup, options.load, self.batch_size)
+        if not options.draft_name:
+            yield from serve(None)
+            return
+        for k in options.ks:
+            for length, rates in options.acceptances("load", k):
+                for row in serve(options.speculation(k, length, rates, adaptive=True)):
+                    yield row | {"synthetic_acceptance_length": length}
 
-    def never_slower(self, k: int, length: float) -> Iterator[Row]:
-        options, rates = self.options, fading_rates(k, length)
-        choose = lambda way: None if way is None else options.speculation(k, adaptive=way, rates=rates)
+    def never_slower(self, k: int, length: float | None, rates: tuple[float, ...]) -> Iterator[Row]:
+        options = self.options
+        choose = lambda way: None if way is None else options.speculation(k, length, rates, adaptive=way)
         runners = self.race({way: choose(adaptive) for way, adaptive in WAYS.items()})
         for way, runner in runners.items():
             speedup = runner.tokens_per_second / runners["off"].tokens_per_second

@@ -17,6 +17,27 @@ if TYPE_CHECKING:
 MODEL_STAGES = ("target", "draft", "round", "propose", "score", "verify", "prefill", "attention")
 ENGINE_STAGES = ("plain", "speculative", "adaptive", "load")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
+ACCEPTING = ("round", "speculative", "adaptive", "load")
+DRAFTING = ("propose", "score", "verify", *ACCEPTING)
+# Option -> the stages that heed it; what is not here, every stage does.
+HEEDED = {
+    "contexts": tuple(stage for stage in STAGES if stage != "load"),
+    "launches": tuple(stage for stage in STAGES if stage != "load"),
+    "draft": ("draft", *DRAFTING),
+    "draft_tensor_parallel_size": ("draft", *DRAFTING),
+    "ks": ("attention", *DRAFTING),
+    "tree": DRAFTING,
+    "lengths": ACCEPTING,
+    "rates": ACCEPTING,
+    "temperature": ("target", "draft", "propose", "verify", "plain", *ACCEPTING),
+}
+FLAGS = {
+    "contexts": "--context",
+    "ks": "-k",
+    "lengths": "--synthetic-acceptance-length",
+    "rates": "--synthetic-acceptance-rates",
+    "texts": "--prompts",
+}  # where they have another name
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
 ROUNDS = MAX_ROUNDS  # of a launch, as the engine's own are in generate
 FIRST_ROUNDS = 4  # of the untimed step before each timed one of the engine
@@ -64,6 +85,8 @@ class Load:
             first, *last = getattr(self, name)
             if len(last) > 1 or (last and last[0] < first):
                 raise UserError(f"--{name.replace('_', '-')}: give the shortest and the longest, 128,1024")
+        if self.texts and self.prompt_tokens != Load.prompt_tokens:
+            raise UserError("--prompt-tokens is the length of random prompts, --prompts gives others: drop one of them")
         if self.seed < 0:
             raise UserError(f"--seed {self.seed} is below 0")
         if not 0 <= self.rate < float("inf"):
@@ -83,7 +106,7 @@ class Options:
       ks: One or several: 2,4,6.
       tree: Width, depth and nodes of a tree of drafts, which stands in place of K: 4,4,17.
       lengths: Tokens a round, one or several; where K adapts, of drafts that fade. Real acceptance without it.
-      rates: Of the stage load: how often the first, second, ... draft is kept, 0.74,0.55.
+      rates: How often the first, second, ... draft is kept, in place of a length: 0.74,0.55.
       dtype: auto, float32, bfloat16 or float16.
       stages: Of target,draft,round,...; all but adaptive and load.
       temperature: 0 is greedy.
@@ -122,20 +145,17 @@ class Options:
             target, draft = presets.split(self.preset)
             for name in (target, draft) if draft and draft not in presets.HEADS else (target,):
                 self.check_context(name, presets.preset(name))
+        for stage in self.stages:
+            one_of("--stages", stage, STAGES)
+        self.check_heeded()
         if self.tree:
+            if self.ks not in (Options.ks, (self.tree[-1] - 1,)):
+                raise UserError(f"--tree stands in place of -k {','.join(map(str, self.ks))}: leave that out")
             if len(self.tree) != 3 or self.draft_name is None:
                 said = ",".join(map(str, self.tree))
                 raise UserError(f"--tree {said}: give width,depth,nodes, and a draft that grows it")
             object.__setattr__(self, "ks", (self.tree[2] - 1,))
-            self.speculation(self.ks[0], None, adaptive=False)  # refuses what it cannot be
         one_of("--dtype", self.dtype, DTYPES)
-        for stage in self.stages:
-            one_of("--stages", stage, STAGES)
-        if "load" not in self.stages:
-            for name, value in vars(self.load).items():
-                if value != getattr(Load, name):
-                    flag = {"texts": "prompts"}.get(name, name.replace("_", "-"))
-                    raise UserError(f"--{flag} belongs to the stage load, which is not asked for: add --stages load")
         if self.kernels is not None:
             one_of("--kernels", self.kernels, KERNELS)
         SamplingParams(temperature=self.temperature)  # refuses what it cannot be
@@ -152,6 +172,38 @@ class Options:
                         f"--synthetic-acceptance-length {length:g} is out of reach with K = {k}, a round yields at "
                         f"most {k + 1} tokens: lower it or leave that K out"
                     )
+            if self.rates and len(self.rates) != k:
+                raise UserError(
+                    f"--synthetic-acceptance-rates gives {len(self.rates)} rates, K = {k} needs {k}: give as many, or "
+                    "leave that K out"
+                )
+            for acceptance in self.acceptances("speculative", k):
+                self.speculation(k, *acceptance, adaptive=False)  # refuses what it cannot be
+
+    def check_heeded(self) -> None:
+        """Raise UserError for an option that would be ignored."""
+        if self.rates and self.lengths:
+            raise UserError("--synthetic-acceptance-rates and --synthetic-acceptance-length are both given: drop one")
+        if self.draft_tensor_parallel_size is not None and self.draft_name is None:
+            raise UserError("--draft-tensor-parallel-size needs a draft: give --preset target+draft, or --draft")
+        if self.load.texts and self.preset is not None:
+            raise UserError("--prompts: random weights read no text: give --model in place of --preset")
+        changed = lambda options, name: getattr(options, name) != getattr(type(options), name)
+        heeded = {name: stages for name, stages in HEEDED.items() if changed(self, name)}
+        heeded |= {name: ("load",) for name in vars(self.load) if changed(self.load, name)}
+        for name, stages in heeded.items():
+            if name in HEEDED and name != "temperature" and self.draft_name is None:
+                stages = tuple(stage for stage in stages if stage != "load")  # which then decodes plainly
+            if not set(stages) & set(self.stages):
+                flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+                if len(stages) == 1:
+                    raise UserError(
+                        f"{flag} belongs to the stage {stages[0]}, which is not asked for: add --stages {stages[0]}"
+                    )
+                raise UserError(
+                    f"{flag} belongs to the stages {', '.join(stages)}, none of which is asked for: add one to "
+                    "--stages, or leave it out"
+                )
 
     @property
     def draft_name(self) -> str | None:
@@ -185,21 +237,32 @@ class Options:
                 f"needed, it has {config.max_model_len}: lower --context or -k"
             )
 
-    def adaptive_lengths(self, k: int) -> tuple[float, ...]:
-        """Acceptance lengths of the never-slower table that this K can reach."""
-        return self.lengths or tuple(a for a in ADAPTIVE_LENGTHS if a <= k + 1)
+    def acceptances(self, stage: str, k: int) -> tuple[tuple[float | None, tuple[float, ...]], ...]:
+        """Return (tokens a round, how often the first, second, ... draft is kept) for each acceptance that this stage
+        is measured at; (None, ()) is the real one."""
+        if self.rates:
+            return ((1 + sum(self.rates), self.rates),)
+        lengths = self.lengths
+        if stage == "adaptive":
+            lengths = lengths or tuple(a for a in ADAPTIVE_LENGTHS if a <= k + 1)
+        rates = fading_rates if stage in ("adaptive", "load") else whole_rates
+        return tuple((length, rates(k, length)) for length in lengths) or ((None, ()),)
 
     def speculation(
-        self, k: int, length: float | None = None, *, adaptive: bool, rates: tuple[float, ...] = ()
+        self, k: int, length: float | None = None, rates: tuple[float, ...] = (), *, adaptive: bool
     ) -> SpeculativeConfig:
+        """Return the configuration of K drafts at one of the `acceptances`."""
         synthetic: dict[str, Any] = {}
-        if rates:
-            synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
         if length is not None:
-            synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+            synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
         draft = {"model": self.draft_name} if self.head is None else {"method": self.head, "model": self.head}
         tree: dict[str, Any] = dict(zip(("tree_width", "tree_depth", "tree_nodes"), self.tree, strict=False))
         return SpeculativeConfig(**draft, **tree, num_speculative_tokens=k, adaptive=adaptive, **synthetic)
+
+
+def whole_rates(k: int, length: float) -> tuple[float, ...]:
+    """How often the first, second, ... of k drafts is kept, where the first ones always are and the last ones never."""
+    return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
 
 
 def fading_rates(k: int, length: float) -> tuple[float, ...]:
@@ -237,10 +300,8 @@ def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, .
     return tuple(s for s in STAGES if s in wanted) + tuple(s for s in wanted if s not in STAGES)
 
 
-def check_plot(plot: Path, stages: tuple[str, ...]) -> None:
+def check_plot(plot: Path) -> None:
     if plot.suffix != ".png":
         raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
     if not plot.absolute().parent.is_dir():
         raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
-    if not {"plain", "speculative", "round", "propose", "score", "verify", "adaptive"} & set(stages):
-        raise UserError(f"--plot draws decoding: --stages {','.join(stages)} has nothing to draw, add round or plain")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,14 +54,15 @@ class Raw:
         # As the engine does: attention's cost depends on it.
         _, self.table_width = self.engine.catalogue.shape(1, self.row_pages)
 
-    def requests(self, k: int) -> list[Request]:
+    def requests(self, k: int, rates: Sequence[float] = ()) -> list[Request]:
+        """rates: of synthetic acceptance; none is the real one."""
         return [
             Request(
                 id=row,
                 prompt=prompt,
                 params=self.params,
                 seed=row,
-                rule=rules.of_request(None, greedy=self.params.greedy, seeded=False),
+                rule=rules.of_request("synthetic" if rates else None, greedy=self.params.greedy, seeded=False),
                 stop_ids=(),
                 max_len=self.length,
                 num_speculative_tokens=k,
@@ -75,14 +76,15 @@ class Raw:
     def place(self, tree: Any) -> Any:
         return jax.device_put(tree, self.engine.runner.placement.sharding())
 
-    def inputs(self, k: int) -> LaunchInput:
+    def inputs(self, k: int, rates: Sequence[float] = ()) -> LaunchInput:
         """Of a launch of ROUNDS rounds."""
-        requests, shape = self.requests(k), (batch.power_of_two(self.batch_size), self.table_width)
-        return batch.launch_input(requests, k, batch.variant(requests), self.engine.layout, shape, num_rounds=ROUNDS)
+        requests, shape = self.requests(k, rates), (batch.power_of_two(self.batch_size), self.table_width)
+        make = functools.partial(batch.launch_input, requests, k, batch.variant(requests), self.engine.layout, shape)
+        return make(num_rounds=ROUNDS, rule_options=rates)
 
-    def config(self, k: int) -> DecodeConfig:
+    def config(self, k: int, rates: Sequence[float] = ()) -> DecodeConfig:
         """The device program at K = k; 0 is plain decoding."""
-        variant = batch.variant(self.requests(k))
+        variant = batch.variant(self.requests(k, rates))
         return dataclasses.replace(self.engine.runner.decoding, drafter=self.drafter(k), variant=variant)
 
     def drafter(self, k: int) -> Drafter | None:
@@ -91,17 +93,18 @@ class Raw:
             return None
         return drafter(self.speculative, self.engine.runner.paged, k)
 
-    def launch(self, k: int) -> Call:
+    def launch(self, k: int, rates: Sequence[float] = ()) -> Call:
         """One launch of ROUNDS rounds; its result, packed."""
-        return self.launching(self.config(k), k)
+        return self.launching(self.config(k, rates), k, self.inputs(k, rates))
 
     def launch_draft(self) -> Call:
         """The draft model alone, decoding plainly as if it were a target."""
         drafter: Any = self.engine.runner.decoding.drafter
-        return self.launching(dataclasses.replace(self.config(0), target=drafter.model), 0, draft_alone=True)
+        alone = dataclasses.replace(self.config(0), target=drafter.model)
+        return self.launching(alone, 0, self.inputs(0), draft_alone=True)
 
-    def launching(self, config: DecodeConfig, k: int, *, draft_alone: bool = False) -> Call:
-        engine, inputs = self.engine, self.inputs(k)
+    def launching(self, config: DecodeConfig, k: int, inputs: LaunchInput, *, draft_alone: bool = False) -> Call:
+        engine = self.engine
 
         def call() -> Any:
             params, cache = engine.runner.params, engine.runner.cache

@@ -1,13 +1,10 @@
-"""The document as tables and as a picture."""
+"""The document as tables."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-PARTS = {"propose": "#2a7de1", "score": "#9aa5b1", "verify": "#e1a02a"}  # stages of a round -> colour
-WAY_COLOURS = {"always": "#9aa5b1", "adaptive": "#2a7de1"}
 
 
 def show(document: dict[str, Any]) -> None:
@@ -113,83 +110,3 @@ def settings(rows: list[Row]) -> dict[tuple, dict[str, Row]]:
         setting = (r["batch_size"], r["context"], r["k"], r["synthetic_acceptance_length"])
         found.setdefault(setting, {})[r["way"]] = r
     return found
-
-
-def draw(document: dict[str, Any], path: Path) -> None:
-    """Speed against K, time per round by stage, and adaptive K beside off, as far as they were measured."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = document["rows"]
-    panels = {
-        draw_speed: [r for r in rows if r["stage"] in ("plain", "speculative")],
-        draw_parts: [r for r in rows if r["stage"] in ("round", *PARTS)],
-        draw_ways: [r for r in rows if r["stage"] == "adaptive"],
-    }
-    drawn = {panel: chosen for panel, chosen in panels.items() if chosen}
-    widths = [max(5.2, 0.55 * len(settings(chosen))) for chosen in drawn.values()]
-    figure = Figure(figsize=(1 + sum(widths), 4.6), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's backend
-    sheets = figure.subplots(1, len(drawn), squeeze=False, width_ratios=widths)[0]
-    for axes, (panel, chosen) in zip(sheets, drawn.items(), strict=True):
-        panel(axes, chosen)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(length=0)
-        axes.grid(axis="y", color="#eeeeee")
-        axes.set_axisbelow(True)
-        axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.3)  # room for the legend
-        axes.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
-    figure.suptitle(f"{document['preset']} on {document['device']}", weight="bold")
-    figure.savefig(path, dpi=150)
-
-
-def draw_speed(axes: Any, rows: list[Row]) -> None:
-    """A line for each batch size, context and acceptance length; K = 0 is plain decoding."""
-    plain = {(r["batch_size"], r["context"]): r["tokens_per_second"] for r in rows if r["stage"] == "plain"}
-    lines: dict[tuple, dict[int, float]] = {}
-    for r in rows:
-        if r["stage"] == "speculative":
-            place = (r["batch_size"], r["context"])
-            start = {0: plain[place]} if place in plain else {}
-            line = lines.setdefault((*place, r["synthetic_acceptance_length"]), start)
-            line[r["k"]] = r["tokens_per_second"]
-    lines = lines or {(*place, None): {0: speed} for place, speed in plain.items()}
-    for (batch_size, context, length), line in lines.items():
-        accepted = f", acceptance {length:g}" if length else ""
-        axes.plot(list(line), list(line.values()), marker="o", label=f"batch {batch_size}, context {context}{accepted}")
-    axes.set(
-        title="Tokens per second", xlabel="K (0: plain)", xticks=sorted({k for line in lines.values() for k in line})
-    )
-
-
-def draw_parts(axes: Any, rows: list[Row]) -> None:
-    """Stages stacked, the whole round as a mark: timed apart, the stages need not add up to it."""
-    times: dict[tuple, dict[str, float]] = {}
-    for r in rows:
-        times.setdefault((r["batch_size"], r["context"], r["k"]), {})[r["stage"]] = r["ms"]
-    at = range(len(times))
-    bottom = [0.0] * len(times)
-    for part, colour in PARTS.items():
-        heights = [stages.get(part, 0.0) for stages in times.values()]
-        axes.bar(at, heights, width=0.6, bottom=bottom, color=colour, label=part)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    whole = [(i, stages["round"]) for i, stages in enumerate(times.values()) if "round" in stages]
-    axes.plot([i for i, _ in whole], [ms for _, ms in whole], "_", color="black", markersize=30, label="round")
-    names = [f"B {b}\n{c}\nK {k}" for b, c, k in times]
-    axes.set(title="Time per round", ylabel="ms", xlabel="batch, context, K", xticks=at, xticklabels=names)
-
-
-def draw_ways(axes: Any, rows: list[Row]) -> None:
-    """Beside off, whose line is at 1."""
-    found = settings(rows)
-    for i, (way, colour) in enumerate(WAY_COLOURS.items()):
-        at = [place + 0.4 * (i - 0.5) for place in range(len(found))]
-        axes.bar(at, [ways[way]["speedup"] for ways in found.values()], width=0.38, color=colour, label=way)
-    axes.axhline(1.0, color="black", linewidth=1, label="off")
-    names = [f"{length:g}\nB {b}\nK {k}" for b, _, k, length in found]
-    axes.set(
-        title="Speed beside off, by acceptance length",
-        xlabel="acceptance length, batch, K",
-        xticks=range(len(found)),
-        xticklabels=names,
-    )

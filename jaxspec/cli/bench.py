@@ -48,7 +48,7 @@ def bench(
         ),
     ] = None,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw speed and time per round.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what was measured.")] = None,
 ) -> None:
     """Time every stage beside what the device could do at best."""
     if not what.keys() & {"preset", "model"}:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from jaxspec.errors import Terminated, UserError
+from jaxspec.errors import DiskError, Terminated, UserError
 from jaxspec.parallel import hosts
 from jaxspec.parallel.absent import other_platforms
 from jaxspec.parallel.peers import end_at_once
@@ -80,9 +80,11 @@ def leave(code: int, *, at_once: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def keeping(what: Callable[[], str]) -> Iterator[None]:
-    """An interrupt in here says what is kept, once all that was open is closed."""
+    """Have an interrupt, or a disk that is full, say what is kept, once all that was open is closed."""
     try:
         yield
+    except DiskError as error:
+        raise DiskError(f"{error}; {what()}") from error
     except KeyboardInterrupt as stop:
         raise type(stop)(what()) from None
 

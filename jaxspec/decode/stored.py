@@ -3,12 +3,12 @@ compiler made of them is in JAX's own compilation cache."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.util
 import json
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 import jax
 import jaxlib
 from jax import export
+
+from jaxspec.trust import private_folder, trusted
+from jaxspec.writing import whole
 
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")  # whose form jax does not promise to keep
@@ -60,9 +63,10 @@ def settings() -> list[str]:
 
 
 def load(folder: Path, name: str) -> Stored | None:
-    """None where there is none, or it is damaged."""
+    """Return None where there is none, it is damaged, or another user can have written it."""
     try:
-        header, _, blob = (folder / name).read_bytes().partition(b"\n")
+        with trusted(folder / name) as file:
+            header, _, blob = file.read().partition(b"\n")
         known = json.loads(header)
         if hashlib.sha256(blob).hexdigest() != known["sha256"]:
             return None
@@ -87,12 +91,8 @@ def store(folder: Path, name: str, program: export.Exported, note: Any) -> None:
 
 
 def keep(path: Path, write: Callable[[Path], Any]) -> None:
-    """A file there, made by write(its path meanwhile): a whole one or none; what cannot be written is not kept."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            new = Path(folder) / path.name
+    """Keep a file for later starts, made by write(its path meanwhile); what cannot be written is not kept."""
+    if private_folder(path.parent):
+        with contextlib.suppress(OSError), whole(path) as new:
             write(new)
-            new.replace(path)
-    except OSError:
-        pass
+            new.chmod(0o600)

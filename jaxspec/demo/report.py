@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.drafters.methods import LOOKUP
+from jaxspec.writing import whole
 
 Document = dict[str, Any]
 PEERS = {"float32": "transformers f32", "bfloat16": "transformers bf16"}
@@ -130,7 +131,8 @@ def draw(document: Document, path: Path) -> None:
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
     figure.suptitle(f"{document['model']} on {document['device']}, greedy", weight="bold")
-    figure.savefig(path, dpi=150)
+    with whole(path) as partial:
+        figure.savefig(partial, dpi=150)
 
 
 def bars(axes: Any, i: int, count: int, values: list[float], name: str, form: str, label: str | None = None) -> None:

@@ -4,26 +4,18 @@ run the same programs on their devices."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import socket
-import struct
-import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
-from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxspec.errors import UserError, quoted
+from jaxspec.errors import UserError
 from jaxspec.options import number, options, whole
-from jaxspec.parallel.peers import Peers, connection, difference
+from jaxspec.parallel.meeting import MOST_PROCESSES, address, gather, visit
+from jaxspec.parallel.peers import Peers
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 4096
-LARGEST_HELLO = 1 << 16  # bytes
-RETRY = 0.2  # seconds
 FOUND_OUT = ("gcetpu", "gketpu", "slurm", "ompi")  # JAX's names; others write lines of their own while they look
 
 
@@ -184,114 +176,3 @@ def version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # a source tree on the path
         return "not installed"
-
-
-def address(text: Any) -> tuple[str, int]:
-    """ "HOST:PORT" -> both. Raises UserError for what is none."""
-    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise UserError(f"coordinator={quoted(text)} must be HOST:PORT, such as 10.0.0.1:8476")
-    return host.strip("[]"), int(port)
-
-
-def gather(
-    where: str, count: int, rank: int, timeout: float, mine: Mapping[str, str]
-) -> tuple[int, dict[int, Connection]]:
-    """Process 0 waits for the others, and looks whether they belong here -> (port for JAX, by process the way to it).
-    Raises UserError, in all of them, where one does not, or does not come."""
-    host, port = address(where)
-    found: dict[int, Connection] = {}
-    mine = {**mine, "num_processes": str(count)}
-
-    def refuse(line: str) -> UserError:
-        for other in found.values():
-            answer(other, {"refused": line})
-        return UserError(line)
-
-    try:
-        server = socket.create_server((host, port), family=family(host), backlog=count)
-    except OSError as error:
-        raise UserError(
-            f"process 0 cannot listen at {where} ({error}): give its own address, and a free port"
-        ) from None
-    with server:
-        until = time.monotonic() + timeout
-        while len(found) < count - 1:
-            server.settimeout(max(until - time.monotonic(), 1e-3))
-            try:
-                sock, _ = server.accept()
-            except TimeoutError:
-                missing = next(i for i in range(1, count) if i not in found)
-                raise refuse(
-                    f"process {missing} did not come to {where} within {timeout:g} seconds: start all, or raise "
-                    "join_timeout"
-                ) from None
-            other = connection(sock)
-            hello = heard(other)
-            if not isinstance(hello, dict) or not isinstance(hello.get("process_id"), int):  # some other program
-                other.close()
-                continue
-            their_rank = hello.pop("process_id")
-            twice = their_rank in found or not 0 < their_rank < count
-            line = difference(mine, hello, their_rank)
-            found[-1 if twice else their_rank] = other
-            if line or twice:
-                raise refuse(line or f"two processes have process_id={their_rank}: give each its own")
-    with socket.create_server((host, 0), family=family(host)) as free:
-        number = free.getsockname()[1]
-    for other in found.values():
-        answer(other, {"port": number})
-    return number, found
-
-
-def visit(
-    where: str, count: int, rank: int, timeout: float, mine: Mapping[str, str]
-) -> tuple[int, dict[int, Connection]]:
-    """As `gather`, for another process than 0."""
-    until, reason = time.monotonic() + timeout, "no answer"
-    while True:
-        try:
-            sock = socket.create_connection(address(where), timeout=max(until - time.monotonic(), 1e-3))
-            break
-        except OSError as error:  # it is not there yet, nor perhaps its name
-            reason = str(error)
-        if time.monotonic() + RETRY > until:
-            raise UserError(
-                f"process 0 did not answer at {where} within {timeout:g} seconds ({reason}): start it, or raise "
-                "join_timeout"
-            )
-        time.sleep(RETRY)
-    found = connection(sock)
-    answer(found, {**mine, "num_processes": str(count), "process_id": rank})
-    told = heard(found, until - time.monotonic() + timeout)  # it may wait for others
-    if not isinstance(told, dict):
-        raise UserError(f"process 0 at {where} went away before all were there: see what it says")
-    if "refused" in told:
-        raise UserError(str(told["refused"]))
-    return int(told["port"]), {0: found}
-
-
-def family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def answer(other: Connection, said: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):
-        other.send_bytes(json.dumps(said).encode())
-
-
-def heard(other: Connection, patience: float = 5.0) -> Any:
-    """One frame of JSON; None where there is none in time, or it is no such thing."""
-    try:
-        set_patience(other, max(patience, 1.0))
-        found = json.loads(other.recv_bytes(LARGEST_HELLO))
-        set_patience(other, 0)
-        return found
-    except (OSError, EOFError, ValueError):
-        return None
-
-
-def set_patience(other: Connection, seconds: float) -> None:
-    """How long it may take until something comes; 0: any time."""
-    with socket.socket(fileno=os.dup(other.fileno())) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from checkpoints.reading import read_json, there, told
 from jaxspec.errors import UserError
+from jaxspec.writing import whole
 
 MANIFEST, SHARDS = "manifest.json", "shard-*.npz"
 HELDOUT = 0.02  # share of the sequences
@@ -85,11 +85,8 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Only a complete file ever gets the final name."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with whole(path) as partial, partial.open("wb") as file:
         np.savez(file, **{name: arrays[name] for name in ARRAYS})  # type: ignore[arg-type]
-    os.replace(partial, path)
 
 
 def read_shard(path: Path) -> dict[str, np.ndarray]:
@@ -99,9 +96,8 @@ def read_shard(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    partial = folder / f"{MANIFEST}.{os.getpid()}"  # other processes may be filling the folder too
-    partial.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / MANIFEST)
+    with whole(folder / MANIFEST) as partial:
+        partial.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

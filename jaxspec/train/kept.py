@@ -19,6 +19,7 @@ from jaxspec.progress import say, token_progress
 from jaxspec.train.ahead import ahead
 from jaxspec.train.data import Rows
 from jaxspec.train.step import place_rows
+from jaxspec.writing import disk_errors
 
 # tokens i32[B,T] on the devices -> the fields of their records, [B,...] each
 Find = Callable[[jax.Array], Mapping[str, jax.Array]]
@@ -64,6 +65,7 @@ def kept(
     if starts:
         path.touch()
         with (
+            disk_errors(path),
             path.open("r+b") as file,
             contextlib.closing(ahead(ask, starts)) as answers,
             token_progress(count * length, done * length, enabled=True) as report,

@@ -26,6 +26,7 @@ from jaxspec.train.options import TrainOptions
 from jaxspec.train.plot import draw
 from jaxspec.train.setup import Setup, measurer, prepare, teacher
 from jaxspec.train.step import State, dense_backend, first_state, learning_rate, make_step, place_rows
+from jaxspec.writing import disk_errors, whole
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 ROWS = "rows"  # of recipe.json: which ones the data made
@@ -55,7 +56,8 @@ def train(options: TrainOptions) -> Path:
         )
     target, batch = teacher(setup)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / RECIPE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    with whole(options.out / RECIPE) as partial:
+        partial.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     history = orbax.History(options.out / WORK, METRIC)
     try:
         run(setup, target, batch, history, started)
@@ -179,9 +181,8 @@ class Journal:
         last = -1 if begun is None else begun
         with told(path):
             self.path, self.rows = path, [row for row in map(json.loads, lines) if row["step"] <= last]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-        partial.replace(path)
+        with whole(path) as partial:
+            partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     @property
     def total(self) -> int | None:
@@ -190,7 +191,7 @@ class Journal:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        with self.path.open("a", encoding="utf-8") as file:
+        with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def losses(self) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.writing import whole
+
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: int) -> None:
     """Loss and acceptance length over the steps, from the rows of metrics.jsonl."""
@@ -29,4 +31,5 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: 
         axes.tick_params(length=0)
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
-    figure.savefig(path, dpi=150)
+    with whole(path) as partial:
+        figure.savefig(partial, dpi=150)

@@ -11,7 +11,7 @@ PROMPTS = ["The quick brown fox", "Count the words: one, two,", "dog dog dog", "
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 OPTIONS = {"max_num_seqs": 4, "num_pages": 96, "rounds_per_launch": 4}
-SOON = 60.0  # seconds in which what has to happen must happen
+SOON = 300.0  # seconds in which what has to happen must happen, however busy the machine is
 
 
 def assert_idle(llm: AsyncLLM) -> None:

@@ -119,7 +119,7 @@ def test_no_checkpoints_code_is_run_nor_asked_about(tmp_path):
         "except NotImplementedError as error: print(error)\n"
         "print(input())"
     )
-    run = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True, timeout=300)
     family, refusal, left = run.stdout.splitlines()
     assert (family, left) == ("llama", "y"), run.stderr
     assert str(tmp_path) in refusal

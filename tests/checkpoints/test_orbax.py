@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,15 @@ import numpy as np
 import pytest
 
 import checkpoints
-from checkpoints import orbax
+from checkpoints import heads, orbax
 from jaxspec.convert import convert
+from jaxspec.errors import DiskError
 from jaxspec.models.decoder import abstract_params, parameters
 from jaxspec.parallel.placement import make_placement
 from tests import tiny_models
 from tests.checkpoints.files import assert_same, fails, load, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import TEXTS, byte_level_meta
+from tests.full_disk import SAYS, files_end_at
 from tests.golden.families import FAMILIES, FOLDER
 
 
@@ -138,6 +142,41 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("to", ["a model", "a head"])
+def test_a_full_disk_is_a_line(to, tmp_path, caplog):
+    """And no traceback of orbax's threads."""
+    config, params = load(FOLDER / "llama2")
+    path, tensors = tmp_path / "out" / "ckpt", {"x": np.random.default_rng(0).random(9000)}
+    save = {
+        "a model": lambda: checkpoints.save(path, params, config),
+        "a head": lambda: heads.save(path, {}, tensors, "0" * 64),
+    }
+    with fails(DiskError, f"{path} cannot be written ({SAYS}): "), files_end_at(20_000):
+        save[to]()
+    assert not caplog.records
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_interrupt_leaves_nothing_of_what_is_being_written(tmp_path, monkeypatch):
+    """Orbax's threads go on for a while, and make folders that are missing."""
+    config, params = load(FOLDER / "llama2")
+
+    def save(path, _):
+        while True:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "part").write_text("half")
+            if not interrupted:
+                interrupted.append(True)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    interrupted: list[bool] = []
+    monkeypatch.setattr("orbax.checkpoint.experimental.v1.save", save)
+    monkeypatch.setattr(orbax, "PATIENCE", 300)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(tmp_path / "ckpt", params, config)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_empty_folder_may_be_filled(tmp_path):
     config, params = load(FOLDER / "llama2")
     (tmp_path / "ckpt").mkdir()
@@ -158,6 +197,23 @@ def test_damaged_folders_are_named(saved):
     (source.path / orbax.PARAMS).rename(source.path / "elsewhere")
     with fails(FileNotFoundError, "params"):
         checkpoints.load_params(source, *saved[1:])
+
+
+def test_a_run_on_a_full_disk_keeps_what_it_has(tmp_path, caplog):
+    state = {"w": jnp.asarray(np.random.default_rng(0).random(9000))}
+    history = orbax.History(tmp_path / "run", "length")
+    history.save(0, state, {"length": 1.0})
+    history.close()
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    history = orbax.History(tmp_path / "run", "length")
+    with fails(DiskError, f"{tmp_path / 'run'} cannot be written ({SAYS}): "), files_end_at(20_000):
+        try:
+            history.save(1, state, {"length": 2.0})
+        finally:
+            history.close()
+    assert not caplog.records
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert orbax.History(tmp_path / "run", "length").last == 0
 
 
 @pytest.mark.parametrize("removed", ["metrics", "state", "."])

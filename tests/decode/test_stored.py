@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 
@@ -90,6 +92,29 @@ def test_a_damaged_file_is_made_anew(folder, tmp_path, damage):
     if damage != "a folder":
         assert {p.name: p.read_bytes() for p in tmp_path.iterdir()}.keys() == {p.name for p in folder.iterdir()}
         assert all(stored.load(tmp_path, path.name) for path in folder.iterdir())
+
+
+def test_a_file_that_another_user_can_have_written_is_made_anew(folder, tmp_path):
+    for i, path in enumerate(folder.iterdir()):
+        copy = tmp_path / path.name
+        if i % 2:
+            copy.symlink_to(path)
+        else:
+            copy.write_bytes(path.read_bytes())
+            copy.chmod(0o620)
+        assert stored.load(tmp_path, path.name) is None
+    assert said(new(tmp_path)) == plain(PROMPTS[1:3], WANTED)
+    assert {stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    assert all(stored.load(tmp_path, path.name) for path in folder.iterdir())
+
+
+def test_on_a_full_disk_it_runs(tmp_path, monkeypatch):
+    def full(self, blob):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stored.Path, "write_bytes", full)
+    assert said(new(tmp_path)) == plain(PROMPTS[1:3], WANTED)
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_nothing_can_be_written_it_runs(tmp_path):

@@ -28,6 +28,7 @@ from tests.lively_models import OPTIONS, PROMPTS, VOCAB, noisy, plain, target, t
 from tests.sizes import cases
 from tests.soak import Soak, complaints, draw, reference_engine, tiny_engine
 
+LONG = 300  # seconds: what takes longer does not end
 SMALL = OPTIONS | {"max_num_seqs": 1, "prefill_chunk": 16, "warm_up": True}
 MANY_IDS = list(range(0, VOCAB, 3))
 
@@ -205,12 +206,12 @@ def test_two_that_want_the_same_program_make_it_once(monkeypatch):
     _, plan = next(plans(engine))
 
     def compile():
-        together.wait(10)
+        together.wait(LONG)
         engine.runner.compile(plan)
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(compile) for _ in range(2)]:
-            done.result(60)
+            done.result(LONG)
     assert made == [1]
 
 
@@ -260,27 +261,28 @@ def test_the_last_of_the_catalogue_are_lowered_first(monkeypatch):
 
 def test_an_interrupt_does_not_wait_for_the_compiler(monkeypatch):
     """What was not lowered yet never is: the process could not end before."""
-    engine, told, begun = small(), threading.Event(), []
+    engine, told, begun, before = small(), threading.Event(), threading.Semaphore(0), set(threading.enumerate())
+    ended: list[bool] = []
 
     def slow(*arguments):
-        begun.append(1)
-        told.wait(60)
+        begun.release()
+        ended.append(told.wait(LONG))
         raise RuntimeError("not wanted any more")
 
     def interrupted(done, total, name):
-        time.sleep(0.1)  # the first are under way
+        assert begun.acquire(timeout=LONG)  # the first is under way
         raise KeyboardInterrupt
 
     monkeypatch.setattr(programs, "lower", slow)
-    started = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
             warm_up(engine, interrupted)
-        assert time.monotonic() - started < 30
+        assert ended == [], "it waited"
     finally:
         told.set()
-    time.sleep(0.5)
-    assert len(begun) == 1
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+    assert ended == [True]
 
 
 # Long lists

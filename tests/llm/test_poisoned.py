@@ -297,7 +297,7 @@ def test_through_async_llm(folder, alone):
             llm.llm._submit = submitted  # type: ignore[method-assign]
             room = asyncio.Semaphore(10)
             results = await asyncio.gather(*(ask(llm, case, room) for case in cases))
-            until = time.monotonic() + 30
+            until = time.monotonic() + 300
             while llm._thread.calls and time.monotonic() < until:
                 await asyncio.sleep(0.01)
             check_free(llm.llm)

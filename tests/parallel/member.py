@@ -94,7 +94,7 @@ def by_system() -> int:
 
 if __name__ == "__main__":
     task, where, count, rank, *given = sys.argv[1:]
-    join_hosts(where, int(count), int(rank), join_timeout=60)
+    join_hosts(where, int(count), int(rank), join_timeout=300)
     if task == "read":
         print(json.dumps(bytes_read(given[0], int(count))))
     else:

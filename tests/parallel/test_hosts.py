@@ -7,6 +7,7 @@ import functools
 import itertools
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -19,13 +20,16 @@ from jaxspec.decode.packing import pack
 from jaxspec.decode.plans import Plan
 from jaxspec.engine.warming import plans
 from jaxspec.parallel import hosts, peers
-from jaxspec.parallel.hosts import Hosts, gather, visit
+from jaxspec.parallel import meeting as meeting_module
+from jaxspec.parallel.hosts import Hosts
+from jaxspec.parallel.meeting import Caller, address, gather, visit
 from jaxspec.parallel.peers import Peers, difference
 from jaxspec.parallel.placement import make_placement, shared
 from tests import lively_models
 from tests.parallel.test_job import free_address
 
 ALIKE = {"jaxspec": "1", "jax": "2"}
+LONG = 300.0  # seconds
 
 
 def outcomes(*calls):
@@ -42,7 +46,7 @@ def outcomes(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LONG)
     assert not any(thread.is_alive() for thread in threads), "one of them waits for ever"
     return found
 
@@ -50,7 +54,7 @@ def outcomes(*calls):
 def meeting(where, *ranks, count=3, others=None):
     """A call for each rank; others: rank -> what it has other than the rest."""
     for rank in ranks:
-        own = {"count": count, "rank": rank, "timeout": 3.0, "mine": ALIKE} | (others or {}).get(rank, {})
+        own = {"count": count, "rank": rank, "timeout": LONG, "mine": ALIKE} | (others or {}).get(rank, {})
         yield functools.partial(visit if rank else gather, where, **own)
 
 
@@ -86,13 +90,25 @@ def test_who_does_not_belong_is_refused_by_all(others, line):
     assert all(isinstance(text, str) for text in found), "nobody goes on"
 
 
-def test_who_does_not_come():
-    where = free_address()
-    first, second = outcomes(*meeting(where, 0, 2))
+def test_who_does_not_come(monkeypatch):
+    """Process 0's time is over as soon as one of the others has come."""
+    where, hello = free_address(), Caller.hello
+    come: list[bool] = []
+
+    def heard(self):
+        if found := hello(self):
+            come.append(True)
+        return found
+
+    clock = SimpleNamespace(monotonic=lambda: 10.0 if come else 0.0, sleep=time.sleep)
+    with monkeypatch.context() as patched:
+        patched.setattr(Caller, "hello", heard)
+        patched.setattr(meeting_module, "time", clock)
+        first, second = outcomes(*meeting(where, 0, 2, others={0: {"timeout": 3.0}}))
     assert first == second
     assert first == f"process 1 did not come to {where} within 3 seconds: start all, or raise join_timeout"
-    (alone,) = outcomes(*meeting(where, 1))
-    assert f"process 0 did not answer at {where} within 3 seconds" in alone
+    (alone,) = outcomes(*meeting(where, 1, others={1: {"timeout": 0.5}}))
+    assert f"process 0 did not answer at {where} within 0.5 seconds" in alone
 
 
 def test_a_place_that_is_taken():
@@ -113,7 +129,7 @@ def test_strangers_are_not_heard(said):
     def stranger():
         while True:
             try:
-                with socket.create_connection(hosts.address(where), timeout=5) as sock:
+                with socket.create_connection(address(where), timeout=LONG) as sock:
                     sock.sendall(said)
                     sock.shutdown(socket.SHUT_WR)
                     assert not sock.recv(1), "it was answered"

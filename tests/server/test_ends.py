@@ -94,9 +94,7 @@ def test_a_drain_cuts_off_what_does_not_end(another, monkeypatch):
     for thread in threads:
         thread.start()
     wait(lambda: server.gate.inside == 2)
-    started = time.monotonic()
     drain(server, 0.3).result(SOON)
-    assert time.monotonic() - started < 5
     for thread in threads:
         thread.join(SOON)
     assert server.gate.num_cut == 2
@@ -196,7 +194,7 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
             process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError, match="the server is shutting down"):
                 list(stream)
-        assert process.wait(10) == 130
+        assert process.wait(SOON) == 130
         assert "SIGINT: the server has ended, requests cut off after 0.2 seconds: 1" in "".join(lines)
     finally:
         process.kill()

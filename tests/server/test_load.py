@@ -93,8 +93,15 @@ def test_who_goes_away_ends_its_request(server, monkeypatch, phase, stream):
     """In the queue, while its prompt is read, while it is decoded: long before it would have ended."""
     engine, asked = server.llm.llm.engine, ENDLESS | {"stream": stream}
     before, scheduler = server.llm.metrics.num_emitted_tokens, engine.scheduler
-    step, prefill = engine.step, engine.prefill
-    monkeypatch.setattr(engine, "step", lambda **more: time.sleep(0.02) or step(**more))
+    step, prefill, left = engine.step, engine.prefill, threading.Event()
+
+    def slow(**more):
+        """Once the client leaves, the engine waits until the server has seen that."""
+        time.sleep(0.1)
+        wait(lambda: not left.is_set() or not server.gate.inside)
+        return step(**more)
+
+    monkeypatch.setattr(engine, "step", slow)
     with contextlib.ExitStack() as stack:
         if phase == "queue":
             stack.enter_context(leaving(server, ENDLESS | {"n": 4}))
@@ -103,15 +110,18 @@ def test_who_goes_away_ends_its_request(server, monkeypatch, phase, stream):
                 wait(lambda: len(scheduler.waiting) == 1)
             wait(lambda: not scheduler.waiting)
             assert len(scheduler.running) == 4
+            left.set()
         elif phase == "prefill":
-            monkeypatch.setattr(engine, "prefill", lambda requests: time.sleep(0.2) or prefill(requests))
+            monkeypatch.setattr(engine, "prefill", lambda requests: left.wait(SOON) and prefill(requests))
             with leaving(server, asked | {"prompt": list(range(5, 300))}):
                 wait(lambda: scheduler.running)
                 assert not scheduler.running[0].prefilled
+                left.set()
         else:
             with leaving(server, asked) as connection:
                 wait(lambda: scheduler.running and scheduler.running[0].output)
                 assert not stream or connection.recv(100).startswith(b"HTTP/1.1 200")
+                left.set()
     server.assert_idle()
     assert server.llm.metrics.num_emitted_tokens - before < (4 if phase == "queue" else 1) * 480 // 2
 

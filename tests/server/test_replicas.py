@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from jaxspec import SamplingParams
-from tests.async_llm.calls import PROMPTS
+from tests.async_llm.calls import PROMPTS, SOON
 from tests.server.running import MODEL, wait
 from tests.server.test_ends import free_port
 
@@ -69,7 +69,7 @@ def url(folder):
         finally:
             process.stdin.close()
             try:
-                process.wait(60)
+                process.wait(SOON)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -104,7 +104,7 @@ def test_a_replica_that_dies_takes_only_its_own_requests_along(url, expected):
             under_load = await asyncio.gather(*calls, return_exceptions=True)
             return under_load, await asyncio.gather(*(read(client, i) for i in range(CALLS)))
 
-    under_load, after = asyncio.run(asyncio.wait_for(main(), 300))
+    under_load, after = asyncio.run(asyncio.wait_for(main(), 600))
     ended = [i for i, text in enumerate(under_load) if text == wanted[i % 5]]
     cut = [error for error in under_load if isinstance(error, Exception)]
     assert ended, "the other replica's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspec import cli
+from jaxspec.cli.exits import keeping
+from jaxspec.errors import DiskError
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train import data, data_options, generate, openings
 from jaxspec.train.data_options import DataOptions
@@ -127,6 +130,25 @@ def test_goes_on_where_it_was_stopped(llm, out, options, tmp_path, monkeypatch):
     monkeypatch.undo()
     generate.generate(llm, tmp_path, options, target="tiny", progress=False)
     assert first.stat().st_mtime_ns == stamp
+    assert contents(tmp_path) == contents(out)
+
+
+def test_a_full_disk_ends_it_with_what_is_kept(llm, out, options, tmp_path, monkeypatch):
+    real = data.np.savez
+
+    def full_at_the_second(file, **arrays):
+        if list(tmp_path.glob(data.SHARDS)):
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file, **arrays)
+
+    monkeypatch.setattr(data.np, "savez", full_at_the_second)
+    with pytest.raises(DiskError) as caught, keeping(lambda: generate.kept(tmp_path)):
+        generate.generate(llm, tmp_path, DataOptions(**options), target="tiny", progress=False)
+    monkeypatch.undo()
+    assert "cannot be written (No space left on device): free some space; 1 shard kept in" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [data.MANIFEST, next(tmp_path.glob(data.SHARDS)).name]
+    generate.generate(llm, tmp_path, DataOptions(**options), target="tiny", progress=False)
     assert contents(tmp_path) == contents(out)
 
 
