@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params, parameters, weight_bytes
 from jaxspec.parallel.placement import Placement, check_divides, divisors, make_placement
 from jaxspec.platforms import facts
+from jaxspec.progress import say
 from pallas_kernels.device import Device, here
 
 logger = logging.getLogger(__name__)
@@ -188,10 +191,23 @@ def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None
 
 
 def enable_compilation_cache() -> Path | None:
-    """Compiled programs are kept under the user's cache folder, unless JAX was told another place -> the folder for
-    what else a later start need not make again; None where JAX was told another."""
+    """Keep compiled programs under the user's cache folder, unless JAX was told another place. Return the folder for
+    what else a later start need not make again; None where JAX was told another, and where nothing can be written."""
     ours = cache_folder() / "xla"
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+    if jax.config.jax_compilation_cache_dir is None and can_write(ours):  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(ours))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return cache_folder() if jax.config.jax_compilation_cache_dir == str(ours) else None  # type: ignore[attr-defined]
+
+
+@functools.cache  # said once
+def can_write(folder: Path) -> bool:
+    """Return whether files can be written there, and say so where they cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError as error:
+        reason = error.strerror or error
+        say(f"nothing can be kept in {folder} ({reason}), so every start compiles anew: set JAXSPEC_CACHE to another")
+        return False

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jaxspec import cli
-from jaxspec.cli.generate import Method, speculation
+from jaxspec.cli.speculation import Method, speculation
 from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams

@@ -55,7 +55,7 @@ ARROWS = {
     "decode verify.rules",
     "prompts": "options sampling_params",
     "job": "outputs engine.request detokenizer prompts",
-    "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel",
+    "loading": "config checkpoints pallas_kernels platforms models drafters engine.setup parallel progress",
     "widened": "checkpoints decode.stored engine.setup models parallel",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
     "prompts job widened decode.stored",
@@ -70,7 +70,7 @@ ARROWS = {
     "engine.setup llm",
     "bench": "config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "verify.rules engine progress checkpoints loading",
-    "train": "config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
+    "train": "config keywords options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
     "progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
     "drafters.dspark cache fit",
     "server": "config keywords options outputs prompts sampling_params async_llm prometheus",

@@ -187,17 +187,17 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--port", "70000"], "port=70000 is above 65535"),
-        (["--request-timeout", "0"], "request_timeout=0.0 must be more than 0 seconds"),
-        (["--max-queue", "-1"], "max_queue=-1 is below 0"),
-        (["--api-key", ""], "api_key is empty: leave it out, or give one"),
-        (["--api-key", "schlüssel"], "api_key must be of printable ASCII characters"),
+        (["--port", "70000"], "--port 70000 is above 65535"),
+        (["--request-timeout", "0"], "--request-timeout 0.0 must be more than 0 seconds"),
+        (["--max-queue", "-1"], "--max-queue -1 is below 0"),
+        (["--api-key", ""], "--api-key is empty: leave it out, or give one"),
+        (["--api-key", "schlüssel"], "--api-key must be of printable ASCII characters"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
-        (["--speculative-config", "{"], "--speculative-config '{' is no JSON"),
-        (["--speculative-config", "[]"], "--speculative-config '[]' must be an object"),
+        (["--speculative-config", "{"], "'--speculative-config': '{' is no JSON"),
+        (["--speculative-config", "[]"], "'--speculative-config': '[]': it must be an object"),
         (["--speculative-config", '{"methd": "ngram"}'], "unknown option 'methd' of SpeculativeConfig"),
         (["--speculative-config", "{}", "--draft", "x"], "leave --draft out"),
-        (["--dtype", "float8"], "dtype='float8'"),
+        (["--dtype", "float8"], "--dtype 'float8'"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_loaded(capsys, words, message):
