@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from checkpoints.names import Table
-from checkpoints.progress import progress_bar
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
+from jaxspec.progress import byte_progress
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index], np.ndarray]
@@ -126,7 +126,7 @@ def assemble(
     check_head(config, table, file)
     params: dict[str, jax.Array] = {}
     total = sum(parameter.nbytes for parameter in abstract.values())
-    with progress_bar("Loading weights", total, enabled=progress) as advance:
+    with byte_progress("loading weights", total, enabled=progress) as advance:
         for where, parameter in abstract.items():
             names = table.sources(where)
 

