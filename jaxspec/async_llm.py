@@ -232,6 +232,8 @@ class EngineThread(threading.Thread):
         while not self.inbox.empty():  # only now: who is told after `ended` was set looks at it
             with contextlib.suppress(BaseException):
                 self.inbox.get_nowait()()
+        if self.llm._warming is not None:
+            self.llm._warming.stop()
 
     def listen(self) -> bool:
         """Does what it is told, waiting for it where nothing is under way. False: to stop."""

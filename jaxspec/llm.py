@@ -20,9 +20,9 @@ import checkpoints
 from checkpoints.sources import cache_folder
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.stored import sources
+from jaxspec.engine import warming
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request
-from jaxspec.engine.warming import warm_up
 from jaxspec.errors import UserError
 from jaxspec.job import Job, failures
 from jaxspec.keywords import EngineOptions
@@ -40,7 +40,7 @@ from jaxspec.models.layers import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together
-from jaxspec.progress import generation_progress, wanted, warm_up_progress
+from jaxspec.progress import generation_progress, wanted, warm_up_progress, working
 from jaxspec.prompts import Ask, Prompt, asks, named, rendered
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.widened import load_widened
@@ -106,14 +106,14 @@ class LLM:
         self.engine = Engine(
             self.target, self.config, placement=self._placement, speculative=speculative, draft=draft, device=here()
         )
-        self.engine.runner.programs.folder = self._kept and self._kept / "programs"
+        programs = self.engine.runner.programs
+        programs.folder = self._kept and self._kept / "programs"
+        programs.watch = lambda name: working(f"compiling ({name})")
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
         self._profile: Path | None = None  # the folder of the trace that is being taken
         self._request_ids = map(str, itertools.count())
         self.engine.timing.load_seconds = time.perf_counter() - started
-        if self.config.warm_up:
-            with warm_up_progress() as report:
-                warm_up(self.engine, report)
+        self._warming = warming.begin(self.engine, warm_up_progress, wait=self._peers is not None)
 
     def _load(self, source: checkpoints.Source, dtype: str) -> Model:
         backend = Backend(here(), self._placement, self.config.kernels)  # refuses before anything is loaded

@@ -23,6 +23,7 @@ API_KEY = "JAXSPEC_API_KEY"  # the option would be seen in the list of processes
 SERVER = tuple(field.name for field in dataclasses.fields(ServerConfig))
 OWN = SHARED | {
     "warm_up": Own(flags=("--warm-up/--no-warm-up",), default=True),
+    "wait_for_warm_up": Own(flags=("--wait-for-warm-up/--no-wait-for-warm-up",), default=False),
     "api_key": Own(
         help=f"What clients have to send as their API key; {API_KEY} in the environment keeps it from view."
     ),

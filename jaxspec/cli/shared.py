@@ -30,6 +30,7 @@ OWN = {
     "memory_utilization": Own(help="Part of the free device memory that the pool takes."),
     "enable_prefix_caching": Own(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
     "compilation_cache": Own(flags=("--compilation-cache/--no-compilation-cache",)),
+    "wait_for_warm_up": Own(flags=("--wait-for-warm-up/--no-wait-for-warm-up",)),
 }
 NOT_YET = ("enable_lora", "pipeline_parallel_size")
 ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in NOT_YET)
