@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 import threading
@@ -38,6 +39,7 @@ class Work:
 
     what: a name for it.
     total, done: how much there is and how much is done, in `unit`; total is None where that is unknown.
+    most: seconds that it takes at most.
     text: what is at hand.
     """
 
@@ -45,6 +47,7 @@ class Work:
     total: float | None
     done: float
     unit: str
+    most: float = math.inf
     text: str = ""
 
     def __post_init__(self) -> None:
@@ -65,7 +68,7 @@ class Work:
             parts.insert(0, f"{min(self.done, total):,.0f} of {total:,.0f} {self.unit}".rstrip())
             if self.begun < self.done < total:
                 left = self.seconds * (total - self.done) / (self.done - self.begun)
-                parts.append(f"about {clock(left)} left")
+                parts.append(f"about {clock(min(left, max(self.most - self.seconds, 0.0)))} left")
         return ", ".join(parts) + (f": {self.text}" if self.text else "")
 
 
@@ -75,11 +78,18 @@ drawing = threading.Lock()  # held by the work whose bar is there
 
 @contextlib.contextmanager
 def working(
-    what: str, total: float | None = None, *, done: float = 0, unit: str = "", enabled: bool = True, bar: bool = True
+    what: str,
+    total: float | None = None,
+    *,
+    done: float = 0,
+    unit: str = "",
+    most: float = math.inf,
+    enabled: bool = True,
+    bar: bool = True,
 ) -> Iterator[Work]:
     """Show what goes on inside: as a bar on a terminal, which moves whatever the work does, else by a line every ten
     seconds. What ends before is not shown. Works may be nested. bar: False for lines on a terminal, too."""
-    work = Work(what, total, done, unit)
+    work = Work(what, total, done, unit, most)
     if quiet or not enabled:
         yield work
         return

@@ -82,8 +82,9 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     running: dict[Request, tuple[Shard, int]] = {}
     under_way: dict[int, Shard] = {}
     touched: set[int] = set()
-    passed = num_passed = 0  # tokens and sequences, of those before the next that is missing, that are there
-    saved = time.monotonic()
+    line: deque[tuple[np.ndarray, int]] = deque()  # sequences in order: lengths, and where; from the first not there
+    passed = num_passed = 0  # tokens and sequences that are there, before the next one that is to be begun
+    settled, saved = 0, time.monotonic()  # tokens of the sequences before that line; when it was written
 
     def missing() -> Iterator[tuple[Shard, int] | None]:
         """The sequences that are not there, in order; None where some that are there were passed."""
@@ -92,6 +93,7 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
         for index, begun in fresh:
             for i in filter(options.takes, range(last + 1, index)):
                 passed, num_passed = passed + done[i]["tokens"], num_passed + done[i]["sequences"]
+                line.append((np.array([done[i]["tokens"]]), 0))
             yield None
             shard, last = Shard(begun, options.length, engine.limits.vocab_size), index
             if index in done:
@@ -100,7 +102,16 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
             touched.add(index)
             for row, length in enumerate(shard.arrays["length"].tolist()):
                 passed, num_passed = passed + length, num_passed + (length > 0)
+                line.append((shard.arrays["length"], row))
                 yield None if length else (shard, row)
+
+    def settle() -> int:
+        """Tokens of the sequences that are there, up to the first that is not."""
+        nonlocal settled
+        while line and (length := int(line[0][0][line[0][1]])):
+            settled += length
+            line.popleft()
+        return settled
 
     def num_tokens(least: int = 0) -> int:
         """As far as they are begun. least: what a sequence counts that has not ended."""
@@ -186,19 +197,18 @@ def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "
     with contextlib.closing(ahead(lambda index: (index, openings(llm, options, index)), lacking)) as fresh:
         rows = missing()
         try:
+            refill()
             with token_progress("writing", mine, passed, enabled=progress) as report:
-                while True:
-                    refill()
-                    if not running:
-                        break
+                while settle() < mine:
                     for request in engine.step():
                         if request.finish_reason is not None:
                             ended(request)
                     report(num_tokens())
                     if time.monotonic() - saved > SAVE_EVERY:
                         save()
+                    refill()
         finally:
-            for request in running:  # after an interrupt
+            for request in running:  # after an interrupt, or beyond what was asked for
                 engine.abort(request)
             save()
     cut()

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Records:
         self.what, self.batch_size = what, batch_size
         place = place_rows(devices)
         self.find = lambda tokens: find(place(tokens.astype(np.int32)))
-        self.known = self.read()
+        self.known, self.seconds = self.read(), 0.0
         size, free = (count - len(self.known)) * record.itemsize, shutil.disk_usage(path.parent).free
         if size > free:
             raise UserError(f"{path} needs {size / 1e9:.1f} GB more, {free / 1e9:.1f} are free: {remedy}")
@@ -73,12 +74,13 @@ class Records:
         there = min(size // self.dtype.itemsize, self.count)
         return np.memmap(self.path, self.dtype, "r", shape=(there,)) if there else np.empty(0, self.dtype)
 
-    def upto(self, count: int, over: Callable[[], bool] = lambda: False) -> np.ndarray:
-        """The records of the first `count` rows; fewer where it is over before."""
+    def upto(self, count: int, over: Callable[[float], bool] = lambda seconds: False) -> np.ndarray:
+        """The records of the first `count` rows; fewer where it is over before. over(seconds): whether it will be when
+        these have passed."""
         done, count = len(self.known), min(count, self.count)
         if done >= count:
             return self.known[:count]
-        starts = itertools.takewhile(lambda _: not over(), range(done, count, self.batch_size))
+        starts = itertools.takewhile(lambda _: not over(2 * self.seconds), range(done, count, self.batch_size))
         self.path.touch()
         with (
             self.path.open("r+b") as file,
@@ -86,6 +88,7 @@ class Records:
             token_progress(f"finding {self.what}", count * self.length, done * self.length) as report,
         ):
             file.seek(done * self.dtype.itemsize)
+            since = time.perf_counter()
             for answer in answers:
                 records = np.empty(self.batch_size, self.dtype)
                 for field, value in jax.device_get(answer).items():
@@ -94,6 +97,7 @@ class Records:
                 file.write(records[:new].tobytes())
                 done += new
                 report(done * self.length)
+                self.seconds, since = time.perf_counter() - since, time.perf_counter()
         self.known = self.read()
         return self.known[:count]
 

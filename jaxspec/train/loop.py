@@ -43,9 +43,10 @@ def train(options: TrainOptions) -> Path:
 
     Raises: UserError, FileExistsError or FileNotFoundError with one line that names what is wrong.
     """
-    deadline = math.inf if options.minutes is None else time.perf_counter() + 60 * options.minutes
+    seconds = math.inf if options.minutes is None else 60 * options.minutes
+    deadline = time.perf_counter() + seconds
     check_folder(options)
-    with working("training", options.steps, unit="steps") as work:
+    with working("training", options.steps, unit="steps", most=seconds) as work:
         return trained(options, deadline, work)
 
 
@@ -123,9 +124,11 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     window: list[dict[str, jax.Array]] = []  # metrics of the steps since the last line of the journal
     since = time.perf_counter()  # when these began
     each, last = 0.0, 0.0  # seconds that a step takes, and a measurement with all that it writes
+    said = ""  # of the newest means
 
-    def over() -> bool:
-        return time.perf_counter() + each + last > deadline
+    def over(seconds: float = 0.0) -> bool:
+        """Whether no step can be made any more after so many seconds."""
+        return time.perf_counter() + seconds + each + last > deadline
 
     def asked() -> Iterator[int]:
         """The steps to come, once the target has said what they learn."""
@@ -153,7 +156,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
 
     def log() -> None:
         """Writes the means of the last steps, and finds how many steps fit once these tell what one takes."""
-        nonlocal each, total
+        nonlocal each, said, total
         means = {name: float(np.mean([m[name] for m in jax.device_get(window)])) for name in window[0]}
         now = time.perf_counter()
         each = (now - since) / len(window)
@@ -161,11 +164,12 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
             raise UserError(f"the loss is no number at step {at}: lower --learning-rate, and begin anew")
         clocks = {"step_seconds": each, "seconds": work.seconds}
         journal.add({"step": at, **means, "learning_rate": learning_rate(o, at - 1, total), **clocks})
-        work.report(at, f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}", total)
+        said = f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}"
         if deadline < math.inf and at - (begun or 0) > LOG_EVERY and journal.total is None:  # the first ones compile
             total = steps_that_fit(total, at, each, deadline - now, o.eval_every, last)
             journal.add({"step": at, "total": total})
             say(f"{1e3 * each:.0f} ms a step: {total} steps")
+        work.report(at, said, total)
         window.clear()
 
     with contextlib.closing(ahead(lambda at: place(teacher.batch(at)), asked())) as batches:
@@ -178,7 +182,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
             at += 1
             jax.block_until_ready(window[-1:])  # no step more than the one that runs now is to be waited for
             window.append(metrics)
-            work.done = at
+            work.report(at, said)
             if at % LOG_EVERY == 0 or at % o.eval_every == 0:
                 log()
                 if at % o.eval_every == 0 and at < total:

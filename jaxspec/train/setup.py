@@ -124,7 +124,7 @@ class Teacher:
     target: Model
     records: list[Records]
 
-    def ask(self, step: int, steps: int, over: Callable[[], bool]) -> bool:
+    def ask(self, step: int, steps: int, over: Callable[[float], bool]) -> bool:
         """Have the target say what these steps learn, from `step` on. Return False where it is over before."""
         o = self.setup.options
         chosen = (data.chosen(len(self.setup.rows), o.seed, at, o.batch_size) for at in range(step, step + steps))

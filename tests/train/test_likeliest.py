@@ -129,8 +129,8 @@ def test_only_what_is_needed_is_found(folder, tmp_path):
     assert len(some.upto(3)) == 3
     assert only(tmp_path).stat().st_size == 8 * row
     late = iter([False, True])
-    assert len(some.upto(COUNT, lambda: next(late, True))) == 16
-    assert len(some.upto(COUNT, lambda: True)) == 16
+    assert len(some.upto(COUNT, lambda seconds: next(late, True))) == 16
+    assert len(some.upto(COUNT, lambda seconds: True)) == 16
     assert some.upto(COUNT).tobytes() == some.known.tobytes() == fill(folder).tobytes()
 
 
