@@ -62,7 +62,7 @@ def test_methods_and_streaming_agree(capsys, folder):
     ],
 )
 def test_what_speculates(options, method, draft):
-    """Prompt lookup, and its trained draft too for the embedded model; what is asked for goes first, and
+    """Prompt lookup, and its head too for the embedded model; what is asked for goes first, and
     how a given draft is used its files say."""
     found = speculation(*options, {})
     assert (found.method, found.model) == (method, draft)
