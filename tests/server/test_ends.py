@@ -184,6 +184,29 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
         process.communicate()
 
 
+@pytest.mark.thorough
+def test_a_server_that_still_compiles_answers_and_ends_at_once(folder, tmp_path):
+    """It does not wait for programs that nobody wants any more."""
+    words = ["serve", folder, "--port", "0", "--served-model-name", MODEL, *SMALL[:-1]]
+    environment = os.environ | {"JAXSPEC_CACHE": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxspec.cli", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        lines = iter(process.stderr)
+        url = next(m[1] for line in lines if (m := re.search(r"at (http://\S+)", line)))
+        with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            assert client.completions.create(prompt=PROMPTS[0], **GREEDY).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        said = "".join(lines)
+        assert process.wait(SOON) == 0
+        assert "compiled" not in said, "all of it was compiled already"
+        assert "Traceback" not in said
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
