@@ -21,6 +21,7 @@ from jaxspec.job import Job
 from jaxspec.keywords import EngineOptions
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
+from jaxspec.progress import compiling
 from jaxspec.prompts import Ask, Prompt
 from jaxspec.sampling_params import SamplingParams
 
@@ -52,6 +53,7 @@ class AsyncLLM:
         if options.get("rounds_per_launch") is None:  # other requests may come while a launch runs
             options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
+        self.llm.engine.runner.programs.watch = functools.partial(compiling, bar=False)  # others may write meanwhile
         self._thread = EngineThread(self.llm)
         self._thread.start()
         self._calls: dict[str, Call] = {}  # those under way, by request_id

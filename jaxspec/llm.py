@@ -40,7 +40,7 @@ from jaxspec.models.layers import Backend
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together
-from jaxspec.progress import generation_progress, wanted, warm_up_progress, working
+from jaxspec.progress import compiling, generation_progress, wanted, warm_up_progress
 from jaxspec.prompts import Ask, Prompt, asks, named, rendered
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.widened import load_widened
@@ -108,12 +108,12 @@ class LLM:
         )
         programs = self.engine.runner.programs
         programs.folder = self._kept and self._kept / "programs"
-        programs.watch = lambda name: working(f"compiling ({name})")
+        programs.watch = compiling
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
         self._profile: Path | None = None  # the folder of the trace that is being taken
         self._request_ids = map(str, itertools.count())
         self.engine.timing.load_seconds = time.perf_counter() - started
-        self._warming = warming.begin(self.engine, warm_up_progress, wait=self._peers is not None)
+        self._warming = warming.begin(self.engine, warm_up_progress, alone=self._peers is None)
 
     def _load(self, source: checkpoints.Source, dtype: str) -> Model:
         backend = Backend(here(), self._placement, self.config.kernels)  # refuses before anything is loaded

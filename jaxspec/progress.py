@@ -176,6 +176,11 @@ def token_progress(what: str, total: int, done: int, *, enabled: bool = True) ->
         yield lambda now: work.report(now, f"{(now - done) / work.seconds:,.0f} tokens/s")
 
 
+def compiling(name: str, *, bar: bool = True) -> contextlib.AbstractContextManager[Work]:
+    """What the compiling of a program that a request waits for is done in."""
+    return working(f"compiling ({name})", bar=bar)
+
+
 @contextlib.contextmanager
 def warm_up_progress(*, beside: bool = False) -> Iterator[Callable[[int, int, str], None]]:
     """Yields report(done, total, name): programs compiled, the last by name. A line at the end says how long it took.

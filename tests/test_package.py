@@ -59,7 +59,7 @@ ARROWS = {
     "widened": "checkpoints decode.stored engine.setup models parallel",
     "llm": "config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine progress "
     "prompts job widened decode.stored",
-    "async_llm": "config keywords outputs sampling_params engine prompts job llm",
+    "async_llm": "config keywords outputs sampling_params engine progress prompts job llm",
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",

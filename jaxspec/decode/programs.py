@@ -49,7 +49,7 @@ class Program(Future[Callable[..., Any]]):
     def __init__(self) -> None:
         super().__init__()
         self.lowered: Future[Callable[[], Any]] = Future()
-        self.taken = threading.Lock()  # by the thread that compiles it, for good
+        self.taken = threading.RLock()  # by the thread that compiles it, for good
 
 
 @dataclasses.dataclass
@@ -93,8 +93,8 @@ class Programs:
     def begin(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Program:
         """Lower the program, unless another thread has begun to."""
         key, mine = key_of(name, config, params, cache, packed), Program()
-        if (known := self.compiled.setdefault(key, mine)) is mine:
-            with self.making(key, mine):
+        with self.making(key, mine):
+            if (known := self.compiled.setdefault(key, mine)) is mine:
                 mine.lowered.set_result(self.lower(name, config, params, cache, packed))
         return known
 
@@ -105,7 +105,7 @@ class Programs:
             program = self.begin(name, config, params, cache, packed)
             try:
                 finish = program.lowered.result()
-                if program.taken.acquire(blocking=False):
+                if not program.done() and program.taken.acquire(blocking=False):
                     with self.making(key, program):
                         program.set_result(finish())
                         self.num_compiled += 1

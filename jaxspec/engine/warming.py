@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from jaxspec.decode.plans import Plan
@@ -31,11 +31,12 @@ class Watch(Protocol):
     def __call__(self, *, beside: bool) -> contextlib.AbstractContextManager[Report]: ...
 
 
-def begin(engine: Engine, watch: Watch, *, wait: bool) -> Background | None:
-    """Warm up an engine that was made for it; return what does so beside requests, unless that is to be waited for."""
+def begin(engine: Engine, watch: Watch, *, alone: bool) -> Background | None:
+    """Warm up an engine that was made for it; return what does so beside requests, unless that is to be waited for.
+    alone: no other process runs what this one does."""
     if not engine.config.warm_up:
         return None
-    if wait or engine.config.wait_for_warm_up:
+    if not alone or engine.config.wait_for_warm_up:
         with watch(beside=False) as report:
             warm_up(engine, report)
         return None
@@ -49,7 +50,7 @@ class Background(threading.Thread):
 
     def __init__(self, engine: Engine, watch: Watch) -> None:
         super().__init__(name=THREADS, daemon=True)
-        self.engine, self.watch, self.stopped = engine, watch, False
+        self.engine, self.watch, self.stopped = engine, watch, Future[None]()
         atexit.register(self.stop)  # a thread that lowers crashes in a Python that is being taken down
 
     def run(self) -> None:
@@ -59,7 +60,8 @@ class Background(threading.Thread):
 
     def stop(self) -> None:
         """Begin no other program. What the compiler has begun goes on."""
-        self.stopped = True
+        with contextlib.suppress(InvalidStateError):  # it was already
+            self.stopped.set_result(None)
         if threading.current_thread() is not self:
             self.join()
 
@@ -94,14 +96,18 @@ def warm_up(engine: Engine, report: Report = lambda done, total, name: None, bes
         report(0, len(wanted), "")
         for i, (program, plan) in enumerate(wanted):
             programs.calm.wait()
-            if beside and beside.stopped:
+            if beside and beside.stopped.done():
                 raise CancelledError
             to_begin = len(wanted) - i - 1
             with forgiving(program, beside):
                 engine.runner.begin(plan)
                 under_way[pool.submit(compile, program, plan)] = program
             settle([future for future in under_way if future.done()])
-        settle(as_completed(list(under_way)))
+        while under_way:
+            done, _ = wait([*under_way, *([beside.stopped] if beside else [])], return_when=FIRST_COMPLETED)
+            if beside and beside.stopped.done():
+                raise CancelledError
+            settle(done)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # who interrupts it is not to wait for the compiler
         engine.timing.warm_up_seconds += time.perf_counter() - started

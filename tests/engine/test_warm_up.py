@@ -290,7 +290,7 @@ def beside(monkeypatch):
 
     def start() -> warming.Background:
         watch = lambda beside: contextlib.nullcontext(lambda done, total, name: None)
-        started.append(warming.begin(engine, watch, wait=False))
+        started.append(warming.begin(engine, watch, alone=True))
         return started[-1]
 
     yield engine, lowered, start
@@ -343,11 +343,25 @@ def test_a_warm_up_is_stopped(beside, monkeypatch):
     monkeypatch.setattr(programs, "lower", lambda *given: stopping.set() or (stopped.wait(60) and lower(*given)))
     background = start()
     assert stopping.wait(60)
-    background.stopped = True
+    background.stopped.set_result(None)
     stopped.set()
     background.stop()
     assert not background.is_alive()
     assert len(lowered) == 1
+
+
+def test_a_warm_up_that_is_stopped_does_not_wait_for_the_compiler(beside, monkeypatch):
+    """All is lowered, and two programs are being compiled."""
+    engine, lowered, start = beside
+    told, begun = threading.Event(), []
+    monkeypatch.setattr(programs, "compiled", lambda lowered: begun.append(1) or told.wait(60))
+    background = start()
+    wait(lambda: len(lowered) == len(list(plans(engine))))
+    background.stop()
+    assert compilers(), "they wait to be told"
+    told.set()
+    wait(lambda: not compilers())
+    assert 1 <= len(begun) <= warming.COMPILERS
 
 
 def test_a_program_that_cannot_be_made_beside_requests_is_told_of(beside, monkeypatch, caplog):
