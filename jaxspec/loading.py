@@ -204,7 +204,8 @@ def enable_compilation_cache() -> Path | None:
 def can_write(folder: Path) -> bool:
     """Return whether files can be written there, and say so where they cannot."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError as error:

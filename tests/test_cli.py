@@ -182,7 +182,7 @@ def test_a_cache_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, caps
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     (line,) = capsys.readouterr().err.splitlines()
-    reason = "(Not a directory), so every start compiles anew: set JAXSPEC_CACHE to another"
+    reason = "(File exists), so every start compiles anew: set JAXSPEC_CACHE to another"
     assert line == f"nothing can be kept in {tmp_path}/file/xla {reason}"
 
 

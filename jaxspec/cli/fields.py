@@ -133,11 +133,12 @@ def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
 
     def flag(found: re.Match[str]) -> str:
         name, value = found.groups()
-        if not value:
-            return flags[name][0] if "_" in name else name
-        if value in ("=True", "=False"):
-            return flags[name][value == "=False" and -1]
-        return flags[name][0] + " " * (not re.match(r"[\s:]", text[found.end() :]))
+        on, off = flags[name][0], flags[name][-1]
+        if value == "=":
+            return on if re.match(r"[\s:]", text[found.end() :]) else f"{on} "
+        if value:
+            return on if value == "=True" else off
+        return on if "_" in name else name
 
     names = "|".join(map(re.escape, flags))
     return re.sub(rf"(?<![\w./'\"-])({names})(=True\b|=False\b|=|(?![\w/='\"-]|\.\w))", flag, text)

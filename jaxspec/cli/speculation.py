@@ -28,7 +28,7 @@ def from_json(text: str) -> SpeculativeConfig:
         return SpeculativeConfig(**found)
     except UserError as error:
         raise typer.BadParameter(f"{text!r:.80}: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{text!r:.80} is no JSON: {error}") from None
 
 
