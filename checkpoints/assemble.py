@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from checkpoints.copies import check_frequencies, check_repeats
 from checkpoints.names import Table
-from checkpoints.progress import progress_bar
 from checkpoints.tensor_file import Index, TensorFile
 from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
+from jaxspec.progress import byte_progress
 
 Read = Callable[[str, Index], np.ndarray]
 
@@ -96,7 +96,7 @@ def assemble(
     check_frequencies(config, table, file)
     params: dict[str, jax.Array] = {}
     total = sum(parameter.nbytes for parameter in abstract.values())
-    with progress_bar("Loading weights", total, enabled=progress) as advance:
+    with byte_progress("loading weights", total, enabled=progress) as advance:
         for where, parameter in abstract.items():
             names = table.sources(where)
 

@@ -47,7 +47,7 @@ def load_params(
 
     Args:
       abstract: name -> parameter, with dtype and sharding, as `jaxspec.models.decoder.abstract_params` gives them.
-      progress: shows a bar on standard error, on a terminal, when loading takes more than a second.
+      progress: shows on standard error how far it is, where loading takes its time.
 
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
       FileNotFoundError naming a missing shard; UnsupportedError for a dtype or quantisation that is not read.

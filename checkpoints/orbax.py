@@ -26,6 +26,7 @@ from checkpoints.reading import read_json, there, told
 from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
+from jaxspec.progress import working
 from jaxspec.writing import disk_errors
 
 CONFIG_FILE = "jaxspec.json"
@@ -115,7 +116,8 @@ def load_params(
             f"{folder} has {own} key-value heads, and none is copied from there: use a tensor_parallel_size of at most "
             f"{own}, or the model's safetensors or GGUF file"
         )
-    return load_arrays(folder / PARAMS, abstract)
+    with working("loading weights", enabled=progress):
+        return load_arrays(folder / PARAMS, abstract)
 
 
 def stored_dtype(folder: Path) -> str:

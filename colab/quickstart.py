@@ -87,8 +87,8 @@ print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.this_device()
 # %% [markdown]
 # ## 3. Load a pair
 # With network and enough memory: Qwen3 from the hub. Else a pair that needs no hub: SmolLM2-135M-Instruct with the
-# draft that comes with jaxspec, a small model trained for it, and n-gram drafts, which look the next words up in what
-# was said before, where there is something to be found.
+# head that comes with jaxspec, which was trained for it and reads its hidden states, and n-gram drafts, which look the
+# next words up in what was said before, where there is something to be found.
 #
 # Downloads, once: 18 GB for Qwen3-8B and its draft, 6 GB for Qwen3-1.7B and the same draft, which take minutes; 98 MB
 # for SmolLM2.

@@ -23,6 +23,7 @@ from jaxspec.job import Job
 from jaxspec.keywords import ChatOptions, EngineOptions
 from jaxspec.llm import LLM
 from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timing
+from jaxspec.progress import compiling
 from jaxspec.prompts import Ask, Prompt
 from jaxspec.sampling_params import SamplingParams
 
@@ -54,6 +55,7 @@ class AsyncLLM:
         if options.get("rounds_per_launch") is None:  # other requests may come while a launch runs
             options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
+        self.llm.engine.runner.programs.watch = functools.partial(compiling, bar=False)  # others may write meanwhile
         self._thread = EngineThread(self.llm)
         self._thread.start()
         self.templates = TemplateProcess()
@@ -253,6 +255,8 @@ class EngineThread(threading.Thread):
         while not self.inbox.empty():  # only now: who is told after `ended` was set looks at it
             with contextlib.suppress(BaseException):
                 self.inbox.get_nowait()()
+        if self.llm._warming is not None:
+            self.llm._warming.stop()
 
     def listen(self) -> bool:
         """Does what it is told, waiting for it where nothing is under way. False: to stop."""

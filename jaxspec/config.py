@@ -222,6 +222,8 @@ class EngineConfig:
       compilation_cache: Keep compiled programs on disk, so that a second start takes seconds.
       warm_up: Compile at the start all programs that any request may need, so that none waits for the compiler later;
         few and so of few sizes.
+      wait_for_warm_up: Take no request before all of these are compiled. False: they are compiled beside requests, and
+        what a request needs comes first. Several processes always wait.
     """
 
     tokenizer: str | None = None
@@ -239,6 +241,7 @@ class EngineConfig:
     kernels: str | None = None
     compilation_cache: bool = True
     warm_up: bool = False
+    wait_for_warm_up: bool = True
     enable_lora: bool = False
     pipeline_parallel_size: int = 1
 
@@ -246,7 +249,7 @@ class EngineConfig:
         one_of("dtype", self.dtype, DTYPES)
         counts = ("tensor_parallel_size", "max_num_seqs", "max_model_len", "page_size", "num_pages", "prefill_chunk")
         check_counts(self, dict.fromkeys(counts, LARGEST) | {"rounds_per_launch": MAX_ROUNDS})
-        for name in ("enable_prefix_caching", "compilation_cache", "warm_up"):
+        for name in ("enable_prefix_caching", "compilation_cache", "warm_up", "wait_for_warm_up"):
             flag(name, getattr(self, name))
         if not 0.0 < number("memory_utilization", self.memory_utilization) <= 1.0:
             raise UserError(f"memory_utilization={self.memory_utilization} must lie in (0, 1]")

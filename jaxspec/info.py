@@ -214,6 +214,20 @@ def stops(model: Mapping[str, Any]) -> list[str]:
     return [f"{i} {token} ({', '.join(parts)})" for i, token, parts in named]
 
 
+def lacking(document: dict[str, Any]) -> str:
+    """Return why a model does not fit on chips, and what would."""
+    would = " or ".join(document["would_fit"]) or "no single change of dtype, context, rows or chips"
+    return f"{'; '.join(document['fit']['problems'])}; {would} would"
+
+
+def problem(document: dict[str, Any]) -> str | None:
+    """Return why a document of `describe` or `on_chips` answers no, None where it answers yes."""
+    if "fit" not in document:
+        return document["draft_problem"]
+    names = " and ".join(filter(None, (document["model"], document["draft"])))
+    return None if document["fits"] else f"{names} on {document['chips']['name']}: {lacking(document)}"
+
+
 def show(document: dict[str, Any]) -> None:
     """The document as a table on standard output."""
     from rich.console import Console
@@ -283,8 +297,7 @@ def show_chips(document: dict[str, Any]) -> None:
     rows["pages that fit"] = f"{found['pages']} = {found['tokens']} tokens of context in all"
     rows["one row"] = f"at most {found['longest_context']} tokens"
     rows["rows"] = f"{found['rows']} of {document['max_model_len']} tokens at once"
-    would = " or ".join(document["would_fit"]) or "no single change of dtype, context, rows or chips"
-    rows["fits"] = "yes" if document["fits"] else f"no: {'; '.join(found['problems'])}; {would} would"
+    rows["fits"] = f"no: {lacking(document)}" if found["problems"] else "yes"
     for label, said in rows.items():
         table.add_row(Text(label, style="bold"), Text(said))
     console = Console()

@@ -25,6 +25,7 @@ class EngineOptions(TypedDict, total=False):
     kernels: str | None
     compilation_cache: bool
     warm_up: bool
+    wait_for_warm_up: bool
     enable_lora: bool
     pipeline_parallel_size: int
 

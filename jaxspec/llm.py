@@ -19,9 +19,9 @@ from jaxspec.chat import as_prompt, conversations, rendering
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode.programs import Programs
 from jaxspec.decode.stored import sources
+from jaxspec.engine import warming
 from jaxspec.engine.engine import Engine, Model
 from jaxspec.engine.request import Request
-from jaxspec.engine.warming import warm_up
 from jaxspec.errors import UserError
 from jaxspec.job import Job, failures
 from jaxspec.keywords import ChatOptions, EngineOptions
@@ -40,7 +40,7 @@ from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, StreamOutput, Timi
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together
 from jaxspec.profiles import Profile
-from jaxspec.progress import generation_progress, wanted, warm_up_progress
+from jaxspec.progress import compiling, generation_progress, wanted, warm_up_progress
 from jaxspec.prompts import Ask, Prompt, asks, named
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.widened import load_widened
@@ -109,16 +109,14 @@ class LLM:
             speculative=speculative,
             draft=draft,
             device=here(),
-            programs=Programs(self._placement, self._kept and self._kept / "programs"),
+            programs=Programs(self._placement, self._kept and self._kept / "programs", compiling),
             peers=self._peers,
             timing=Timing(load_seconds=time.perf_counter() - started),
         )
         self.observers: list[Callable[[Request], None]] = []  # called with every sample that ended
         self._profile = Profile()
         self._request_ids = map(str, itertools.count())
-        if self.config.warm_up:
-            with warm_up_progress() as report:
-                warm_up(self.engine, report)
+        self._warming = warming.begin(self.engine, warm_up_progress, alone=self._peers is None)
 
     def _load(self, source: checkpoints.Source, dtype: str) -> Model:
         backend = Backend(here(), self._placement, self.config.kernels)  # refuses before anything is loaded

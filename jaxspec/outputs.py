@@ -174,7 +174,7 @@ class StreamOutput:
 class Timing:
     """Seconds spent, since the LLM was made. tokens_per_second leaves loading and compiling out.
 
-    warm_up_seconds: compiling before the first request.
+    warm_up_seconds: compiling in advance.
     compile_seconds, num_compiled: for which, and for how many programs, requests had to wait.
     """
 

@@ -85,4 +85,4 @@ def opener(path: str, flags: int) -> int:
 def report(folder: Path, path: Path, reason: str) -> None:
     if (folder, reason) not in reported:
         reported.add((folder, reason))
-        logger.warning("%s %s: nothing is read from it; %s", path, reason, REMEDY)
+        logger.warning("%s %s: nothing is read from it or kept there; %s", path, reason, REMEDY)

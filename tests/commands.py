@@ -22,6 +22,16 @@ def refused(capsys, *arguments: str) -> str:
     return line
 
 
+def answers_no(capsys, *arguments: str) -> tuple[str, str]:
+    """What a command prints whose answer is no, and the one line that says why."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    return out, line
+
+
 def run(capsys, *arguments: str) -> tuple[str, str]:
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

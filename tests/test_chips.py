@@ -17,7 +17,7 @@ from jaxspec.fit import Asked, fit, page_bytes, remedies, weight_bytes
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement
-from tests.commands import refused, run
+from tests.commands import answers_no, refused, run
 from tests.model_folders import write_model
 
 TINY = preset("tiny")  # 512 ids, 2 layers of width 64, MLP 128, 4 query and 2 key-value heads of 16, a head of its own
@@ -210,7 +210,8 @@ def test_one_chip_is_a_device(capsys, tmp_path, name):
 
 def test_the_table_is_narrow(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    out, _ = run(capsys, "info", *ISSUE)
+    out, line = answers_no(capsys, "info", *ISSUE)
+    assert line.startswith("jaxspec: qwen3-32b and qwen3-0.6b on v5e:8: 17.06 GB a device are needed for a row")
     assert max(map(len, out.splitlines())) <= 80
     text = " ".join(out.replace("│", " ").split())
     assert "8.19 GB of weights, cut over 8" in text

@@ -13,17 +13,21 @@ import jax
 import pytest
 import typer
 
+import jaxspec
 from jaxspec import cli
 from jaxspec.accelerators import ACCELERATORS
 from jaxspec.cli.app import app
-from jaxspec.cli.fields import sentences
-from jaxspec.cli.generate import Method
+from jaxspec.cli.fields import sentences, spoken
+from jaxspec.cli.speculation import Method
+from jaxspec.config import EngineConfig
 from jaxspec.demo.options import Options as DemoOptions
 from jaxspec.drafters.methods import NAMES
+from jaxspec.errors import UserError
+from jaxspec.loading import enable_compilation_cache
 from jaxspec.sampling_params import SamplingParams
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.options import TrainOptions
-from tests.commands import SHORT, refused, run
+from tests.commands import SHORT, answers_no, refused, run
 from tests.model_folders import EOS, write_model
 
 ROOT = Path(__file__).parent.parent
@@ -73,10 +77,13 @@ def test_info_of_a_device_that_is_not_here(capsys, folder):
 
 def test_info_of_a_draft_that_does_not_fit(capsys, folder, tmp_path):
     draft = write_model(tmp_path / "foreign", text="entirely different words " * 5)
-    document = json.loads(run(capsys, "info", folder, "--draft", str(draft), "--json")[0])
-    assert document["draft_fits"] is False
-    assert "'foreign' has another tokenizer than the target 'target'" in document["draft_problem"]
-    assert "another tokenizer" in run(capsys, "info", folder, "--draft", str(draft))[0]
+    for more in (["--json"], []):
+        out, line = answers_no(capsys, "info", folder, "--draft", str(draft), *more)
+        assert line.startswith("jaxspec: the draft 'foreign' has another tokenizer than the target 'target'")
+        assert "another tokenizer" in out
+        if more:
+            document = json.loads(out)
+            assert (document["draft_fits"], f"jaxspec: {document['draft_problem']}") == (False, line)
 
 
 def test_convert(capsys, folder, tmp_path):
@@ -86,8 +93,8 @@ def test_convert(capsys, folder, tmp_path):
     common = ("generate", "The quick", *SHORT, "--no-stream", "--model")
     assert run(capsys, *common, out.strip())[0] == run(capsys, *common, folder)[0]
     assert "exists and is not empty" in refused(capsys, "convert", folder, str(tmp_path / "orbax"))
-    assert "--dtype='int3' is unknown" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--dtype", "int3")
-    assert "weight_bits=4: give 8" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--weight-bits", "4")
+    assert "--dtype 'int3' is unknown" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--dtype", "int3")
+    assert "--weight-bits 4: give 8" in refused(capsys, "convert", folder, str(tmp_path / "o"), "--weight-bits", "4")
     out, _ = run(capsys, "convert", folder, str(tmp_path / "eight"), "--weight-bits", "8")
     assert out.strip() == str(tmp_path / "eight")
 
@@ -95,21 +102,26 @@ def test_convert(capsys, folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-tokens", "0"], "max_tokens=0 is below 1"),
-        (["--temperature", "-1"], "temperature=-1.0 must lie in [0, 1e6]; 0 is greedy"),
-        (["--top-p", "2"], "top_p=2.0 must lie in (0, 1]"),
-        (["-n", "0"], "n=0 is below 1"),
-        (["--stop", ""], "stop=[''] must hold non-empty strings"),
-        (["--min-tokens", "200"], "min_tokens=200 is above max_tokens, 128"),
-        (["--logprobs", "21", "--json"], "logprobs=21 is above 20"),
+        (["--max-tokens", "0"], "--max-tokens 0 is below 1"),
+        (["--temperature", "-1"], "--temperature -1.0 must lie in [0, 1e6]; 0 is greedy"),
+        (["--top-p", "2"], "--top-p 2.0 must lie in (0, 1]"),
+        (["-n", "0"], "-n 0 is below 1"),
+        (["--stop", ""], "--stop [''] must hold non-empty strings"),
+        (["--min-tokens", "200"], "--min-tokens 200 is above --max-tokens, 128"),
+        (["--logprobs", "21", "--json"], "--logprobs 21 is above 20"),
         (["--logprobs", "1"], "--logprobs 1 is shown in the JSON document only: add --json"),
-        (["--repetition-penalty", "0"], "repetition_penalty=0.0 must lie in [0.001, 1000]; 1 turns it off"),
-        (["--presence-penalty", "3"], "presence_penalty=3.0 must lie in [-2, 2]; 0 turns it off"),
-        (["--frequency-penalty", "-3"], "frequency_penalty=-3.0 must lie in [-2, 2]"),
-        (["-k", "0"], "num_speculative_tokens=0 is below 1"),
+        (["--repetition-penalty", "0"], "--repetition-penalty 0.0 must lie in [0.001, 1000]; 1 turns it off"),
+        (["--presence-penalty", "3"], "--presence-penalty 3.0 must lie in [-2, 2]; 0 turns it off"),
+        (["--frequency-penalty", "-3"], "--frequency-penalty -3.0 must lie in [-2, 2]"),
+        (["-k", "0"], "--num-speculative-tokens 0 drafts nothing: --method none decodes plainly"),
         (["--method", "none", "-k", "3"], "--method none decodes plainly: leave --num-speculative-tokens out"),
-        (["--model", "org/x", "--method", "draft_model"], "method='draft_model' needs model="),
-        (["--method", "ngram", "--draft", "x"], "method='ngram' uses no draft model"),
+        (["--model", "org/x", "--method", "draft_model"], "'draft_model' needs --draft: the draft's hub id, folder"),
+        (["--method", "ngram", "--draft", "x"], "--method 'ngram' uses no draft model, but --draft 'x' is given"),
+        (["--max-model-len", "0"], "--max-model-len 0 is below 1"),
+        (["--dtype", "float8"], "--dtype 'float8' is unknown: use one of auto, float32"),
+        (["--speculative-config", "[]"], "Invalid value for '--speculative-config': '[]': it must be an object"),
+        (["--speculative-config", '{"tree_depth": 0}'], ": tree_depth=0 is below 1"),
+        (["--speculative-config", "{}", "--method", "none"], "says all of speculation: leave --method out"),
         (["--model", "./[bold]no such[/bold].gguf"], "./[bold]no such[/bold].gguf does not exist"),
         (["--model", "smolm2-135m-instruct"], "no model 'smolm2-135m-instruct': did you mean 'smollm2-135m-instruct'?"),
         (["--model", "unheard-of"], "no model 'unheard-of': give a folder, a .gguf file, a hub id"),
@@ -120,6 +132,60 @@ def test_errors_are_one_line(capsys, arguments, message):
     assert message in refused(capsys, "generate", "hello", *arguments)
 
 
+FLAGS = {
+    "max_model_len": ("--max-model-len",),
+    "n": ("-n",),
+    "stop": ("--stop",),
+    "warm": ("--warm", "--no-warm"),
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("max_model_len=9 is short: raise max_model_len.", "--max-model-len 9 is short: raise --max-model-len."),
+        ("n=0 is below 1; stop at n of them", "-n 0 is below 1; stop at n of them"),
+        ("stop=['n=1'] and warm=False or warm=True", "--stop ['n=1'] and --no-warm or --warm"),
+        ("give max_model_len=: a number", "give --max-model-len: a number"),
+        ("did you mean 'max_model_len'? /n/max_model_len.json", "did you mean 'max_model_len'? /n/max_model_len.json"),
+    ],
+)
+def test_refusals_name_options_as_they_are_typed(said, shown):
+    """And in Python as Python has them."""
+    with pytest.raises(UserError) as refusal, spoken(FLAGS):
+        raise UserError(said)
+    assert str(refusal.value) == shown
+
+
+def test_commands_that_generate_have_all_options_of_an_engine():
+    commands = typer.main.get_command(app).commands
+    engine = {field.name for field in dataclasses.fields(EngineConfig)} - {"enable_lora", "pipeline_parallel_size"}
+    for name in ("generate", "serve", "evaluate-draft"):
+        options = {p.name: p for p in commands[name].params}
+        assert options.keys() >= engine, name
+        assert "-k" in options["num_speculative_tokens"].opts
+
+
+def test_the_version(capsys):
+    assert run(capsys, "--version")[0] == f"jaxspec {jaxspec.__version__}\n"
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, caplog):
+    """And nothing is kept, nor looked for: JAX would warn of every program."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "file"))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        assert [enable_compilation_cache() for _ in range(2)] == [None, None]
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path}/file/xla cannot be used (File exists): nothing is read from it or kept there")
+    assert line.endswith("set JAXSPEC_CACHE to a folder of your own")
+
+
 def test_bad_prompts_are_one_line(capsys, folder):
     line = refused(capsys, "generate", "short", "long " * 600, "--model", folder)
     assert "prompt 1: the prompt has" in line
@@ -128,7 +194,7 @@ def test_bad_prompts_are_one_line(capsys, folder):
 
 def test_the_traceback_can_be_kept(monkeypatch):
     monkeypatch.setenv("JAXSPEC_DEBUG", "1")
-    with pytest.raises(ValueError, match="max_tokens=0"):
+    with pytest.raises(ValueError, match="--max-tokens 0"):
         cli.main(["generate", "hello", "--max-tokens", "0"])
 
 
@@ -140,7 +206,7 @@ def test_the_program_itself(folder):
     assert json.loads(ran.stdout)["model"]["architecture"] == "llama"
     failed = subprocess.run([*program, "generate", "x", "--top-k", "-5"], capture_output=True, text=True, cwd=ROOT)
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "jaxspec: top_k=-5 is below -1; 0 turns it off\n"
+    assert failed.stderr == "jaxspec: --top-k -5 is below -1; 0 turns it off\n"
 
 
 def test_an_unknown_option_names_the_nearest(capsys):

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jaxspec import cli
-from jaxspec.cli.generate import Method, speculation
+from jaxspec.cli.speculation import Method, speculation
 from jaxspec.embedded import DRAFT, MODEL
 from jaxspec.engine.engine import Engine
 from jaxspec.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ def test_methods_and_streaming_agree(capsys, folder):
     ],
 )
 def test_what_speculates(options, method, draft):
-    """Prompt lookup, and its trained draft too for the embedded model; what is asked for goes first, and
+    """Prompt lookup, and its head too for the embedded model; what is asked for goes first, and
     how a given draft is used its files say."""
     found = speculation(*options, {})
     assert (found.method, found.model) == (method, draft)

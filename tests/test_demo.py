@@ -183,11 +183,11 @@ def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-tokens", "0"], "max_tokens=0 is below 1"),
-        (["--max-tokens", "100000"], "max_tokens=100000 is above 1792: the demo holds 2048 tokens, 256 of them for"),
+        (["--max-tokens", "0"], "--max-tokens 0 is below 1"),
+        (["--max-tokens", "100000"], "--max-tokens 100000 is above 1792: the demo holds 2048 tokens, 256 of them for"),
         (["--plot", "/no/such/folder/x.png"], "the folder /no/such/folder does not exist: make it first"),
         (["--plot", "x.jpg"], "give a name that ends in .png"),
-        (["--dtype", "int4"], "dtype='int4' is unknown"),
+        (["--dtype", "int4"], "--dtype 'int4' is unknown"),
         (["--compare-transformers"], "needs torch: pip install torch"),
     ],
 )

@@ -26,8 +26,8 @@ PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
 # package of jaxspec, or one of its files; where only a part of one is needed, the part. "jaxspec." is left out.
 ARROWS = {
     "pallas_kernels": "",
-    "checkpoints": "embedded models.config models.draft_spec models.families models.parameters models.limits trust "
-    "writing",
+    "checkpoints": "embedded models.config models.draft_spec models.families models.parameters models.limits progress "
+    "trust writing",
     "errors": "",
     "trust": "",
     "writing": "",
@@ -67,7 +67,7 @@ ARROWS = {
     "widened": "trust checkpoints decode.stored engine.setup models parallel pallas_kernels.weights",
     "llm": "chat config keywords outputs sampling_params parallel models pallas_kernels checkpoints loading engine "
     "profiles progress prompts job widened decode.programs decode.stored",
-    "async_llm": "chat chat_process config keywords outputs sampling_params engine prompts job llm",
+    "async_llm": "chat chat_process config keywords outputs sampling_params engine progress prompts job llm",
     "transformers_options": "config keywords options",
     "one_call": "config keywords options outputs sampling_params checkpoints prompts llm transformers_options",
     "prometheus": "engine.request llm async_llm",
@@ -78,8 +78,8 @@ ARROWS = {
     "engine.setup llm pallas_kernels.weights",
     "bench": "writing config outputs sampling_params parallel platforms cache models pallas_kernels drafters decode "
     "verify.rules engine progress checkpoints loading",
-    "train": "writing config options outputs sampling_params shapes parallel platforms models pallas_kernels engine "
-    "progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
+    "train": "writing config keywords options outputs sampling_params shapes parallel platforms models pallas_kernels "
+    "engine progress checkpoints loading llm verify.rules drafters.eagle3 drafters.medusa drafters.mtp drafters.dflash "
     "drafters.dspark cache fit",
     "server": "chat config keywords options outputs progress prompts sampling_params async_llm prometheus",
     "cli": "accelerators config embedded outputs sampling_params parallel progress checkpoints job llm async_llm "

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 
@@ -28,12 +29,27 @@ COMMANDS = (demo, generate, serve, bench, bench_serve, generate_data, train_draf
 
 app = typer.Typer(
     name="jaxspec",
-    help="Lossless speculative decoding in one device program.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # prompts and file names may hold brackets
 )
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"jaxspec {version('jaxspec')}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")]
+
+
+@app.callback()
+def every_command(_: Version = False) -> None:
+    """Lossless speculative decoding in one device program."""
+
+
 for command in COMMANDS:
     app.command()(as_typer_takes_it(command))
 

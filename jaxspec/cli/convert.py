@@ -27,7 +27,7 @@ def convert(
     from jaxspec.config import DTYPES, one_of
 
     if dtype is not None:
-        one_of("--dtype", dtype, DTYPES[1:])
+        one_of("dtype", dtype, DTYPES[1:])
     from jaxspec.convert import convert as converted
 
     say(f"converting {source} ...")

@@ -10,27 +10,28 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec.bench.options import listed
-from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
+from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.shared import ENGINE, MODEL_HELP, AsJson
+from jaxspec.cli.shared import OWN as SHARED
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.errors import UserError
 from jaxspec.progress import say
 from jaxspec.verify import rules
 
 TEMPERATURES = "0,0.7"
-DRAFTS = SpeculativeConfig.num_speculative_tokens
+OWN = SHARED | {"max_num_seqs": Own(default=None, help="Answers decoded together; all, on a CPU 16.")}
 Rule = enum.StrEnum("Rule", {name: name for name in rules.NAMES if name != "synthetic"})  # type: ignore[misc]
 
 
 def evaluate_draft(
+    *,
     target: Annotated[str, typer.Option(help=MODEL_HELP)],
     draft: Annotated[str, typer.Option(help="The draft to be measured.")],
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="What users say: {category: [text, ...]}; 64 texts that come along."),
     ] = None,
-    k: Annotated[
-        int | None, typer.Option("-k", "--num-speculative-tokens", help=f"Drafts a round; {DRAFTS} unless told.")
-    ] = None,
+    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, ("num_speculative_tokens",), OWN)],
     tree: Annotated[
         str | None, typer.Option(metavar="W,D,N", help="A tree of drafts in place of -k: width, depth, nodes; 4,4,17.")
     ] = None,
@@ -47,25 +48,19 @@ def evaluate_draft(
         int,
         typer.Option("-n", "--samples", min=1, help="Answers to each prompt; with 2 or more a standard error is told."),
     ] = 1,
-    dtype: Dtype = EngineConfig.dtype,
+    engine: Annotated[dict[str, Any], Fields(EngineConfig, ENGINE, OWN)],
     as_json: AsJson = False,
 ) -> None:
-    """How many of a draft's tokens a model accepts."""
+    """Measure how many of a draft's tokens a model accepts."""
     from jaxspec.train import evaluate
 
     texts = evaluate.read_prompts(prompts or evaluate.HELDOUT)  # before the loading
     temperatures = listed("--temperature", temperature, float, least=0.0)
     sizes = listed("--tree", tree, int, least=1, repeats=True) if tree else ()
-    if tree and (len(sizes) != 3 or k is not None):
+    if tree and (len(sizes) != 3 or drafts):
         raise UserError(f"--tree {tree}: give width,depth,nodes, as in 4,4,17, and no -k beside it")
     say(f"loading {target} and {draft} ...")
-    how: dict[str, Any] = {
-        "num_speculative_tokens": DRAFTS if k is None else k,
-        "tree": sizes,
-        "max_tokens": max_tokens,
-        "dtype": dtype,
-        "temperatures": temperatures,
-    }
+    how: dict[str, Any] = {"tree": sizes, "max_tokens": max_tokens, "temperatures": temperatures} | drafts | engine
     document = evaluate.evaluate(target, draft, texts, rule=rule, samples=samples, **how)
     if as_json:
         print(json.dumps(document))

@@ -71,9 +71,12 @@ def status(run: Callable[[], Any]) -> int:
 
 def leave(code: int, *, at_once: bool) -> NoReturn:
     """Ends the process. Where it did not end well, at once: threads of the compiler that are still at work crash in a
-    Python that is being taken down, and those of orbax wait ten minutes for what will not come."""
+    Python that is being taken down, and those of orbax wait ten minutes for what will not come. At once, too, where
+    programs are being compiled that nobody wants any more."""
     if at_once and code:
         hosts.leave(code)
+        end_at_once(code)
+    if at_once and any(thread.name.startswith("jaxspec-compiling") for thread in threading.enumerate()):
         end_at_once(code)
     sys.exit(code)
 

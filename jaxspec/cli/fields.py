@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+
+from jaxspec.errors import UserError
 
 FIELD = inspect.Parameter.empty  # what the field has
 
@@ -35,11 +38,15 @@ class Own:
 @dataclasses.dataclass(frozen=True)
 class Fields:
     """The fields of an option class that a command offers, as the annotation of a parameter: Annotated[dict[str, Any],
-    Fields(...)]. The command gets a dict of them, of which what was left at None is missing."""
+    Fields(...)]. The command gets a dict of them, of which what was left at None is missing.
+
+    also: names that refusals have for some of these fields, with the field that each of them is here.
+    """
 
     cls: type
     names: Sequence[str]
     own: Mapping[str, Own] = dataclasses.field(default_factory=dict)
+    also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         """What typer is shown in its place."""
@@ -53,7 +60,7 @@ class Fields:
                 kept = ",".join(map(str, kept)) or None
             default = kept if own.default is FIELD else own.default
             text = own.help or helps.get(name, "")
-            if default is None and kept not in (None, FIELD, ()):  # --help would not show it
+            if default is None and not own.help and kept not in (None, FIELD, ()):  # --help would not show it
                 text = f"{text.removesuffix('.')}; {kept}."
             flags = own.flags or (("--" + name.replace("_", "-"),) if default is False else ())
             option = typer.Option(*flags, help=text, metavar=own.metavar)
@@ -73,21 +80,68 @@ def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
     """The command with an option for each of its Fields' fields."""
     groups: dict[str, Fields] = {}
     parameters: list[inspect.Parameter] = []
+    also: dict[str, str] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         fields = [m for m in getattr(parameter.annotation, "__metadata__", ()) if isinstance(m, Fields)]
         if fields:
             (groups[parameter.name],) = fields
+            also |= fields[0].also
             parameters.extend(fields[0].parameters())
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
+    known = dict(flags(parameters))
+    known |= {name: known[field] for name, field in also.items()}
+
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        command(**{name: fields.taken(given) for name, fields in groups.items()}, **given)
+        with spoken(known):
+            command(**{name: fields.taken(given) for name, fields in groups.items()}, **given)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def flags(parameters: Sequence[inspect.Parameter]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name, its longest flag and, of a switch, the one that turns it off) of each option."""
+    for parameter in parameters:
+        for option in parameter.annotation.__metadata__:
+            if isinstance(option, typer.models.OptionInfo):
+                name = flag_of(parameter.name)
+                default = f"{name}/--no-{name[2:]}" if parameter.default is True else name
+                yield parameter.name, tuple(max(option.param_decls or (default,), key=len).split("/"))
+
+
+@contextlib.contextmanager
+def spoken(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Have refusals name options as the command line does: "--max-tokens 0 is ..." for "max_tokens=0 is ..."."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (in_flags(str(error), flags),)
+        raise
+
+
+def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
+    """Replace options' names in Python by their flags. A name that no value follows has to have an underscore: others
+    are plain words."""
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        on, off = flags[name][0], flags[name][-1]
+        if value == "=":
+            return on if re.match(r"[\s:]", text[found.end() :]) else f"{on} "
+        if value:
+            return on if value == "=True" else off
+        return on if "_" in name else name
+
+    names = "|".join(map(re.escape, flags))
+    return re.sub(rf"(?<![\w./'\"-])({names})(=True\b|=False\b|=|(?![\w/='\"-]|\.\w))", flag, text)
 
 
 def sentences(cls: type) -> dict[str, str]:

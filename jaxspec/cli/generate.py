@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import warnings
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ import typer
 
 from jaxspec import embedded
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.shared import DRAFT_HELP, MODEL_HELP, AsJson, HostOptions, join
-from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.drafters import methods
+from jaxspec.cli.shared import ENGINE, MODEL_HELP, AsJson, HostOptions, join
+from jaxspec.cli.shared import OWN as SHARED
+from jaxspec.cli.speculation import Draft, Drafts, Json, Speculates, speculation
+from jaxspec.config import EngineConfig
 from jaxspec.errors import UserError
 from jaxspec.progress import say
 from jaxspec.sampling_params import SamplingParams
@@ -25,20 +25,17 @@ if TYPE_CHECKING:
     from jaxspec.outputs import RequestOutput
 
 
-Method = enum.StrEnum("Method", {name: name for name in (*methods.NAMES, "none")})  # type: ignore[misc]
-
-
 SAMPLING = (
     *("max_tokens", "temperature", "seed", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "n", "min_tokens", "stop", "logprobs"),
 )
-DRAFTED = ("num_speculative_tokens", "draft_tensor_parallel_size")
-OWN = {
-    "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens"), default=None),
+MOST_ROWS = EngineConfig.max_num_seqs
+OWN = SHARED | {
     "max_tokens": Own(default=128),
     "n": Own(flags=("-n",)),
     "stop": Own(kind=list[str], default=None, help="A string that ends the output; may be repeated."),
     "logprobs": Own(help="With --json: log-probabilities of the tokens and of this many likeliest."),
+    "max_num_seqs": Own(default=None, help=f"Samples decoded together; as many as there are, up to {MOST_ROWS}."),
 }
 
 
@@ -46,25 +43,24 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", show_default=False)],
     *,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = embedded.MODEL,
-    draft: Annotated[str | None, typer.Option(help=DRAFT_HELP + " The embedded model has one.")] = None,
-    method: Annotated[
-        Method | None, typer.Option(help="Default: found out with --draft, both with the embedded pair, else ngram.")
-    ] = None,
-    drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, DRAFTED, OWN)],
+    draft: Draft = None,
+    method: Speculates = None,
+    drafts: Drafts,
+    speculative_config: Json = None,
     sampling: Annotated[dict[str, Any], Fields(SamplingParams, SAMPLING, OWN)],
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put in the template.")] = False,
     as_json: AsJson = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is complete.")] = False,
-    engine: Annotated[dict[str, Any], Fields(EngineConfig, ("tensor_parallel_size",), OWN)],
+    engine: Annotated[dict[str, Any], Fields(EngineConfig, ENGINE, OWN)],
     hosts: HostOptions,
 ) -> None:
     """Complete prompts. One prompt streams to the terminal."""
     # Options are checked before the model is loaded.
-    speculative = speculation(model, method, draft, drafts)
+    speculative = speculation(model, method, draft, drafts, speculative_config)
     if "logprobs" in sampling and not as_json:
         raise UserError(f"--logprobs {sampling['logprobs']} is shown in the JSON document only: add --json")
     params = SamplingParams(**sampling)
-    options = EngineConfig(max_num_seqs=min(len(prompts) * params.n, 16), **engine)
+    options = EngineConfig(**{"max_num_seqs": min(len(prompts) * params.n, MOST_ROWS)} | engine)
     join(hosts)
     from jaxspec.llm import LLM
 
@@ -77,8 +73,7 @@ def generate(
         failed = complete(llm, inputs, params, as_json)
     summarise(llm)
     if failed:
-        say(f"jaxspec: {failed}")
-        raise typer.Exit(2)
+        raise UserError(failed)
 
 
 def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> str | None:
@@ -102,24 +97,6 @@ def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
         for completion in output.outputs:
             places = [i] * (len(outputs) > 1) + [completion.index] * (len(output.outputs) > 1)
             yield f"[{'.'.join(map(str, places))}] " if places else "", completion.text
-
-
-def speculation(
-    model: str, method: Method | None, draft: str | None, others: dict[str, Any]
-) -> SpeculativeConfig | None:
-    """The speculation that --method, --draft and the other options of DRAFTED ask for. Where they ask for nothing:
-    prompt lookup, and a trained draft too where the model has one."""
-    from checkpoints.sources import DRAFTS
-
-    if method == "none":
-        if draft is not None or others:
-            given = ["--draft"] * (draft is not None) + ["--" + name.replace("_", "-") for name in others]
-            raise UserError(f"--method none decodes plainly: leave {' and '.join(given)} out")
-        return None
-    needs_draft = method is None or methods.METHODS[methods.split(str(method))[1]].parameters is not None
-    if draft is None and needs_draft and model in DRAFTS:
-        draft, method = DRAFTS[model], method or Method(embedded.METHOD)
-    return SpeculativeConfig(method=None if method is None else str(method), model=draft, **others)
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams) -> str | None:

@@ -10,14 +10,17 @@ import typer
 
 from jaxspec.cli.exits import keeping
 from jaxspec.cli.fields import Fields, Own
-from jaxspec.cli.shared import MODEL_HELP, AsJson, Dtype
+from jaxspec.cli.shared import MODEL_HELP, AsJson
+from jaxspec.cli.shared import OWN as SHARED
 from jaxspec.config import EngineConfig
 from jaxspec.errors import UserError
 from jaxspec.progress import say
 from jaxspec.train.data_options import TEMPERATURES, DataOptions, part_of, shares
 
 NAMES = ("tokens", "seed", "length", "shard_size", "mixture", "temperatures", "rows", "part")
-OWN = {
+OF_ENGINE = ("tokenizer", "revision", "tensor_parallel_size", "dtype", "kernels", "compilation_cache")
+ALSO = {"max_model_len": "length", "max_num_seqs": "rows"}
+OWN = SHARED | {
     "mixture": Own(kind=str, default=None),
     "temperatures": Own(
         kind=str,
@@ -31,8 +34,8 @@ OWN = {
 def generate_data(
     target: Annotated[str, typer.Option(help="The model that writes. " + MODEL_HELP)],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the shards; those that are there are kept.")],
-    given: Annotated[dict[str, Any], Fields(DataOptions, NAMES, OWN)],
-    dtype: Dtype = EngineConfig.dtype,
+    given: Annotated[dict[str, Any], Fields(DataOptions, NAMES, OWN, ALSO)],
+    engine: Annotated[dict[str, Any], Fields(EngineConfig, OF_ENGINE, OWN)],
     as_json: AsJson = False,
 ) -> None:
     """Let a model write what a draft is trained on."""
@@ -51,8 +54,9 @@ def generate_data(
         from jaxspec.train.writer import engine_options
 
         say(f"loading {target} ...")
-        source = checkpoints.resolve(target)
-        llm = LLM(target, dtype=dtype, **engine_options(options, checkpoints.load_config(source), dtype))
+        source = checkpoints.resolve(target, revision=engine.get("revision"))
+        rows = engine_options(options, checkpoints.load_config(source), engine["dtype"])
+        llm = LLM(target, **rows, **engine)
         written = generate(llm, out, options, target=source.name)
     if as_json:
         print(json.dumps(written))

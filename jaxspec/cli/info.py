@@ -43,11 +43,11 @@ def info(
         int | None, typer.Option(help="With --chips: tokens of the longest row. Default: the model's own.")
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option("-k", "--num-speculative-tokens", help="With --chips: drafts a round.")
+        int | None, typer.Option("-k", "--num-speculative-tokens", min=1, help="With --chips: drafts a round.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a model is and what it needs, without loading its weights."""
+    """Describe a model and what it needs, without loading its weights."""
     options = {
         "tensor_parallel_size": tensor_parallel_size,
         "draft_tensor_parallel_size": draft_tensor_parallel_size,
@@ -73,3 +73,5 @@ def info(
         print(json.dumps(document))
     else:
         show(document)
+    if problem := info.problem(document):
+        raise UserError(problem)

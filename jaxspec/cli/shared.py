@@ -12,17 +12,29 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec import progress
-from jaxspec.cli.fields import Fields, sentences
+from jaxspec.cli.fields import Fields, Own, sentences
 from jaxspec.config import EngineConfig
 from jaxspec.errors import UserError
 from jaxspec.parallel import hosts
 from jaxspec.parallel.hosts import Hosts
 
-DRAFT_HELP = "What drafts: a smaller model with the same tokenizer, or a head."
 MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
 DTYPE_HELP = sentences(EngineConfig)["dtype"]
 
-Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
+# What all commands have other than the fields of the option classes.
+OWN = {
+    "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens"), default=None),
+    "tokenizer": Own(help="Where the tokenizer is, if not with the model."),
+    "revision": Own(help="The model's, at the hub."),
+    "num_pages": Own(help="Pages in the pool; by default what --memory-utilization of the free memory holds."),
+    "memory_utilization": Own(help="Part of the free device memory that the pool takes."),
+    "enable_prefix_caching": Own(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
+    "compilation_cache": Own(flags=("--compilation-cache/--no-compilation-cache",)),
+    "wait_for_warm_up": Own(flags=("--wait-for-warm-up/--no-wait-for-warm-up",)),
+}
+NOT_YET = ("enable_lora", "pipeline_parallel_size")
+ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in NOT_YET)
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 HostOptions = Annotated[dict[str, Any], Fields(Hosts, tuple(field.name for field in dataclasses.fields(Hosts)))]
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import os
 import threading
 import time
 from collections import Counter
@@ -31,10 +30,6 @@ from pallas_kernels.lowering import quick_lowering
 
 WORTH_COMPILING = 16  # launches
 one_at_a_time = threading.RLock()
-# So many programs at a time: the compiler uses several threads for one, and lowering goes on meanwhile.
-compiling = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
-
-Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 # Name -> function(config, params, cache, *arrays) -> (cache, the rest).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -45,56 +40,92 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+class Program(Future[Callable[..., Any]]):
+    """A compiled program, or one in the making: whoever wants it first lowers it, and whoever comes to it first then
+    compiles it.
+
+    lowered: what compiles it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lowered: Future[Callable[[], Any]] = Future()
+        self.taken = threading.RLock()  # by the thread that compiles it, for good
+
+
 @dataclasses.dataclass
 class Programs:
     """Compiles each (function, static config, shapes) once, ahead of its first run. The caches are donated.
 
     folder: where lowered programs are kept, if they are.
+    watch: what a run that has to wait is done in, given the program's name.
     num_compiled: programs; num_waits, compile_seconds: of runs that had to wait for theirs.
+    calm: whether no run waits; who makes programs in advance begins none meanwhile.
     """
 
     placement: Placement
     folder: Path | None = None
+    watch: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     num_compiled: int = 0
     num_waits: int = 0
     compile_seconds: float = 0.0
-    compiled: dict[Any, Future] = dataclasses.field(default_factory=dict)  # which threads share
+    compiled: dict[Any, Program] = dataclasses.field(default_factory=dict)  # which threads share
+    calm: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.calm.set()
 
     def run(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Any:
         """Calls the program `name` with packed numpy arrays, which the call itself sends -> (cache, the rest, packed on
         the device)."""
-        started = time.perf_counter()
-        program, waited = self.compile(name, config, params, cache, packed)
-        if waited:
+        program = self.compiled.get(key_of(name, config, params, cache, packed))
+        if program is None or not program.done() or program.cancelled():
+            started = time.perf_counter()
+            self.calm.clear()
+            try:
+                with self.watch(name):
+                    program = self.compile(name, config, params, cache, packed)
+            finally:
+                self.calm.set()
             self.compile_seconds += time.perf_counter() - started
             self.num_waits += 1
-        return program(params, cache, packed)
+        return program.result()(params, cache, packed)
 
-    def compile(
-        self, name: str, config: Any, params: Any, cache: Any, packed: Packed, turn: Turn = contextlib.nullcontext
-    ) -> tuple[Any, bool]:
-        """The program, made by this thread, or by another that began before -> and whether it was not there yet.
-        turn: what it is lowered in."""
-        caches, structure = jax.tree.flatten(cache)
-        pages = tuple((x.shape, x.dtype) for x in caches)
-        key = (name, config, jax.tree.structure(params), structure, pages, packed.structure, packed.leaves)
-        mine: Future[Any] = Future()
+    def begin(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Program:
+        """Lower the program, unless another thread has begun to."""
+        key, mine = key_of(name, config, params, cache, packed), Program()
+        with self.making(key, mine):
+            if (known := self.compiled.setdefault(key, mine)) is mine:
+                mine.lowered.set_result(self.lower(name, config, params, cache, packed))
+        return known
+
+    def compile(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Program:
+        """Return the program when it is there, made by this thread or by another."""
+        key = key_of(name, config, params, cache, packed)
+        while True:
+            program = self.begin(name, config, params, cache, packed)
+            try:
+                finish = program.lowered.result()
+                if not program.done() and program.taken.acquire(blocking=False):
+                    with self.making(key, program):
+                        program.set_result(finish())
+                        self.num_compiled += 1
+                program.result()
+                return program
+            except CancelledError:  # another thread failed; this one may not, or says why
+                continue
+
+    @contextlib.contextmanager
+    def making(self, key: Any, program: Program) -> Iterator[None]:
+        """Give a program up that is not made inside, so that it can be made again."""
         try:
-            while True:
-                known = self.compiled.setdefault(key, mine)
-                waited = not known.done()
-                if known is mine:
-                    with turn():
-                        finish = self.lower(name, config, params, cache, packed)
-                    mine.set_result(finish())
-                    self.num_compiled += 1
-                try:
-                    return known.result(), waited
-                except CancelledError:  # the other failed; this one may not, or says why
-                    continue
-        finally:
-            if mine.cancel() and self.compiled.get(key) is mine:  # whatever came between
+            yield
+        except BaseException:
+            if self.compiled.get(key) is program:
                 del self.compiled[key]
+            program.lowered.cancel()
+            program.cancel()
+            raise
 
     def lower(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[[], Any]:
         """Lowers the program, which holds Python -> what compiles it, which does not."""
@@ -124,6 +155,13 @@ class Variants:
                     return wider
         there.add(exact)
         return exact
+
+
+def key_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Any:
+    """What makes a program another."""
+    caches, structure = jax.tree.flatten(cache)
+    pages = tuple((x.shape, x.dtype) for x in caches)
+    return name, config, jax.tree.structure(params), structure, pages, packed.structure, packed.leaves
 
 
 def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> jax.stages.Lowered:
@@ -214,8 +252,7 @@ def from_disk(folder: Path, kept: str, name: str, config: Any, *arguments: Any) 
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    with compiling:
-        return lowered.compile()
+    return lowered.compile()
 
 
 def answer(name: str, config: Any) -> Any:

@@ -18,7 +18,7 @@ class Options:
 
     Args:
       max_tokens: Longest answer to each prompt, in tokens.
-      draft: The draft; the trained one comes with jaxspec.
+      draft: The draft; the head that comes with jaxspec.
       dtype: As EngineConfig has it.
       compare_transformers: Answer with transformers too (needs torch).
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
 NUM_SPECULATIVE_TOKENS = 4
-DRAFT_CHOICES = (2, 3, 4)  # K of the draft model, of which the fastest here is shown
+DRAFT_CHOICES = (2, 3, 4)  # K of the head, or of another --draft, of which the fastest here is shown
 TRIAL_TOKENS = 24  # of each answer, to find it
 
 RIVER = (

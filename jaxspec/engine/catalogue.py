@@ -83,6 +83,8 @@ class Closed(Open):
     """Of an engine that warms up: `launches` and `prefills` are all there are, and a page copy. The widest block table
     serves all; a batch of 16 has a narrow one, too.
 
+    made: launches that are compiled. While the smallest that serves is not, a wider one of as many drafts is taken.
+
     ks: K, each that there is; rule: the acceptance rule asked for, or None; table_widths: N; chunk: the shape of a pass
     over prompts; catches_up: whether there is a draft that reads them.
     """
@@ -98,7 +100,7 @@ class Closed(Open):
         catches_up: bool,
     ) -> None:
         super().__init__(table_widths)
-        self.rows = row_counts(max_num_seqs)
+        self.rows, self.made = row_counts(max_num_seqs), set[Launch]()
         self.launches = tuple(launches(sorted(ks), self.rows, self.table_widths, rule))
         self.prefills = tuple(prefills(chunk, self.table_widths[-1], catches_up=catches_up))
 
@@ -107,8 +109,12 @@ class Closed(Open):
         return fits(self.rows, num_rows), fits(self.table_widths, num_pages)
 
     def launch(self, k: int, shape: tuple[int, int], exact: Variant) -> Launch:
-        serves = (p for p in self.launches if p.rows == shape[0] and p.row_pages >= shape[1] and p.k >= k)
-        return next(p for p in serves if p.variant.covers(exact))
+        serves = (p for p in self.launches if p.rows >= shape[0] and p.row_pages >= shape[1] and p.k >= k)
+        smallest, *wider = (p for p in serves if p.variant.covers(exact))
+        made = (p for p in wider if p in self.made and p.k == smallest.k)
+        found = smallest if smallest in self.made else next(made, smallest)
+        self.made.add(found)
+        return found
 
     def prefill(self, name: Passes, shape: ChunkShape, row_pages: int, exact: Variant) -> Prefill:
         return next(p for p in self.prefills if p.name == name and p.variant.covers(exact))

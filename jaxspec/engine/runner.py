@@ -19,7 +19,7 @@ from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode import wire
 from jaxspec.decode.packing import Packed, pack
 from jaxspec.decode.plans import Plan
-from jaxspec.decode.programs import Programs, Turn
+from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import DecodeConfig
 from jaxspec.engine import setup
 from jaxspec.engine.setup import Model
@@ -83,6 +83,8 @@ class Runner:
             self.params["lent"] = tables
         self.layouts = setup.cache_layouts(paged, models["target"].dtype)
         self.cache = self.empty_cache()
+        # For programs that are made while a launch takes the caches: an array that is gone has no layout any more.
+        self.pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format), self.cache)
         self.drafters = setup.drafters(speculative, paged)
         drafter = self.drafters[max(self.drafters)]
         if "draft" not in self.params and drafter and (own := drafter.parameters()) is not None:
@@ -133,9 +135,17 @@ class Runner:
         else:
             self.start(plan)
 
-    def compile(self, plan: Plan, turn: Turn = contextlib.nullcontext) -> None:
-        """Makes the plan's program, and runs nothing. turn: as of `Programs.compile`."""
-        self.programs.compile(plan.program, self.config(plan), self.params, self.cache, pack(plan.arrays), turn)
+    def begin(self, plan: Plan) -> None:
+        """Lower the plan's program, and run nothing. For any thread, as `compile`."""
+        self.programs.begin(*self.described(plan))
+
+    def compile(self, plan: Plan) -> None:
+        """Make the plan's program, and run nothing."""
+        self.programs.compile(*self.described(plan))
+
+    def described(self, plan: Plan) -> tuple[str, DecodeConfig | None, Any, Any, Packed]:
+        """What its program is made for."""
+        return plan.program, self.config(plan), self.params, self.pages, pack(plan.arrays)
 
     def config(self, plan: Plan) -> DecodeConfig | None:
         """The static description of the plan's program."""

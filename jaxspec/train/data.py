@@ -1,7 +1,8 @@
 """Training data on disk: shards of sequences that the target itself wrote, and the rows they are cut into.
 
 A folder holds manifest.json and shard-00000.npz, ...; each shard has tokens [sequences, length] (padded with 0), and
-for each sequence length and prompt_length (in tokens), category (index into prompts.CATEGORIES) and temperature.
+for each sequence length and prompt_length (in tokens), category (index into prompts.CATEGORIES) and temperature. The
+length of a sequence that was not written is 0.
 """
 
 from __future__ import annotations
@@ -116,9 +117,10 @@ def load(folder: str | Path) -> Shards:
     folder = Path(folder)
     manifest = read_manifest(folder)
     shards = [read_shard(shard_path(folder, i)) for i in range(manifest["shards"])]
-    if not shards:
-        raise FileNotFoundError(f"{folder} holds no finished shard yet: run jaxspec generate-data again")
-    joined = {name: np.concatenate([shard[name] for shard in shards]) for name in ARRAYS}
+    written = [{name: shard[name][shard["length"] > 0] for name in ARRAYS} for shard in shards]
+    if not any(len(shard["length"]) for shard in written):
+        raise FileNotFoundError(f"{folder} holds no sequence yet: run jaxspec generate-data again")
+    joined = {name: np.concatenate([shard[name] for shard in written]) for name in ARRAYS}
     return Shards(**joined, manifest=manifest)
 
 

@@ -6,13 +6,14 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
-from jaxspec.config import EngineConfig
+from jaxspec.config import SpeculativeConfig
 from jaxspec.errors import UserError
+from jaxspec.keywords import EngineOptions
 from jaxspec.llm import LLM
 from jaxspec.outputs import SpecDecodeMetrics, whole
 from jaxspec.parallel.placement import device_name
@@ -45,19 +46,19 @@ def evaluate(
     draft: str,
     prompts: Prompts,
     *,
-    num_speculative_tokens: int,
     max_tokens: int,
+    num_speculative_tokens: int = SpeculativeConfig.num_speculative_tokens,
     tree: Sequence[int] = (),
-    dtype: str = EngineConfig.dtype,
     temperatures: Sequence[float] = TEMPERATURES,
     rule: str | None = None,
     samples: int = 1,
     progress: bool = True,
+    **options: Unpack[EngineOptions],
 ) -> dict[str, Any]:
     """The counters of the answers to all prompts, as a document: a row for each temperature and category, and one for
     all categories together. Each prompt is answered `samples` times, with seeds 0, 1, ...; sampling accepts by `rule`,
     which is the block rule unless told otherwise. tree: (width, depth, nodes) of a tree of drafts, which takes the
-    place of num_speculative_tokens and has a rule of its own.
+    place of num_speculative_tokens and has a rule of its own. options: of EngineConfig.
     """
     params = [
         [SamplingParams(temperature=t, max_tokens=max_tokens, seed=i) for i in range(samples)] for t in temperatures
@@ -69,7 +70,8 @@ def evaluate(
     rule = rule or (SEEDED if tree else UNSEEDED)
     speculation = {"model": draft, "adaptive": False, "rejection_sample_method": rule} | drafts
     rows = facts(jax.default_backend()).evaluated_rows or count
-    llm = LLM(target, speculative_config=speculation, dtype=dtype, max_num_seqs=min(rows, count * samples))
+    options.setdefault("max_num_seqs", min(rows, count * samples))
+    llm = LLM(target, speculative_config=speculation, **options)
     asked = [llm.render_chat([{"role": "user", "content": text}]) for texts in prompts.values() for text in texts]
     measured = []
     for p in params:

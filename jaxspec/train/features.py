@@ -12,8 +12,7 @@ from jaxspec.engine.setup import Model
 from jaxspec.models.backend import Backend
 from jaxspec.parallel.placement import Placement
 from jaxspec.train.data import Rows
-from jaxspec.train.kept import digest
-from jaxspec.train.kept import kept as on_disk
+from jaxspec.train.kept import Records, digest
 from jaxspec.train.passes import read
 
 
@@ -27,12 +26,12 @@ def kept(
     batch_size: int,
     backend: Backend,
     devices: Placement,
-) -> np.ndarray:
+) -> Records:
     """Of the first `count` rows, as records [count]: seen [T,E], what leaves the target's last norm, and where there
     are taps, tapped [T,_*E], what goes into these layers, one beside the other; in the target's dtype.
 
     They lie in a file in the folder, whose name tells the target, the rows and the layers. Arguments and errors as of
-    `jaxspec.train.kept.kept`.
+    `jaxspec.train.kept.Records`.
     """
     length, width, dtype = rows.tokens.shape[1], target.config.width, np.dtype(target.dtype)
     fields = [("seen", dtype, (length, width)), ("tapped", dtype, (length, len(taps) * width))]
@@ -45,7 +44,7 @@ def kept(
         _, seen, tapped = read(target.config, params, {"tokens": tokens}, backend, taps)
         return {"seen": seen} | ({"tapped": jnp.concatenate(tapped, axis=-1)} if taps else {})
 
-    return on_disk(
+    return Records(
         folder / f"features-{layers}-{dtype.name}-{digest(target, rows)}.bin",
         record,
         rows,

@@ -15,8 +15,7 @@ from jaxspec.models.decoder import bind, whole
 from jaxspec.parallel.placement import Placement
 from jaxspec.shapes import Array, Float, Int
 from jaxspec.train.data import Rows, id_dtype
-from jaxspec.train.kept import digest
-from jaxspec.train.kept import kept as on_disk
+from jaxspec.train.kept import Records, digest
 from jaxspec.train.loss import cut, num_pieces
 
 
@@ -30,12 +29,12 @@ def kept(
     batch_size: int,
     backend: Backend,
     devices: Placement,
-) -> np.ndarray:
+) -> Records:
     """The target's n likeliest ids at every position of the first `count` rows, as records [count] that are read from
     disk when they are indexed: ids [T, n], likeliest first, and log_p f16[T, n], of the softmax over all ids.
 
     They lie in a file in the folder, whose name tells the target, the rows and n. Arguments and errors as of
-    `jaxspec.train.kept.kept`.
+    `jaxspec.train.kept.Records`.
     """
     vocab_size, length = target.config.vocab_size, rows.tokens.shape[1]
     record = np.dtype([("ids", id_dtype(vocab_size), (length, n)), ("log_p", np.float16, (length, n))])
@@ -49,7 +48,7 @@ def kept(
         joined = lambda x, dtype: x.swapaxes(0, 1).reshape(batch_size, length, n).astype(dtype)
         return {"ids": joined(ids, record["ids"].base), "log_p": joined(log_p, jnp.float16)}
 
-    return on_disk(
+    return Records(
         folder / f"top-{n}-{digest(target, rows)}.bin",
         record,
         rows,

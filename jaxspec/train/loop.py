@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,22 @@ import numpy as np
 
 from checkpoints import orbax
 from checkpoints.reading import read_json, told
-from jaxspec.engine.setup import Model
 from jaxspec.errors import UserError
-from jaxspec.progress import say, training_progress
+from jaxspec.progress import Work, say, working
 from jaxspec.train import methods
 from jaxspec.train.ahead import ahead
 from jaxspec.train.loss import computed
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.plot import draw
-from jaxspec.train.setup import Setup, measurer, prepare, teacher
-from jaxspec.train.step import State, dense_backend, first_state, learning_rate, make_step, place_rows
+from jaxspec.train.setup import Teacher, measurer, prepare, teacher
+from jaxspec.train.step import dense_backend, first_state, learning_rate, make_step, place_rows
 from jaxspec.writing import disk_errors, whole
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 ROWS = "rows"  # of recipe.json: which ones the data made
 METRIC = "acceptance_length"  # which draft is best
 LOG_EVERY = 10  # steps between lines of the journal; reading a number waits for its step
-SHARE_OF_STEPS = 0.93  # of the minutes that are given; the rest is for measurements
+SHARE_OF_MINUTES = 0.97  # that steps and measurements are planned for
 MAY_DIFFER = ("out", "resume", "minutes", "data")  # between a run and its resumption
 
 
@@ -45,8 +44,15 @@ def train(options: TrainOptions) -> Path:
 
     Raises: UserError, FileExistsError or FileNotFoundError with one line that names what is wrong.
     """
-    started = time.perf_counter()
+    seconds = math.inf if options.minutes is None else 60 * options.minutes
+    deadline = time.perf_counter() + seconds
     check_folder(options)
+    with working("training", options.steps, unit="steps", most=seconds) as work:
+        return trained(options, deadline, work)
+
+
+def trained(options: TrainOptions, deadline: float, work: Work) -> Path:
+    work.report(0, "loading")
     setup = prepare(options)
     known = {**recipe(options), ROWS: setup.rows.digest}
     if options.resume and (begun := read_json(options.out / RECIPE).get(ROWS, known[ROWS])) != known[ROWS]:
@@ -54,13 +60,13 @@ def train(options: TrainOptions) -> Path:
             f"--resume: {options.data} makes rows {known[ROWS]}, the run was begun with {begun}: give the data as it "
             "was, or begin anew in another folder"
         )
-    target, batch = teacher(setup)
+    taught = teacher(setup)
     options.out.mkdir(parents=True, exist_ok=True)
     with whole(options.out / RECIPE) as partial:
         partial.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     history = orbax.History(options.out / WORK, METRIC)
     try:
-        run(setup, target, batch, history, started)
+        run(taught, history, deadline, work)
     finally:
         history.close()
     return options.out
@@ -98,8 +104,9 @@ def check_folder(options: TrainOptions) -> None:
             raise UserError(f"--resume with {option} {value}, but the run was begun with {begun.get(name)}: use that")
 
 
-def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax.History, started: float) -> None:
-    """target, batch: of `teacher`."""
+def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -> None:
+    """Make the steps that are left, and that are done, measured and saved before the deadline, of time.perf_counter."""
+    setup = teacher.setup
     o, everywhere = setup.options, setup.devices.sharding()
     state, at, begun = first_state(setup.draft, o, everywhere), 0, history.last
     if begun is not None:
@@ -108,17 +115,37 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
     journal = Journal(o.out / JOURNAL, begun)
 
     config = setup.draft.config
-    fixed = jax.device_put((setup.frozen, target.params), everywhere)
+    fixed = jax.device_put((setup.frozen, teacher.target.params), everywhere)
     backend = dense_backend(config, setup.device, setup.dtype)
-    step = make_step(target.config, config, o, backend, setup.dtype)
+    step = make_step(teacher.target.config, config, o, backend, setup.dtype)
     place, measure = place_rows(setup.devices), measurer(setup)
     size = sum(x.size for x in state.params.values())
     say(f"{size / 1e6:.2f} million parameters, {len(setup.rows)} rows, {len(jax.devices())} devices")
 
-    def keep(at: int, state: State) -> None:
+    total, saved = journal.total or o.steps, begun
+    window: list[dict[str, jax.Array]] = []  # metrics of the steps since the last line of the journal
+    since = time.perf_counter()  # when these began
+    each, last = 0.0, 0.0  # seconds that a step takes, and a measurement with all that it writes
+    said = ""  # of the newest means
+
+    def over(seconds: float = 0.0) -> bool:
+        """Whether no step can be made any more after so many seconds."""
+        return time.perf_counter() + seconds + each + last > deadline
+
+    def asked() -> Iterator[int]:
+        """The steps to come, once the target has said what they learn."""
+        for i in range(at, o.steps):
+            if (i == at or i % LOG_EVERY == 0) and not teacher.ask(i, LOG_EVERY - i % LOG_EVERY, over):
+                return
+            yield i
+
+    def keep() -> None:
         """Measures, writes the draft where it is the best so far, saves, draws."""
+        nonlocal saved, last
+        work.report(at, "measuring")
+        begin, saved = time.perf_counter(), at
         params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)  # as it is stored and measured
-        found = measure(params)
+        found, compiling = measure(params)
         length, best = found.mean_acceptance_length, history.best
         if best is None or length > best:
             methods.implementation(o.method).save(o.out, params, config, setup.fingerprint)
@@ -127,48 +154,57 @@ def run(setup: Setup, target: Model, batch: Callable[[int], Any], history: orbax
         journal.add({"step": at, METRIC: length, "accepted_per_position": accepted})
         draw(journal.rows, o.out / CURVES, num_speculative_tokens=o.num_speculative_tokens)
         say(f"step {at}: acceptance length {length:.3f}, best {max(length, best or 0):.3f}{journal.losses()}")
+        last = time.perf_counter() - begin - compiling
 
-    window: list[dict[str, jax.Array]] = []
-    total = journal.total or o.steps
-    late, deadline = False, None if o.minutes is None else started + 60 * o.minutes
-    with (
-        training_progress(total) as report,
-        contextlib.closing(ahead(lambda at: place(batch(at)), itertools.count(at))) as batches,
-    ):
+    def log() -> None:
+        """Writes the means of the last steps, and finds how many steps fit once these tell what one takes."""
+        nonlocal each, said, total
+        means = {name: float(np.mean([m[name] for m in jax.device_get(window)])) for name in window[0]}
+        now = time.perf_counter()
+        each = (now - since) / len(window)
+        if not np.isfinite(means["loss"]):
+            raise UserError(f"the loss is no number at step {at}: lower --learning-rate, and begin anew")
+        clocks = {"step_seconds": each, "seconds": work.seconds}
+        journal.add({"step": at, **means, "learning_rate": learning_rate(o, at - 1, total), **clocks})
+        said = f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}"
+        if deadline < math.inf and at - (begun or 0) > LOG_EVERY and journal.total is None:  # the first ones compile
+            total = steps_that_fit(total, at, each, deadline - now, o.eval_every, last)
+            journal.add({"step": at, "total": total})
+            say(f"{1e3 * each:.0f} ms a step: {total} steps")
+        work.report(at, said, total)
+        window.clear()
+
+    with contextlib.closing(ahead(lambda at: place(teacher.batch(at)), asked())) as batches:
         if begun is None:
-            keep(at, state)
-        since, resumed = time.perf_counter(), at
-        while at < total and not late:
-            rate = learning_rate(o, at, total)
-            state, metrics = step(state, rate, fixed, next(batches))
+            keep()
+        work.report(at, "compiling")
+        since = time.perf_counter()
+        while at < total and not over() and (batch := next(batches, None)) is not None:
+            state, metrics = step(state, learning_rate(o, at, total), fixed, batch)
             at += 1
+            jax.block_until_ready(window[-1:])  # no step more than the one that runs now is to be waited for
             window.append(metrics)
-            late = deadline is not None and time.perf_counter() > deadline
-            measuring = at % o.eval_every == 0 or at == total or late
-            if at % LOG_EVERY == 0 or measuring:
-                means = {name: float(np.mean([m[name] for m in jax.device_get(window)])) for name in metrics}
-                each = (time.perf_counter() - since) / len(window)
-                if not np.isfinite(means["loss"]):
-                    raise UserError(f"the loss is no number at step {at}: lower --learning-rate, and begin anew")
-                clocks = {"step_seconds": each, "seconds": time.perf_counter() - started}
-                journal.add({"step": at, **means, "learning_rate": rate, **clocks})
-                report(at, f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}")
-                if deadline and not late and at - resumed >= 3 * LOG_EVERY and journal.total is None:  # none compiled
-                    total = steps_that_fit(total, at, each, deadline - time.perf_counter())
-                    journal.add({"step": at, "total": total})
-                    say(f"{1e3 * each:.0f} ms a step: {total} steps")
-                window.clear()
-            if measuring:
-                keep(at, state)
-            if not window:
+            work.report(at, said)
+            if at % LOG_EVERY == 0 or at % o.eval_every == 0:
+                log()
+                if at % o.eval_every == 0 and at < total:
+                    keep()
                 since = time.perf_counter()
+    if window:
+        log()
+    if saved != at:
+        keep()
     if at < total:
         say(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume goes on")
 
 
-def steps_that_fit(total: int, at: int, each: float, left: float) -> int:
-    """Steps in all, at most `total`, after `at` of them; each, left: seconds a step takes, and that remain."""
-    return min(total, at + max(1, int(SHARE_OF_STEPS * left / each)))
+def steps_that_fit(total: int, at: int, each: float, left: float, eval_every: int, last: float) -> int:
+    """Return the steps in all, at most `total`, after `at` of them.
+
+    each, last: seconds that a step and a measurement take; left: seconds that remain. There is a measurement every
+    eval_every steps, and one at the end.
+    """
+    return min(total, at + max(1, int(SHARE_OF_MINUTES * (left - last) / (each + last / eval_every))))
 
 
 class Journal:

@@ -27,9 +27,9 @@ def make_measure(
     stop_ids: Sequence[int],
     placement: Any,
     device: Device,
-) -> Callable[[Params], SpecDecodeMetrics]:
-    """measure(draft's params, those that differ from `draft`'s) -> counters of greedy answers to all prompts. Programs
-    are compiled by its first call."""
+) -> Callable[[Params], tuple[SpecDecodeMetrics, float]]:
+    """measure(draft's params, those that differ from `draft`'s) -> counters of greedy answers to all prompts, and the
+    seconds that compiling took, mostly of its first call."""
     longest = max(map(len, prompts)) + max_tokens
     page_size = facts(device.platform).page_size
     engine = Engine(
@@ -50,7 +50,8 @@ def make_measure(
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
-    def measure(params: Params) -> SpecDecodeMetrics:
+    def measure(params: Params) -> tuple[SpecDecodeMetrics, float]:
+        before = engine.timing.compile_seconds
         as_before = lambda old, new: jax.device_put(new.astype(old.dtype), old.sharding)
         changed = {name: as_before(draft.params[name], x) for name, x in params.items()}
         engine.runner.use("draft", {**draft.params, **changed})
@@ -62,6 +63,6 @@ def make_measure(
         total = engine.no_counts()
         for request in requests:
             total += request.metrics
-        return total
+        return total, engine.timing.compile_seconds - before
 
     return measure

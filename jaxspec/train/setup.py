@@ -18,6 +18,7 @@ from jaxspec.models.decoder import parameters
 from jaxspec.parallel.placement import make_placement
 from jaxspec.progress import say
 from jaxspec.train import build, data, features, further, likeliest, methods
+from jaxspec.train.kept import Records
 from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
 from jaxspec.train.options import TrainOptions
@@ -111,32 +112,52 @@ def prepare(options: TrainOptions) -> Setup:
     return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, device, dtype, placement, everywhere)
 
 
-def teacher(setup: Setup) -> tuple[Model, Callable[[int], dict[str, np.ndarray]]]:
-    """(the target as the steps take it, batch(step) of `loss_sums`). Where its likeliest ids are kept, the batches hold
-    what it says, and it has no parameters unless they are read."""
+@dataclasses.dataclass
+class Teacher:
+    """The target as it teaches.
+
+    target: as the steps take it; it has no parameters where the batches hold all that it says.
+    records: what it says and computes of the rows, on disk.
+    """
+
+    setup: Setup
+    target: Model
+    records: list[Records]
+
+    def ask(self, step: int, steps: int, over: Callable[[float], bool]) -> bool:
+        """Have the target say what these steps learn, from `step` on. Return False where it is over before."""
+        o = self.setup.options
+        chosen = (data.chosen(len(self.setup.rows), o.seed, at, o.batch_size) for at in range(step, step + steps))
+        needed = 1 + max(rows.max() for rows in chosen) if self.records else 0
+        return all(len(records.upto(needed, over)) >= min(needed, records.count) for records in self.records)
+
+    def batch(self, step: int) -> dict[str, np.ndarray]:
+        """The batch of a step that was asked for, as `loss_sums` takes it."""
+        o, rows = self.setup.options, self.setup.rows
+        at = data.chosen(len(rows), o.seed, step, o.batch_size)
+        draw = np.random.default_rng([o.seed, step]).integers(2**32, size=len(at), dtype=np.uint32)
+        found = {"tokens": rows.tokens[at].astype(np.int32), "mask": rows.mask[at], "draw": draw}
+        return found | {name: each.known[name][at] for each in self.records for name in each.dtype.names or ()}
+
+
+def teacher(setup: Setup) -> Teacher:
+    """The target as a run learns from it."""
     o, rows, target = setup.options, setup.rows, setup.target
     reads = methods.implementation(o.method).READS
-    count, kept = min(len(rows), o.steps * o.batch_size), []
+    count, records = min(len(rows), o.steps * o.batch_size), []
     how: dict[str, Any] = {
         "batch_size": o.batch_size // o.accumulate,
         "backend": dense_backend(target.config, setup.device, setup.dtype),
         "devices": setup.devices,
     }
     if o.keep_features:
-        kept.append(features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how))
+        records.append(features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how))
     if top_n := TOP_N if o.top_n is None else o.top_n:
-        kept.append(likeliest.kept(o.data, target, rows, count, top_n, **how))
+        records.append(likeliest.kept(o.data, target, rows, count, top_n, **how))
         target = target if reads else Model(target.config, {})
     else:
         target = own_ids_first(target, np.asarray(setup.ids["d2t"]) if setup.ids else None)
-
-    def batch(step: int) -> dict[str, np.ndarray]:
-        at = data.chosen(len(rows), o.seed, step, o.batch_size)
-        draw = np.random.default_rng([o.seed, step]).integers(2**32, size=len(at), dtype=np.uint32)
-        found = {"tokens": rows.tokens[at].astype(np.int32), "mask": rows.mask[at], "draw": draw}
-        return found | {name: records[name][at] for records in kept for name in records.dtype.names or ()}
-
-    return target, batch
+    return Teacher(setup, target, records)
 
 
 def measurer(setup: Setup) -> Any:

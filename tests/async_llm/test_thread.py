@@ -173,3 +173,15 @@ def test_rows_that_fail_as_they_end_leave(llm, expected):
     first, second = run(main())
     assert first.outputs[0].finish_reason in ("error", "length")  # the thread may have been faster
     assert texts([second]) == texts(expected(PROMPTS[1]))
+
+
+def test_calls_are_served_while_programs_are_compiled(folder, expected):
+    """And nothing is compiled any more once it was shut down."""
+    options = OPTIONS | {"max_num_seqs": 1, "warm_up": True, "wait_for_warm_up": False}
+    llm = AsyncLLM(folder, **options)
+    warming = llm.llm._warming
+    assert warming.is_alive()
+    assert texts([run(llm.generate(PROMPTS[0], GREEDY))]) == texts(expected(PROMPTS[0]))
+    assert llm.timing.num_compiled > 0
+    llm.shutdown()
+    assert not warming.is_alive()

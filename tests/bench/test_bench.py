@@ -434,7 +434,7 @@ def test_a_real_model(capsys, limits, tmp_path):
         (["--stages", ","], "--stages ',' names no stage: use some of target"),
         (["--dtype", "int3"], "--dtype='int3' is unknown: use one of auto"),
         (["--kernels", "cuda"], "--kernels='cuda' is unknown: use one of reference, pallas"),
-        (["--temperature", "-1"], "temperature=-1.0 must lie in [0, 1e6]; 0 is greedy"),
+        (["--temperature", "-1"], "--temperature -1.0 must lie in [0, 1e6]; 0 is greedy"),
         (["--launches", "0"], "--launches 0 is below 1"),
         (["--plot", "x.jpg"], "give a name that ends in .png"),
         (["--plot", "/no/such/folder/x.png"], "the folder /no/such/folder does not exist: make it first"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections import Counter
@@ -15,16 +17,16 @@ from jaxspec import info
 from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.decode import programs
 from jaxspec.decode.state import Variant
-from jaxspec.engine import setup
+from jaxspec.engine import setup, warming
 from jaxspec.engine.batch import FEW, ChunkShape
 from jaxspec.engine.catalogue import Closed, Launch, prefills, row_counts, variants
-from jaxspec.engine.runner import Runner
 from jaxspec.engine.warming import plans, warm_up
 from jaxspec.errors import UserError
 from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device, here
 from tests import tiny_models
 from tests.lively_models import OPTIONS, PROMPTS, VOCAB, noisy, plain, target, texts
+from tests.server.running import wait
 from tests.sizes import cases
 from tests.soak import Soak, complaints, draw, reference_engine, tiny_engine
 
@@ -86,6 +88,7 @@ def test_every_batch_has_a_program(rule):
     spec = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     sizes = {"max_num_seqs": 64, "table_widths": (5, 9), "chunk": ChunkShape(32, 64, 4)}
     found = Closed(setup.ks(spec), rule, **sizes, catches_up=True)
+    found.made.update(found.launches)
     greedy, sampled, whole = variants(rule)
     for rows, pages, k in [(1, 3, 0), (1, 9, 4), (9, 3, 2), (9, 6, 4), (9, 5, 0), (64, 3, 4)]:
         shape = found.shape(rows, pages)
@@ -142,7 +145,7 @@ def test_info_lists_them(drafted):
     sizes = {"max_num_seqs": 6, "max_model_len": target().config.max_model_len, "num_pages": 64, "warm_up": True}
     spec = {"model": "x"} if drafted else None
     engine = tiny_models.engine(target(), spec, noisy(target()) if drafted else None, **sizes)
-    assert info.programs(engine.runner.configs, engine.config, here()) == [name for name, _ in plans(engine)]
+    assert info.programs(engine.runner.configs, engine.config, here()) == [str(program) for program, _ in plans(engine)]
 
 
 def test_one_that_did_not_warm_up_counts_what_requests_waited_for():
@@ -243,16 +246,8 @@ def test_what_fails_ends_the_warm_up(monkeypatch):
 
 
 def test_the_last_of_the_catalogue_are_lowered_first(monkeypatch):
-    """Whichever thread comes first."""
-    engine, lowered, config = small(), [], Runner.config
+    engine, lowered = small(), []
     wanted = [(plan.program, plan.variant) for _, plan in plans(engine)][::-1]
-    late = iter(np.random.default_rng(0).permutation(len(wanted)) / 100)
-
-    def slow(self, plan):
-        time.sleep(next(late))
-        return config(self, plan)
-
-    monkeypatch.setattr(Runner, "config", slow)
     monkeypatch.setattr(programs, "lower", lambda *arguments: lowered.append(arguments[:2]))
     monkeypatch.setattr(programs, "compiled", lambda lowered: None)
     warm_up(engine)
@@ -260,29 +255,152 @@ def test_the_last_of_the_catalogue_are_lowered_first(monkeypatch):
 
 
 def test_an_interrupt_does_not_wait_for_the_compiler(monkeypatch):
-    """What was not lowered yet never is: the process could not end before."""
-    engine, told, begun, before = small(), threading.Event(), threading.Semaphore(0), set(threading.enumerate())
-    ended: list[bool] = []
+    """What it has not begun it never does: the process could not end before."""
+    engine, told, begun, lowered = small(), threading.Event(), [], itertools.count()
 
-    def slow(*arguments):
-        begun.release()
-        ended.append(told.wait(LONG))
-        raise RuntimeError("not wanted any more")
+    def lower(*arguments):
+        if next(lowered) == 5:
+            raise KeyboardInterrupt
 
-    def interrupted(done, total, name):
-        assert begun.acquire(timeout=LONG)  # the first is under way
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(programs, "lower", slow)
+    monkeypatch.setattr(warming, "COMPILERS", 2)
+    monkeypatch.setattr(programs, "lower", lower)
+    monkeypatch.setattr(programs, "compiled", lambda lowered: begun.append(1) or told.wait(60))
     try:
         with pytest.raises(KeyboardInterrupt):
-            warm_up(engine, interrupted)
-        assert ended == [], "it waited"
+            warm_up(engine)
+        assert len(begun) <= 2
     finally:
         told.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(LONG)
-    assert ended == [True]
+    wait(lambda: not compilers())
+    assert len(begun) <= 2
+
+
+# Beside requests
+
+
+def compilers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(warming.THREADS)]
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """An engine, what it has lowered in this order, and what begins its warm-up beside requests."""
+    engine, lowered, lower = small(wait_for_warm_up=False), [], programs.lower
+    monkeypatch.setattr(programs, "lower", lambda *arguments: lowered.append(arguments[0]) or lower(*arguments))
+    started = []
+
+    def start() -> warming.Background:
+        watch = lambda beside: contextlib.nullcontext(lambda done, total, name: None)
+        started.append(warming.begin(engine, watch, alone=True))
+        return started[-1]
+
+    yield engine, lowered, start
+    engine.runner.programs.calm.set()
+    for background in started:
+        background.stop()
+    wait(lambda: not compilers())
+
+
+def test_requests_are_served_while_programs_are_made(beside, monkeypatch):
+    """What they need is compiled at once, though it was lowered to be compiled last; and nothing twice."""
+    engine, lowered, start = beside
+    told, compile, count = threading.Event(), engine.runner.compile, len(list(plans(engine)))
+
+    def late(plan):
+        if plan.program == "launch":
+            assert told.wait(60)
+        compile(plan)
+
+    monkeypatch.setattr(engine.runner, "compile", late)
+    background = start()
+    wait(lambda: len(lowered) == count)
+    params = (SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=0.9, seed=3, max_tokens=12))
+    requests = [engine.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=False)]
+    while engine.busy:
+        engine.step()
+    assert engine.timing.num_compiled > 0
+    assert engine.runner.programs.num_compiled < count
+    told.set()
+    background.join(60)
+    assert engine.runner.programs.num_compiled == len(lowered) == count
+    assert engine.timing.warm_up_seconds > 0
+    assert texts(requests) == plain(PROMPTS[:2], params)
+
+
+def test_a_warm_up_begins_nothing_while_a_request_waits(beside):
+    engine, lowered, start = beside
+    engine.runner.programs.calm.clear()
+    start()
+    time.sleep(0.2)
+    assert not lowered
+    engine.runner.programs.calm.set()
+    wait(lambda: lowered)
+
+
+def test_a_warm_up_is_stopped(beside, monkeypatch):
+    _, lowered, start = beside
+    stopping, stopped = threading.Event(), threading.Event()
+    lower = programs.lower
+    monkeypatch.setattr(programs, "lower", lambda *given: stopping.set() or (stopped.wait(60) and lower(*given)))
+    background = start()
+    assert stopping.wait(60)
+    background.stopped.set_result(None)
+    stopped.set()
+    background.stop()
+    assert not background.is_alive()
+    assert len(lowered) == 1
+
+
+def test_a_warm_up_that_is_stopped_does_not_wait_for_the_compiler(beside, monkeypatch):
+    """All is lowered, and two programs are being compiled."""
+    engine, lowered, start = beside
+    told, begun = threading.Event(), []
+    monkeypatch.setattr(programs, "compiled", lambda lowered: begun.append(1) or told.wait(60))
+    background = start()
+    wait(lambda: len(lowered) == len(list(plans(engine))))
+    background.stop()
+    assert compilers(), "they wait to be told"
+    told.set()
+    wait(lambda: not compilers())
+    assert 1 <= len(begun) <= warming.COMPILERS
+
+
+def test_a_program_that_cannot_be_made_beside_requests_is_told_of(beside, monkeypatch, caplog):
+    """Those that do not need it are served."""
+    engine, _, start = beside
+    lower = programs.lower
+
+    def failing(name, config, *arguments):
+        if config is not None and config.variant.processors:
+            raise RuntimeError("no compiler")
+        return lower(name, config, *arguments)
+
+    monkeypatch.setattr(programs, "lower", failing)
+    background = start()
+    background.join(60)
+    failed = [str(p) for p, plan in plans(engine) if plan.variant.processors]
+    assert sorted(caplog.messages) == sorted(f"compiling in advance failed for {name}: no compiler" for name in failed)
+    assert engine.runner.programs.num_compiled == len(list(plans(engine))) - len(failed) > 0
+    request = engine.add(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4))
+    other = engine.add(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=4, logit_bias={5: 1.0}))
+    while engine.busy:
+        engine.step()
+    assert (request.finish_reason, request.error) == ("length", None)
+    assert "no compiler" in other.error
+
+
+def test_a_wider_program_serves_until_the_smallest_is_made():
+    """With as many drafts: how many there are is not the catalogue's to decide."""
+    found = catalogue("cpu", 16, 4)
+    greedy, sampled, whole = variants(None)
+    (width,) = found.table_widths
+    wide = Launch(4, 16, width, sampled)
+    found.made.add(wide)
+    assert found.launch(4, (1, width), greedy) == wide
+    assert found.launch(2, (1, width), greedy) == Launch(2, 1, width, greedy)
+    assert found.launch(4, (1, width), whole) == Launch(4, 1, width, whole)
+    found.made.add(Launch(4, 1, width, greedy))
+    assert found.launch(4, (1, width), greedy) == Launch(4, 1, width, greedy)
 
 
 # Long lists

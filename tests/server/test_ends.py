@@ -201,27 +201,50 @@ def test_a_process_that_is_told_to_end_does_so_in_time(folder):
         process.communicate()
 
 
+@pytest.mark.thorough
+def test_a_server_that_still_compiles_answers_and_ends_at_once(folder, tmp_path):
+    """It does not wait for programs that nobody wants any more."""
+    words = ["serve", folder, "--port", "0", "--served-model-name", MODEL, *SMALL[:-1]]
+    environment = os.environ | {"JAXSPEC_CACHE": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxspec.cli", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        lines = iter(process.stderr)
+        url = next(m[1] for line in lines if (m := re.search(r"at (http://\S+)", line)))
+        with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            assert client.completions.create(prompt=PROMPTS[0], **GREEDY).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        said = "".join(lines)
+        assert process.wait(SOON) == 0
+        assert "compiled" not in said, "all of it was compiled already"
+        assert "Traceback" not in said
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--port", "70000"], "port=70000 is above 65535"),
-        (["--request-timeout", "0"], "request_timeout=0.0 must be more than 0 seconds"),
-        (["--max-queue", "-1"], "max_queue=-1 is below 0"),
-        (["--max-connections", "0"], "max_connections=0 is below 1"),
-        (["--max-answer-logprobs", "-1"], "max_answer_logprobs=-1 is below 0"),
+        (["--port", "70000"], "--port 70000 is above 65535"),
+        (["--request-timeout", "0"], "--request-timeout 0.0 must be more than 0 seconds"),
+        (["--max-queue", "-1"], "--max-queue -1 is below 0"),
+        (["--max-connections", "0"], "--max-connections 0 is below 1"),
+        (["--max-answer-logprobs", "-1"], "--max-answer-logprobs -1 is below 0"),
         (
             ["--allowed-host", "a.example", "--allowed-host", "b.example:80"],
-            "allowed_hosts='b.example:80' must be a name",
+            "--allowed-host 'b.example:80' must be a name",
         ),
-        (["--allowed-origin", "b.example"], "allowed_origins='b.example' must be a scheme and a host"),
-        (["--api-key", ""], "api_key is empty: leave it out, or give one"),
-        (["--api-key", "schlüssel"], "api_key must be of printable ASCII characters"),
+        (["--allowed-origin", "b.example"], "--allowed-origin 'b.example' must be a scheme and a host"),
+        (["--api-key", ""], "--api-key is empty: leave it out, or give one"),
+        (["--api-key", "schlüssel"], "--api-key must be of printable ASCII characters"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1 port 8000"),
-        (["--speculative-config", "{"], "--speculative-config '{' is no JSON"),
-        (["--speculative-config", "[]"], "--speculative-config '[]' must be an object"),
+        (["--speculative-config", "{"], "'--speculative-config': '{' is no JSON"),
+        (["--speculative-config", "[]"], "'--speculative-config': '[]': it must be an object"),
         (["--speculative-config", '{"methd": "ngram"}'], "unknown option 'methd' of SpeculativeConfig"),
         (["--speculative-config", "{}", "--draft", "x"], "leave --draft out"),
-        (["--dtype", "float8"], "dtype='float8'"),
+        (["--dtype", "float8"], "--dtype 'float8'"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_loaded(capsys, words, message):

@@ -33,7 +33,8 @@ ROWS = TrainingRows(TOKENS, np.ones(TOKENS.shape, bool))
 @cases("taps", [TAPS, ()], quick=[TAPS])
 def test_they_are_what_the_target_computes(tmp_path, dtype, taps):
     target = Model(TARGET.config, {name: x.astype(dtype) for name, x in TARGET.params.items()})
-    found = features.kept(tmp_path, target, ROWS, COUNT, taps, batch_size=4, backend=BACKEND, devices=make_placement())
+    how = {"batch_size": 4, "backend": BACKEND, "devices": make_placement()}
+    found = features.kept(tmp_path, target, ROWS, COUNT, taps, **how).upto(COUNT)
     tokens = jnp.asarray(TOKENS[:COUNT], jnp.int32)
     rows = Rows(jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape))
     decoder = bind(target.config, target.params)

@@ -30,6 +30,10 @@ ROWS = Rows(TOKENS, np.ones(TOKENS.shape, bool))
 
 
 def fill(folder, *, target=TARGET, rows=ROWS, count=COUNT, n=N):
+    return records(folder, target=target, rows=rows, count=count, n=n).upto(count)
+
+
+def records(folder, *, target=TARGET, rows=ROWS, count=COUNT, n=N):
     return kept(folder, target, rows, count, n, batch_size=8, backend=BACKEND, devices=make_placement(8))
 
 
@@ -116,6 +120,18 @@ def test_an_interrupt_keeps_what_is_done(folder, tmp_path, monkeypatch):
     assert only(tmp_path).stat().st_size == 16 * LENGTH * N * 4
     monkeypatch.undo()
     assert fill(tmp_path).tobytes() == fill(folder).tobytes()
+
+
+def test_only_what_is_needed_is_found(folder, tmp_path):
+    """A batch at a time, and no more once it is over."""
+    some, row = records(tmp_path), LENGTH * N * 4
+    assert len(some.upto(0)) == len(list(tmp_path.iterdir())) == 0
+    assert len(some.upto(3)) == 3
+    assert only(tmp_path).stat().st_size == 8 * row
+    late = iter([False, True])
+    assert len(some.upto(COUNT, lambda seconds: next(late, True))) == 16
+    assert len(some.upto(COUNT, lambda seconds: True)) == 16
+    assert some.upto(COUNT).tobytes() == some.known.tobytes() == fill(folder).tobytes()
 
 
 def test_what_differs_is_found_anew(folder):
