@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 from checkpoints.copies import check_frequencies, check_repeats
 from checkpoints.names import Table
 from checkpoints.tensor_file import Index, TensorFile
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
+from jaxspec.common.progress import byte_progress
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
-from jaxspec.progress import byte_progress
 
 Read = Callable[[str, Index], np.ndarray]
 

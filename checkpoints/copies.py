@@ -12,7 +12,7 @@ from jax import lax
 
 from checkpoints.names import Table
 from checkpoints.tensor_file import TensorFile
-from jaxspec.errors import UnsupportedError
+from jaxspec.common.errors import UnsupportedError
 from jaxspec.models.config import ModelConfig, Rope
 
 PIECE = 1 << 26  # bytes of a tensor that are compared at a time

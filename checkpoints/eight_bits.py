@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 
 GROUP = 32
 LARGEST = 127

@@ -24,7 +24,7 @@ from checkpoints.assemble import assemble
 from checkpoints.names import GGUF
 from checkpoints.reading import told
 from checkpoints.tensor_file import Index
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models import families
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short

@@ -22,7 +22,7 @@ from checkpoints.orbax import FINGERPRINT, appearing
 from checkpoints.reading import read_config, there
 from checkpoints.safetensors import FLOATS, Shards, edit
 from checkpoints.sources import TOKENIZER_FILES
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ACTIVATIONS, ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.families import FAMILIES, Place

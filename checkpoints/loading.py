@@ -19,7 +19,7 @@ from checkpoints.gguf_tokenizer import build_tokenizer
 from checkpoints.library import transformers
 from checkpoints.reading import read_config, read_json, there, told, without_nulls
 from checkpoints.sources import TOKENIZER_FILES, Source
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter

@@ -23,11 +23,11 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints.reading import read_json, there, told
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import working
+from jaxspec.common.writing import disk_errors
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import Parameter
-from jaxspec.progress import working
-from jaxspec.writing import disk_errors
 
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"

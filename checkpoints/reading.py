@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.errors import MisfitError, UnsupportedError, UserError
+from jaxspec.common.errors import MisfitError, UnsupportedError, UserError
 
 LONGEST = 400  # characters of what a library says; some answer with a paragraph
 MOST_JSON = 2**28  # bytes

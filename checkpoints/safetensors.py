@@ -20,7 +20,7 @@ from checkpoints.names import hf
 from checkpoints.reading import read_config, read_json, there, told
 from checkpoints.tensor_file import Index
 from checkpoints.torch_files import TorchFile
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import short

@@ -22,12 +22,12 @@ from typing import Any, Literal
 from checkpoints.gguf import MAGIC
 from checkpoints.orbax import CONFIG_FILE
 from checkpoints.reading import there
-from jaxspec.embedded import DRAFT, MODEL
-from jaxspec.errors import UserError, shortened
+from jaxspec.common.embedded import DRAFT, MODEL
+from jaxspec.common.errors import UserError, shortened
+from jaxspec.common.progress import byte_progress
+from jaxspec.common.trust import cache_folder, trusted
+from jaxspec.common.writing import disk_errors
 from jaxspec.models.limits import short
-from jaxspec.progress import byte_progress
-from jaxspec.trust import trusted
-from jaxspec.writing import disk_errors
 
 logger = logging.getLogger(__name__)
 
@@ -208,13 +208,6 @@ def weight_files(there: list[str]) -> list[str]:
     own = [name for name in there if not any(fnmatch.fnmatch(name, pattern) for pattern in UNWANTED_FILES)]
     found = (patterns for patterns in WEIGHT_FILES if any(fnmatch.filter(own, pattern) for pattern in patterns))
     return next(found, WEIGHT_FILES[0])
-
-
-def cache_folder() -> Path:
-    """Where fetched files are kept: JAXSPEC_CACHE, else jaxspec in XDG_CACHE_HOME, else ~/.cache/jaxspec."""
-    if chosen := os.environ.get("JAXSPEC_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxspec"
 
 
 def embedded(name: str) -> Path:

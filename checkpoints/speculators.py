@@ -19,7 +19,7 @@ from checkpoints.names import hf
 from checkpoints.reading import read_json
 from checkpoints.safetensors import Shards
 from checkpoints.sources import Source
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter

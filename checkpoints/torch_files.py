@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints.reading import told
-from jaxspec.errors import UnsupportedError, UserError, quoted
+from jaxspec.common.errors import UnsupportedError, UserError, quoted
 
 # torch's name of a dtype -> that of a safetensors file.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}

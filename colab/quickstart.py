@@ -69,7 +69,8 @@ else:
 # %%
 import jax
 
-from jaxspec import LLM, SamplingParams, info
+from jaxspec import LLM, SamplingParams
+from jaxspec.inspect import info
 
 devices = jax.devices()
 platform = devices[0].platform
@@ -96,7 +97,7 @@ print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.this_device()
 # %%
 import urllib.request
 
-from jaxspec.loading import compute_dtype
+from jaxspec.loading.weights import compute_dtype
 from pallas_kernels.device import here
 
 LARGE = [("Qwen/Qwen3-8B", 40), ("Qwen/Qwen3-1.7B", 12)]  # with the memory, in GB, that is comfortable for each

@@ -11,37 +11,37 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what editors and type checkers see; a test holds that it is _PUBLIC
-    from jaxspec.async_llm import AsyncLLM as AsyncLLM
-    from jaxspec.config import EngineConfig as EngineConfig
-    from jaxspec.config import SpeculativeConfig as SpeculativeConfig
-    from jaxspec.errors import UnsupportedError as UnsupportedError
-    from jaxspec.errors import UserError as UserError
-    from jaxspec.llm import LLM as LLM
-    from jaxspec.one_call import generate as generate
-    from jaxspec.outputs import CompletionOutput as CompletionOutput
-    from jaxspec.outputs import Logprob as Logprob
-    from jaxspec.outputs import RequestOutput as RequestOutput
-    from jaxspec.outputs import SpecDecodeMetrics as SpecDecodeMetrics
-    from jaxspec.outputs import StreamOutput as StreamOutput
+    from jaxspec.api.async_llm import AsyncLLM as AsyncLLM
+    from jaxspec.api.llm import LLM as LLM
+    from jaxspec.api.one_call import generate as generate
+    from jaxspec.api.outputs import CompletionOutput as CompletionOutput
+    from jaxspec.api.outputs import Logprob as Logprob
+    from jaxspec.api.outputs import RequestOutput as RequestOutput
+    from jaxspec.api.outputs import StreamOutput as StreamOutput
+    from jaxspec.common.errors import UnsupportedError as UnsupportedError
+    from jaxspec.common.errors import UserError as UserError
+    from jaxspec.engine.metrics import SpecDecodeMetrics as SpecDecodeMetrics
+    from jaxspec.options.engine import EngineConfig as EngineConfig
+    from jaxspec.options.sampling_params import SamplingParams as SamplingParams
+    from jaxspec.options.speculative import SpeculativeConfig as SpeculativeConfig
     from jaxspec.parallel.hosts import join_hosts as join_hosts
-    from jaxspec.sampling_params import SamplingParams as SamplingParams
 else:
     # Public name -> the module it lives in. Loaded on first use: `import checkpoints` first must be no circle.
     _PUBLIC = {
-        "LLM": "jaxspec.llm",
-        "AsyncLLM": "jaxspec.async_llm",
-        "generate": "jaxspec.one_call",
+        "LLM": "jaxspec.api.llm",
+        "AsyncLLM": "jaxspec.api.async_llm",
+        "generate": "jaxspec.api.one_call",
         "join_hosts": "jaxspec.parallel.hosts",
-        "SamplingParams": "jaxspec.sampling_params",
-        "SpeculativeConfig": "jaxspec.config",
-        "EngineConfig": "jaxspec.config",
-        "RequestOutput": "jaxspec.outputs",
-        "CompletionOutput": "jaxspec.outputs",
-        "StreamOutput": "jaxspec.outputs",
-        "Logprob": "jaxspec.outputs",
-        "SpecDecodeMetrics": "jaxspec.outputs",
-        "UserError": "jaxspec.errors",
-        "UnsupportedError": "jaxspec.errors",
+        "SamplingParams": "jaxspec.options.sampling_params",
+        "SpeculativeConfig": "jaxspec.options.speculative",
+        "EngineConfig": "jaxspec.options.engine",
+        "RequestOutput": "jaxspec.api.outputs",
+        "CompletionOutput": "jaxspec.api.outputs",
+        "StreamOutput": "jaxspec.api.outputs",
+        "Logprob": "jaxspec.api.outputs",
+        "SpecDecodeMetrics": "jaxspec.engine.metrics",
+        "UserError": "jaxspec.common.errors",
+        "UnsupportedError": "jaxspec.common.errors",
     }
     __all__ = ["__version__", *_PUBLIC]
 

@@ -5,8 +5,8 @@ they take half as long again, or twice as long, as one over a single row. Here e
 all rows of x while it is read, in one loop of the compiler's own: a reduction of as many arrays as there are sums.
 Several rows of the matrix, far from each other, are read at a time, so that more memory is under way, and what is read
 of x serves all of them: the more of them, the less often a large x is read again from beyond the nearest cache. The
-compiler may reorder sums there (see `CPU_COMPILER_OPTIONS` in jaxspec/platforms.py), or it would add up number by
-number. Its order depends on how many sums there are, so that the number of rows changes the last bits of each.
+compiler may reorder sums there (see `CPU_COMPILER_OPTIONS` in jaxspec/hardware/platforms.py), or it would add up number
+by number. Its order depends on how many sums there are, so that the number of rows changes the last bits of each.
 """
 
 import jax

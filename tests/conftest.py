@@ -32,7 +32,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-from tests import annotations  # noqa: E402
+from tests.support import annotations  # noqa: E402
 
 # Shapes in annotations hold in tests: these modules are checked on import, so before anything imports them.
 CHECKED = ("jaxspec.sampling", "jaxspec.verify", "jaxspec.drafters", "jaxspec.decode.round")
@@ -89,7 +89,7 @@ def few_mappings():
             jax.clear_caches()
             gc.collect()
         if too_many():  # of engines that somebody holds: FastAPI's caches have the routes of every server, and these it
-            programs = sys.modules.get("jaxspec.decode.programs")
+            programs = sys.modules.get("jaxspec.runtime.programs")
             for found in gc.get_objects() if programs else ():
                 if type(found) is programs.Programs:
                     found.compiled.clear()

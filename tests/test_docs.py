@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
-from tests.documents import CURRENT, PAGES, ROOT, anchors, blocks, commands, links, prose, text_of
-from tests.model_folders import write_model
-from tests.sizes import cases
+from tests.support.documents import CURRENT, PAGES, ROOT, anchors, blocks, commands, links, prose, text_of
+from tests.support.model_folders import write_model
+from tests.support.sizes import cases
 
 EXAMPLES = [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))]
 SERVED = "http://127.0.0.1:8000"  # where examples find a server

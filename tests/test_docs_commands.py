@@ -17,18 +17,19 @@ from typing import Any
 import pytest
 
 import checkpoints
-from jaxspec import AsyncLLM, cli, embedded
+from jaxspec import AsyncLLM, cli
 from jaxspec.bench import measure, options, presets
 from jaxspec.bench.hardware import Hardware
 from jaxspec.cli import serve as serving
+from jaxspec.common import embedded
 from jaxspec.demo import run as demo
 from jaxspec.train import evaluate
-from tests.documents import CURRENT, PAGES, blocks, commands
 from tests.drafters.references import eagle3, medusa
 from tests.drafters.references.common import Shape
-from tests.model_folders import write_model
 from tests.server.running import Running
-from tests.sizes import cases
+from tests.support.documents import CURRENT, PAGES, blocks, commands
+from tests.support.model_folders import write_model
+from tests.support.sizes import cases
 from tests.train import runs
 
 # Option -> its number there -> the number here.

@@ -1,4 +1,5 @@
-"""The faults of tests/planted.py have a place each, and tests that `make test` runs; planting is done by hand."""
+"""The faults of `tests.support.planted` have a place each, and `make test` runs the tests that see them. Planting them
+is done by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.planted import FAULTS, QUICK, ROOT, Fault
+from tests.support.planted import FAULTS, QUICK, ROOT, Fault
 
 FEWEST = 25
 

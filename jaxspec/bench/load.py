@@ -13,12 +13,12 @@ from jaxspec.bench import floors
 from jaxspec.bench.clock import summary
 from jaxspec.bench.options import Load
 from jaxspec.bench.setup import Setup
-from jaxspec.config import SpeculativeConfig
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import say
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
-from jaxspec.errors import UserError
-from jaxspec.progress import say
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,12 @@ from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
+from jaxspec.common.progress import say
 from jaxspec.engine.runner import fetch
-from jaxspec.loading import compute_dtype
+from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.decoder import weight_bytes
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.parallel.placement import device_name
-from jaxspec.progress import say
 from pallas_kernels.device import here
 
 Row = dict[str, Any]

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import DTYPES, KERNELS, MAX_ROUNDS, EngineConfig, SpeculativeConfig, one_of
-from jaxspec.errors import UserError
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.common.errors import UserError
+from jaxspec.common.values import one_of
+from jaxspec.options.engine import DTYPES, KERNELS, MAX_ROUNDS, EngineConfig
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from jaxspec.models.config import ModelConfig

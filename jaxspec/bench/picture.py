@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jaxspec.writing import whole
+from jaxspec.common.writing import whole
 
 Row = dict[str, Any]
 ACCEPTANCE = "synthetic_acceptance_length"

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+from jaxspec.common.errors import UserError
 from jaxspec.drafters import dflash, eagle, eagle3, medusa, mtp
-from jaxspec.errors import UserError
 from jaxspec.models.config import ModelConfig, Rope
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.families import FAMILIES

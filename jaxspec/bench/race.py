@@ -8,11 +8,11 @@ import time
 from jaxspec.bench.clock import Sample, summary
 from jaxspec.bench.options import FIRST_ROUNDS, engine_tokens
 from jaxspec.bench.setup import Setup
-from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
-from jaxspec.outputs import SpecDecodeMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 
 
 @dataclasses.dataclass

@@ -19,10 +19,7 @@ from jax import lax
 from jaxspec.bench.options import ROUNDS, launch_tokens
 from jaxspec.bench.setup import Setup
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.config import SpeculativeConfig
 from jaxspec.decode.loop import begin, start_state
-from jaxspec.decode.packing import pack
-from jaxspec.decode.programs import compiler_options
 from jaxspec.decode.round import Scores, history_of, propose, score, verify
 from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.base import Drafter, Proposal
@@ -31,7 +28,10 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
 from jaxspec.engine.setup import drafter
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
+from jaxspec.runtime.packing import pack
+from jaxspec.runtime.programs import compiler_options
 from jaxspec.verify import rules
 from pallas_kernels.paged_attention import paged_attention
 

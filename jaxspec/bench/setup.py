@@ -11,20 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 
 import checkpoints
-from jaxspec import loading
 from jaxspec.bench import presets
 from jaxspec.bench.options import Options
 from jaxspec.cache.budget import memory
 from jaxspec.cache.pages import cache_layout
-from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.decode.programs import Programs
-from jaxspec.engine.engine import Engine, Model
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
+from jaxspec.engine.engine import Engine
+from jaxspec.hardware.platforms import facts
+from jaxspec.loading.drafts import check_same_tokenizer, draft_config, load_draft
+from jaxspec.loading.placing import draft_degree
+from jaxspec.loading.weights import compute_dtype
+from jaxspec.loading.weights import load as load_model
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params, random_params
+from jaxspec.models.model import Model
 from jaxspec.models.sharding import for_degree
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import Placement, make_placement
-from jaxspec.platforms import facts
+from jaxspec.runtime.compilation_cache import enable_compilation_cache
+from jaxspec.runtime.programs import Programs
 from pallas_kernels.device import Device, here
 
 
@@ -107,9 +113,9 @@ def english() -> str:
 
 def load(options: Options) -> Setup:
     """Random weights of a preset, born on the device in the compute dtype; or a real model and draft."""
-    loading.enable_compilation_cache()
+    enable_compilation_cache()
     device = here()
-    dtype, placement = loading.compute_dtype(options.dtype, device), placed(options, device)
+    dtype, placement = compute_dtype(options.dtype, device), placed(options, device)
     names = (options.model or presets.split(options.preset or "")[0], options.draft_name)
     places = placement, placement.draft
     models: list[Model | None] = [None, None]
@@ -141,14 +147,14 @@ def placed(options: Options, device: Device) -> Placement:
     """Where the target lies, and by its axes the draft."""
     size, draft_size = options.tensor_parallel_size, options.draft_tensor_parallel_size
     if draft_size is None and size > 1 and options.draft_name:
-        dtype = loading.compute_dtype(options.dtype, device)
+        dtype = compute_dtype(options.dtype, device)
         if options.preset is not None:
             config = presets.preset(options.draft_name, presets.preset(presets.split(options.preset)[0]))
         else:
             source = checkpoints.resolve(options.model or "")
             of_target = checkpoints.load_config(source)
-            config = loading.draft_config(checkpoints.resolve(options.draft_name), of_target, source.name)
-        draft_size = loading.draft_degree(config, size, dtype, device)
+            config = draft_config(checkpoints.resolve(options.draft_name), of_target, source.name)
+        draft_size = draft_degree(config, size, dtype, device)
     return make_placement(size, draft_size=draft_size)
 
 
@@ -164,11 +170,11 @@ def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[lis
     """(target and draft, tokenizer), as LLM loads them."""
     source = checkpoints.resolve(model)
     tokenizer = checkpoints.load_tokenizer(source)
-    target = loading.load(source, dtype, placement)
+    target = load_model(source, dtype, placement)
     models: list[Model | None] = [target, None]
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
-        loading.check_same_tokenizer(source, tokenizer, draft_source)
+        check_same_tokenizer(source, tokenizer, draft_source)
         within = draft_source.path == source.path
-        models[1] = loading.load_draft(draft_source, dtype, placement.draft, target, source.name, within=within)
+        models[1] = load_draft(draft_source, dtype, placement.draft, target, source.name, within=within)
     return models, tokenizer

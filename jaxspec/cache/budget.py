@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxspec.errors import UserError
-from jaxspec.platforms import PLATFORMS, facts
+from jaxspec.common.errors import UserError
+from jaxspec.hardware.platforms import PLATFORMS, facts
 
 
 def num_pages(memory_bytes: int, *page_bytes: int) -> int:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.parallel.placement import Placement
-from jaxspec.shapes import Array, Float, Int
 
 
 def write(cache: PagedKVCache, slots: Int[Array, " _"], features: Float[Array, "B T M"]) -> tuple[Array, ...]:

@@ -16,8 +16,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.layer import Kept, LayerCache
+from jaxspec.hardware.platforms import facts
 from jaxspec.parallel.placement import Placement, per_shard
-from jaxspec.platforms import facts
 from pallas_kernels.kv_write import kv_write
 
 

@@ -11,8 +11,8 @@ import typer
 from jaxspec.bench.options import listed
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import AsJson, extra
-from jaxspec.errors import shortened
-from jaxspec.progress import say
+from jaxspec.common.errors import shortened
+from jaxspec.common.progress import say
 from jaxspec.server.load import PERCENTILES, LoadOptions
 
 OWN = {"concurrency": Own(kind=str)}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxspec.cli.shared import MODEL_HELP
-from jaxspec.progress import say
+from jaxspec.common.progress import say
 
 TO = "jaxspec, or, of a head, speculators: that library's format."
 BITS = "8 for matrices of integers and a power of two for every 32 of them: half of the bytes; for drafts."
@@ -24,11 +24,12 @@ def convert(
     weight_bits: Annotated[int | None, typer.Option(help=BITS)] = None,
 ) -> None:
     """Write a model as a self-contained orbax folder, which loads fastest; a head in safetensors."""
-    from jaxspec.config import DTYPES, one_of
+    from jaxspec.common.values import one_of
+    from jaxspec.options.engine import DTYPES
 
     if dtype is not None:
         one_of("dtype", dtype, DTYPES[1:])
-    from jaxspec.convert import convert as converted
+    from jaxspec.loading.convert import convert as converted
 
     say(f"converting {source} ...")
     print(converted(source, destination, to=to, target=target, dtype=dtype, weight_bits=weight_bits))

@@ -13,9 +13,10 @@ from jaxspec.bench.options import listed
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import ENGINE, MODEL_HELP, AsJson
 from jaxspec.cli.shared import OWN as SHARED
-from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.errors import UserError
-from jaxspec.progress import say
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import say
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.verify import rules
 
 TEMPERATURES = "0,0.7"

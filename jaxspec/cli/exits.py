@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 
 import typer
 
-from jaxspec.errors import DiskError, Terminated, UserError
+from jaxspec.common.errors import DiskError, Terminated, UserError
+from jaxspec.common.progress import say
 from jaxspec.parallel import hosts
 from jaxspec.parallel.absent import other_platforms
 from jaxspec.parallel.peers import end_at_once
-from jaxspec.progress import say
 
 PATIENCE = 1.0  # seconds
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 
 FIELD = inspect.Parameter.empty  # what the field has
 

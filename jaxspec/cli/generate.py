@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec import embedded
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import ENGINE, MODEL_HELP, AsJson, HostOptions, join
 from jaxspec.cli.shared import OWN as SHARED
 from jaxspec.cli.speculation import Draft, Drafts, Json, Speculates, speculation
-from jaxspec.config import EngineConfig
-from jaxspec.errors import UserError
-from jaxspec.progress import say
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.common import embedded
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import say
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxspec.llm import LLM
-    from jaxspec.outputs import RequestOutput
+    from jaxspec.api.llm import LLM
+    from jaxspec.api.outputs import RequestOutput
 
 
 SAMPLING = (
@@ -62,7 +62,7 @@ def generate(
     params = SamplingParams(**sampling)
     options = EngineConfig(**{"max_num_seqs": min(len(prompts) * params.n, MOST_ROWS)} | engine)
     join(hosts)
-    from jaxspec.llm import LLM
+    from jaxspec.api.llm import LLM
 
     say(f"loading {model} ...")
     llm = LLM(model, speculative_config=speculative, **dataclasses.asdict(options))
@@ -78,7 +78,7 @@ def generate(
 
 def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> str | None:
     """Prints the outputs; what failed in them."""
-    from jaxspec.job import failures
+    from jaxspec.api.completions import failures
 
     with warnings.catch_warnings():  # said in the end instead
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -12,9 +12,9 @@ from jaxspec.cli.exits import keeping
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.cli.shared import OWN as SHARED
-from jaxspec.config import EngineConfig
-from jaxspec.errors import UserError
-from jaxspec.progress import say
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import say
+from jaxspec.options.engine import EngineConfig
 from jaxspec.train.data_options import TEMPERATURES, DataOptions, part_of, shares
 
 NAMES = ("tokens", "seed", "length", "shard_size", "mixture", "temperatures", "rows", "part")
@@ -50,7 +50,7 @@ def generate_data(
 
     with keeping(lambda: kept(out)):
         import checkpoints
-        from jaxspec.llm import LLM
+        from jaxspec.api.llm import LLM
         from jaxspec.train.writer import engine_options
 
         say(f"loading {target} ...")

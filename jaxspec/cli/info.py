@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.accelerators import ACCELERATORS
 from jaxspec.cli.shared import MODEL_HELP, AsJson
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
+from jaxspec.hardware.accelerators import ACCELERATORS
 
 
 def info(
@@ -62,7 +62,7 @@ def info(
     if chips is not None and device is not None:
         raise UserError(f"--device {device!r} beside --chips {chips!r}: give one of them")
 
-    from jaxspec import info
+    from jaxspec.inspect import info
 
     if chips is None:
         document, show = info.describe(model, draft, device, max_num_seqs), info.show

@@ -15,8 +15,8 @@ from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import ENGINE, MODEL_HELP, HostOptions, extra, join
 from jaxspec.cli.shared import OWN as SHARED
 from jaxspec.cli.speculation import Draft, Drafts, Json, Speculates, speculation
-from jaxspec.config import EngineConfig
-from jaxspec.progress import say
+from jaxspec.common.progress import say
+from jaxspec.options.engine import EngineConfig
 from jaxspec.server.settings import ServerConfig, is_loopback
 
 API_KEY = "JAXSPEC_API_KEY"  # the option would be seen in the list of processes
@@ -62,7 +62,7 @@ def serve(
     with extra("serve"):
         from jaxspec.server import run
     with run.bound(config) if join(hosts) else contextlib.nullcontext() as listening:
-        from jaxspec.async_llm import AsyncLLM
+        from jaxspec.api.async_llm import AsyncLLM
 
         say(f"loading {model} ...")
         llm = AsyncLLM(model, speculative_config=speculative, **dataclasses.asdict(options))

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec import progress
 from jaxspec.cli.fields import Fields, Own, sentences
-from jaxspec.config import EngineConfig
-from jaxspec.errors import UserError
+from jaxspec.common import progress
+from jaxspec.common.errors import UserError
+from jaxspec.options.engine import EngineConfig
 from jaxspec.parallel import hosts
 from jaxspec.parallel.hosts import Hosts
 

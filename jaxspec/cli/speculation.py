@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec import embedded
 from jaxspec.cli.fields import Fields, flag_of, spoken
 from jaxspec.cli.shared import OWN
-from jaxspec.config import SpeculativeConfig
+from jaxspec.common import embedded
+from jaxspec.common.errors import UserError, quoted
 from jaxspec.drafters import methods
-from jaxspec.errors import UserError, quoted
+from jaxspec.options.speculative import SpeculativeConfig
 
 Method = enum.StrEnum("Method", {name: name for name in (*methods.NAMES, "none")})  # type: ignore[misc]
 DRAFTED = ("num_speculative_tokens", "draft_tensor_parallel_size")

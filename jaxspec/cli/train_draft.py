@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from jaxspec import embedded
 from jaxspec.cli.exits import keeping
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import MODEL_HELP
+from jaxspec.common import embedded
 from jaxspec.train.options import TrainOptions
 
 NAMES = [field.name for field in dataclasses.fields(TrainOptions)]

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.layer import Moves
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.decode.state import Context
 from jaxspec.drafters.base import History, Proposal
-from jaxspec.drafters.topology import Topology, take
+from jaxspec.drafters.trees.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
 from jaxspec.models.paged import Branches
 from jaxspec.sampling.distribution import DRAFT_BITS, process
 from jaxspec.sampling.processors import Adjust
 from jaxspec.sampling.rng import take_row
-from jaxspec.shapes import Array, Float, Int
 from jaxspec.verify.base import Verdict
 from jaxspec.verify.coupled import shared_noise
 from pallas_kernels.plain import likeliest

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.config import MAX_ROUNDS
 from jaxspec.decode.round import round, runnable, text_of
 from jaxspec.decode.state import RUNNING, Context, DecodeConfig, DecodeState, LaunchInput, LaunchResult, Params
+from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling import logprobs, processors, rng
 
 PATIENCE = 2.0  # rounds that a launch may fall behind before it is given up

@@ -17,18 +17,18 @@ from jax import lax
 from jaxspec.cache import features
 from jaxspec.cache.layer import Kept
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.common.shapes import Array, Bool, Float, Int
 from jaxspec.decode import branches
 from jaxspec.decode.prefill import remember
 from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeConfig, DecodeState, LaunchInput
 from jaxspec.drafters.base import History, Proposal
-from jaxspec.drafters.topology import Topology, take
+from jaxspec.drafters.trees.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
 from jaxspec.sampling import processors, rng
 from jaxspec.sampling.distribution import DRAFT_BITS, process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
 from jaxspec.sampling.processors import Adjust, Text
-from jaxspec.shapes import Array, Bool, Float, Int
 from jaxspec.verify import greedy, rules
 from jaxspec.verify import tree as tree_rule
 from jaxspec.verify.base import Case, Verdict, leading

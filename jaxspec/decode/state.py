@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxspec.config import MAX_ROUNDS
 from jaxspec.drafters.base import Drafter
 from jaxspec.models.paged import PagedModel
+from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sampling.processors import Processors

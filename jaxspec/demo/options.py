@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxspec import embedded
-from jaxspec.config import DTYPES, EngineConfig, one_of
-from jaxspec.errors import UserError
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.common import embedded
+from jaxspec.common.errors import UserError
+from jaxspec.common.values import one_of
+from jaxspec.options.engine import DTYPES, EngineConfig
+from jaxspec.options.sampling_params import SamplingParams
 
 LONGEST, PROMPT = 2048, 256  # tokens: of a prompt with its answer, and of the longest prompt
 

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from checkpoints.names import HF
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.models.decoder import parameters
 from pallas_kernels.weights import dense
 
 if TYPE_CHECKING:
-    from jaxspec.engine.setup import Model
-    from jaxspec.llm import LLM
+    from jaxspec.api.llm import LLM
+    from jaxspec.models.model import Model
 
 DTYPES = ("float32", "bfloat16")
 WARM_UP_TOKENS = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jaxspec.common.writing import whole
 from jaxspec.drafters.methods import LOOKUP
-from jaxspec.writing import whole
 
 Document = dict[str, Any]
 PEERS = {"float32": "transformers f32", "bfloat16": "transformers bf16"}

@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.api.outputs import RequestOutput, whole
+from jaxspec.common.embedded import MODEL
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import say
 from jaxspec.demo import peer, report
 from jaxspec.demo.options import Options
 from jaxspec.drafters.methods import LOOKUP
-from jaxspec.embedded import MODEL
-from jaxspec.errors import UserError
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.models.draft_spec import draft_spec
-from jaxspec.outputs import RequestOutput, SpecDecodeMetrics, whole
-from jaxspec.progress import say
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxspec.llm import LLM
+    from jaxspec.api.llm import LLM
 
 NUM_SPECULATIVE_TOKENS = 4
 DRAFT_CHOICES = (2, 3, 4)  # K of the head, or of another --draft, of which the fastest here is shown
@@ -96,7 +97,7 @@ def sampling(max_tokens: int, num_speculative_tokens: int) -> SamplingParams:
 
 def measure(options: Options) -> dict[str, Any]:
     """Answers every prompt with every method, one at a time, and describes it. All share the target's weights."""
-    from jaxspec.llm import LLM
+    from jaxspec.api.llm import LLM
 
     say(f"loading {MODEL} ...")
     # One row and a short context: the pool holds what the demo needs and no more.

@@ -11,9 +11,9 @@ import jax
 
 from jaxspec.cache.layer import LayerCache
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.drafters.topology import Topology
-from jaxspec.errors import UnsupportedError
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.common.errors import UnsupportedError
+from jaxspec.common.shapes import Array, Float, Int
+from jaxspec.drafters.trees.topology import Topology
 
 
 @jax.tree_util.register_dataclass
@@ -177,7 +177,7 @@ class Drafter(abc.ABC):
     def grow(
         self, params: Params, cache: PagedKVCache, history: History, shape: Any, rank: Rank
     ) -> tuple[Proposal, Any, tuple[LayerCache, ...]]:
-        """As `propose`, and between the two the tree of `shape` that is kept (`jaxspec.drafters.tree.Kept`), of a
+        """As `propose`, and between the two the tree of `shape` that is kept (`jaxspec.drafters.trees.tree.Kept`), of a
         drafter that is not independent."""
         raise UnsupportedError(f"{type(self).__name__} grows no trees: drop the tree options")
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.drafters.base import Choose
 from jaxspec.models.head import Head
-from jaxspec.shapes import Array, Float, Int
 
 
 class Step(NamedTuple):

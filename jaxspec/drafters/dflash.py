@@ -17,11 +17,11 @@ from jax import lax
 
 from jaxspec.cache import features
 from jaxspec.cache.layer import LayerCache
+from jaxspec.common.errors import UnsupportedError
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, lender
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found, Reading
 from jaxspec.drafters.own import OwnParts
-from jaxspec.errors import UnsupportedError
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import Layer, bind, module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig, draft_spec

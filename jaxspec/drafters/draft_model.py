@@ -11,13 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspec.common.errors import UserError
+from jaxspec.common.shapes import Array, Bool, Int
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank
 from jaxspec.drafters.chain import Step, at_once, chain
-from jaxspec.drafters.tree import Nodes, Shape, grown, nodes_at
-from jaxspec.errors import UserError
+from jaxspec.drafters.trees.tree import Nodes, Shape, grown, nodes_at
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
-from jaxspec.shapes import Array, Bool, Int
 from pallas_kernels.merge_tokens import merge_tokens
 
 

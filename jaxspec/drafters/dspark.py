@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxspec.common.errors import UnsupportedError
+from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters import dflash
 from jaxspec.drafters.base import Choose, History, Proposal, Rank
 from jaxspec.drafters.chain import Place, Step, chain
 from jaxspec.drafters.heads import Found, Reading
-from jaxspec.drafters.tree import Nodes, Shape, grown
-from jaxspec.errors import UnsupportedError
+from jaxspec.drafters.trees.tree import Nodes, Shape, grown
 from jaxspec.models import families
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec
@@ -29,7 +30,6 @@ from jaxspec.models.head import product, whole
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
 from jaxspec.models.table import looked_up
-from jaxspec.shapes import Array, Float
 from pallas_kernels.plain import likeliest
 
 # Kind of the head -> what files call its inner product, how many times the rank that reads beside the hidden state, and

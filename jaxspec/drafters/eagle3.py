@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters.draft_model import in_parallel
 from jaxspec.drafters.feature_chain import FeatureBlock, FeatureChain
 from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found, Reading
 from jaxspec.drafters.own import OwnParts
-from jaxspec.errors import UnsupportedError, UserError
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import Place, layer_names

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.errors import MisfitError, UnsupportedError, UserError
+from jaxspec.common.errors import MisfitError, UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import Place
 from jaxspec.models.limits import number, short

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.common.errors import UserError
 from jaxspec.drafters.base import Choose, History, Proposal
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import HEAD, Found, Reading
 from jaxspec.drafters.last_feature import LastFeature
-from jaxspec.errors import UserError
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import Place

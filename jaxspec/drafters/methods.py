@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from jaxspec.errors import UnsupportedError, quoted
+from jaxspec.common.errors import UnsupportedError, quoted
 
 
 @dataclasses.dataclass(frozen=True)

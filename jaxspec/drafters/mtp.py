@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.common.errors import UserError
 from jaxspec.drafters.feature_chain import FeatureChain
 from jaxspec.drafters.heads import HEAD, TABLE, Found, Reading
 from jaxspec.drafters.own import OwnParts
-from jaxspec.errors import UserError
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import FAMILIES, Place, layer_names

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspec.common.shapes import Array, Int
 from jaxspec.drafters.base import Choose, Drafter, History, Proposal
 from jaxspec.models.paged import PagedModel
-from jaxspec.shapes import Array, Int
 
 
 @dataclasses.dataclass(frozen=True)

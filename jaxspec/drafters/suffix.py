@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.common.shapes import Array, Bool, Float, Int
 from jaxspec.drafters.base import Choose, Drafter, History, Proposal
 from jaxspec.drafters.ngram import agreement
 from jaxspec.models.paged import PagedModel
-from jaxspec.shapes import Array, Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)

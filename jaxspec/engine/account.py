@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import LaunchResult
-from jaxspec.outputs import SpecDecodeMetrics, Timing
+from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
+from jaxspec.runtime.programs import Programs
 
 
 @dataclasses.dataclass

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxspec.common.errors import CONTEXT_LENGTH_EXCEEDED, UserError
+from jaxspec.common.values import ids as checked_ids
 from jaxspec.engine.adaptive import Acceptance
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
-from jaxspec.errors import CONTEXT_LENGTH_EXCEEDED, UserError
-from jaxspec.options import ids as checked_ids
-from jaxspec.outputs import SpecDecodeMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.verify import rules
 
 MAX_STOP_IDS = 1024  # of a request, the model's own included

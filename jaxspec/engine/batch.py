@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.cache.pages import CacheLayout
+from jaxspec.common.values import LARGEST
 from jaxspec.decode.state import Control, LaunchInput, RowLimits, Variant
 from jaxspec.drafters.base import Chunk
 from jaxspec.engine import arrivals
 from jaxspec.engine.request import Request
-from jaxspec.options import LARGEST
+from jaxspec.options.sampling_params import MAX_LOGPROBS
 from jaxspec.sampling import processors
 from jaxspec.sampling.arrays import filled, padded
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.rng import seed_words
-from jaxspec.sampling_params import MAX_LOGPROBS
 from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5

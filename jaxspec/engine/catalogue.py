@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from jaxspec.decode.programs import Variants
 from jaxspec.decode.state import Variant
 from jaxspec.engine.batch import ChunkShape, power_of_two
-from jaxspec.sampling_params import MAX_LOGPROBS
+from jaxspec.options.sampling_params import MAX_LOGPROBS
+from jaxspec.runtime.programs import Variants
 from jaxspec.verify import rules
 
 Passes = Literal["prefill", "catch_up"]

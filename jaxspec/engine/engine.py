@@ -8,24 +8,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxspec.cache.allocator import PageAllocator
-from jaxspec.config import MAX_ROUNDS, EngineConfig, SpeculativeConfig
-from jaxspec.decode.plans import Plan
-from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import LaunchResult
 from jaxspec.engine import arrivals, batch, results, setup
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
+from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
 from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import CachesLost, Roster
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.engine.setup import Model
-from jaxspec.outputs import SpecDecodeMetrics, Timing
+from jaxspec.hardware.platforms import facts
+from jaxspec.models.model import Model
+from jaxspec.options.engine import MAX_ROUNDS, EngineConfig
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.peers import Peers
 from jaxspec.parallel.placement import Placement
-from jaxspec.platforms import facts
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.runtime.plans import Plan
+from jaxspec.runtime.programs import Programs
 from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
 

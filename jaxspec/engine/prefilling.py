@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jaxspec.decode.plans import NOTHING, Plan
 from jaxspec.engine import batch, results
 from jaxspec.engine.catalogue import Open, Prefill
 from jaxspec.engine.request import Request
 from jaxspec.engine.roster import Roster
+from jaxspec.runtime.plans import NOTHING, Plan
 
 Timed = Callable[[str], AbstractContextManager[Any]]
 

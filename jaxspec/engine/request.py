@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxspec.engine.adaptive import Acceptance
-from jaxspec.outputs import RequestTiming, SpecDecodeMetrics
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.engine.metrics import RequestTiming, SpecDecodeMetrics
+from jaxspec.options.sampling_params import SamplingParams
 
 # Looks at the output ids from this index on; returns how many output ids to keep, or None to go on.
 FindStop = Callable[[list[int], int], int | None]

@@ -12,8 +12,8 @@ import numpy as np
 from jaxspec.decode.state import FINISH_REASONS, NO_ID, NO_LAW, DecodeConfig, LaunchResult
 from jaxspec.engine.account import counters
 from jaxspec.engine.adaptive import Acceptance
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request, TokenLogprobs
-from jaxspec.outputs import SpecDecodeMetrics
 
 NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"

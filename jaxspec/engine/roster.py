@@ -6,10 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
+from jaxspec.common.errors import said
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.errors import said
 
 
 class CachesLost(Exception):

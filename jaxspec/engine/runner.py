@@ -15,19 +15,20 @@ import jax
 from jax.profiler import TraceAnnotation
 
 from jaxspec.cache.pages import PagedKVCache, allocate
-from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.decode import wire
-from jaxspec.decode.packing import Packed, pack
-from jaxspec.decode.plans import Plan
-from jaxspec.decode.programs import Programs
 from jaxspec.decode.state import DecodeConfig
 from jaxspec.engine import setup
-from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import Params, parameters
 from jaxspec.models.draft_spec import draft_spec
+from jaxspec.models.model import Model
 from jaxspec.models.storage import stored_for
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.peers import Peers
 from jaxspec.parallel.placement import Placement
+from jaxspec.runtime import wire
+from jaxspec.runtime.packing import Packed, pack
+from jaxspec.runtime.plans import Plan
+from jaxspec.runtime.programs import Programs
 from pallas_kernels.device import Device
 
 RENEW = Plan("renew")

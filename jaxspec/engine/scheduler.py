@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from jaxspec.cache.allocator import PageAllocator, digest
+from jaxspec.common.errors import CONTEXT_LENGTH_EXCEEDED, UserError
 from jaxspec.engine.request import Request
-from jaxspec.errors import CONTEXT_LENGTH_EXCEEDED, UserError
 
 
 class Scheduler:

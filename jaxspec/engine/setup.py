@@ -8,43 +8,28 @@ from typing import Any
 
 from jaxspec.cache import budget
 from jaxspec.cache.pages import CacheLayout, cache_layout, features_layout
-from jaxspec.config import EngineConfig, SpeculativeConfig
+from jaxspec.common.errors import UserError, quoted
 from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
-from jaxspec.drafters.tree import Shape, Tree
+from jaxspec.drafters.trees.tree import Shape, Tree
 from jaxspec.engine.batch import ChunkShape
 from jaxspec.engine.catalogue import Closed, Open
-from jaxspec.errors import UserError, quoted
+from jaxspec.hardware.platforms import facts
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import compute_dtype, weight_bytes
+from jaxspec.models.decoder import weight_bytes
 from jaxspec.models.draft_spec import draft_spec
+from jaxspec.models.model import Model
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.sharding import check_divides
-from jaxspec.models.storage import stored_for
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import Placement
-from jaxspec.platforms import facts
 from pallas_kernels.device import Device
 from pallas_kernels.paged_attention import OP as PAGED_ATTENTION
 
 Speculation = SpeculativeConfig | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A configuration with its loaded parameters."""
-
-    config: ModelConfig
-    params: dict[str, Any]
-
-    @property
-    def dtype(self) -> Any:
-        return compute_dtype(self.params)
-
-    def stored_for(self, backend: Backend) -> Model:
-        """The same, its matrices as that backend reads them best."""
-        return dataclasses.replace(self, params=stored_for(backend, self.config, self.params))
 
 
 def paged_models(

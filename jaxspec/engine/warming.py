@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
-from jaxspec.decode.plans import Plan
 from jaxspec.engine import batch
 from jaxspec.engine.catalogue import Closed, Launch, Prefill
 from jaxspec.engine.engine import Engine
+from jaxspec.runtime.plans import Plan
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models import hf
 from jaxspec.models.families import FAMILIES, GGUF
 from jaxspec.models.layer_config import LayerConfig, mlp_block

@@ -11,11 +11,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.common.shapes import Array, Float
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import declare
 from jaxspec.parallel.placement import per_shard
-from jaxspec.shapes import Array, Float
 from pallas_kernels import plain, weights
 from pallas_kernels.likeliest_token import likeliest_token
 from pallas_kernels.weights.output_first import OutputFirst, Streamed

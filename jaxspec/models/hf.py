@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import rope_parameters

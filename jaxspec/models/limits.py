@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.errors import UserError, quoted
+from jaxspec.common.errors import UserError, quoted
 
 INT32 = 2**31 - 1
 

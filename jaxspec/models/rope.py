@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import UnsupportedError, UserError
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.limits import number, short
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import HeadConfig, draft_spec
 from jaxspec.models.layer_config import LayerConfig, mlp_block

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.parallel.placement import per_shard
-from jaxspec.shapes import Array, Float, Int
 
 
 def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backend) -> Float[Array, "*n E"]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from jaxspec.errors import UserError
-from jaxspec.options import number, options, whole
+from jaxspec.common.errors import UserError
+from jaxspec.common.values import number, options, whole
 from jaxspec.parallel.meeting import MOST_PROCESSES, address, gather, visit
 from jaxspec.parallel.peers import Peers
 

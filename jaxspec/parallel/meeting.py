@@ -11,9 +11,9 @@ from collections.abc import Generator, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from jaxspec.errors import UserError, quoted
+from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.progress import say
 from jaxspec.parallel.peers import connection, difference
-from jaxspec.progress import say
 
 MOST_PROCESSES = 4096
 MOST_STRANGERS = 64  # connections that have not said who they are

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from jaxspec.errors import Terminated, UserError, said, shortened
-from jaxspec.progress import say
+from jaxspec.common.errors import Terminated, UserError, said, shortened
+from jaxspec.common.progress import say
 
 # The first byte of a frame: a plan; values to compare; why all end; process 0 is done; process 0 is to end.
 PLAN, VALUES, FAILED, DONE, STOP = (bytes([kind]) for kind in range(5))

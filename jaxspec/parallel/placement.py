@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 
 # Tensor parallelism is factorised: the target is cut over both axes, a draft of smaller degree over the first.
 AXES = ("tp_draft", "tp_rest")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.shapes import Array, Float, UInt
+from jaxspec.common.shapes import Array, Float, UInt
 
 DRAFT_BITS = 16  # of a draft's thresholds, whose law is free: half of the passes
 PIECES = 256  # of all rows, where threshold has no loop

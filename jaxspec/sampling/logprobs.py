@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.common.shapes import Array, Float, Int
 
 
 @jax.tree_util.register_dataclass

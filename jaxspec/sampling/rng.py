@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.shapes import Array, Float, Int, Key, Shaped, UInt
+from jaxspec.common.shapes import Array, Float, Int, Key, Shaped, UInt
 
 # What a number is for. "shared" is the coupled rule's noise, one vector per absolute position.
 PURPOSES = {"draft": 0, "accept": 1, "residual": 2, "shared": 3}

@@ -14,7 +14,7 @@ from openai.types.chat.chat_completion import Choice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
-from jaxspec.outputs import CompletionOutput, RequestOutput, StreamOutput
+from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.server import logprobs as entries
 from jaxspec.server.fields import Wish
 from jaxspec.server.lines import one_line

@@ -17,9 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.errors import quoted
-from jaxspec.prometheus import Metrics
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.metrics import Metrics
+from jaxspec.common.errors import quoted
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
 from jaxspec.server.control_tokens import control_tokens

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 
-from jaxspec.errors import quoted, shortened
+from jaxspec.common.errors import quoted, shortened
 from jaxspec.server.offload import LARGE_BODY, offload
 from jaxspec.server.refusal import Refusal
 

@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.server.refusal import Refusal
 
 logger = logging.getLogger(__name__)

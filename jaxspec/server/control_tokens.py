@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxspec.errors import UserError
-from jaxspec.prompts import readable
+from jaxspec.api.prompts import readable
+from jaxspec.common.errors import UserError
 from jaxspec.server.fields import Wish
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxspec.errors import quoted
+from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 
 # OpenAI's role -> the chat templates'.

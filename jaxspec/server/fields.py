@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.chat import opening
-from jaxspec.errors import UserError, quoted
-from jaxspec.keywords import ChatOptions
-from jaxspec.options import flag, unknown, whole
-from jaxspec.prompts import Prompt, as_list
-from jaxspec.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxspec.api.chat import opening
+from jaxspec.api.prompts import Prompt, as_list
+from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.values import flag, unknown, whole
+from jaxspec.options.keywords import ChatOptions
+from jaxspec.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.server.conversation import conversation
 from jaxspec.server.refusal import Refusal, of_user_error
 
@@ -57,7 +57,7 @@ class Wish:
     """What a request asks for.
 
     prompts: each to be completed n times; None: answer `messages`.
-    chat: options of the chat template, as jaxspec.chat.rendering takes them.
+    chat: options of the chat template, as jaxspec.api.chat.rendering takes them.
     source: the field that they come from.
     fill: the output may take all the room that the prompt leaves.
     usage: a stream ends with the number of tokens; running_usage: and has that so far in every event.

@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.errors import UserError
-from jaxspec.outputs import RequestOutput, StreamOutput
-from jaxspec.prompts import Ask
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.outputs import RequestOutput, StreamOutput
+from jaxspec.api.prompts import Ask
+from jaxspec.common.errors import UserError
 from jaxspec.server.answers import Answer
 from jaxspec.server.fields import Wish
 from jaxspec.server.gate import Gate

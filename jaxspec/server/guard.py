@@ -10,7 +10,7 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxspec.errors import quoted
+from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.settings import ANY, ServerConfig, is_loopback
 

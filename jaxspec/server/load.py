@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.errors import UserError, quoted, shortened
-from jaxspec.options import number, options, whole
+from jaxspec.common.errors import UserError, quoted, shortened
+from jaxspec.common.values import number, options, whole
 from jaxspec.server.settings import LONGEST
 
 if TYPE_CHECKING:

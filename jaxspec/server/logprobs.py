@@ -9,7 +9,7 @@ from typing import Any
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
 
-from jaxspec.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
+from jaxspec.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 
 LEAST = -9999.0  # JSON has no infinity; as in vLLM
 Rows = Sequence[Mapping[int, Logprob]]

@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.chat import as_prompt, rendering
-from jaxspec.errors import UserError
-from jaxspec.prompts import Ask, Prompt, encode, text_of
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.api.chat import as_prompt, rendering
+from jaxspec.api.prompts import Ask, Prompt, encode, text_of
+from jaxspec.common.errors import UserError
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server import control_tokens
 from jaxspec.server.fields import Wish
 from jaxspec.server.refusal import of_user_error

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Response
 from openai.types import ErrorObject
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.server.lines import one_line
 
 # Status -> what OpenAI calls that kind of error.

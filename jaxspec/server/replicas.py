@@ -9,9 +9,10 @@ from typing import Any, Unpack
 from fastapi import FastAPI
 from ray import serve
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.keywords import EngineOptions
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.keywords import EngineOptions
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.server.app import make_app
 from jaxspec.server.run import gate_of
 from jaxspec.server.settings import ServerConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxspec.progress import say
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.common.progress import say
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server.answers import Base
 from jaxspec.server.refusal import Refusal
 

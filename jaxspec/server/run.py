@@ -14,8 +14,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from jaxspec.async_llm import AsyncLLM
-from jaxspec.errors import UserError
+from jaxspec.api.async_llm import AsyncLLM
+from jaxspec.common.errors import UserError
 from jaxspec.server.app import make_app
 from jaxspec.server.connections import IDLE, Connection, Listener, max_connections
 from jaxspec.server.gate import Gate

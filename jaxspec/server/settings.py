@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from jaxspec.errors import UserError, quoted
-from jaxspec.options import flag, number, options, strings, whole
+from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.values import flag, number, options, strings, whole
 
 ANY = "*"  # host or origin
 LARGEST_PORT = 65_535

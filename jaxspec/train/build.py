@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.engine.setup import Model
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params
+from jaxspec.models.model import Model
 from jaxspec.train.options import TrainOptions
 
 LAYERS, MOST_IDS = 2, 16384  # unless told otherwise

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from checkpoints.reading import read_json, there, told
-from jaxspec.errors import UserError
-from jaxspec.writing import whole
+from jaxspec.common.errors import UserError
+from jaxspec.common.writing import whole
 
 MANIFEST, SHARDS = "manifest.json", "shard-*.npz"
 HELDOUT = 0.02  # share of the sequences

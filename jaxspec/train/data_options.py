@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.errors import UserError
-from jaxspec.options import LARGEST_ON_HOST, options, whole
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.common.errors import UserError
+from jaxspec.common.values import LARGEST_ON_HOST, options, whole
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train.prompts import CATEGORIES
 
 # Shares are relative. Half of it greedy: a draft is mostly asked for the target's likeliest token.

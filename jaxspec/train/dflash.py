@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from jaxspec.drafters.dflash import NAMES, Config
-from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind
 from jaxspec.models.mixers.attention import rotary_tables
+from jaxspec.models.model import Model
 from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.train import build, saved
 from jaxspec.train.options import TrainOptions

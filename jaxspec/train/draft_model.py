@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from checkpoints import orbax
-from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import bind, whole
+from jaxspec.models.model import Model
 from jaxspec.train import build
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import Said, of_tokens_after

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxspec.drafters.dflash import NAMES
 from jaxspec.drafters.dspark import Config, names
-from jaxspec.engine.setup import Model
 from jaxspec.models.decoder import bind
+from jaxspec.models.model import Model
 from jaxspec.train import dflash
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import Said

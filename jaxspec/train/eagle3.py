@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.eagle3 import Config, places
-from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind
+from jaxspec.models.model import Model
 from jaxspec.train import build, chain, saved
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import Said

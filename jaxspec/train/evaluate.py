@@ -11,14 +11,15 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from jaxspec.config import SpeculativeConfig
-from jaxspec.errors import UserError
-from jaxspec.keywords import EngineOptions
-from jaxspec.llm import LLM
-from jaxspec.outputs import SpecDecodeMetrics, whole
+from jaxspec.api.llm import LLM
+from jaxspec.api.outputs import whole
+from jaxspec.common.errors import UserError
+from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.hardware.platforms import facts
+from jaxspec.options.keywords import EngineOptions
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import device_name
-from jaxspec.platforms import facts
-from jaxspec.sampling_params import SamplingParams
 from jaxspec.verify.rules import SEEDED, UNSEEDED
 
 TEMPERATURES = (0.0, 0.7)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.engine.setup import Model
 from jaxspec.models.backend import Backend
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import Placement
 from jaxspec.train.data import Rows
 from jaxspec.train.kept import Records, digest

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.engine.setup import Model
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.models.decoder import parameters
 from jaxspec.models.draft_spec import draft_spec
+from jaxspec.models.model import Model
 from jaxspec.train import build, methods
 from jaxspec.train.options import TrainOptions
 

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 import checkpoints
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import token_progress
 from jaxspec.engine.request import Request
-from jaxspec.errors import UserError
-from jaxspec.progress import token_progress
 from jaxspec.train.ahead import ahead
 from jaxspec.train.data import (
     MANIFEST,
@@ -33,7 +33,7 @@ from jaxspec.train.openings import Opening, openings, with_message
 from jaxspec.train.prompts import CATEGORIES
 
 if TYPE_CHECKING:
-    from jaxspec.llm import LLM
+    from jaxspec.api.llm import LLM
 
 REFILL = 8  # eighths of the rows are filled again at a time
 SAVE_EVERY = 10.0  # seconds

@@ -14,14 +14,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxspec.engine.setup import Model
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import say, token_progress
+from jaxspec.common.writing import disk_errors
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import Placement
-from jaxspec.progress import say, token_progress
 from jaxspec.train.ahead import ahead
 from jaxspec.train.data import Rows
 from jaxspec.train.step import place_rows
-from jaxspec.writing import disk_errors
 
 # tokens i32[B,T] on the devices -> the fields of their records, [B,...] each
 Find = Callable[[jax.Array], Mapping[str, jax.Array]]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.engine.setup import Model
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind, whole
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import Placement
-from jaxspec.shapes import Array, Float, Int
 from jaxspec.train.data import Rows, id_dtype
 from jaxspec.train.kept import Records, digest
 from jaxspec.train.loss import cut, num_pieces

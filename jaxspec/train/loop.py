@@ -16,8 +16,9 @@ import numpy as np
 
 from checkpoints import orbax
 from checkpoints.reading import read_json, told
-from jaxspec.errors import UserError
-from jaxspec.progress import Work, say, working
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import Work, say, working
+from jaxspec.common.writing import disk_errors, whole
 from jaxspec.train import methods
 from jaxspec.train.ahead import ahead
 from jaxspec.train.loss import computed
@@ -25,7 +26,6 @@ from jaxspec.train.options import TrainOptions
 from jaxspec.train.plot import draw
 from jaxspec.train.setup import Teacher, measurer, prepare, teacher
 from jaxspec.train.step import dense_backend, first_state, learning_rate, make_step, place_rows
-from jaxspec.writing import disk_errors, whole
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 ROWS = "rows"  # of recipe.json: which ones the data made

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.engine.setup import Model
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Params, bind, whole
 from jaxspec.models.draft_spec import draft_spec
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.models.model import Model
 from jaxspec.train import methods
 from jaxspec.train.passes import Said
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 
-from jaxspec.config import EngineConfig, SpeculativeConfig
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.setup import Model
+from jaxspec.engine.metrics import SpecDecodeMetrics
+from jaxspec.hardware.platforms import facts
 from jaxspec.models.decoder import Params
-from jaxspec.outputs import SpecDecodeMetrics
-from jaxspec.platforms import facts
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.models.model import Model
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 from pallas_kernels.device import Device
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.medusa import VLLM, Config, places
-from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind, parameters
+from jaxspec.models.model import Model
 from jaxspec.train import build, saved
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import Said, of_tokens_after, read

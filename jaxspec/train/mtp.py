@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.mtp import Config, formats, names
-from jaxspec.engine.setup import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind
 from jaxspec.models.head import product
+from jaxspec.models.model import Model
 from jaxspec.train import build, chain, saved
 from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import Said

@@ -9,15 +9,15 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.common.errors import UserError
 from jaxspec.engine.arrivals import sample_seed
 from jaxspec.engine.request import Request
-from jaxspec.errors import UserError
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.prompts import CATEGORIES, DRAWN, WRITTEN, draw
 
 if TYPE_CHECKING:
-    from jaxspec.llm import LLM
+    from jaxspec.api.llm import LLM
 
 TRIES = 100  # draws of a prompt that is short enough
 # Of the user's messages. At 0.8 SmolLM2's begin alike ("Can you", "I'm considering") and keep to few subjects; at 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from jaxspec.config import DTYPES, one_of
-from jaxspec.errors import UserError
-from jaxspec.options import LARGEST_ON_HOST, options, whole
+from jaxspec.common.errors import UserError
+from jaxspec.common.values import LARGEST_ON_HOST, one_of, options, whole
+from jaxspec.options.engine import DTYPES
 from jaxspec.train.data_options import shares
 from jaxspec.train.methods import METHODS
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.common.shapes import Array, Bool, Float, Int
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Params, bind, no_cache
 from jaxspec.models.rows import whole_rows
-from jaxspec.shapes import Array, Bool, Float, Int
 from pallas_kernels.plain import project
 from pallas_kernels.weights import product
 

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import checkpoints
-from jaxspec.engine.setup import Model
-from jaxspec.errors import UserError
-from jaxspec.loading import check_same_tokenizer, compute_dtype, enable_compilation_cache, load, load_draft
+from jaxspec.common.errors import UserError
+from jaxspec.common.progress import say
+from jaxspec.loading.drafts import check_same_tokenizer, load_draft
+from jaxspec.loading.weights import compute_dtype, load
 from jaxspec.models.decoder import parameters
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
-from jaxspec.progress import say
+from jaxspec.runtime.compilation_cache import enable_compilation_cache
 from jaxspec.train import build, data, features, further, likeliest, methods
 from jaxspec.train.kept import Records
 from jaxspec.train.loss import computed, own_ids_first

@@ -15,12 +15,12 @@ import optax.contrib
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.engine.setup import Model
+from jaxspec.hardware.platforms import facts
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import AXES
-from jaxspec.platforms import facts
 from jaxspec.train.loss import TOLD, loss_sums
 from jaxspec.train.options import TrainOptions, loss_weights
 from pallas_kernels.device import Device

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 
 from jaxspec.cache.budget import memory
-from jaxspec.config import EngineConfig
 from jaxspec.engine.batch import power_of_two
-from jaxspec.engine.setup import Model, temporary_bytes
-from jaxspec.fit import page_bytes, weight_bytes
-from jaxspec.loading import compute_dtype
+from jaxspec.engine.setup import temporary_bytes
+from jaxspec.hardware.platforms import facts
+from jaxspec.inspect.fit import page_bytes, weight_bytes
+from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
-from jaxspec.platforms import facts
+from jaxspec.models.model import Model
+from jaxspec.options.engine import EngineConfig
 from jaxspec.train.data_options import DataOptions
 from pallas_kernels.device import here
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxspec.common.shapes import Array, Bool, Float, Int, UInt
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
-from jaxspec.shapes import Array, Bool, Float, Int, UInt
 
 
 class Case(NamedTuple):

@@ -14,9 +14,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
-from jaxspec.shapes import Array, Float, Int
 from jaxspec.verify.base import Case, Verdict
 from jaxspec.verify.standard import at_tokens, extra_law, extra_token, q_of_drafts
 

@@ -11,8 +11,8 @@ import itertools
 
 import numpy as np
 
+from jaxspec.common.shapes import Array, Float, Int, UInt
 from jaxspec.sampling import rng
-from jaxspec.shapes import Array, Float, Int, UInt
 from jaxspec.verify.greedy import verify as verify
 
 

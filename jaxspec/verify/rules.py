@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from jaxspec.errors import UserError, quoted
+from jaxspec.common.errors import UserError, quoted
 from jaxspec.verify import synthetic_options, typical_options
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
-from jaxspec.shapes import Array, Float, Int
 from jaxspec.verify.base import Case, Verdict, leading
 from pallas_kernels.plain import likeliest
 

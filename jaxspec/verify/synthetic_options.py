@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from jaxspec.errors import UserError, quoted
-from jaxspec.options import number
+from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.values import number
 
 NAMES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from jaxspec.common.shapes import Array, Bool, Int
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling.rng import take_row
-from jaxspec.shapes import Array, Bool, Int
 from jaxspec.verify.base import Verdict
 
 

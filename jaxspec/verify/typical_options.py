@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxspec.errors import UserError
-from jaxspec.options import number
+from jaxspec.common.errors import UserError
+from jaxspec.common.values import number
 
 DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's
 

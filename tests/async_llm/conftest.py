@@ -7,7 +7,7 @@ import pytest
 from jaxspec import LLM, AsyncLLM
 from tests.async_llm.calls import GREEDY, OPTIONS, assert_idle
 from tests.llm.answers import one_shape
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 
 @pytest.fixture(scope="package")

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from jaxspec import AsyncLLM, SamplingParams
-from jaxspec.errors import UserError
-from tests import tiny_models
+from jaxspec.common.errors import UserError
 from tests.async_llm.calls import GREEDY, LONG, PROMPTS, collect, run, spied, texts
+from tests.support import tiny_models
 
 # What comes out
 

@@ -7,9 +7,9 @@ import contextlib
 
 import pytest
 
-from jaxspec.async_llm import Call
-from jaxspec.errors import UserError
-from jaxspec.job import Job
+from jaxspec.api.async_llm import Call
+from jaxspec.api.completions import Job
+from jaxspec.common.errors import UserError
 from tests.async_llm.calls import GREEDY, LONG, PROMPTS, assert_idle, collect, run, spied, texts, until
 
 

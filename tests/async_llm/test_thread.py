@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxspec import AsyncLLM, SamplingParams
-from jaxspec.job import Job
+from jaxspec.api.completions import Job
 from tests.async_llm.calls import GREEDY, LONG, OPTIONS, PROMPTS, SOON, assert_idle, collect, run, spied, texts, until
 
 

@@ -21,7 +21,7 @@ from jaxspec.bench.setup import load
 from jaxspec.engine.runner import fetch
 from tests.drafters.references import eagle
 from tests.drafters.references.common import Shape
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 LIMITS = Hardware(copy_gb_s=8.0, read_gb_s=16.0, peak_tflops=0.25)
 FIELDS = {"preset", "stage", "batch_size", "context", "k", "ms", "spread", "floor_ms", "ratio"}

@@ -17,13 +17,13 @@ from jaxspec.bench.clock import Sample, measure, summary
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.race import Runner
 from jaxspec.cache.pages import allocate, cache_layout
-from jaxspec.config import SpeculativeConfig
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
 from jaxspec.models.paged import PagedModel
-from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from jaxspec.cache import budget
 from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.hardware.platforms import facts
 from jaxspec.parallel.placement import make_placement
-from jaxspec.platforms import facts
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 @given(memory=st.integers(1, 10**12), target=st.integers(1, 10**7), draft=st.integers(0, 10**7))

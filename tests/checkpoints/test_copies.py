@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import checkpoints
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement

@@ -12,10 +12,10 @@ import pytest
 
 import checkpoints
 from checkpoints import orbax, safetensors
-from tests import tiny_models
 from tests.checkpoints.files import fails, hf, load, rewrite, shard, write_gguf
 from tests.golden.families import FOLDER
-from tests.model_folders import write_tokenizer
+from tests.support import tiny_models
+from tests.support.model_folders import write_tokenizer
 
 # Shards
 

@@ -13,14 +13,15 @@ import checkpoints
 from checkpoints import eight_bits, heads
 from checkpoints.safetensors import Shards
 from jaxspec import LLM, SamplingParams
-from jaxspec.convert import convert
-from jaxspec.errors import UserError
-from jaxspec.loading import load, load_draft
+from jaxspec.common.errors import UserError
+from jaxspec.loading.convert import convert
+from jaxspec.loading.drafts import load_draft
+from jaxspec.loading.weights import load
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same, fails
 from tests.drafters.references import eagle3, medusa
 from tests.drafters.references.common import Shape
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 DTYPE = jnp.dtype("float32")
 TARGET = Shape(vocab_size=320, width=64, kv_heads=4, head_dim=8, mlp=48, layers=6)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import checkpoints
-from jaxspec import info
+from jaxspec.inspect import info
 from tests.checkpoints.files import hf, rewrite, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import byte_level_meta
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content + '<|im_end|>' }}\n{% endfor %}"
 

@@ -15,16 +15,17 @@ from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from checkpoints import safetensors
-from jaxspec.engine.setup import Model
-from jaxspec.errors import UserError
-from jaxspec.loading import load, load_draft
+from jaxspec.common.errors import UserError
+from jaxspec.loading.drafts import load_draft
+from jaxspec.loading.weights import load
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same
 from tests.checkpoints.test_mutations import mutated_bytes, mutated_json, reads_or_says_why, steady
 from tests.drafters.references import mtp
 from tests.drafters.test_formats import METHODS, TARGET, parameters
-from tests.model_folders import write_model
-from tests.sizes import cases
+from tests.support.model_folders import write_model
+from tests.support.sizes import cases
 
 DTYPE = np.dtype("float32")
 QUICK = ["eagle3 by speculators", "medusa"]

@@ -24,12 +24,12 @@ import checkpoints
 from checkpoints import orbax, safetensors
 from checkpoints.gguf import Weights, read_header
 from jaxspec.models.limits import LIMITS
-from tests import tiny_models
 from tests.checkpoints.files import shard, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import byte_level_meta
 from tests.golden.families import FAMILIES, FOLDER
-from tests.model_folders import write_tokenizer
-from tests.sizes import cases
+from tests.support import tiny_models
+from tests.support.model_folders import write_tokenizer
+from tests.support.sizes import cases
 
 SECONDS = 5.0  # of computing, for one file; it takes milliseconds
 steady = functools.partial(settings, derandomize=True, suppress_health_check=list(HealthCheck))

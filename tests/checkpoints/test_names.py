@@ -6,7 +6,7 @@ import pytest
 
 from checkpoints.names import GGUF, HF, hf
 from jaxspec.models.decoder import parameters
-from tests.tiny_models import FAMILIES
+from tests.support.tiny_models import FAMILIES
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)

@@ -11,19 +11,19 @@ import pytest
 
 import checkpoints
 from checkpoints.reading import NULL_IS_A_VALUE
-from jaxspec import loading
+from jaxspec.api.one_call import model_defaults
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters.heads import flattened
-from jaxspec.errors import UnsupportedError, UserError
-from jaxspec.loading import read_draft
+from jaxspec.loading import drafts
+from jaxspec.loading.drafts import read_draft
 from jaxspec.models import hf
 from jaxspec.models.config import ModelConfig
-from jaxspec.one_call import model_defaults
-from jaxspec.transformers_options import OF_THE_MODEL, OF_THE_TEXT
+from jaxspec.options.transformers import OF_THE_MODEL, OF_THE_TEXT
 from tests.checkpoints.files import rewrite
 from tests.drafters.references import mtp
 from tests.drafters.test_formats import METHODS, TARGET
 from tests.golden.families import FAMILIES, FOLDER
-from tests.model_folders import write_model, write_tokenizer
+from tests.support.model_folders import write_model, write_tokenizer
 
 
 def outcome(read, *arguments: Any) -> Any:
@@ -92,7 +92,7 @@ def test_a_heads_config(name, target, tmp_path, monkeypatch):
     path, method = tmp_path / "config.json", "mtp" if reference is mtp else None
     raw = json.loads(path.read_text())
     read = lambda: read_draft(checkpoints.resolve(str(tmp_path)), target, "target", method)
-    monkeypatch.setattr(loading, "flattened", lambda raw: Recording(flattened(raw)))
+    monkeypatch.setattr(drafts, "flattened", lambda raw: Recording(flattened(raw)))
     monkeypatch.setattr(Recording, "asked", set())
     read()
     keys = Recording.asked | raw.keys()

@@ -15,15 +15,15 @@ import pytest
 
 import checkpoints
 from checkpoints import heads, orbax
-from jaxspec.convert import convert
-from jaxspec.errors import DiskError
+from jaxspec.common.errors import DiskError
+from jaxspec.loading.convert import convert
 from jaxspec.models.decoder import abstract_params, parameters
 from jaxspec.parallel.placement import make_placement
-from tests import tiny_models
 from tests.checkpoints.files import assert_same, fails, load, write_gguf
 from tests.checkpoints.test_gguf_tokenizer import TEXTS, byte_level_meta
-from tests.full_disk import SAYS, files_end_at
 from tests.golden.families import FAMILIES, FOLDER
+from tests.support import tiny_models
+from tests.support.full_disk import SAYS, files_end_at
 
 
 @pytest.mark.parametrize("family", FAMILIES)

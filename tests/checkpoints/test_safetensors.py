@@ -15,7 +15,7 @@ from jaxspec.parallel.placement import make_placement
 from tests.checkpoints import files
 from tests.checkpoints.files import assert_same, fails, load, rewrite, shard
 from tests.golden.families import FAMILIES, FOLDER
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 
 def test_every_weight_lands_where_the_decoder_reads_it():

@@ -21,9 +21,9 @@ import pytest
 import checkpoints
 from checkpoints import orbax, safetensors, sources
 from tests.checkpoints.files import fails, load, shard, write_gguf
-from tests.full_disk import SAYS, files_end_at
 from tests.golden.families import FOLDER
-from tests.model_folders import write_tokenizer
+from tests.support.full_disk import SAYS, files_end_at
+from tests.support.model_folders import write_tokenizer
 
 
 def test_import_order_is_free_and_light():

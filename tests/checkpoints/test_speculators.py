@@ -18,17 +18,18 @@ from safetensors.numpy import load_file, save_file
 import checkpoints
 from checkpoints import speculators
 from jaxspec import LLM, SamplingParams
-from jaxspec.convert import FORMATS, convert
+from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
-from jaxspec.engine.setup import Model
-from jaxspec.errors import UnsupportedError, UserError
-from jaxspec.loading import load, load_draft
+from jaxspec.loading.convert import FORMATS, convert
+from jaxspec.loading.drafts import load_draft
+from jaxspec.loading.weights import load
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same, fails
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa
 from tests.drafters.references.common import Random, Shape, random_features
-from tests.model_folders import write_model
-from tests.sizes import cases
+from tests.support.model_folders import write_model
+from tests.support.sizes import cases
 
 K, DTYPE = 4, jnp.dtype("float32")
 TARGET = Shape(vocab_size=320, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=8, rope_theta=5e5)

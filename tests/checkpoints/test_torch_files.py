@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import checkpoints
 from checkpoints import heads, safetensors, sources
 from checkpoints.torch_files import TorchFile
-from jaxspec.convert import convert
+from jaxspec.loading.convert import convert
 from tests.checkpoints.files import assert_same, fails, load
 from tests.drafters.references import medusa
 from tests.drafters.references.common import Shape

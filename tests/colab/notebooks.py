@@ -10,7 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).parents[2]
+from tests.support.root import ROOT
+
 FOLDER = ROOT / "colab"
 # Of XLA. Real weights want one device and quick programs; tiny models want quick compilation, as in tests/conftest.py.
 REAL, TINY = "", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.colab.notebooks import TINY, execute, num_pictures, said
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 REAL = '"smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}'
 SHORT = {"max_tokens = 64": "max_tokens = 16"}

@@ -15,8 +15,8 @@ from jaxspec.models.decoder import bind
 from jaxspec.models.head import Vocabulary, fit_vocabulary
 from jaxspec.models.rows import Rows
 from pallas_kernels.device import here
-from tests import tiny_models
-from tests.lively_models import (
+from tests.support import tiny_models
+from tests.support.lively_models import (
     FAMILY,
     MAX_TOKENS,
     OPTIONS,
@@ -32,8 +32,8 @@ from tests.lively_models import (
     texts,
     total,
 )
-from tests.sizes import cases
-from tests.tiny_models import FAMILIES
+from tests.support.sizes import cases
+from tests.support.tiny_models import FAMILIES
 
 ROUNDS = (1, 4, 32)
 CASES = [(family, "first_layer", k) for family in FAMILIES for k in (2, 5)]

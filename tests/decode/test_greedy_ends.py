@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lively_models import FAMILY, PROMPTS, VOCAB, engine, params, plain, repeating, serve, texts
+from tests.support.lively_models import FAMILY, PROMPTS, VOCAB, engine, params, plain, repeating, serve, texts
 
 K = 4
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.decode.packing import pack
+from jaxspec.runtime.packing import pack
 
 TREE = {
     "i": np.array([[-(2**31), 2**31 - 1, -1]], np.int32),

@@ -14,10 +14,10 @@ import pytest
 
 from jaxspec.decode import round as decode_round
 from jaxspec.sampling.processors import bias, forbidden, penalties
-from tests import laws
 from tests.decode.test_statistics import LEAST_P, REJECTED, compare, draft, law
-from tests.launches import PROMPT, Setting
-from tests.sizes import cases
+from tests.support import laws
+from tests.support.launches import PROMPT, Setting
+from tests.support.sizes import cases
 
 K, V = 2, 4
 COLD = 0.7

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.packing import pack
-from jaxspec.decode.programs import FUNCTIONS, lower
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.drafters.base import Chunk
 from jaxspec.engine import batch, runner
 from jaxspec.engine.engine import Engine
-from jaxspec.platforms import PLATFORMS
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.hardware.platforms import PLATFORMS
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.runtime.packing import pack
+from jaxspec.runtime.programs import FUNCTIONS, lower
 from pallas_kernels.device import Device
-from tests import lively_models, tiny_models
-from tests.compilation_cache import no_compilation_cache
-from tests.sizes import cases
+from tests.support import lively_models, tiny_models
+from tests.support.compilation_cache import no_compilation_cache
+from tests.support.sizes import cases
 
 K = 3
 VARIANTS = {

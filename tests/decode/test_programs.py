@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from jaxspec.decode import programs
-from jaxspec.decode.programs import WORTH_COMPILING, Variants
 from jaxspec.decode.state import Variant
-from tests.lively_models import PROMPTS, new_engine, params, serve, texts
+from jaxspec.runtime import programs
+from jaxspec.runtime.programs import WORTH_COMPILING, Variants
+from tests.support.lively_models import PROMPTS, new_engine, params, serve, texts
 
 COUPLED, STANDARD = frozenset({"coupled"}), frozenset({"standard"})
 GREEDY, WIDE = Variant(), Variant(COUPLED, filters=True, logprobs=5, processors=True)

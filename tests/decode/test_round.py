@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import MAX_ROUNDS
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
-from tests.lively_models import OPTIONS, PROMPTS, engine, new_engine, params, plain, texts
+from jaxspec.options.engine import MAX_ROUNDS
+from tests.support.lively_models import OPTIONS, PROMPTS, engine, new_engine, params, plain, texts
 
 K = 4
 PAGE = 16

@@ -8,9 +8,9 @@ import functools
 import numpy as np
 import pytest
 
-from tests.launches import Launches, Setting, blend, model
-from tests.lively_models import reduced
-from tests.sizes import cases
+from tests.support.launches import Launches, Setting, blend, model
+from tests.support.lively_models import reduced
+from tests.support.sizes import cases
 
 V, K, LENGTH, EACH = 6, 3, 24, 16
 SEEDS = np.arange(EACH) * 7919 - 3  # some are negative

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from jaxspec.decode import round as decode_round
-from jaxspec.engine.engine import Model
+from jaxspec.models.model import Model
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
 from jaxspec.verify import block, rules, standard
-from tests import laws
-from tests.launches import PROMPT, Launches, Setting, blend, model, paged
-from tests.sizes import cases
+from tests.support import laws
+from tests.support.launches import PROMPT, Launches, Setting, blend, model, paged
+from tests.support.sizes import cases
 
 LEAST_P = 1e-4  # below it the program is wrong
 REJECTED = 1e-9  # a planted fault has to fall below this

@@ -11,13 +11,13 @@ import sys
 import jax
 import pytest
 
-from jaxspec.decode import programs, stored
-from jaxspec.decode.plans import Plan
 from jaxspec.engine import batch
-from jaxspec.sampling_params import SamplingParams
-from tests import tiny_models
-from tests.lively_models import OPTIONS, PROMPTS, noisy, plain, serve, target, texts
-from tests.sizes import cases
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.runtime import programs, stored
+from jaxspec.runtime.plans import Plan
+from tests.support import tiny_models
+from tests.support.lively_models import OPTIONS, PROMPTS, noisy, plain, serve, target, texts
+from tests.support.sizes import cases
 
 WANTED = (
     SamplingParams(temperature=0.0, max_tokens=9),

@@ -10,9 +10,9 @@ from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
 from jaxspec.models.config import ModelConfig
 from jaxspec.verify import rules
-from tests import hlo
-from tests.sizes import cases
-from tests.tpu_program import Program, check, check_loop, first_layers
+from tests.support import hlo
+from tests.support.sizes import cases
+from tests.support.tpu_program import Program, check, check_loop, first_layers
 
 K, ROWS = 4, 8
 # Pages of a layer would fit into VMEM, and nothing else has their number of elements.

@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 
 from jaxspec.bench.presets import preset
-from jaxspec.chips import chips
-from jaxspec.fit import Asked, fit
-from tests import hlo
-from tests.sizes import of_today
-from tests.tpu_program import Program, check, check_loop, first_layers
+from jaxspec.hardware.chips import chips
+from jaxspec.inspect.fit import Asked, fit
+from tests.support import hlo
+from tests.support.sizes import of_today
+from tests.support.tpu_program import Program, check, check_loop, first_layers
 
 pytestmark = pytest.mark.thorough
 

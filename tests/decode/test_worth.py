@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxspec.config import MAX_ROUNDS
 from jaxspec.decode.loop import PATIENCE
 from jaxspec.engine.runner import fetch
+from jaxspec.options.engine import MAX_ROUNDS
 from tests.decode.test_round import K, start
-from tests.lively_models import PROMPTS, engine, params, plain, texts
-from tests.sizes import cases
+from tests.support.lively_models import PROMPTS, engine, params, plain, texts
+from tests.support.sizes import cases
 
 
 def rounds_until_lost(gain: float, worth: float) -> int:

@@ -13,15 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import checkpoints
-from jaxspec.config import SpeculativeConfig
 from jaxspec.decode import round
-from jaxspec.engine.engine import Engine, Model
-from jaxspec.loading import load, load_draft
+from jaxspec.engine.engine import Engine
+from jaxspec.loading.drafts import load_draft
+from jaxspec.loading.weights import load
 from jaxspec.models.draft_spec import draft_spec
+from jaxspec.models.model import Model
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import make_placement
 from tests.drafters.references import common
 from tests.drafters.references.common import Features
-from tests.tiny_models import engine
+from tests.support.tiny_models import engine
 
 
 @dataclasses.dataclass

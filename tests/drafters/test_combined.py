@@ -14,7 +14,7 @@ from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.ngram import NGram
 from tests.drafters.histories import history
-from tests.lively_models import PROMPTS, new_engine, params, plain, serve, texts
+from tests.support.lively_models import PROMPTS, new_engine, params, plain, serve, texts
 
 K, V = 3, 20
 NO_LOOKUP = {"prompt_lookup_min": 60, "prompt_lookup_max": 60}

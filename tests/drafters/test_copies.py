@@ -14,8 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
-from jaxspec.errors import UserError
-from jaxspec.loading import load, load_draft
+from jaxspec.common.errors import UserError
+from jaxspec.loading.drafts import load_draft
+from jaxspec.loading.weights import load
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind
 from jaxspec.parallel.placement import make_placement
@@ -25,7 +26,7 @@ from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp
 from tests.drafters.references.common import Shape
 from tests.drafters.test_formats import TARGET, within
 from tests.golden.families import FOLDER
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 TAPS = {"layer_ids": (0, 1, 3)}
 

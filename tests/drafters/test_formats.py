@@ -15,16 +15,17 @@ from safetensors.numpy import load_file, save_file
 
 import checkpoints
 from checkpoints import heads
-from jaxspec import info
+from jaxspec.common.errors import UserError
 from jaxspec.drafters.heads import Reading
-from jaxspec.errors import UserError
-from jaxspec.loading import load, load_draft, read_draft
+from jaxspec.inspect import info
+from jaxspec.loading.drafts import load_draft, read_draft
+from jaxspec.loading.weights import load
 from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same, fails
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp
 from tests.drafters.references.common import Shape
-from tests.model_folders import write_model, write_tokenizer
+from tests.support.model_folders import write_model, write_tokenizer
 
 TARGET = Shape(vocab_size=320, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=4, rope_theta=5e5)
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.common.errors import UserError
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import fetch
-from jaxspec.errors import UserError
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp, pard
 from tests.drafters.references.common import Shape, another
 from tests.drafters.rounds import Pair, check, recording
-from tests.model_folders import write_model
-from tests.sizes import cases
-from tests.tiny_models import engine, outputs, run
+from tests.support.model_folders import write_model
+from tests.support.sizes import cases
+from tests.support.tiny_models import engine, outputs, run
 
 K, VOCAB = 4, 320
 TARGET = Shape(vocab_size=VOCAB, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=4, rope_theta=5e5, eps=1e-5)

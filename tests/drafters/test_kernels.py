@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.bench.presets import preset
-from jaxspec.decode.packing import pack
-from jaxspec.decode.programs import FUNCTIONS
-from jaxspec.engine.engine import Model
 from jaxspec.models.decoder import random_params
+from jaxspec.models.model import Model
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.runtime.packing import pack
+from jaxspec.runtime.programs import FUNCTIONS
 from pallas_kernels.device import Device
-from tests import lively_models, tiny_models
-from tests.lively_heads import KINDS
 from tests.pallas_kernels.flavours import H100
-from tests.sizes import cases, of_today
-from tests.tpu_program import Program, first_layers
+from tests.support import lively_models, tiny_models
+from tests.support.lively_heads import KINDS
+from tests.support.sizes import cases, of_today
+from tests.support.tpu_program import Program, first_layers
 
 LAYERS, K = 4, 3
 # As wide as kernels want it.

@@ -3,12 +3,12 @@ pass, which made EAGLE-3's four times as slow."""
 
 from __future__ import annotations
 
-from jaxspec.decode.packing import pack
 from jaxspec.models.decoder import parameters
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.runtime.packing import pack
 from pallas_kernels.weights.output_first import Streamed
-from tests import hlo, lively_heads
-from tests.sizes import cases
+from tests.support import hlo, lively_heads
+from tests.support.sizes import cases
 
 
 @cases("sampled", [False, True], quick=[False])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from jaxspec.bench.setup import as_published
-from jaxspec.engine.engine import Model
 from jaxspec.models import storage
-from jaxspec.sampling_params import SamplingParams
-from tests import lively_heads, lively_models, tiny_models
-from tests.sizes import cases
+from jaxspec.models.model import Model
+from jaxspec.options.sampling_params import SamplingParams
+from tests.support import lively_heads, lively_models, tiny_models
+from tests.support.sizes import cases
 
 K = 4
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config import SpeculativeConfig
+from jaxspec.common.errors import UserError
 from jaxspec.drafters.base import Drafter, Proposal
-from jaxspec.errors import UserError
-from jaxspec.sampling_params import SamplingParams
-from tests import lively_models, tiny_models
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
+from tests.support import lively_models, tiny_models
 
 K = 4
 

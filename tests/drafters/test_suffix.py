@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.drafters.suffix import Suffix
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
 from tests.drafters.histories import history
 from tests.drafters.rounds import recording
-from tests.lively_models import PROMPTS, new_engine, params, plain, serve, texts
+from tests.support.lively_models import PROMPTS, new_engine, params, plain, serve, texts
 
 B, M, K = 8, 40, 6  # rows, room of a row's history, drafts
 

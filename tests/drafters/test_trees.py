@@ -13,21 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import SpeculativeConfig
+from jaxspec.common.errors import UserError
 from jaxspec.decode import round
 from jaxspec.drafters.base import Proposal
-from jaxspec.drafters.topology import topology
-from jaxspec.drafters.tree import Shape, of_levels
-from jaxspec.errors import UserError
+from jaxspec.drafters.trees.topology import topology
+from jaxspec.drafters.trees.tree import Shape, of_levels
 from jaxspec.models.paged import PagedModel
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.verify import tree as rule
-from tests import lively_heads, lively_models, tiny_models
 from tests.drafters.references import common, pard
 from tests.drafters.rounds import Pair, states, upto
 from tests.drafters.test_heads import GREEDY, PROMPT, SIZES, folders, read, reference  # noqa: F401
-from tests.lively_models import PROMPTS, new_engine, params, serve, texts, total
-from tests.sizes import cases
+from tests.support import lively_heads, lively_models, tiny_models
+from tests.support.lively_models import PROMPTS, new_engine, params, serve, texts, total
+from tests.support.sizes import cases
 
 WIDTH, DEPTH, NODES = 3, 3, 10
 TREE = {"tree_width": WIDTH, "tree_depth": DEPTH, "tree_nodes": NODES}

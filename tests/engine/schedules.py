@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.engine.request import Request
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
 
 PAGE = 4
 K = 2

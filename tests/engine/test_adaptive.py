@@ -8,7 +8,6 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxspec.config import MAX_ROUNDS
 from jaxspec.decode.state import LaunchResult
 from jaxspec.engine.adaptive import (
     FIRST_PAUSE,
@@ -21,11 +20,12 @@ from jaxspec.engine.adaptive import (
     chances,
 )
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.results import keep_count
-from jaxspec.outputs import SpecDecodeMetrics
-from jaxspec.sampling_params import SamplingParams
-from tests.lively_models import new_engine, params, plain, repeating, serve, texts
-from tests.sizes import cases
+from jaxspec.options.engine import MAX_ROUNDS
+from jaxspec.options.sampling_params import SamplingParams
+from tests.support.lively_models import new_engine, params, plain, repeating, serve, texts
+from tests.support.sizes import cases
 
 K = 4
 CHOICES = (0, 2, 4)

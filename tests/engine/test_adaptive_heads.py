@@ -6,10 +6,10 @@ import pytest
 
 from jaxspec.engine.adaptive import Controller
 from jaxspec.engine.engine import Engine
-from jaxspec.sampling_params import SamplingParams
-from tests import lively_heads
-from tests.lively_models import new_engine, repeating, serve, texts
-from tests.sizes import cases
+from jaxspec.options.sampling_params import SamplingParams
+from tests.support import lively_heads
+from tests.support.lively_models import new_engine, repeating, serve, texts
+from tests.support.sizes import cases
 
 K = 4
 PROMPTS = (repeating(7, 3, 1), repeating(16, 5, 2), (9,))

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.config import SpeculativeConfig
 from jaxspec.engine.batch import launch_input, variant
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.setup import table_widths
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 from pallas_kernels.device import AMPERE, Device
-from tests import tiny_models
-from tests.lively_models import (
+from tests.support import tiny_models
+from tests.support.lively_models import (
     OPTIONS,
     PROMPTS,
     VOCAB,
@@ -31,7 +31,7 @@ from tests.lively_models import (
     target,
     texts,
 )
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 K = 3
 MANY = tuple(repeating(3 + 2 * i, 3 + i % 4, i) for i in range(9))

@@ -9,13 +9,13 @@ import sys
 import jax
 import pytest
 
-from jaxspec.detokenizer import Detokenizer
+from jaxspec.api.detokenizer import Detokenizer
 from jaxspec.engine import results
 from jaxspec.engine.adaptive import Choice
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
-from tests.lively_models import new_engine, params, plain, repeating, serve, texts
-from tests.sizes import cases
+from tests.support.lively_models import new_engine, params, plain, repeating, serve, texts
+from tests.support.sizes import cases
 
 K = 3
 PROGRAMS = ("prefill", "copy_pages", "launch", "catch_up")

@@ -10,11 +10,11 @@ import pytest
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import TokenLogprobs
 from jaxspec.engine.runner import fetch
-from jaxspec.sampling_params import SamplingParams
-from tests.lively_models import FAMILY, new_engine, params, repeating, serve, target
+from jaxspec.options.sampling_params import SamplingParams
 from tests.models import forward
-from tests.sampling_wishes import METHODS, PROMPTS, batch, expected, found
-from tests.sizes import cases
+from tests.support.lively_models import FAMILY, new_engine, params, repeating, serve, target
+from tests.support.sampling_wishes import METHODS, PROMPTS, batch, expected, found
+from tests.support.sizes import cases
 
 CLOSE = 1e-4
 

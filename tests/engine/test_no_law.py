@@ -7,11 +7,12 @@ import functools
 
 import jax.numpy as jnp
 
-from jaxspec.engine.engine import Engine, Model
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.results import NO_NUMBERS
-from jaxspec.sampling_params import SamplingParams
-from tests import tiny_models
-from tests.sizes import cases
+from jaxspec.models.model import Model
+from jaxspec.options.sampling_params import SamplingParams
+from tests.support import tiny_models
+from tests.support.sizes import cases
 
 POISON = 7  # an id whose row of the table is no number
 CONFIG = dataclasses.replace(tiny_models.FAMILIES["llama3"], max_model_len=128)  # with a head of its own

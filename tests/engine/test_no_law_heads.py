@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.engine.engine import Engine, Model
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.results import NO_NUMBERS
 from jaxspec.models.decoder import random_params
+from jaxspec.models.model import Model
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
-from jaxspec.sampling_params import SamplingParams
-from tests import lively_heads, tiny_models
 from tests.engine.test_no_law import CONFIG, POISON, PROMPTS, poisoned, served
-from tests.sizes import cases
+from tests.support import lively_heads, tiny_models
+from tests.support.sizes import cases
 
 K = 3
 GOOD = (0, 2, 3)  # of PROMPTS

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.engine import Engine
-from jaxspec.sampling_params import SamplingParams
-from tests.lively_models import new_engine, params, plain, repeating, serve, texts
-from tests.sizes import cases
+from jaxspec.options.sampling_params import SamplingParams
+from tests.support.lively_models import new_engine, params, plain, repeating, serve, texts
+from tests.support.sizes import cases
 
 K = 3
 PAGE = 4

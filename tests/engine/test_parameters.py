@@ -6,10 +6,10 @@ import pytest
 
 from jaxspec.engine.request import Request
 from jaxspec.engine.results import NO_ID_ALLOWED
-from jaxspec.sampling_params import SamplingParams
-from tests.lively_models import FAMILY, VOCAB, new_engine, params, serve, texts, total
-from tests.sampling_wishes import LONG, METHODS, PROMPTS, batch, expected, found, plain, speculative
-from tests.sizes import cases
+from jaxspec.options.sampling_params import SamplingParams
+from tests.support.lively_models import FAMILY, VOCAB, new_engine, params, serve, texts, total
+from tests.support.sampling_wishes import LONG, METHODS, PROMPTS, batch, expected, found, plain, speculative
+from tests.support.sizes import cases
 
 
 @cases(("method", "k"), METHODS, quick=[("noisy", 4)])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxspec.errors import UserError
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.common.errors import UserError
+from jaxspec.options.sampling_params import SamplingParams
 from tests.engine.schedules import PAGE, K, fill, request, scheduler
-from tests.lively_models import new_engine, params, plain, repeating
+from tests.support.lively_models import new_engine, params, plain, repeating
 
 
 def test_first_come_first_served():

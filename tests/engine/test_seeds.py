@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.sampling_params import SamplingParams
-from tests.lively_models import FAMILY, MAX_TOKENS, PROMPTS, engine, new_engine, params, plain, serve, texts, total
-from tests.sizes import cases
+from jaxspec.options.sampling_params import SamplingParams
+from tests.support.lively_models import (
+    FAMILY,
+    MAX_TOKENS,
+    PROMPTS,
+    engine,
+    new_engine,
+    params,
+    plain,
+    serve,
+    texts,
+    total,
+)
+from tests.support.sizes import cases
 
 K = 3
 STANDARD = {"rejection_sample_method": "standard"}

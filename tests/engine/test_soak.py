@@ -1,4 +1,5 @@
-"""Random requests for each method, arriving and aborted at random, on a pool that is far too small. See tests/soak.py.
+"""Random requests for each method, arriving and aborted at random, on a pool that is far too small: see
+tests/support/soak.py.
 
 `make test` takes one of the methods, another every day.
 """
@@ -12,8 +13,8 @@ import numpy as np
 from jaxspec.decode.state import Variant
 from jaxspec.drafters.methods import LOOKUP
 from jaxspec.verify import rules
-from tests.sizes import cases, of_today
-from tests.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_engine
+from tests.support.sizes import cases, of_today
+from tests.support.soak import METHODS, Soak, complaints, draw, reference_engine, tiny_engine
 
 EVERYTHING = Variant(frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True)
 SOME = [name for name in METHODS if not name.startswith(LOOKUP) or name in ("ngram+draft_model", "ngram+eagle3")]

@@ -13,22 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jaxspec import info
-from jaxspec.config import EngineConfig, SpeculativeConfig
-from jaxspec.decode import programs
+from jaxspec.common.errors import UserError
 from jaxspec.decode.state import Variant
 from jaxspec.engine import setup, warming
 from jaxspec.engine.batch import FEW, ChunkShape
 from jaxspec.engine.catalogue import Closed, Launch, prefills, row_counts, variants
 from jaxspec.engine.warming import plans, warm_up
-from jaxspec.errors import UserError
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.inspect import info
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
+from jaxspec.runtime import programs
 from pallas_kernels.device import Device, here
-from tests import tiny_models
-from tests.lively_models import OPTIONS, PROMPTS, VOCAB, noisy, plain, target, texts
 from tests.server.running import wait
-from tests.sizes import cases
-from tests.soak import Soak, complaints, draw, reference_engine, tiny_engine
+from tests.support import tiny_models
+from tests.support.lively_models import OPTIONS, PROMPTS, VOCAB, noisy, plain, target, texts
+from tests.support.sizes import cases
+from tests.support.soak import Soak, complaints, draw, reference_engine, tiny_engine
 
 LONG = 300  # seconds: what takes longer does not end
 SMALL = OPTIONS | {"max_num_seqs": 1, "prefill_chunk": 16, "warm_up": True}

@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec import LLM
 from tests.llm.answers import assert_idle, one_shape
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 
 @pytest.fixture(scope="package")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import jaxspec.llm
+import jaxspec.api.llm
 from jaxspec import LLM, SamplingParams
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from tests.llm.answers import GREEDY, PROMPTS, ids_of, text_of
-from tests.model_folders import BOS, write_model
+from tests.support.model_folders import BOS, write_model
 
 
 def test_prompts_come_in_four_forms(llm):
@@ -128,9 +128,9 @@ def test_half_of_a_surrogate_pair_is_no_text(llm):
 @pytest.mark.parametrize(("given", "drawn"), [({}, True), ({"use_tqdm": False}, False), ({"use_tqdm": True}, True)])
 def test_a_bar_is_asked_for_by_its_name_in_vllm(llm, monkeypatch, given, drawn):
     asked = []
-    bar = jaxspec.llm.generation_progress
+    bar = jaxspec.api.llm.generation_progress
     monkeypatch.setattr(
-        jaxspec.llm, "generation_progress", lambda *a, enabled: asked.append(enabled) or bar(*a, enabled=False)
+        jaxspec.api.llm, "generation_progress", lambda *a, enabled: asked.append(enabled) or bar(*a, enabled=False)
     )
     llm.generate(PROMPTS[0], GREEDY, **given)
     llm.chat([{"role": "user", "content": "hello"}], GREEDY, **given)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec import SamplingParams
 from tests.llm.answers import PROMPTS, ids_of, stop_string
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 
 def table_of(llm, tokens: list[int]) -> np.ndarray:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from jaxspec import SamplingParams, SpecDecodeMetrics, progress
-from jaxspec.progress import generation_progress
+from jaxspec import SamplingParams, SpecDecodeMetrics
+from jaxspec.common import progress
+from jaxspec.common.progress import generation_progress
 from tests.llm.answers import GREEDY, PROMPTS
 
 

@@ -16,11 +16,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
-from jaxspec.job import Job
+from jaxspec.api.completions import Job
 from tests.async_llm.calls import SOON
 from tests.checkpoints.files import fails
 from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of, text_of
-from tests.vocabularies import Failing
+from tests.support.vocabularies import Failing
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 ROWS = 4  # of the shared engine

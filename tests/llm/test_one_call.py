@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 import checkpoints
-import jaxspec.one_call
+import jaxspec.api.one_call
 from jaxspec import SamplingParams, SpeculativeConfig
-from jaxspec.errors import UnsupportedError, UserError
-from jaxspec.transformers_options import KNOWN, MAX_NEW_TOKENS, OF_THE_PROGRAM, OF_THE_TEXT, TOP_K
+from jaxspec.common.errors import UnsupportedError, UserError
+from jaxspec.options.transformers import KNOWN, MAX_NEW_TOKENS, OF_THE_PROGRAM, OF_THE_TEXT, TOP_K
 from tests.llm.answers import GREEDY, PROMPTS, ids_of
 
 REFUSED = {name: off for names in (OF_THE_TEXT | OF_THE_PROGRAM).values() for name, off in names.items()}
@@ -50,7 +50,7 @@ def asked(llm, monkeypatch):
             found.append((self.speculative, prompts, params))
             return found
 
-    monkeypatch.setattr(jaxspec.one_call, "LLM", Recorder)
+    monkeypatch.setattr(jaxspec.api.one_call, "LLM", Recorder)
 
     def call(model, *, prompts=PROMPTS[0], **options):
         return jaxspec.generate(str(model), prompts, **options)[-1]

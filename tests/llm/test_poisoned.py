@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
+from jaxspec.api.outputs import RequestOutput
 from jaxspec.decode.state import Variant
-from jaxspec.outputs import RequestOutput
 from jaxspec.verify import rules
 from tests.drafters.references import dflash, eagle, eagle3, medusa, mlp, mtp, pard
 from tests.drafters.references.common import Shape
-from tests.model_folders import write_model
-from tests.sizes import of_today
+from tests.support.model_folders import write_model
+from tests.support.sizes import of_today
 
 EVERYTHING = Variant(
     frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True, long_lists=True

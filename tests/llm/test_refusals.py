@@ -9,8 +9,8 @@ import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
 from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of
-from tests.model_folders import write_model
-from tests.vocabularies import Failing
+from tests.support.model_folders import write_model
+from tests.support.vocabularies import Failing
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import SamplingParams
 from tests.llm.answers import GREEDY, PROMPTS, ids_of, stop_string, text_of
-from tests.model_folders import EOS
+from tests.support.model_folders import EOS
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from jaxspec.models.config import ModelConfig, Rope
-from tests.tiny_models import FAMILIES
+from tests.support.tiny_models import FAMILIES
 
 LLAMA = {
     "model_type": "llama",

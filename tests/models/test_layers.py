@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.pages import cache_layout
-from jaxspec.engine.setup import Model
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params, whole
 from jaxspec.models.layer_config import LayerConfig
+from jaxspec.models.model import Model
 from jaxspec.models.rope import Rope
 from jaxspec.models.sharding import for_degree
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
-from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import CPU
-from tests import tiny_models
 from tests.models import forward
+from tests.support import tiny_models
 
 LAYERS = (
     LayerConfig(4, 2, 8, 48, 8, query_scale=8**-0.5),

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.decoder import abstract_params, describe, parameters, random_params, weight_bytes
 from jaxspec.parallel.placement import AXES, make_placement
-from tests import tiny_models
+from tests.support import tiny_models
 
 GEMMA = tiny_models.FAMILIES["gemma3"]
 DRAFT = dataclasses.replace(

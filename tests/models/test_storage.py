@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.setup import as_published
-from jaxspec.engine.setup import Model
-from jaxspec.loading import laid
+from jaxspec.loading.weights import laid
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import compute_dtype, weight_bytes
+from jaxspec.models.model import Model
 from jaxspec.models.storage import narrow, stored_for
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.weights import dense
 from pallas_kernels.weights.output_first import Streamed
-from tests import lively_models, tiny_models
 from tests.models import forward
+from tests.support import lively_models, tiny_models
 
 STREAMS = Backend(CPU, make_placement())
 CONFIG = tiny_models.FAMILIES["llama3"]  # with a head of its own

@@ -11,9 +11,9 @@ import pytest
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import whole
 from pallas_kernels.device import AMPERE, CPU, Device, here
-from tests import lively_models, tiny_models
 from tests.models import forward
-from tests.sizes import cases
+from tests.support import lively_models, tiny_models
+from tests.support.sizes import cases
 
 
 @cases("family", tiny_models.FAMILIES, quick=["llama", "gemma3"])

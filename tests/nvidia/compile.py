@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxspec.accelerators import ACCELERATORS
+from jaxspec.hardware.accelerators import ACCELERATORS
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, PTXAS
 
 # XLA's GpuTargetConfigProto. Programs of other than the newest instructions run on all later GPUs, those with all

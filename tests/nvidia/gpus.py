@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from jaxspec.accelerators import ACCELERATORS
+from jaxspec.hardware.accelerators import ACCELERATORS
 from pallas_kernels.device import Device
+from tests.support.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("JAXSPEC_NVIDIA_COMPILERS") or ROOT / ".nvidia")
 PTXAS = FOLDER / "nvidia/cuda_nvcc/bin/ptxas"
 KB = 1 << 10

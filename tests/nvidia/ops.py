@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.bench.presets import preset
-from jaxspec.loading import compute_dtype
+from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from pallas_kernels import (
     feed_forward,
@@ -25,9 +25,9 @@ from pallas_kernels import (
     slot_mapping,
 )
 from pallas_kernels.device import Device
-from tests.compilation_cache import no_compilation_cache
 from tests.nvidia.compile import compile
 from tests.nvidia.gpus import GPUS
+from tests.support.compilation_cache import no_compilation_cache
 
 # Name -> (its shape, its dtype where it is not the GPU's best). Heads of 256 are Gemma's.
 MODELS = {

@@ -11,14 +11,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.accelerators import ACCELERATORS
 from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
 from jaxspec.engine import setup
+from jaxspec.hardware.accelerators import ACCELERATORS
 from jaxspec.verify import rules
 from tests.nvidia.compile import compile, mesh
 from tests.nvidia.gpus import GPUS
-from tests.tpu_program import Program, first_layers
+from tests.support.tpu_program import Program, first_layers
 
 ROWS, DRAFTS = 8, 4
 SMALL = {"max_num_seqs": ROWS, "max_model_len": 1024, "num_pages": 500}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.accelerators import ACCELERATORS
+from jaxspec.hardware.accelerators import ACCELERATORS
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
-from tests.sizes import cases, of_today
+from tests.support.sizes import cases, of_today
 
 MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32", "heads of 256")  # see ops.py
 # Of ours: what the compiler makes itself it chooses anew, and without spills, where the GPU is there.

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
 from pallas_kernels import kv_write, merge_tokens, paged_attention, slot_mapping
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 NUM_PAGES, PAGE_SIZE, ROW_PAGES, ROWS, H, G, D = 8, 4, 3, 2, 4, 2, 64
 

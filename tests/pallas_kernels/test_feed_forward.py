@@ -12,7 +12,7 @@ from pallas_kernels.device import here
 from pallas_kernels.forms import function, module
 from pallas_kernels.plain import rms_norm
 from tests.pallas_kernels.flavours import A100, H100, kernel
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
 # ||out - expected|| / ||expected||: bfloat16 rounds x, the hidden numbers and the result.

@@ -9,7 +9,7 @@ from pallas_kernels import _few_rows
 from pallas_kernels.device import CPU
 from pallas_kernels.plain import activate, rms_norm
 from tests.pallas_kernels.flavours import A100, H100
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 
 def normal(seed, *size, scale=1.0, dtype=jnp.bfloat16):

@@ -24,7 +24,7 @@ from pallas_kernels._split_product import split_product
 from pallas_kernels.device import of
 from pallas_kernels.lowering import quick_lowering
 from tests.pallas_kernels.flavours import A100, H100
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 GPU = {"implementation": "pallas", "platform": "gpu"}
 HERE = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")

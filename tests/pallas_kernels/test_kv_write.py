@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pallas_kernels import kv_write
 from pallas_kernels.forms import function
 from tests.pallas_kernels.flavours import FLAVOURS, Racing, few_examples, kernel, seeds
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 # P, S, G, D, M; the last has more tokens than the TPU form keeps copies in flight
 SHAPES = [(5, 4, 1, 64, 6), (5, 4, 3, 96, 6), (3, 8, 5, 128, 6), (30, 4, 1, 16, 100), (5, 4, 1, 64, 1)]

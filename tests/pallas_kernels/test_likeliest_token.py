@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels import likeliest_token
 from pallas_kernels.device import CPU
 from tests.pallas_kernels.flavours import kernel
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
 

@@ -4,7 +4,7 @@ from hypothesis import given
 
 from pallas_kernels import merge_tokens
 from tests.pallas_kernels.flavours import FLAVOURS, few_examples, kernel, layouts, seeds
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 SHAPES = [(0, 3), (1, 1), (13, 4), (150, 5)]  # T, B; the last spans two blocks of the GPU form
 

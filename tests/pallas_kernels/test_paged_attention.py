@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxspec.platforms import CPU_COMPILER_OPTIONS
+from jaxspec.hardware.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import paged_attention
 from pallas_kernels.forms import function, module
 from pallas_kernels.tree import packed
 from tests.pallas_kernels import flavours
 from tests.pallas_kernels.flavours import Racing, few_examples, kernel, seeds
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 FLAVOURS = ["cpu", *flavours.FLAVOURS]
 gpu = module("paged_attention", "gpu")

@@ -11,7 +11,7 @@ from pallas_kernels.forms import function
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.tree import packed
 from tests.pallas_kernels.flavours import kernel
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 FLAVOURS = ["reference", "gpu", pytest.param("gpu compiled", marks=pytest.mark.gpu)]
 TOLERANCE = {"float32": 3e-6, "bfloat16": 1e-2}  # of the norm, and absolutely of what is written (up to 5)

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.hardware.platforms import CPU_COMPILER_OPTIONS
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params, bind
 from jaxspec.models.rows import Rows
 from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import make_placement
-from jaxspec.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import feed_forward, paged_attention, streamed
 from pallas_kernels.device import CPU
 from pallas_kernels.forms import function
 from pallas_kernels.paged_attention.reference import KEYS
 from pallas_kernels.weights.output_first import Streamed
-from tests import tiny_models
-from tests.hlo import NAMES, Program
 from tests.pallas_kernels.test_feed_forward import random_arguments, relative_error
-from tests.sizes import cases
+from tests.support import tiny_models
+from tests.support.hlo import NAMES, Program
+from tests.support.sizes import cases
 
 ROWS = [(1,), (1, 2), (5,), (2, 3), (7,), (3, 4), (13,)]
 

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 
 from pallas_kernels import kv_write, merge_tokens, paged_attention, slot_mapping
-from tests.sizes import cases
-from tests.tpu_topology import tpu_compile, tpu_sharding
+from tests.support.sizes import cases
+from tests.support.tpu_topology import tpu_compile, tpu_sharding
 
 TOPOLOGIES = ["v5e:1x1", "v6e:1x1"]
 HEADS = [(1, 64), (3, 64), (8, 64), (1, 128), (3, 128), (8, 128), (1, 256), (3, 256), (8, 256)]  # G, D

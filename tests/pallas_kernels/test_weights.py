@@ -17,7 +17,7 @@ from pallas_kernels.forms import Form, Op
 from pallas_kernels.weights import dense, nbytes, product, specs
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
 from pallas_kernels.weights.scaled import Scaled
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 def numbers(*shape: int, dtype: str = "float32"):

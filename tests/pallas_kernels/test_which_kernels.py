@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import info, llm, loading
-from jaxspec.config import KERNELS
-from jaxspec.engine.engine import Model
+from jaxspec.api import llm
+from jaxspec.inspect import info
+from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.backend import Backend
+from jaxspec.models.model import Model
+from jaxspec.options.engine import KERNELS
 from pallas_kernels import (
     feed_forward,
     kv_write,
@@ -22,9 +24,9 @@ from pallas_kernels import (
 )
 from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import IMPLEMENTATIONS
-from tests import lively_models, tiny_models
 from tests.pallas_kernels.flavours import A100, H100
-from tests.sizes import cases
+from tests.support import lively_models, tiny_models
+from tests.support.sizes import cases
 
 T4 = Device("gpu", (7, 5), "Tesla T4")
 WORDS = "kernels need a GPU of compute capability 8.0, Tesla T4 has 7.5"
@@ -139,7 +141,7 @@ def test_what_may_be_asked_for_has_the_same_names_everywhere():
 
 
 def test_the_dtype_is_one_that_the_gpu_computes_with():
-    found = [loading.compute_dtype(name, T4).name for name in ("auto", "bfloat16", "float16")]
+    found = [compute_dtype(name, T4).name for name in ("auto", "bfloat16", "float16")]
     assert found == ["float32", "bfloat16", "float16"]
-    assert loading.compute_dtype("auto", Device("tpu")).name == "bfloat16"
+    assert compute_dtype("auto", Device("tpu")).name == "bfloat16"
     assert info.described(T4) == f"Tesla T4: plain forms in float32, as {WORDS}"

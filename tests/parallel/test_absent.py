@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from jaxspec.parallel.absent import may_have_tpu
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
+from tests.support.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 no_tpu_here = pytest.mark.skipif(may_have_tpu(), reason="this machine may have a TPU")
 

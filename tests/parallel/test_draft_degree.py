@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.bench.presets import HEADS
-from jaxspec.loading import draft_degree, laid
+from jaxspec.loading.placing import draft_degree
+from jaxspec.loading.weights import laid
 from jaxspec.models.decoder import random_params
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import divisors, make_placement
-from jaxspec.sampling_params import SamplingParams
 from pallas_kernels.device import Device
-from tests import hlo, tiny_models
-from tests.lively_heads import reads
-from tests.lively_models import OPTIONS, noisy, repeating
-from tests.sizes import cases
+from tests.support import hlo, tiny_models
+from tests.support.lively_heads import reads
+from tests.support.lively_models import OPTIONS, noisy, repeating
+from tests.support.sizes import cases
 
 K, LAYERS = 3, 2
 CONFIG = dataclasses.replace(

@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 
 from jaxspec import UserError, join_hosts
-from jaxspec.decode import wire
-from jaxspec.decode.packing import pack
-from jaxspec.decode.plans import Plan
 from jaxspec.engine.warming import plans
 from jaxspec.parallel import hosts, peers
 from jaxspec.parallel import meeting as meeting_module
@@ -25,8 +22,11 @@ from jaxspec.parallel.hosts import Hosts
 from jaxspec.parallel.meeting import Caller, address, gather, visit
 from jaxspec.parallel.peers import Peers, difference
 from jaxspec.parallel.placement import make_placement, shared
-from tests import lively_models
+from jaxspec.runtime import wire
+from jaxspec.runtime.packing import pack
+from jaxspec.runtime.plans import Plan
 from tests.parallel.test_job import free_address
+from tests.support import lively_models
 
 ALIKE = {"jaxspec": "1", "jax": "2"}
 LONG = 300.0  # seconds

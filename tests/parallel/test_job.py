@@ -26,11 +26,11 @@ from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import tensors_of, write_gguf
 from tests.drafters.references import medusa
 from tests.drafters.references.common import Shape
-from tests.model_folders import write_model
 from tests.parallel import member
-from tests.sizes import cases
+from tests.support.model_folders import write_model
+from tests.support.root import ROOT
+from tests.support.sizes import cases
 
-ROOT = Path(__file__).parents[2]
 LONGEST = 300  # seconds within which all have ended, once one has
 GENERATE = ("generate", "Count the words", "--temperature", "0", "--method", "none")
 

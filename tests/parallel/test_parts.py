@@ -13,8 +13,8 @@ from jaxspec.models.head import of_largest
 from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU
-from tests import hlo
-from tests.lively_models import PROMPTS, new_engine, params, serve
+from tests.support import hlo
+from tests.support.lively_models import PROMPTS, new_engine, params, serve
 
 WIDTH = 8
 DEGREES = [(2, 2), (4, 2), (4, 1)]  # of the target, of the draft whose table it may be

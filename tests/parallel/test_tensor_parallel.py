@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from jaxspec import LLM
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
-from jaxspec.sampling_params import SamplingParams
-from tests import lively_heads, tiny_models
-from tests.lively_models import (
+from tests.support import lively_heads, tiny_models
+from tests.support.lively_models import (
     FAMILY,
     OPTIONS,
     PROMPTS,
@@ -22,8 +22,8 @@ from tests.lively_models import (
     target,
     texts,
 )
-from tests.model_folders import write_model
-from tests.sizes import cases
+from tests.support.model_folders import write_model
+from tests.support.sizes import cases
 
 K = 3
 SEEDED = tuple(SamplingParams(max_tokens=20, seed=i, temperature=0.4, top_k=20) for i in range(5))

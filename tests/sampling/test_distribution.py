@@ -22,7 +22,7 @@ from jaxspec.sampling.distribution import (
     without_loops,
 )
 from pallas_kernels.plain import likeliest
-from tests import laws
+from tests.support import laws
 
 V, T, B = 12, 2, 16
 NEARBY = (1 - 1e-5, 1 + 1e-5)

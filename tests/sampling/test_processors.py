@@ -12,10 +12,10 @@ import pytest
 
 from jaxspec.engine import batch
 from jaxspec.engine.request import Request
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.sampling import processors
 from jaxspec.sampling.arrays import padded
-from jaxspec.sampling_params import SamplingParams
-from tests import laws
+from tests.support import laws
 
 V, B, M, K = 11, 16, 20, 4
 WORDS, LENGTH = 5, 4  # most bad words of a row, and their longest

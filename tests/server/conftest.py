@@ -9,8 +9,8 @@ import pytest
 from jaxspec import LLM, AsyncLLM
 from tests.async_llm.calls import OPTIONS
 from tests.llm.answers import one_shape
-from tests.model_folders import write_model
 from tests.server.running import Running
+from tests.support.model_folders import write_model
 
 
 @pytest.fixture(scope="package")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.commands import refused, run
+from tests.support.commands import refused, run
 
 SHORT = ("--num-requests", "4", "--max-tokens", "6", "--prompt-words", "4")
 

@@ -17,7 +17,7 @@ import urllib.request
 
 import pytest
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.server import connections
 from tests.async_llm.calls import SOON
 from tests.server.running import GREEDY, connected, posted, until_closed, wait

@@ -16,21 +16,20 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from pathlib import Path
 
 import openai
 import pytest
 
 import jaxspec.server
 from jaxspec import AsyncLLM, cli
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.server import run
 from jaxspec.server.settings import ServerConfig
 from tests.async_llm.calls import OPTIONS, PROMPTS, SOON
-from tests.commands import refused
 from tests.server.running import GREEDY, LONG, MODEL, Running, connected, posted, until_closed, wait
+from tests.support.commands import refused
+from tests.support.root import ROOT
 
-ROOT = Path(__file__).parents[2]
 SMALL = [word for name, n in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(n))]
 SMALL.append("--no-warm-up")
 

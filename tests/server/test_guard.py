@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jaxspec.errors import UserError
+from jaxspec.common.errors import UserError
 from jaxspec.server.guard import Guard
 from jaxspec.server.settings import ServerConfig
 from tests.server.running import MODEL, posted

@@ -19,7 +19,7 @@ from jaxspec import SamplingParams
 from jaxspec.server import prepared
 from tests.async_llm.calls import PROMPTS, SOON
 from tests.server.running import GREEDY, LONG, MODEL, connected, posted, until_closed, wait
-from tests.sizes import cases
+from tests.support.sizes import cases
 
 SHORT = {"temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}, "model": MODEL}
 
@@ -215,7 +215,7 @@ def test_what_takes_too_long_is_ended(another, monkeypatch, stream):
 
 def test_a_request_that_fails_says_so(server, monkeypatch):
     """Whole or streamed, and nobody else's."""
-    from jaxspec.detokenizer import Detokenizer
+    from jaxspec.api.detokenizer import Detokenizer
 
     read = Detokenizer.finish
 

@@ -7,12 +7,12 @@ import itertools
 import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 
+from jaxspec.api.completions import Job
+from jaxspec.api.prompts import Ask
 from jaxspec.engine.request import Request, TokenLogprobs
-from jaxspec.job import Job
-from jaxspec.prompts import Ask
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server.logprobs import of_chat, of_prompt, of_text
-from tests.vocabularies import ids_of, tokenizer_of
+from tests.support.vocabularies import ids_of, tokenizer_of
 
 BYTES = ["byte-level", "byte fallback", "byte fallback, prefix"]
 

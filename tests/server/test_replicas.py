@@ -17,11 +17,11 @@ from jaxspec import SamplingParams
 from tests.async_llm.calls import PROMPTS, SOON
 from tests.server.running import MODEL, wait
 from tests.server.test_ends import free_port
+from tests.support.root import ROOT
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 ASKED = {"model": MODEL, "temperature": 0, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
 CALLS = 24
-ROOT = Path(__file__).parents[2]
 READY = "ready"
 
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxspec import chat_process
-from jaxspec.outputs import CompletionOutput, Logprob, RequestOutput, SpecDecodeMetrics
+from jaxspec.api import chat_process
+from jaxspec.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.server import answers, generation
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer

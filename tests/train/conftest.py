@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import checkpoints
-from jaxspec.engine.setup import Model
-from jaxspec.llm import LLM
-from jaxspec.loading import load
+from jaxspec.api.llm import LLM
+from jaxspec.loading.weights import load
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.methods import implementation
 from jaxspec.train.writer import engine_options
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 from tests.train import runs
 from tests.train.heads import LAYERS, SHAPES, options
 

@@ -12,7 +12,7 @@ import pytest
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train.build import coordinates, draft_config, first_params, target_layers, vocabulary
 from jaxspec.train.options import TrainOptions
-from tests import lively_models, tiny_models
+from tests.support import lively_models, tiny_models
 
 TARGET = lively_models.target()
 SMOLLM2 = dataclasses.replace(

@@ -12,12 +12,12 @@ import pytest
 
 from jaxspec import cli
 from jaxspec.cli.exits import keeping
-from jaxspec.errors import DiskError
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.common.errors import DiskError
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train import data, data_options, generate, openings
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.prompts import CATEGORIES
-from tests.model_folders import BOS, EOS
+from tests.support.model_folders import BOS, EOS
 from tests.train.conftest import MIXTURE, OPTIONS
 
 # One in six messages of the tiny model ends within a quarter of the length.

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxspec import cli
-from jaxspec.errors import UserError
-from jaxspec.outputs import SpecDecodeMetrics
+from jaxspec.common.errors import UserError
+from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.train import evaluate
-from tests.model_folders import write_model
+from tests.support.model_folders import write_model
 
 PROMPTS = {"chat": ["The quick brown fox?", "One, two"], "code": ["def total(items):"]}
 

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from jaxspec import UserError
-from jaxspec.engine.setup import Model
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind
+from jaxspec.models.model import Model
 from jaxspec.models.rows import Rows
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import features, loop, setup
 from jaxspec.train import kept as files
 from jaxspec.train.data import Rows as TrainingRows
 from pallas_kernels.device import CPU
-from tests import lively_models
-from tests.sizes import cases, of_today
+from tests.support import lively_models
+from tests.support.sizes import cases, of_today
 from tests.train import runs
 from tests.train.heads import LAYERS, SHAPES, options
 from tests.train.test_train import journal

@@ -10,8 +10,8 @@ import pytest
 
 import checkpoints
 from jaxspec import UserError
-from jaxspec.engine.setup import Model
-from jaxspec.loading import load_draft
+from jaxspec.loading.drafts import load_draft
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import further, loop
 from jaxspec.train.methods import implementation

@@ -14,7 +14,7 @@ import pytest
 import checkpoints
 from checkpoints import orbax
 from jaxspec import LLM, SamplingParams, UserError
-from jaxspec.loading import load_draft
+from jaxspec.loading.drafts import load_draft
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind, whole
 from jaxspec.models.rows import Rows
@@ -25,7 +25,7 @@ from jaxspec.train.methods import implementation
 from jaxspec.train.step import first_state, make_step
 from pallas_kernels.device import named
 from tests.drafters.references.common import Features
-from tests.sizes import cases, of_today
+from tests.support.sizes import cases, of_today
 from tests.train import runs
 from tests.train.heads import BACKEND, BY_HEART, HEADS, SHAPES, K, options
 from tests.train.test_train import journal, state

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.engine.setup import Model
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import whole
+from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import kept as files
 from jaxspec.train.data import Rows
 from jaxspec.train.kept import digest
 from jaxspec.train.likeliest import kept, top
 from pallas_kernels.device import CPU
-from tests import laws, lively_models
+from tests.support import laws, lively_models
 
 BACKEND = Backend(CPU, None, "reference")
 TARGET = lively_models.target()

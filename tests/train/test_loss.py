@@ -21,8 +21,8 @@ from jaxspec.train.build import vocabulary
 from jaxspec.train.likeliest import top
 from jaxspec.train.loss import loss_sums, own_ids_first
 from pallas_kernels.device import CPU, named
-from tests import laws, lively_models, tiny_models
-from tests.sizes import cases
+from tests.support import laws, lively_models, tiny_models
+from tests.support.sizes import cases
 from tests.train import runs
 
 BACKEND = Backend(CPU, None, "reference")

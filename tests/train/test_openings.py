@@ -9,14 +9,14 @@ import random
 import numpy as np
 import pytest
 
+from jaxspec.api.llm import LLM
 from jaxspec.engine.arrivals import sample_seed
-from jaxspec.llm import LLM
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train import data, generate, openings
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.prompts import CATEGORIES, grammar
 from jaxspec.train.writer import engine_options
-from tests.model_folders import BOS, CHAT_TEMPLATE, EOS, write_model
+from tests.support.model_folders import BOS, CHAT_TEMPLATE, EOS, write_model
 from tests.train.conftest import MIXTURE, OPTIONS
 
 

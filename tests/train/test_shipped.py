@@ -9,11 +9,12 @@ import pytest
 
 import checkpoints
 from checkpoints.sources import DRAFTS
-from jaxspec import LLM, SamplingParams, info
+from jaxspec import LLM, SamplingParams
+from jaxspec.inspect import info
 from jaxspec.train import evaluate
+from tests.support.root import ROOT
 
 ((TARGET, DRAFT),) = DRAFTS.items()
-ROOT = Path(__file__).parents[2]
 FOLDER = Path(checkpoints.__file__).parent / DRAFT
 
 

@@ -20,13 +20,13 @@ import checkpoints
 from checkpoints import orbax
 from jaxspec import LLM, SamplingParams
 from jaxspec.cli import main
-from jaxspec.errors import UserError
-from jaxspec.info import describe
+from jaxspec.common.errors import UserError
+from jaxspec.inspect.info import describe
 from jaxspec.train import data, kept, loop
 from jaxspec.train.setup import prepare
 from jaxspec.train.step import learning_rate
-from tests import model_folders
 from tests.checkpoints.files import fails
+from tests.support import model_folders
 from tests.train import runs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxspec.bench.presets import preset
-from jaxspec.config import EngineConfig
+from jaxspec.options.engine import EngineConfig
 from jaxspec.train import writer
 from jaxspec.train.data_options import DataOptions
 

@@ -19,7 +19,7 @@ from jaxspec.verify import block, coupled, rules, standard
 from jaxspec.verify.base import Case, Verdict
 from jaxspec.verify.coupled import shared_noise
 from pallas_kernels.plain import likeliest
-from tests import laws
+from tests.support import laws
 
 V, K = 3, 3
 START = 11  # num_tokens of all rows

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import SpeculativeConfig
 from jaxspec.drafters.base import Proposal
-from jaxspec.sampling_params import SamplingParams
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.verify import synthetic
 from jaxspec.verify.base import Case
-from tests.lively_models import PROMPTS, new_engine, params, serve, total
+from tests.support.lively_models import PROMPTS, new_engine, params, serve, total
 
 K, ROWS = 3, 20_000
 verify = jax.jit(synthetic.verify)

@@ -12,8 +12,8 @@ from jaxspec.verify import typical
 from jaxspec.verify.base import Case, Verdict
 from jaxspec.verify.typical_options import DEFAULTS
 from pallas_kernels.plain import likeliest
-from tests import laws
-from tests.lively_models import PROMPTS, new_engine, params, plain, serve, texts
+from tests.support import laws
+from tests.support.lively_models import PROMPTS, new_engine, params, plain, serve, texts
 
 V, K, ROWS = 5, 3, 3000
 

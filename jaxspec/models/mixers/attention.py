@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.pages import PagedKV
-from jaxspec.errors import UnsupportedError
+from jaxspec.common.errors import UnsupportedError
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_config import LayerConfig

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspec.common.shapes import Array, Int
 from jaxspec.sampling.processors.base import Adjust, Place, Processor, Text
 from jaxspec.sampling.processors.bias import Bias
 from jaxspec.sampling.processors.forbidden import Forbidden
 from jaxspec.sampling.processors.penalties import Penalties
-from jaxspec.shapes import Array, Int
 
 # In the order in which they are applied.
 PROCESSORS: dict[str, type[Processor]] = {"forbidden": Forbidden, "bias": Bias, "penalties": Penalties}

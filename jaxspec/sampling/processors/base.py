@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.shapes import Array, Float, Int
+from jaxspec.common.shapes import Array, Float, Int
 
 # adjust(logits [B,V], drafts i32[B,K], i) -> logits [B,V] after the first i of the drafts, of each row where it is
 # i32[B]; -inf where forbidden.

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.common.shapes import Array, Float
 from jaxspec.sampling.arrays import filled, padded
 from jaxspec.sampling.processors.base import Place, Processor, Text, put
-from jaxspec.shapes import Array, Float
 
 
 @jax.tree_util.register_dataclass

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.common.shapes import Array, Bool, Int
 from jaxspec.sampling.arrays import filled
 from jaxspec.sampling.processors.base import Place, Processor, Text, put
-from jaxspec.shapes import Array, Bool, Int
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,142 @@
+"""Token ids -> text as it grows, what each adds to it, and where a stop string cuts it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jaxspec.api.tokens import Token, Window, vocabulary
+
+
+class Detokenizer:
+    """Text of one request's output.
+
+    placed: whether `tokens` will be asked for what each id adds to the text.
+    hidden: ids that end the output and are not part of its text.
+    text: what is certain of it.
+    stop_string, stop_at: the stop string that was found, and where in the text it begins.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        placed: bool = False,
+    ) -> None:
+        self.tokenizer, self.stop, self.min_tokens = tokenizer, stop, min_tokens
+        self.skip_special_tokens, self.placed = skip_special_tokens, placed
+        self.known = vocabulary(tokenizer)
+        self.special = self.known.special if skip_special_tokens else {}
+        self.hidden: frozenset[int] = frozenset()
+        # A stop string that the text would not show.
+        self.stop_ids = {i: text for i, text in self.special.items() if text in stop} if stop else {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all ids."""
+        self.num_fed = -1  # until the last line: after an interrupt nothing is known
+        self.text, self.reader = "", self.known.reader(self.known, self.skip_special_tokens)
+        self.ends: list[int] = []  # the length of `text` after each id
+        self.stop_string: str | None = None
+        self.stop_at = 0
+        self.num_fed = 0
+
+    def shown(self, i: int) -> bool:
+        """Whether the text has this id's."""
+        return i not in self.hidden and i not in self.special
+
+    def find_stop(self, ids: list[int], start: int) -> int | None:
+        """Feed ids one by one from index start on. Return how many to keep once a stop string is complete. One that is
+        complete within the first min_tokens ids ends nothing."""
+        if start != self.num_fed:  # the last ones were fed by a call that was interrupted before they were kept
+            self.begin()
+            start = 0
+        for end in range(start + 1, len(ids) + 1):
+            known = len(self.text)
+            self.feed(ids, end)
+            if end <= self.min_tokens:
+                continue
+            if (string := self.stop_ids.get(ids[end - 1])) is not None:
+                text = self.text + self.reader.rest()
+                if not self.contains_stop(text, known):
+                    self.stop_string, self.stop_at = string, len(text)
+                return end
+            if self.contains_stop(self.text, known):
+                return end
+        return None
+
+    def contains_stop(self, text: str, known: int) -> bool:
+        """Find a stop string in a text that had `known` characters when it was last searched."""
+        for string in self.stop:
+            at = text.find(string, max(0, known - len(string) + 1))
+            if at >= 0:
+                self.stop_string, self.stop_at = string, at
+                return True
+        return False
+
+    def feed(self, ids: Sequence[int], end: int | None = None) -> None:
+        """Bring the text up to ids[:end]: those so far and new ones."""
+        if self.num_fed < 0:
+            self.begin()
+        start, end = self.num_fed, len(ids) if end is None else end
+        self.num_fed = -1  # an interrupt from here on leaves nothing that is known
+        for new in ([i] for i in ids[start:end]) if self.placed else [ids[start:end]]:
+            self.text += self.reader.read([i for i in new if self.shown(i)])
+            if self.placed:
+                self.ends.append(len(self.text))
+        self.num_fed = end
+
+    def finish(self, ids: Sequence[int], *, include_stop: bool) -> str:
+        """Return the final text, cut at the stop string. The end of the output can complete one."""
+        if self.stop_string is None:
+            self.feed(ids)
+            text = self.text + self.reader.rest()
+            if len(ids) <= self.min_tokens or not self.contains_stop(text, len(self.text)):
+                return text
+        text = self.text + self.reader.rest()
+        return text[: self.stop_at] + (self.stop_string or "") * include_stop
+
+    def settled(self) -> int:
+        """Return how much of the text can be shown. What may be the beginning of a stop string is held back."""
+        return len(self.text) - max((overlap(self.text, string) for string in self.stop), default=0)
+
+    def tokens(self, ids: Sequence[int], start: int = 0, *, ended: bool) -> list[Token]:
+        """Return what each id from index start on adds to the text. A token that the text leaves out has its own text,
+        and no bytes. ended: no id follows, so that an unfinished character is the last token's."""
+        added = [self.added(ids, at) for at in range(start, len(ids))]
+        last = next((at for at in reversed(range(len(added))) if added[at] is not None), -1)
+        if ended and last >= 0:
+            added[last] = f"{added[last]}{self.reader.rest()}"
+        return [self.token(ids, at, text) for at, text in enumerate(added, start)]
+
+    def added(self, ids: Sequence[int], at: int) -> str | None:
+        """Return what the id at this index adds to the text; None for one that the text leaves out."""
+        if not self.shown(ids[at]):
+            return None
+        if at >= len(self.ends):  # the tokenizer failed before
+            return self.known[ids[at]].text
+        return self.text[self.ends[at - 1] if at else 0 : self.ends[at]]
+
+    def token(self, ids: Sequence[int], at: int, text: str | None) -> Token:
+        own = self.known[ids[at]]
+        if text is None:
+            return Token(own.text, None)
+        if self.known.reader is Window or own.data is None:
+            return Token(text, text.encode())
+        first = self.known.strips and not any(map(self.shown, itertools.islice(ids, at)))
+        return Token(text, own.data.removeprefix(b" ") if first else own.data)
+
+
+def overlap(text: str, string: str) -> int:
+    """Return with how many of the string's first characters the text ends, but not with all of them."""
+    size = min(len(string) - 1, len(text))
+    while size > 0:
+        size = string.rfind(text[-1], 0, size) + 1  # it can only end where this character is
+        if text.endswith(string[:size]):
+            break
+        size -= 1
+    return size

@@ -1,0 +1,37 @@
+"""Traces of host and devices, for TensorBoard or Perfetto."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import jax
+
+from jaxspec.common.trust import cache_folder
+
+
+class Profile:
+    """The trace that is being taken, if there is one.
+
+    folder: where it will be written; None while none is taken.
+    """
+
+    folder: Path | None = None
+
+    def start(self, folder: str | os.PathLike[str] | None = None) -> Path:
+        """Begin a trace and return its folder, by default a new one under the cache folder, named by the time."""
+        if self.folder is not None:
+            raise RuntimeError(f"a profile is being taken already, into {self.folder}: stop_profile() ends it")
+        chosen = Path(folder) if folder else cache_folder() / "profiles" / time.strftime("%Y-%m-%d-%H-%M-%S")
+        jax.profiler.start_trace(str(chosen))
+        self.folder = chosen
+        return chosen
+
+    def stop(self) -> Path:
+        """Write the trace and return its folder."""
+        if self.folder is None:
+            raise RuntimeError("no profile is being taken: start_profile() begins one")
+        folder, self.folder = self.folder, None
+        jax.profiler.stop_trace()
+        return folder

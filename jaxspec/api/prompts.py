@@ -1,0 +1,124 @@
+"""What a caller gives -> asks: prompts as token ids, each with its own checked parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.values import ids as checked_ids
+from jaxspec.common.values import unknown
+from jaxspec.options.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+FORMS = ("prompt", "prompt_token_ids")  # keys of a mapping
+BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token ids
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """One prompt, ready for the engine.
+
+    index: its place among the caller's prompts.
+    text: None where ids were given.
+    bad_words: the ids of each of params.bad_words, in its two forms.
+    request_id: the name that the result has.
+    """
+
+    index: int
+    text: str | None
+    ids: list[int]
+    params: SamplingParams
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    request_id: str = ""
+
+
+def asks(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[Ask]:
+    """Prompts and parameters in any of the forms that LLM.generate takes. Raises UserError, with the prompt's index,
+    for one that is none of them."""
+    listed = as_list(prompts)
+    params = spread(sampling_params, len(listed))
+    words = {p: named(i, bad_word_ids, tokenizer, p.bad_words) for i, p in enumerate(params) if p.bad_words}
+    return [
+        Ask(i, text_of(prompt), named(i, encode, tokenizer, prompt), p, words.get(p, ()))
+        for i, (prompt, p) in enumerate(zip(listed, params, strict=True))
+    ]
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many as a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, BYTES):
+        raise UserError(f"{quoted(prompts)} is no prompt: decode bytes to a string")
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"{quoted(prompts)} is no prompt: give a string, a list of strings or lists of token ids")
+    prompts = list(prompts)
+    number = lambda p: hasattr(p, "__index__") and getattr(p, "ndim", 0) == 0  # arrays have it, too
+    return [prompts] if prompts and all(map(number, prompts)) else prompts
+
+
+def spread(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams a prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise UserError(f"sampling_params={quoted(params)}: give a SamplingParams, or a list with one for each prompt")
+    if len(params) != count:
+        raise UserError(f"{len(params)} SamplingParams for {count} prompts: give one for all, or one each")
+    return list(params)
+
+
+def named(index: int, call: Any, *args: Any) -> Any:
+    """call(*args), with the prompt's index in front of what it refuses."""
+    try:
+        return call(*args)
+    except UserError as error:
+        raise error.within(f"prompt {index}: ") from error
+
+
+def text_of(prompt: Prompt) -> str | None:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def readable(text: Any, where: str = "") -> str:
+    """The text; where: what the refusal begins with. Raises UserError where it holds half of a surrogate pair, which no
+    tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeError:
+        raise UserError(f"{where}{quoted(text)} is no Unicode text: it holds half of a surrogate pair") from None
+    return text
+
+
+def encode(tokenizer: Any, prompt: Any) -> list[int]:
+    """The prompt's token ids."""
+    for name in prompt if isinstance(prompt, Mapping) else ():
+        if name not in FORMS:
+            raise unknown(str(name), "a prompt", FORMS, "key")
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    if isinstance(prompt, str) or (ids is None and text_of(prompt) is not None):
+        return list(tokenizer.encode(readable(text_of(prompt))))
+    if not isinstance(ids, Iterable) or isinstance(ids, str | Mapping | BYTES):
+        raise UserError(
+            f"{quoted(prompt)} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
+            "'prompt'"
+        )
+    return list(checked_ids("token id", ids))
+
+
+def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it reads at the beginning of a text and, where that is another token and as many of them, as it
+    reads after a space. As vLLM does it."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        text = readable(word, "bad_words: ").lstrip()
+        first, spaced = (tuple(tokenizer.encode(space + text, add_special_tokens=False)) for space in ("", " "))
+        if not first:
+            raise UserError(f"bad_words: {word!r} has no tokens: give words that have")
+        found.append(first)
+        if spaced[0] != first[0] and len(spaced) == len(first):
+            found.append(spaced)
+    return tuple(found)

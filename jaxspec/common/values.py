@@ -1,0 +1,134 @@
+"""Option classes: frozen dataclasses that name the nearest known option when given an unknown one; and the checks of
+what they are given, each one line that names the value and the limit.
+
+numpy is imported where it is used: the command line reads the classes for its help."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import numbers
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, dataclass_transform
+
+from jaxspec.common.errors import UnsupportedError, UserError, quoted
+
+T = TypeVar("T")
+LARGEST = 2**31 - 1  # of 32 bits, in which devices count
+LARGEST_ON_HOST = 2**63 - 1
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def options(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose constructor refuses unknown options with one clear line."""
+    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    plain_init, known = cls.__init__, [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(plain_init)
+    def init(self: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                raise unknown(name, cls.__name__, known)
+        plain_init(self, **given)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # its names of what has another here
+
+
+def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
+    """The refusal of an option, or by whatever word it goes, that `what` does not have."""
+    near = [VLLM[name]] if VLLM.get(name) in known else difflib.get_close_matches(name[:80], known, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]!r}?" if near else f"known {word}s: {', '.join(known)}"
+    return UserError(f"unknown {word} {quoted(name)} of {what}: {hint}")
+
+
+def truth(value: Any) -> bool:
+    """Whether it is True or False, of Python or of numpy."""
+    import numpy as np
+
+    return isinstance(value, bool | np.bool_)
+
+
+def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str = "") -> int:
+    """value as an int. Raises UserError unless it is a whole number from least to most."""
+    try:
+        if truth(value):
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise UserError(f"{name}={quoted(value)} must be a whole number{hint}") from None
+    if found < least:
+        raise UserError(f"{name}={quoted(found, 40)} is below {least}{hint}")
+    if found > most:
+        raise UserError(f"{name}={quoted(found, 40)} is above {most}{hint}")
+    return found
+
+
+def number(name: str, value: Any) -> float:
+    """value as a float. Raises UserError unless it is a number."""
+    import numpy as np
+
+    scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    try:
+        if not scalar or truth(value):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{name}={quoted(value)} must be a number") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """Raises UserError unless value is True or False."""
+    if not truth(value):
+        raise UserError(f"{name}={quoted(value)} must be True or False")
+    return bool(value)
+
+
+def ids(name: str, values: Any) -> tuple[int, ...]:
+    """Token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
+    if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
+        raise UserError(f"{name}={quoted(values)} must be a list of token ids")
+    values = tuple(values)
+    if set(map(type, values)) <= {int} and (not values or -LARGEST <= min(values) <= max(values) <= LARGEST):
+        return values  # as most are: a prompt is long, and comes by here more than once
+    return tuple(whole(name, i, -LARGEST) for i in values)
+
+
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    """One string or several, none of them empty, as a tuple."""
+    listed = (value,) if isinstance(value, str | Mapping) or not isinstance(value, Iterable) else tuple(value)
+    if any(not isinstance(s, str) or not s for s in listed):
+        raise UserError(f"{name}={quoted(value)} must hold non-empty strings")
+    return listed
+
+
+def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
+    """Raises UnsupportedError for the first of names that is not at its default; the value says what to do."""
+    for field in dataclasses.fields(instance):
+        if field.name not in names:
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
+        if getattr(instance, field.name) != default:
+            raise UnsupportedError(
+                f"{field.name}={getattr(instance, field.name)!r} is not supported yet: {names[field.name]}"
+            )
+
+
+def check_counts(config: Any, most: Mapping[str, int]) -> None:
+    """Raises UserError unless each of these options is a whole number from 1 to most, or None where that is its
+    default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name, limit in most.items():
+        value = getattr(config, name)
+        if value is not None or defaults[name] is not None:
+            object.__setattr__(config, name, whole(name, value, 1, limit))
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{name}={value!r} is unknown: use one of {', '.join(allowed)}")

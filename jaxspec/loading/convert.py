@@ -1,0 +1,145 @@
+"""Any model -> an orbax folder of its own: weights, configuration and tokenizer. A head -> a folder of safetensors, in
+its own format or in that of the speculators library."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+import checkpoints
+from checkpoints import eight_bits, heads, orbax, speculators
+from jaxspec.common.errors import UnsupportedError, UserError
+from jaxspec.drafters import methods
+from jaxspec.drafters.heads import flattened
+from jaxspec.loading.drafts import read_beside
+from jaxspec.models.decoder import parameters
+from jaxspec.models.limits import short
+from jaxspec.models.parameters import Parameter
+from jaxspec.models.rope import rope_parameters
+
+
+def convert(
+    src: str,
+    dst: str | Path,
+    *,
+    to: str = "jaxspec",
+    target: str | None = None,
+    dtype: str | None = None,
+    weight_bits: int | None = None,
+    progress: bool = True,
+) -> Path:
+    """Writes a model or a head anew.
+
+    to: "jaxspec": any model as a self-contained orbax folder, and a head that drafts for one in safetensors, which need
+      no torch; "speculators": a head in the format of the speculators library.
+    target: that a head is written for, where the format names it: a hub id or a folder of safetensors.
+    dtype: of the weights (a model's norms stay float32); None keeps the one that they are stored in, and takes bfloat16
+      where they are quantised.
+    weight_bits: 8 for matrices that are rounded to integers of 8 bits and a power of two for every 32 of them: half of
+      the file. A draft may then be accepted a little less often; the target's output does not depend on it.
+    Returns the folder.
+    Raises: FileExistsError where `dst` exists and is not empty; UserError for a format that is unknown or needs a
+      target; UnsupportedError, which names the method or the option, for a head that the format cannot say; else as
+      loading does.
+    """
+    if to not in FORMATS:
+        raise UserError(f"to={short(to)} is unknown: use one of {', '.join(FORMATS)}")
+    if weight_bits not in (None, 8):
+        raise UserError(f"weight_bits={short(weight_bits)}: give 8, or nothing for the bits of dtype")
+    dst = Path(dst).expanduser().absolute()
+    orbax.check_free(dst)  # before anything is fetched
+    FORMATS[to](src, dst, target, dtype, weight_bits, progress)
+    return dst
+
+
+def as_jaxspec(
+    src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
+) -> None:
+    if target is not None:
+        raise UserError(f"target={short(target)} is of to='speculators', the format 'jaxspec' names none: leave it out")
+    source = checkpoints.resolve(src)
+    if method_of(source) != "draft_model":
+        heads.convert(source.path, dst, dtype, weight_bits)
+        return
+    config, fingerprint = checkpoints.load_config(source), checkpoints.load_fingerprint(source)
+    tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft uses its target's
+    known, here = parameters(config, dtype or checkpoints.stored_dtype(source)), SingleDeviceSharding(host_device())
+    own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.borrowed}
+    params = checkpoints.load_params(source, config, own, progress=progress)
+    if weight_bits is not None:
+        params = {name: jax.device_put(rounded(name, known[name], x), here) for name, x in params.items()}
+    if tokenizer is not None:
+        config = dataclasses.replace(config, eos_ids=checkpoints.load_stop_ids(source, tokenizer))
+    checkpoints.save(dst, params, config, tokenizer, fingerprint=fingerprint)
+
+
+def rounded(name: str, parameter: Parameter, x: jax.Array) -> Any:
+    """A matrix or table, rounded to 8 bits along what products sum over."""
+    if parameter.kind not in ("matrix", "table"):
+        return x
+    return eight_bits.rounded(np.asarray(x), axis=0 if parameter.kind == "matrix" else -1, name=name)
+
+
+def as_speculators(
+    src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
+) -> None:
+    if weight_bits is not None:
+        raise UserError(f"weight_bits={weight_bits} is of to='jaxspec', 'speculators' keeps all bits: leave it out")
+    if target is None:
+        raise UserError("to='speculators' needs the head's target, which its config.json names: give target")
+    source, own = checkpoints.resolve(src), ", ".join(speculators.METHODS)
+    if (method := method_of(source)) == "draft_model":
+        raise UserError(f"{source.name} is a model of its own, speculators has heads only: convert one of {own}")
+    if method not in speculators.METHODS:
+        raise UnsupportedError(
+            f"{source.name} is a head of method {method!r}, speculators has {own}: convert one of these"
+        )
+    beside = checkpoints.resolve(target)
+    if beside.kind != "hf":
+        raise UserError(
+            f"target={short(target)} is of format {beside.kind!r}, which speculators does not read: give its hub id, "
+            "or a folder with its config.json and safetensors"
+        )
+    of_target = checkpoints.load_config(beside)
+    known = parameters(of_target)
+    theirs = lambda where: heads.of_target(beside.path, of_target, known[where], where)
+    how: Any = read_beside(source, of_target, beside.name, theirs)
+    speculators.check(source.name, how.config, of_target)
+    tensors = speculators.tensors(source, how, parameters(how.config), beside, of_target)
+    raw = heads.contents(source.path)[0]
+    shapes = {name: x.shape for name, x in tensors.items()}
+    config = speculators.config(how.config, shapes, beside, rope(flattened(raw)), raw.get("speculators_config") or {})
+    heads.write(dst, tensors, source.path, dtype, config)
+
+
+# Name -> what writes it, by the arguments of `convert`.
+FORMATS = {"jaxspec": as_jaxspec, "speculators": as_speculators}
+
+
+def method_of(source: checkpoints.Source) -> str:
+    """The method of a head; "draft_model" of any model, whatever is within its checkpoint."""
+    if source.kind != "hf":
+        return "draft_model"
+    return methods.of_checkpoint(*heads.contents(source.path))
+
+
+def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding of a head with this config.json in the older of its two spellings, which all versions of
+    transformers read; where nothing is said, Llama's default."""
+    said = dict(rope_parameters(raw))
+    theta, kind = said.pop("rope_theta", 1e4), said.get("rope_type", said.get("type", "default"))
+    return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": said})
+
+
+def host_device() -> jax.Device:
+    """A CPU device where there is one: converting needs no accelerator's memory."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]

@@ -1,0 +1,27 @@
+"""A model as it is loaded: its configuration with its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxspec.models.backend import Backend
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import compute_dtype
+from jaxspec.models.storage import stored_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A configuration with its loaded parameters."""
+
+    config: ModelConfig
+    params: dict[str, Any]
+
+    @property
+    def dtype(self) -> Any:
+        return compute_dtype(self.params)
+
+    def stored_for(self, backend: Backend) -> Model:
+        """The same, its matrices as that backend reads them best."""
+        return dataclasses.replace(self, params=stored_for(backend, self.config, self.params))

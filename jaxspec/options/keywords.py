@@ -1,0 +1,81 @@
+"""Keyword arguments as editors and type checkers see them. At run time the option classes check what is given; tests
+hold that the names and types here are theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig."""
+
+    tokenizer: str | None
+    revision: str | None
+    tensor_parallel_size: int
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    page_size: int | None
+    num_pages: int | None
+    memory_utilization: float
+    enable_prefix_caching: bool
+    rounds_per_launch: int | None
+    prefill_chunk: int | None
+    kernels: str | None
+    compilation_cache: bool
+    warm_up: bool
+    wait_for_warm_up: bool
+    enable_lora: bool
+    pipeline_parallel_size: int
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of a chat template, as jaxspec.api.chat.rendering takes them."""
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams."""
+
+    n: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Any
+    allowed_token_ids: tuple[int, ...] | list[int] | None
+    bad_words: str | tuple[str, ...] | list[str]
+    seed: int | None
+    stop: str | tuple[str, ...] | list[str]
+    stop_token_ids: tuple[int, ...] | list[int]
+    ignore_eos: bool
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    num_speculative_tokens: int | None
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Those, and what `jaxspec.generate` knows by transformers' names."""
+
+    do_sample: bool | None
+    max_new_tokens: int | None
+    max_length: int | None
+    min_new_tokens: int | None
+    num_return_sequences: int | None
+    stop_strings: str | list[str] | None
+    eos_token_id: int | list[int] | None
+    pad_token_id: int | None
+    num_assistant_tokens: int | None
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int | None

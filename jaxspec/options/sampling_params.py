@@ -1,0 +1,166 @@
+"""SamplingParams: one request's wishes. Names, defaults and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.values import flag, ids, number, options, strings, whole
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
+MAX_SAMPLES = 16_384  # of a prompt, as in vLLM
+MAX_LOGPROBS = 20  # most alternatives that can be asked for a token, as in vLLM
+MAX_LOGIT_BIAS = 100.0
+SEEDS = (-(1 << 63), (1 << 64) - 1)  # 64 bits, with a sign or without
+
+# Whole numbers: name -> (least, most); None is allowed for those whose default it is.
+COUNTS: dict[str, tuple[int, ...]] = {
+    "n": (1, MAX_SAMPLES),
+    "max_tokens": (1,),
+    "min_tokens": (0,),
+    "top_k": (-1,),
+    "seed": SEEDS,
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "num_speculative_tokens": (0,),
+}
+HINTS = {"top_k": "; 0 turns it off", "num_speculative_tokens": "; 0 turns speculation off"}
+# Numbers: name -> (least, most, the same in words). Devices compute in float32: beyond these bounds it makes no law of
+# logits any more, or the same law as at the bound.
+RANGES = {
+    "temperature": (0.0, 1e6, "[0, 1e6]; 0 is greedy"),
+    "top_p": (math.ulp(0.0), 1.0, "(0, 1]; 1 turns it off"),
+    "min_p": (0.0, 1.0, "[0, 1]; 0 turns it off"),
+    "repetition_penalty": (1e-3, 1e3, "[0.001, 1000]; 1 turns it off"),
+    "presence_penalty": (-2.0, 2.0, "[-2, 2]; 0 turns it off"),
+    "frequency_penalty": (-2.0, 2.0, "[-2, 2]; 0 turns it off"),
+}
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+
+
+@options
+class SamplingParams:
+    """How one request is decoded. With speculation or without, the output obeys the same law.
+
+    The first sentence of each is the command line's help.
+
+    Args:
+      n: Samples of each prompt. They share its pages; sample 0 is what n=1 gives.
+      max_tokens: Longest output, in tokens.
+      min_tokens: Shortest output, in tokens. No stop id and no stop string ends it before.
+      temperature: 0 is greedy.
+      top_p: Keep the likeliest tokens that hold this probability. Filters apply after temperature, in the order min-p,
+        top-k, top-p.
+      top_k: Keep the k likeliest tokens; 0 keeps all. So does -1.
+      min_p: Keep tokens at least this likely relative to the likeliest.
+      repetition_penalty: Divide the logits of tokens in prompt or output; 1 is off. Negative ones are multiplied.
+      presence_penalty: Subtract this from the logits of tokens in the output.
+      frequency_penalty: The same, once for each occurrence.
+      logit_bias: id -> what is added to its logit, -100 to 100. Kept as sorted pairs.
+      allowed_token_ids: No other id is chosen.
+      bad_words: Strings whose tokens never occur in the output.
+      seed: Makes sampling reproducible. 64 bits, whatever shares the batch: in float32 the output is that of plain
+        decoding with this seed, however many drafts are proposed. Under an explicit rejection_sample_method but
+        "coupled" it belongs to num_speculative_tokens, and is not that of plain decoding. -1 is no seed, as in vLLM.
+      stop: A string that ends the output, or several.
+      stop_token_ids: Ids that do.
+      ignore_eos: The model's own end ids do not.
+      include_stop_str_in_output: The text ends with the stop string.
+      skip_special_tokens: The text leaves them out.
+      logprobs: Log-probabilities of the tokens and of this many likeliest. 0: of the token alone. Of the target's raw
+        logits, as in vLLM.
+      prompt_logprobs: The same of the prompt's tokens.
+      num_speculative_tokens: Drafts a round for this request, at most the engine's; 0 turns speculation off.
+
+    Raises: UserError for a value out of its range.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Any = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: str | tuple[str, ...] | list[str] = ()
+    seed: int | None = None
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)
+        for name, limits in COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or DEFAULTS[name] is not None:
+                put(name, whole(name, value, *limits, hint=HINTS.get(name, "")))
+        if self.seed == -1:
+            put("seed", None)
+        for name, (least, most, words) in RANGES.items():
+            put(name, value := number(name, getattr(self, name)))
+            if not least <= value <= most:
+                raise UserError(f"{name}={value} must lie in {words}")
+        for name in FLAGS:
+            put(name, flag(name, getattr(self, name)))
+        for name in ("stop", "bad_words"):
+            put(name, strings(name, () if getattr(self, name) is None else getattr(self, name)))
+        put("stop_token_ids", ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids))
+        put("logit_bias", bias_pairs(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", tuple(dict.fromkeys(ids("allowed_token_ids", self.allowed_token_ids))))
+            if not self.allowed_token_ids:
+                raise UserError("allowed_token_ids is empty and would allow nothing: leave it out to allow all")
+        if self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens={self.min_tokens} is above max_tokens, {self.max_tokens}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def filtered(self) -> bool:
+        """Whether top-k, top-p or min-p takes part."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def processed(self) -> bool:
+        """Whether ids are penalised, biased or forbidden; bad_words, which are strings, apart."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return penalties or self.min_tokens > 0 or bool(self.logit_bias) or self.allowed_token_ids is not None
+
+
+def bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """A mapping or pairs of (id, bias), as pairs: hashable, sorted by id. Ids may be strings, as JSON has them."""
+    try:
+        given = list(bias.items() if isinstance(bias, Mapping) else bias or ())
+        pairs = [(int(i) if isinstance(i, str) and i.isdecimal() else i, value) for i, value in given]
+    except (TypeError, ValueError):
+        raise UserError(f"logit_bias={quoted(bias)} must map token ids to numbers") from None
+    found: dict[int, float] = {}
+    for i, value in pairs:
+        i, value = whole("logit_bias id", i, 0), number(f"logit_bias of id {i}", value)
+        if not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
+            raise UserError(
+                f"logit_bias of id {i} is {value}: it must lie in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]; "
+                "allowed_token_ids forbids ids outright"
+            )
+        if i in found:
+            raise UserError(f"logit_bias has id {i} twice: give each id once")
+        found[i] = value
+    return tuple(sorted(found.items()))
+
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""A drafter of every kind beside a lively target. Heads have random weights and are hardly ever right."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from jaxspec.bench.presets import HEADS, layers_like
+from jaxspec.drafters import dspark, eagle3, medusa, methods, mlp_speculator
+from jaxspec.engine.engine import Engine
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import random_params
+from jaxspec.models.draft_spec import draft_spec
+from jaxspec.models.model import Model
+from jaxspec.parallel.placement import make_placement
+from tests.support import tiny_models
+from tests.support.lively_models import OPTIONS, noisy, target
+
+FEW, MASK = 48, 3  # ids of a reduced vocabulary; what stands in places to be filled
+
+
+def fills(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, mask_id=MASK)
+
+
+def reads(config: ModelConfig, *taps: int, **own: int) -> ModelConfig:
+    return dataclasses.replace(config, taps=taps, **own)  # type: ignore[call-arg]
+
+
+# Name -> (method, the head beside this target).
+KINDS: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
+    "eagle": ("eagle", HEADS["eagle"]),
+    "eagle3": ("eagle3", lambda t: reads(HEADS["eagle3"](t), 0, 2, 1, reduced_vocab_size=FEW)),
+    "p-eagle": ("eagle3", lambda t: fills(eagle3.Config(**layers_like(t, 1), taps=(1, 2), target_width=t.width))),
+    "mtp": ("mtp", HEADS["mtp"]),
+    "medusa": ("medusa", lambda t: medusa.Config(**vars(t) | {"tied": False, "num_drafts": 4, "has_head": False})),
+    "mlp_speculator": (
+        "mlp_speculator",
+        lambda t: mlp_speculator.Config(**vars(t) | {"tied": False, "target_width": t.width, "num_drafts": 4}),
+    ),
+    "dflash": ("dflash", lambda t: reads(HEADS["dflash"](t), 1, 2, 2)),
+    "dspark": ("dspark", lambda t: dspark.Config(**vars(reads(HEADS["dflash"](t), 1, 2, 2)), markov_rank=6)),
+    "pard": ("draft_model", fills),
+}
+assert {method for method, _ in KINDS.values()} == set(methods.METHODS) - {"ngram", "suffix"}
+
+
+@functools.cache
+def head(kind: str, tensor_parallel_size: int = 1) -> Model:
+    beside = target("llama", tensor_parallel_size)
+    config = KINDS[kind][1](beside.config)
+    if draft_spec(config).method == "draft_model":
+        return Model(config, noisy(beside).params)
+    return Model(config, random_params(config, jnp.float32, make_placement(tensor_parallel_size), seed=1))
+
+
+def engine(kind: str, k: int, *, spec: dict | None = None, **options) -> Engine:
+    """kind: one of KINDS, or a method with its draft; see lively_models.new_engine for the rest."""
+    method, degree = KINDS[kind][0], options.get("tensor_parallel_size", 1)
+    chosen = {"method": method, "num_speculative_tokens": k} | ({} if method == "mtp" else {"model": kind})
+    draft = head(kind, degree)
+    return tiny_models.engine(target("llama", degree), chosen | (spec or {}), draft, **OPTIONS | options)

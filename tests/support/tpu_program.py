@@ -1,0 +1,206 @@
+"""The device program as the engine sets it up, compiled by the real TPU compiler for chips that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import unittest.mock
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache import budget
+from jaxspec.cache.pages import CacheLayout, PagedKVCache, pages_format
+from jaxspec.decode.state import DecodeConfig, Variant
+from jaxspec.engine import batch, setup
+from jaxspec.engine.request import Request
+from jaxspec.engine.setup import cache_layouts, drafters, paged_models, temporary_bytes
+from jaxspec.loading.weights import compute_dtype
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import abstract_params
+from jaxspec.models.model import Model
+from jaxspec.models.sharding import for_degree
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
+from jaxspec.parallel.placement import Placement, make_placement
+from jaxspec.runtime.packing import pack
+from jaxspec.runtime.programs import FUNCTIONS, lower, lower_from_disk
+from pallas_kernels.device import Device
+from tests.support import hlo
+from tests.support.compilation_cache import no_compilation_cache
+from tests.support.tpu_topology import tpu_mesh
+
+# What a program may use of a chip's memory: "Ran out of memory ... exceeds available HBM (15.75G)".
+MEMORY = {"v5e": int(15.75 * 2**30), "v6e": int(31.25 * 2**30), "v5p": int(95.74 * 2**30)}
+LARGE = 1 << 20  # elements: a weight, not a norm
+
+
+def first_layers(config: ModelConfig, count: int | None) -> ModelConfig:
+    """The model, cut to so many layers."""
+    return dataclasses.replace(config, num_layers=count, windows=config.windows[:count]) if count else config
+
+
+class Program:
+    """Static config, and shapes with shardings for every argument, for all devices of a topology ("v5e:2x2").
+
+    Without `num_pages` the pool is the one that the engine would make on such a chip: compiling shows that it fits.
+    """
+
+    device = Device("tpu")
+    draft_dtype: str | None = None  # where it is another than the target's
+    kept: Path | None = None  # where programs go through, and come from
+
+    def __init__(
+        self,
+        chip: str,
+        target: ModelConfig,
+        draft: ModelConfig | None = None,
+        variant: Variant = Variant(),
+        *,
+        num_drafts: int = 4,
+        draft_degree: int | None = None,
+        tree: Mapping[str, int] | None = None,
+        **options: Any,
+    ) -> None:
+        devices = list(self.devices(chip))
+        self.placement = make_placement(len(devices), devices, draft_size=draft_degree)
+        configs = {"target": target} | ({"draft": draft} if draft else {})
+        places = setup.placements(configs, self.placement)
+        configs = {name: for_degree(config, places[name].degree) for name, config in configs.items()}
+        dtypes = {"target": self.dtype, "draft": self.draft_dtype or self.dtype}
+        self.models = {n: Model(c, abstract_params(c, dtypes[n], places[n])) for n, c in configs.items()}
+        self.options = EngineConfig(tensor_parallel_size=len(devices), **options)
+        drafts = {"num_speculative_tokens": num_drafts} | dict(tree or {})
+        self.speculative = SpeculativeConfig(model="draft" if draft else None, **drafts) if num_drafts else None
+        num_drafts = self.speculative.num_speculative_tokens if self.speculative else 0
+        self.params = {name: dict(model.params) for name, model in self.models.items()}
+        paged = self.paged(num_pages=self.options.num_pages or self.pool(self.memory(chip)))
+        self.layouts = cache_layouts(paged, self.dtype)
+        drafter = drafters(self.speculative, paged)[num_drafts]
+        reader = drafter if drafter and drafter.features_width else None
+        self.config = DecodeConfig(paged["target"], drafter, variant, reader=reader)
+        places = setup.placements(self.layouts, self.placement)
+        self.cache = PagedKVCache(**{name: self.pages(layout, places[name]) for name, layout in self.layouts.items()})
+
+    def devices(self, chip: str):
+        return tpu_mesh(chip).devices.flat
+
+    def memory(self, chip: str) -> int:
+        """Bytes of each that programs may use."""
+        return MEMORY[chip.split(":")[0]]
+
+    @property
+    def dtype(self):
+        return compute_dtype("auto", self.device)
+
+    def paged(self, num_pages: int):
+        options = EngineConfig(**vars(self.options) | {"num_pages": num_pages})
+        return paged_models(self.models, options, self.speculative, self.placement, self.device)
+
+    def pool(self, memory: int) -> int:
+        """Pages that the engine would find room for."""
+        weights = sum(map(per_device, jax.tree.leaves(self.params)))
+        free = int(self.options.memory_utilization * memory) - weights - self.reserved
+        layouts = cache_layouts(self.paged(num_pages=1), self.dtype)
+        places, platform = setup.placements(layouts, self.placement), self.device.platform
+        return budget.num_pages(free, *(x.stored_bytes(places[n].degree, platform) for n, x in layouts.items()))
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the engine keeps for the programs' temporary memory."""
+        return temporary_bytes(self.models, self.options, self.speculative, "tpu")
+
+    @property
+    def weights(self) -> set[int]:
+        """Elements of the large parameters, whole and as one device holds them."""
+        leaves = jax.tree.leaves(self.params)
+        sizes = [math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))]
+        return {size for size in sizes if size >= LARGE}
+
+    @property
+    def pools(self) -> set[int]:
+        """Elements of one layer's pages, likewise."""
+        leaves = jax.tree.leaves(self.cache)
+        return {math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))}
+
+    def pages(self, layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
+        empty = lambda: tuple(layer.empty(layout.num_pages, layout.page_size) for layer in layout.layers)
+        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pages_format(placement, x.ndim))
+        return jax.tree.map(place, jax.eval_shape(empty))
+
+    def compile(self, name: str, *arrays: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh), no_compilation_cache():
+            packed = pack(arrays)
+            words = jax.ShapeDtypeStruct(packed.words.shape, jnp.int32, sharding=self.placement.sharding())
+            packed = dataclasses.replace(packed, words=words)
+            arguments = name, self.config, self.params, self.cache, packed
+            if self.kept is None:
+                return self.compiled(lower(*arguments))
+            lower_from_disk(self.kept, "program", *arguments)[2]()  # as a first start does,
+            with unittest.mock.patch.dict(FUNCTIONS, {name: None}):  # and a later one
+                return self.compiled(lower_from_disk(self.kept, "program", *arguments)[0])
+
+    def compiled(self, lowered: jax.stages.Lowered) -> Any:
+        return lowered.compile()
+
+    @property
+    def row_pages(self) -> int:
+        """N, that of the engine's last table width."""
+        return -(-(self.config.target.max_model_len + self.num_drafts) // self.config.target.layout.page_size)
+
+    @property
+    def num_drafts(self) -> int:
+        return self.config.num_speculative_tokens
+
+    def requests(self, length: int) -> list[Request]:
+        """As many as rows, prompts of so many tokens."""
+        how = {"params": SamplingParams(), "seed": 0, "rule": "standard", "stop_ids": (), "num_speculative_tokens": 0}
+        rows = range(self.options.max_num_seqs)
+        return [Request(id=row, prompt=[0] * length, max_len=length + 1, **how) for row in rows]
+
+    def launch(self) -> Any:
+        requests, shape = self.requests(1), (self.options.max_num_seqs, self.row_pages)
+        how = self.num_drafts, self.config.variant, self.config.target.layout, shape
+        return self.compile("launch", batch.launch_input(requests, *how, num_rounds=1))
+
+    def prefill(self) -> Any:
+        shape = setup.chunk_shape(self.options, "tpu")
+        (request, *_) = self.requests(shape.rows * shape.width + 1)
+        rows = batch.pieces([request], [0], shape)
+        chunk = batch.chunk_input(rows, self.config.target.layout, shape, row_pages=self.row_pages)
+        return self.compile("prefill", chunk)
+
+
+def per_device(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hlo.Program:
+    """In place, within `temporary` bytes a device, without the host, and no page or slice of a weight moved for
+    nothing; -> the program."""
+    memory, read = compiled.memory_analysis(), hlo.Program(compiled.as_text())
+    places = setup.placements(program.layouts, program.placement)
+    stored = [x.num_pages * x.stored_bytes(places[name].degree, "tpu") for name, x in program.layouts.items()]
+    assert memory.alias_size_in_bytes == sum(stored)
+    table = re.search(r"input_output_alias=\{(.*?)\}, entry", read.text).group(1)
+    aliased = {int(out or 0): int(at) for out, at in re.findall(r"\{(\d*)\}: \((\d+), \{\}, ", table)}
+    assert aliased == {i: aliased[0] + i for i in range(len(jax.tree.leaves(program.cache)))}
+    assert memory.temp_size_in_bytes < temporary, f"{memory.temp_size_in_bytes / 1e6:.1f} MB"
+    for instruction in ("infeed", "outfeed", "send", "recv", "sort"):
+        assert not re.search(rf"\s{instruction}(-start|-done)?\(", read.text), instruction
+    assert not hlo.made(read.all, program.pools, prefetched=False), "pages are copied"
+    assert not read.dynamic_slices(LARGE), "weights or pages are sliced"
+    return read
+
+
+def check_loop(program: Program, compiled: jax.stages.Compiled, temporary: int, but: int = 0) -> hlo.Program:
+    """`check`, and in the loop each weight is read where it lies, but those of so many elements."""
+    read = check(program, compiled, temporary)
+    assert not hlo.made(read.loop, program.weights - {but}, prefetched=True), "weights are copied"
+    return read
