@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 from jaxspec import LLM, AsyncLLM
-from tests.async_llm.calls import OPTIONS
-from tests.llm.answers import one_shape
+from tests.api.async_llm.calls import OPTIONS
+from tests.api.llm.answers import one_shape
 from tests.server.running import Running
 from tests.support.model_folders import write_model
 

@@ -14,7 +14,7 @@ from ray import serve
 
 from jaxspec.server.replicas import replicas
 from jaxspec.server.settings import ServerConfig
-from tests.async_llm.calls import OPTIONS
+from tests.api.async_llm.calls import OPTIONS
 from tests.server.running import MODEL
 
 

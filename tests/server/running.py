@@ -16,7 +16,7 @@ from jaxspec import AsyncLLM
 from jaxspec.server import run
 from jaxspec.server.app import make_app
 from jaxspec.server.settings import ServerConfig
-from tests.async_llm.calls import SOON, assert_idle
+from tests.api.async_llm.calls import SOON, assert_idle
 
 MODEL = "tiny"
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from jaxspec import SamplingParams
-from tests.async_llm.calls import PROMPTS
+from tests.api.async_llm.calls import PROMPTS
 from tests.server.running import GREEDY, MODEL, posted
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -15,7 +15,7 @@ import pytest
 from jaxspec import AsyncLLM
 from jaxspec.server import body as bodies
 from jaxspec.server.refusal import Refusal
-from tests.async_llm.calls import OPTIONS
+from tests.api.async_llm.calls import OPTIONS
 from tests.server.running import GREEDY, MODEL, Running, connected, posted, until_closed
 
 ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 2}

@@ -19,7 +19,7 @@ import pytest
 
 from jaxspec.common.errors import UserError
 from jaxspec.server import connections
-from tests.async_llm.calls import SOON
+from tests.api.async_llm.calls import SOON
 from tests.server.running import GREEDY, connected, posted, until_closed, wait
 from tests.server.test_ends import ROOT, SMALL
 from tests.server.test_load import SLOW, narrow

@@ -25,7 +25,7 @@ from jaxspec import AsyncLLM, cli
 from jaxspec.common.errors import UserError
 from jaxspec.server import run
 from jaxspec.server.settings import ServerConfig
-from tests.async_llm.calls import OPTIONS, PROMPTS, SOON
+from tests.api.async_llm.calls import OPTIONS, PROMPTS, SOON
 from tests.server.running import GREEDY, LONG, MODEL, Running, connected, posted, until_closed, wait
 from tests.support.commands import refused
 from tests.support.root import ROOT

@@ -17,7 +17,7 @@ import pytest
 
 from jaxspec import SamplingParams
 from jaxspec.server import prepared
-from tests.async_llm.calls import PROMPTS, SOON
+from tests.api.async_llm.calls import PROMPTS, SOON
 from tests.server.running import GREEDY, LONG, MODEL, connected, posted, until_closed, wait
 from tests.support.sizes import cases
 

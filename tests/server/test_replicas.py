@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from jaxspec import SamplingParams
-from tests.async_llm.calls import PROMPTS, SOON
+from tests.api.async_llm.calls import PROMPTS, SOON
 from tests.server.running import MODEL, wait
 from tests.server.test_ends import free_port
 from tests.support.root import ROOT

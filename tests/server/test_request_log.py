@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from jaxspec.server import request_log
-from tests.async_llm.calls import SOON
+from tests.api.async_llm.calls import SOON
 from tests.server.running import MODEL, connected, posted, wait
 
 

@@ -23,7 +23,7 @@ from jaxspec.server import answers, generation
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
 from jaxspec.server.fields import wish
-from tests.async_llm.calls import SOON
+from tests.api.async_llm.calls import SOON
 from tests.server.running import MODEL, posted
 from tests.server.test_bodies import answered
 

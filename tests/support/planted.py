@@ -109,13 +109,13 @@ FAULTS = (
         "jaxspec/engine/roster.py",
         "not in self.open or self.inside:",
         "not in self.open:",
-        "tests/llm/test_neighbours.py -k collector",
+        "tests/api/llm/test_neighbours.py -k collector",
     ),
     Fault(  # an interrupt between two requests leaves the first behind
         "jaxspec/api/llm.py",
         "for request in [r for i, r in self.engine.roster.open.items() if i not in known]:",
         "for request in ():",
-        "tests/llm/test_neighbours.py -k queued",
+        "tests/api/llm/test_neighbours.py -k queued",
     ),
     Fault(  # a part that begins within a group takes the scales of its beginning
         "checkpoints/safetensors.py",
@@ -202,7 +202,7 @@ FAULTS = (
         "jaxspec/api/async_llm.py",
         "with contextlib.suppress(BaseException):\n                self.inbox.get_nowait()()",
         "with contextlib.suppress(queue.Empty):\n                self.inbox.get_nowait()()",
-        "tests/async_llm/test_thread.py -k second_failure",
+        "tests/api/async_llm/test_thread.py -k second_failure",
     ),
     Fault(  # a draft is accepted with p in place of p / q
         "jaxspec/verify/standard.py",
@@ -307,7 +307,10 @@ FAULTS = (
         "tests/decode/test_processed_statistics.py -k 'law and model'",
     ),
     Fault(  # an id that is as likely as the chosen one lowers its rank
-        "jaxspec/sampling/logprobs.py", "logits > value", "logits >= value", "tests/llm/test_logprobs.py -k raw_logits"
+        "jaxspec/sampling/logprobs.py",
+        "logits > value",
+        "logits >= value",
+        "tests/api/llm/test_logprobs.py -k raw_logits",
     ),
     Fault(  # prompt lookup finds the end of the text itself
         "jaxspec/drafters/ngram.py",
@@ -464,7 +467,7 @@ FAULTS = (
         "jaxspec/api/detokenizer.py",
         "if text in stop} if stop else {}",
         "if not stop}",
-        "tests/llm/test_stops.py -k hides",
+        "tests/api/llm/test_stops.py -k hides",
     ),
     Fault(  # of two alternatives with one text the first is lost
         "jaxspec/server/logprobs.py",
@@ -476,7 +479,7 @@ FAULTS = (
         "jaxspec/api/detokenizer.py",
         "return len(self.text) - max((overlap(self.text, string) for string in self.stop), default=0)",
         "return len(self.text)",
-        "tests/llm/test_streams.py -k never_shows",
+        "tests/api/llm/test_streams.py -k never_shows",
     ),
     Fault(  # pages beyond the pool are written
         "pallas_kernels/slot_mapping/tpu.py",

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import AsyncLLM, SamplingParams
 from jaxspec.common.errors import UserError
-from tests.async_llm.calls import GREEDY, LONG, PROMPTS, collect, run, spied, texts
+from tests.api.async_llm.calls import GREEDY, LONG, PROMPTS, collect, run, spied, texts
 from tests.support import tiny_models
 
 # What comes out

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec import SamplingParams
-from tests.llm.answers import PROMPTS, ids_of, stop_string
+from tests.api.llm.answers import PROMPTS, ids_of, stop_string
 from tests.support.sizes import cases
 
 

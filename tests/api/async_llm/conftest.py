@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxspec import LLM, AsyncLLM
-from tests.async_llm.calls import GREEDY, OPTIONS, assert_idle
-from tests.llm.answers import one_shape
+from tests.api.async_llm.calls import GREEDY, OPTIONS, assert_idle
+from tests.api.llm.answers import one_shape
 from tests.support.model_folders import write_model
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import SamplingParams, SpecDecodeMetrics
 from jaxspec.common import progress
 from jaxspec.common.progress import generation_progress
-from tests.llm.answers import GREEDY, PROMPTS
+from tests.api.llm.answers import GREEDY, PROMPTS
 
 
 def test_metrics_per_request_and_in_total(llm):

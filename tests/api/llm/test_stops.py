@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from jaxspec import SamplingParams
-from tests.llm.answers import GREEDY, PROMPTS, ids_of, stop_string, text_of
+from tests.api.llm.answers import GREEDY, PROMPTS, ids_of, stop_string, text_of
 from tests.support.model_folders import EOS
 
 

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.api.async_llm import Call
 from jaxspec.api.completions import Job
 from jaxspec.common.errors import UserError
-from tests.async_llm.calls import GREEDY, LONG, PROMPTS, assert_idle, collect, run, spied, texts, until
+from tests.api.async_llm.calls import GREEDY, LONG, PROMPTS, assert_idle, collect, run, spied, texts, until
 
 
 @pytest.mark.parametrize("how", ["break", "exception", "cancel", "close"])

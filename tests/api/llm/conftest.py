@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxspec import LLM
-from tests.llm.answers import assert_idle, one_shape
+from tests.api.llm.answers import assert_idle, one_shape
 from tests.support.model_folders import write_model
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from jaxspec import SamplingParams
-from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of, stop_string, text_of
+from tests.api.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of, stop_string, text_of
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -12,7 +12,7 @@ import jaxspec.api.one_call
 from jaxspec import SamplingParams, SpeculativeConfig
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.options.transformers import KNOWN, MAX_NEW_TOKENS, OF_THE_PROGRAM, OF_THE_TEXT, TOP_K
-from tests.llm.answers import GREEDY, PROMPTS, ids_of
+from tests.api.llm.answers import GREEDY, PROMPTS, ids_of
 
 REFUSED = {name: off for names in (OF_THE_TEXT | OF_THE_PROGRAM).values() for name, off in names.items()}
 GREEDY_20 = {"temperature": 0.0, "max_tokens": 20}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
-from tests.llm.answers import GREEDY, PROMPTS, ids_of
+from tests.api.llm.answers import GREEDY, PROMPTS, ids_of
 
 
 def test_another_way_of_speculating_shares_the_weights(llm, folder):

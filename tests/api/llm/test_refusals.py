@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculativeConfig
-from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of
+from tests.api.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of
 from tests.support.model_folders import write_model
 from tests.support.vocabularies import Failing
 

@@ -8,7 +8,7 @@ import pytest
 import jaxspec.api.llm
 from jaxspec import LLM, SamplingParams
 from jaxspec.common.errors import UserError
-from tests.llm.answers import GREEDY, PROMPTS, ids_of, text_of
+from tests.api.llm.answers import GREEDY, PROMPTS, ids_of, text_of
 from tests.support.model_folders import BOS, write_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxspec import SamplingParams
-from tests.llm.answers import PROMPTS, ids_of
+from tests.api.llm.answers import PROMPTS, ids_of
 
 
 def test_n_samples(llm):

@@ -11,7 +11,19 @@ import pytest
 
 from jaxspec import AsyncLLM, SamplingParams
 from jaxspec.api.completions import Job
-from tests.async_llm.calls import GREEDY, LONG, OPTIONS, PROMPTS, SOON, assert_idle, collect, run, spied, texts, until
+from tests.api.async_llm.calls import (
+    GREEDY,
+    LONG,
+    OPTIONS,
+    PROMPTS,
+    SOON,
+    assert_idle,
+    collect,
+    run,
+    spied,
+    texts,
+    until,
+)
 
 
 def test_the_thread_sleeps_while_nothing_runs(llm, monkeypatch):

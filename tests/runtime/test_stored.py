@@ -157,7 +157,7 @@ def test_what_a_program_depends_on_is_in_its_name(monkeypatch):
 def test_another_process_finds_them(folder):
     """Sets have another order there."""
     code = (
-        "from tests.decode.test_stored import *; from pathlib import Path; import pytest; p = pytest.MonkeyPatch();"
+        "from tests.runtime.test_stored import *; from pathlib import Path; import pytest; p = pytest.MonkeyPatch();"
         f"untraced(p); print(said(new(Path({str(folder)!r}))))"
     )
     for seed in ("1", "2"):

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.api.completions import Job
-from tests.async_llm.calls import SOON
+from tests.api.async_llm.calls import SOON
+from tests.api.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of, text_of
 from tests.checkpoints.files import fails
-from tests.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of, text_of
 from tests.support.vocabularies import Failing
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
