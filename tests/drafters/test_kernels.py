@@ -23,7 +23,7 @@ from pallas_kernels.device import Device
 from tests.pallas_kernels.flavours import H100
 from tests.support import lively_models, tiny_models
 from tests.support.lively_heads import KINDS
-from tests.support.sizes import cases, of_today
+from tests.support.sizes import cases
 from tests.support.tpu_program import Program, first_layers
 
 LAYERS, K = 4, 3
@@ -67,7 +67,7 @@ class Interpreted(Device):
 
 
 @cases("rows", [1, 2], quick=[1])
-@cases("kind", ["eagle3", *of_today(kind for kind in KINDS if kind != "eagle3")], quick=["eagle3"])
+@cases("kind", KINDS, quick=["eagle3"], rest=["dflash"])
 def test_kernels_draft_what_plain_forms_draft(kind, rows):
     """Accepted by lot, so that drafts are the text."""
     weights = lambda config, seed: Model(config, random_params(config, jnp.bfloat16, make_placement(), seed))

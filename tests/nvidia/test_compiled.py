@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.hardware.accelerators import ACCELERATORS
 from tests.nvidia.gpus import BLOCK_REGISTERS, GPUS, REGISTERS, Compiled, compiled
-from tests.support.sizes import cases, of_today
+from tests.support.sizes import cases
 
 MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32", "heads of 256")  # see ops.py
 # Of ours: what the compiler makes itself it chooses anew, and without spills, where the GPU is there.
@@ -52,8 +52,7 @@ def test_every_op(gpu):
     assert {kernel.name.split("__")[0] for program in found.values() for kernel in ours(program)} == MEANT[gpu]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("gpu", of_today(gpu for gpu in GPUS if gpu != "T4"))  # whose plain forms say no more
+@cases("gpu", [gpu for gpu in GPUS if gpu != "T4"], rest=["H100"])  # whose plain forms say no more
 def test_every_op_of_other_models(gpu):
     for case, program in compiled(gpu, "tests.nvidia.ops", *OTHERS).items():
         check(gpu, case, program)
@@ -73,15 +72,13 @@ def test_the_device_program(gpu):
         check_program(gpu, case, program)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("gpu", of_today(GPUS))
+@cases("gpu", GPUS, rest=["L4"])
 def test_other_device_programs(gpu):
     for case, program in compiled(gpu, "tests.nvidia.programs", "sampling", "one row").items():
         check_program(gpu, case, program)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("gpu", of_today(["L4", "H100"]))
+@cases("gpu", ["L4", "H100"], rest=["H100"])
 def test_heads_beside_their_target(gpu):
     """Features are written in place, like keys and values. No kernel of a single token brings parts of its product to
     their threads one by one, which took 168 registers and twice the time."""

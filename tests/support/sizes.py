@@ -1,25 +1,37 @@
-"""The two sizes of the suite: `make test` leaves out what is marked `thorough`, `make test-all` runs everything."""
+"""The sizes of the suite. `make test` leaves out what is marked `thorough`, `make test-rest` runs that but for what is
+marked `exhaustive`, `make test-all` runs everything."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 
-def cases(names: str | tuple[str, ...], values: Iterable, *, quick: Sequence, **options: Any) -> pytest.MarkDecorator:
-    """pytest.mark.parametrize; `make test` runs those of `quick` only, as the others show the same again."""
-    values = list(values)
-    assert quick, "to leave out all of them, mark the test"
-    assert all(value in values for value in quick), f"{quick} are not all among {values}"
-    arguments = lambda value: value if isinstance(names, tuple) else (value,)
-    again = lambda value: pytest.param(*arguments(value), marks=pytest.mark.thorough)
-    return pytest.mark.parametrize(names, [v if v in quick else again(v) for v in values], **options)
+def cases(
+    names: str | tuple[str, ...],
+    values: Iterable,
+    *,
+    quick: Sequence = (),
+    rest: Sequence | None = None,
+    **options: Any,
+) -> pytest.MarkDecorator:
+    """Parametrize a test with cases that show the same.
 
-
-def of_today(values: Iterable) -> list:
-    """One of these, another every day: each takes long, and shows little that the others do not."""
+    quick: the values that `make test` runs.
+    rest: those that `make test-rest` runs besides; by default all others. What is in neither takes minutes, and only
+      `make test-all` runs it.
+    """
     values = list(values)
-    return [values[datetime.date.today().toordinal() % len(values)]]
+    rest = values if rest is None else rest
+    assert quick or rest is not values, "to leave out all of them, mark the test"
+    assert all(value in values for value in (*quick, *rest)), f"{quick} and {rest} are not all among {values}"
+
+    def case(value: Any) -> Any:
+        marks = [] if value in quick else [pytest.mark.thorough]
+        if value not in quick and value not in rest:
+            marks.append(pytest.mark.exhaustive)
+        return pytest.param(*(value if isinstance(names, tuple) else (value,)), marks=marks)
+
+    return pytest.mark.parametrize(names, [case(value) for value in values], **options)

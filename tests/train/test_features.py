@@ -17,7 +17,7 @@ from jaxspec.train import kept as files
 from jaxspec.train.data import Rows as TrainingRows
 from pallas_kernels.device import CPU
 from tests.support import lively_models
-from tests.support.sizes import cases, of_today
+from tests.support.sizes import cases
 from tests.train import runs
 from tests.train.heads import LAYERS, SHAPES, options
 from tests.train.test_train import journal
@@ -58,8 +58,7 @@ def root(tmp_path_factory):
     return path
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", of_today(["eagle3", "medusa", "mtp", "dflash"]))
+@cases("method", ["eagle3", "medusa", "mtp", "dflash"], rest=["eagle3"])
 def test_a_head_learns_the_same_from_them(root, method, capsys):
     short = SHAPES[method] | {"steps": 10, "eval_every": 10, "eval_tokens": 4}
     found = [

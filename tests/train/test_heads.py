@@ -25,7 +25,7 @@ from jaxspec.train.methods import implementation
 from jaxspec.train.step import first_state, make_step
 from pallas_kernels.device import named
 from tests.drafters.references.common import Features
-from tests.support.sizes import cases, of_today
+from tests.support.sizes import cases
 from tests.train import runs
 from tests.train.heads import BACKEND, BY_HEART, HEADS, SHAPES, K, options
 from tests.train.test_train import journal, state
@@ -133,9 +133,10 @@ def test_an_unknown_method(root):
 
 
 # Where it was written 2.7, 1.5, 2.1 and 4.3, of 5. Medusa's heads are blocks of 32 x 32 numbers, which see no token.
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("method", "least"), of_today({"eagle3": 2.3, "medusa": 1.35, "mtp": 1.8, "dflash": 3.3, "dspark": 3.3}.items())
+@cases(
+    ("method", "least"),
+    [("eagle3", 2.3), ("medusa", 1.35), ("mtp", 1.8), ("dflash", 3.3), ("dspark", 3.3)],
+    rest=[("eagle3", 2.3)],
 )
 def test_it_learns_its_target_by_heart(root, method, least):
     """Measured by the engine at K = 4; its folder speculates for its target."""
@@ -161,8 +162,7 @@ def test_it_learns_its_target_by_heart(root, method, least):
     assert json.loads((found / "recipe.json").read_text())["method"] == method
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", of_today(["eagle3", "dflash", "dspark"]))  # blocks are drawn anew in each step
+@cases("method", ["eagle3", "dflash", "dspark"], rest=["dflash"])  # blocks are drawn anew in each step
 def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(root, method, monkeypatch):
     short = {"steps": 20, "eval_every": 10, "eval_tokens": 4}
     expected = state(loop.train(options(root, f"once-{method}", method, **short)))

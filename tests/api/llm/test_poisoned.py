@@ -21,7 +21,7 @@ from jaxspec.verify import rules
 from tests.drafters.references import dflash, eagle, eagle3, medusa, mlp, mtp, pard
 from tests.drafters.references.common import Shape
 from tests.support.model_folders import write_model
-from tests.support.sizes import of_today
+from tests.support.sizes import cases
 
 EVERYTHING = Variant(
     frozenset({rules.UNSEEDED, rules.SEEDED}), filters=True, logprobs=5, processors=True, long_lists=True
@@ -234,8 +234,7 @@ def check_free(llm: LLM) -> None:
     assert not engine.roster.midway
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", [METHODS[0], *of_today(METHODS[1:4]), *of_today(METHODS[4:])])
+@cases("method", METHODS, rest=[METHODS[0], METHODS[1], METHODS[4]])
 def test_through_llm(method, folder, alone):
     """Requests come between steps, as from several iterators."""
     model, speculation = drafting(folder, method)
