@@ -6,9 +6,13 @@ import ctypes
 import gc
 import itertools
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
+
+# A shell ignores it in what it starts in the background, and what is started here would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GPU = os.environ.get("JAXSPEC_TEST_PLATFORM") == "gpu"
 

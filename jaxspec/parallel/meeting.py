@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -21,6 +21,7 @@ LARGEST = 1 << 16  # bytes of what is said here
 HEADER = 4  # bytes: the size, as multiprocessing's connections send it
 PATIENCE = 5.0  # seconds, in which a caller has to say who it is
 RETRY = 0.2  # seconds
+LATER = 5.0  # seconds, in which those that come after a refusal are told of it
 OTHER = "it says something else"
 
 
@@ -94,9 +95,11 @@ class Caller:
         return rank, has
 
 
-def hellos(server: socket.socket, until: float, most: int) -> Generator[tuple[socket.socket, int, dict[str, str]]]:
-    """Yield (connection, process, what it has) of each process that calls until then. A caller has PATIENCE seconds in
-    all to say which one it is, and holds nobody up; of more than `most` the first has to go."""
+def hellos(
+    server: socket.socket, until: Callable[[], float], most: int
+) -> Generator[tuple[socket.socket, int, dict[str, str]]]:
+    """Yield (connection, process, what it has) of each process that calls before `until()`. A caller has PATIENCE
+    seconds in all to say which one it is, and holds nobody up; of more than `most` the first has to go."""
     callers: dict[socket.socket, Caller] = {}
     reported: set[str] = set()
     server.setblocking(False)
@@ -119,15 +122,15 @@ def hellos(server: socket.socket, until: float, most: int) -> Generator[tuple[so
             time.sleep(RETRY)
             return
         sock.setblocking(False)
-        callers[sock] = Caller(sock, host, min(time.monotonic() + PATIENCE, until))
+        callers[sock] = Caller(sock, host, min(time.monotonic() + PATIENCE, until()))
         if len(callers) > most:
             refuse(next(iter(callers.values())), "too many call at once")
 
     try:
-        while (now := time.monotonic()) < until:
+        while (now := time.monotonic()) < until():
             for late in [caller for caller in callers.values() if caller.frame.until <= now]:
                 refuse(late, f"it said nothing whole within {PATIENCE:g} seconds")
-            ends = min([until, *(caller.frame.until for caller in callers.values())])
+            ends = min([until(), *(caller.frame.until for caller in callers.values())])
             sock: Any
             for sock in wait([server, *callers], ends - now):
                 if sock is server:
@@ -151,36 +154,37 @@ def gather(
     """Process 0 waits for the others, and looks whether they belong here -> (port for JAX, by process the way to it).
     Raises UserError, in all of them, where one does not, or does not come."""
     host, port = address(where)
-    found: dict[int, socket.socket] = {}
     mine = {**mine, "num_processes": str(count)}
-
-    def refuse(line: str) -> UserError:
-        for other in found.values():
-            tell(other, {"refused": line})
-            other.close()
-        return UserError(line)
-
+    found: dict[int, socket.socket] = {}
+    come: list[socket.socket] = []
+    refusal, until = "", time.monotonic() + timeout
     try:
         server = socket.create_server((host, port), family=family(host), backlog=count)
     except OSError as error:
         raise UserError(
             f"process 0 cannot listen at {where} ({error}): give its own address, and a free port"
         ) from None
-    calls = hellos(server, time.monotonic() + timeout, count + MOST_STRANGERS)
+    calls = hellos(server, lambda: until, count + MOST_STRANGERS)
     with server, contextlib.closing(calls):
-        while len(found) < count - 1:
-            if (call := next(calls, None)) is None:
-                missing = next(i for i in range(1, count) if i not in found)
-                raise refuse(
-                    f"process {missing} did not come to {where} within {timeout:g} seconds: start all, or raise "
-                    "join_timeout"
-                )
+        while len(come) < count - 1 and (call := next(calls, None)):
             sock, their_rank, has = call
-            twice = their_rank in found or not 0 < their_rank < count
             line = difference(mine, has, their_rank)
-            found[-1 if twice else their_rank] = sock
-            if line or twice:
-                raise refuse(line or f"two processes have process_id={their_rank}: give each its own")
+            if their_rank in found or not 0 < their_rank < count:
+                line = line or f"two processes have process_id={their_rank}: give each its own"
+            come.append(sock)
+            found[their_rank] = sock
+            if line and not refusal:
+                refusal, until = line, min(until, time.monotonic() + LATER)
+    if len(come) < count - 1:
+        missing = next(i for i in range(1, count) if i not in found)
+        refusal = refusal or (
+            f"process {missing} did not come to {where} within {timeout:g} seconds: start all, or raise join_timeout"
+        )
+    if refusal:
+        for sock in come:
+            tell(sock, {"refused": refusal})
+            sock.close()
+        raise UserError(refusal)
     with socket.create_server((host, 0), family=family(host)) as free:
         number = free.getsockname()[1]
     for other in found.values():

@@ -172,7 +172,7 @@ def test_a_byte_now_and_then_ends_when_the_time_is_over(monkeypatch, capsys):
         long = frame(b" " * 1000)
         call()
         clock = Clock(monkeypatch, 2.5, trickle)
-        assert list(hellos(server, 60.0, 9)) == []
+        assert list(hellos(server, lambda: 60.0, 9)) == []
         assert 60.0 <= clock.now < 61.0
         assert len(sent) > 5
     (line,) = capsys.readouterr().err.splitlines()
@@ -207,7 +207,7 @@ def test_no_file_is_left_for_a_connection(monkeypatch, capsys):
         call = lambda: stack.enter_context(socket.create_connection(server.getsockname()))
         full = SimpleNamespace(setblocking=server.setblocking, fileno=server.fileno, accept=server.accept)
         Clock(monkeypatch, 0.01)
-        silent, calls = call(), hellos(full, 60.0, 9)
+        silent, calls = call(), hellos(full, lambda: 60.0, 9)
 
         def accept():
             if not silent_is_gone():
