@@ -12,7 +12,7 @@ from checkpoints.loading import (
     stored_dtype,
 )
 from checkpoints.orbax import save
-from checkpoints.safetensors import parse as parse_config
+from checkpoints.safetensors import parse_layers as parse_layers
 from checkpoints.sources import Source, resolve
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "load_params",
     "load_stop_ids",
     "load_tokenizer",
-    "parse_config",
+    "parse_layers",
     "resolve",
     "save",
     "stored_dtype",

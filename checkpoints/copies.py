@@ -13,7 +13,8 @@ from jax import lax
 from checkpoints.names import Table
 from checkpoints.tensor_file import TensorFile
 from jaxspec.common.errors import UnsupportedError
-from jaxspec.models.config import ModelConfig, Rope
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.rope import Rope
 
 PIECE = 1 << 26  # bytes of a tensor that are compared at a time
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from checkpoints import gguf, orbax
+from checkpoints.gguf_config import GGUF_ENDS
 from checkpoints.loading import GENERATION_CONFIG, load_config, load_generation_config, load_tokenizer
 from checkpoints.reading import read_config, told
 from checkpoints.sources import Source
-from jaxspec.models.config import GGUF_ENDS
 from jaxspec.models.limits import token_ids
 
 ENDS = re.compile(r"(eos|eot|eom|eod|stop)(_token)?_ids?")  # keys of config.json and generation_config.json

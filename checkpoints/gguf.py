@@ -20,6 +20,7 @@ import gguf
 import jax
 import numpy as np
 
+from checkpoints import gguf_config
 from checkpoints.assemble import assemble
 from checkpoints.names import GGUF
 from checkpoints.reading import told
@@ -167,7 +168,7 @@ def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
 
 
 def load_config(path: Path) -> ModelConfig:
-    """ModelConfig of a file. Raises: UnsupportedError for an architecture that ModelConfig.from_gguf refuses."""
+    """ModelConfig of a file. Raises: UnsupportedError for an architecture that `gguf_config.model_config` refuses."""
     header, weights = read_header(path), Weights(path)
     factors = "rope_freqs.weight"  # Llama 3.1's stretched frequencies come as a tensor
     with told(path):
@@ -175,7 +176,7 @@ def load_config(path: Path) -> ModelConfig:
             raise UserError("tensor token_embd.weight is missing")
         if factors in header.tensors and len(shape := header.tensors[factors].shape) > 1:
             raise UserError(f"tensor {factors} has shape {shape}: one factor a frequency is needed")
-        return ModelConfig.from_gguf(
+        return gguf_config.model_config(
             header.meta,
             vocab_size=header.tensors["token_embd.weight"].shape[0],
             tied="output.weight" not in header.tensors,

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,18 @@ from safetensors.numpy import save_file
 from checkpoints import eight_bits
 from checkpoints.assemble import assemble, copying, place, stored_shape
 from checkpoints.copies import same
+from checkpoints.hf_config import ACTIVATIONS
 from checkpoints.names import Table, hf
 from checkpoints.orbax import FINGERPRINT, appearing
 from checkpoints.reading import read_config, there
 from checkpoints.safetensors import FLOATS, Shards, edit
 from checkpoints.sources import TOKENIZER_FILES
 from jaxspec.common.errors import UnsupportedError, UserError
-from jaxspec.models.config import ACTIVATIONS, ModelConfig
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.families import FAMILIES, Place
 from jaxspec.models.parameters import Parameter
+from jaxspec.models.reading import Reading
 
 
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
@@ -73,27 +75,6 @@ def write(
                 shutil.copyfile(path, partial / path.name)
         if config is not None:
             (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-
-
-class Reading(Protocol):
-    """How a head's checkpoint is read; `jaxspec.drafters.heads` says what each means."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def names(self) -> Mapping[str, Place]: ...
-    @property
-    def ignored(self) -> tuple[str, ...]: ...
-    @property
-    def copies(self) -> Mapping[str, Place]: ...
-    @property
-    def repeats(self) -> Mapping[str, str]: ...
-    @property
-    def ones(self) -> tuple[str, ...]: ...
-    @property
-    def absolute_ids(self) -> bool: ...
-    @property
-    def norm_plus_one(self) -> bool: ...
 
 
 def table_of(how: Reading) -> Table:

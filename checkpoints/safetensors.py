@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from checkpoints import hf_config
 from checkpoints.assemble import assemble
 from checkpoints.eight_bits import SCALE, widened
 from checkpoints.library import transformers
@@ -41,16 +42,16 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def load_config(folder: Path) -> ModelConfig:
     """ModelConfig of a folder.
 
-    Raises: FileNotFoundError without a config.json; UnsupportedError and UserError as ModelConfig.from_hf does.
+    Raises: FileNotFoundError without a config.json; UnsupportedError and UserError as `hf_config.model_config` does.
     """
     with told(folder / "config.json"):
         return parse(read_config(folder / "config.json"))
 
 
 def parse(raw: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json. Raises as ModelConfig.from_hf does; UserError for one that lacks a size."""
+    """ModelConfig of a config.json. Raises as `hf_config.model_config` does; UserError for one that lacks a size."""
     # Before transformers, which answers unknown kinds with a paragraph, and makes 10**9 labels where that is asked.
-    known = ModelConfig.check_supported(raw)
+    known = hf_config.check_supported(raw)
     for key in SIZES:  # not taken from transformers, where they are those of another model
         if key not in known:
             raise UserError(f"{key} is missing")
@@ -59,7 +60,13 @@ def parse(raw: Mapping[str, Any]) -> ModelConfig:
     kind, reads_as = raw["model_type"], {family.model_type: family.reads_as for family in FAMILIES.values()}
     filled = transformers().AutoConfig.for_model(**known | {"model_type": reads_as.get(kind) or kind}).to_dict()
     ids = {key: known.get(key) for key in ("bos_token_id", "eos_token_id")}
-    return ModelConfig.from_hf(filled | ids | {"model_type": kind})
+    return hf_config.model_config(filled | ids | {"model_type": kind})
+
+
+def parse_layers(raw: Mapping[str, Any]) -> ModelConfig:
+    """Parse the config.json of a Llama that leaves nothing out. Transformers, which takes seconds to import, is asked
+    only where it is needed: it knows how all have spelled what becomes of rope. Raises as `parse` does."""
+    return parse(raw) if raw.keys() & {"rope_scaling", "rope_parameters"} else hf_config.model_config(raw)
 
 
 def load_params(

@@ -41,7 +41,7 @@ ARROWS = {
     "decode",
     "engine": "pallas_kernels hardware.platforms parallel sampling cache models drafters verify.rules options "
     "decode.state runtime",
-    "checkpoints": "models.config models.draft_spec models.families models.limits models.parameters",
+    "checkpoints": "models.config models.draft_spec models.families models.limits models.parameters models.reading models.rope",
     "loading": "pallas_kernels checkpoints hardware.platforms parallel.placement models drafters options "
     "runtime.stored",
     "api": "pallas_kernels.device checkpoints parallel models options runtime engine loading",
@@ -49,7 +49,7 @@ ARROWS = {
     "jaxspec": "parallel.hosts options engine.metrics api",
     "bench": "pallas_kernels checkpoints hardware.platforms parallel.placement cache models drafters verify.rules "
     "options decode runtime engine loading",
-    "inspect": "pallas_kernels.device checkpoints hardware parallel.placement cache models drafters.heads options "
+    "inspect": "pallas_kernels.device checkpoints hardware parallel.placement cache models options "
     "engine loading bench.presets",
     "demo": "pallas_kernels.weights checkpoints.names parallel.placement models drafters.methods options "
     "engine.metrics api",

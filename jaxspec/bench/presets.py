@@ -6,12 +6,13 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+from checkpoints.hf_config import llama3_factors
 from jaxspec.common.errors import UserError
 from jaxspec.drafters import dflash, eagle, eagle3, medusa, mtp
-from jaxspec.models.config import ModelConfig, Rope
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.families import FAMILIES
-from jaxspec.models.rope import llama3_factors
+from jaxspec.models.rope import Rope
 from jaxspec.parallel.placement import make_placement
 
 # Columns as in the public config.json files; stretch: Llama 3's rope factor, 1 where there is none.

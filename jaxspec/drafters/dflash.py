@@ -20,7 +20,7 @@ from jaxspec.cache.layer import LayerCache
 from jaxspec.common.errors import UnsupportedError
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, lender
 from jaxspec.drafters.chain import at_once
-from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found, Reading
+from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import Layer, bind, module
@@ -30,6 +30,7 @@ from jaxspec.models.head import product
 from jaxspec.models.mixers.attention import rotary_tables
 from jaxspec.models.paged import PagedModel, places
 from jaxspec.models.parameters import declare
+from jaxspec.models.reading import Reading
 from jaxspec.models.rows import Rows
 from jaxspec.sampling.rng import take_row
 from pallas_kernels.plain import rms_norm

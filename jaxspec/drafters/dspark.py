@@ -21,7 +21,7 @@ from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters import dflash
 from jaxspec.drafters.base import Choose, History, Proposal, Rank
 from jaxspec.drafters.chain import Place, Step, chain
-from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.heads import Found
 from jaxspec.drafters.trees.tree import Nodes, Shape, grown
 from jaxspec.models import families
 from jaxspec.models.decoder import module
@@ -29,6 +29,7 @@ from jaxspec.models.draft_spec import DraftSpec
 from jaxspec.models.head import product, whole
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.reading import Reading
 from jaxspec.models.table import looked_up
 from pallas_kernels.plain import likeliest
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.drafters.feature_chain import FeatureChain
-from jaxspec.drafters.heads import HEAD, TABLE, Found, Reading
+from jaxspec.drafters.heads import HEAD, TABLE, Found
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -21,6 +21,7 @@ from jaxspec.models.families import layer_names
 from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.reading import Reading
 
 
 @dataclasses.dataclass(frozen=True)

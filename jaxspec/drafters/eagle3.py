@@ -15,7 +15,7 @@ from flax import nnx
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters.draft_model import in_parallel
 from jaxspec.drafters.feature_chain import FeatureBlock, FeatureChain
-from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found, Reading
+from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -23,6 +23,7 @@ from jaxspec.models.families import Place, layer_names
 from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.reading import Reading
 from pallas_kernels.plain import rms_norm
 
 

@@ -29,7 +29,7 @@ class Found:
 
     name: what to call it; raw: its config.json; shapes: of its tensors.
     target: the model that it is to draft for, target_name what to call that.
-    parse: a model's config.json -> its ModelConfig.
+    parse: the config.json of layers -> their ModelConfig.
     differing: those of its copies of the target's tensors (`Reading.copies`) that are known to be others.
     """
 
@@ -85,9 +85,7 @@ class Found:
         # That attention has biases is read below, not with the options of a model, where all four projections have one.
         own = {**self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False, "attention_bias": False}
         raw = {"rope_theta": 1e4, **own}
-        # Transformers, which takes seconds to import, knows how all have spelled what becomes of rope.
-        spelled = raw.keys() & {"rope_scaling", "rope_parameters"}
-        fields = vars(self.parse(raw) if spelled else ModelConfig.from_hf(raw))
+        fields = vars(self.parse(raw))
         there = lambda end: any(name.endswith(end) for name in self.shapes)
         biased = self.flag("attention_bias", default=False) or there("self_attn.q_proj.bias")
         normed = there("self_attn.q_norm.weight")
@@ -148,32 +146,6 @@ class Found:
         for key, value in only.items():
             if self.raw.get(key) not in (None, value):
                 raise UnsupportedError(f"{self.name}: {key}={short(self.raw[key])} is not supported: only {value} is")
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """How a checkpoint is read: its configuration, and where its tensors go.
-
-    ignored: shell patterns of those that are part of something else.
-    copies: tensor -> the parameter of the target, and which part of it, that stands in its place: see `Found.copies`.
-    repeats: tensor -> the one of the same checkpoint that stands in its place, since `tie_weights` says so.
-    ones: those of norms that the head does not have.
-    rest: those of the model in whose checkpoint the head stands, which should be the target.
-    absolute_ids: a reduced vocabulary's ids are written as they are, not as differences from its own.
-    norm_plus_one: norms are written as what is added to 1.
-    remark: what is left out of it, if anything is that somebody may miss.
-    """
-
-    config: ModelConfig
-    names: Mapping[str, Place]
-    ignored: tuple[str, ...] = ()
-    copies: Mapping[str, Place] = dataclasses.field(default_factory=dict)
-    repeats: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ones: tuple[str, ...] = ()
-    rest: tuple[str, ...] = ()
-    absolute_ids: bool = False
-    norm_plus_one: bool = False
-    remark: str = ""
 
 
 def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:

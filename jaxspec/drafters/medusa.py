@@ -18,7 +18,7 @@ from flax import nnx
 from jaxspec.common.errors import UserError
 from jaxspec.drafters.base import Choose, History, Proposal
 from jaxspec.drafters.chain import at_once
-from jaxspec.drafters.heads import HEAD, Found, Reading
+from jaxspec.drafters.heads import HEAD, Found
 from jaxspec.drafters.last_feature import LastFeature
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -26,6 +26,7 @@ from jaxspec.models.families import Place
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.reading import Reading
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.drafters.heads import Found, Reading
+from jaxspec.drafters.heads import Found
 from jaxspec.drafters.last_feature import LastFeature
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.head import Head, product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.reading import Reading
 from jaxspec.models.table import looked_up
 from pallas_kernels.plain import rms_norm
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxspec.common.errors import UserError
 from jaxspec.drafters.feature_chain import FeatureChain
-from jaxspec.drafters.heads import HEAD, TABLE, Found, Reading
+from jaxspec.drafters.heads import HEAD, TABLE, Found
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -24,6 +24,7 @@ from jaxspec.models.families import FAMILIES, Place, layer_names
 from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
+from jaxspec.models.reading import Reading
 from pallas_kernels.plain import rms_norm
 
 

@@ -14,7 +14,6 @@ from jaxspec.bench import presets
 from jaxspec.cache import budget
 from jaxspec.cache.pages import cache_layout, features_layout
 from jaxspec.common.errors import UserError
-from jaxspec.drafters.heads import Reading
 from jaxspec.engine.catalogue import Closed
 from jaxspec.engine.setup import catalogue, temporary_bytes
 from jaxspec.hardware.accelerators import Accelerator, accelerator
@@ -27,6 +26,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
+from jaxspec.models.reading import Reading
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
 from pallas_kernels.device import Device, here

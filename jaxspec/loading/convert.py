@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 import checkpoints
 from checkpoints import eight_bits, heads, orbax, speculators
+from checkpoints.hf_config import rope_parameters
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import flattened
@@ -21,7 +22,6 @@ from jaxspec.loading.drafts import read_beside
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
-from jaxspec.models.rope import rope_parameters
 
 
 def convert(

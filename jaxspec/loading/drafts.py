@@ -17,11 +17,12 @@ from checkpoints.reading import told
 from checkpoints.safetensors import heads_within
 from jaxspec.common.errors import MisfitError, UserError
 from jaxspec.drafters import methods
-from jaxspec.drafters.heads import Found, Reading, flattened
+from jaxspec.drafters.heads import Found, flattened
 from jaxspec.loading.weights import load
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params, parameters
 from jaxspec.models.model import Model
+from jaxspec.models.reading import Reading
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.options.speculative import SpeculativeConfig
 from pallas_kernels.weights import dense
@@ -121,7 +122,7 @@ def read_draft(
         return None
     beside = for_degree(target, 1)
     checkpoint = Found(
-        source.name, flattened(raw), shapes, beside, target_name, checkpoints.parse_config, differing=differing
+        source.name, flattened(raw), shapes, beside, target_name, checkpoints.parse_layers, differing=differing
     )
     with told(source.path):
         reading = methods.implementation(found).read(checkpoint)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from checkpoints import hf_config
 from jaxspec.bench import floors, options, presets
 from jaxspec.bench.clock import Sample, measure, summary
 from jaxspec.bench.hardware import Hardware, hardware
@@ -20,7 +21,6 @@ from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.common.errors import UserError
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.models.backend import Backend
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
 from jaxspec.models.paged import PagedModel
 from jaxspec.options.speculative import SpeculativeConfig
@@ -72,7 +72,7 @@ def test_a_preset_is_what_its_config_file_says():
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     }
-    assert presets.preset("llama-3.2-1b") == ModelConfig.from_hf(raw)
+    assert presets.preset("llama-3.2-1b") == hf_config.model_config(raw)
     raw = {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -87,7 +87,7 @@ def test_a_preset_is_what_its_config_file_says():
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
-    assert presets.preset("qwen3-8b") == ModelConfig.from_hf(raw)
+    assert presets.preset("qwen3-8b") == hf_config.model_config(raw)
 
 
 @pytest.mark.parametrize(("name", "windows"), [("tiny", None), ("tiny-draft", None), ("tiny", (8, None))])

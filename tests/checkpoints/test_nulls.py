@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import pytest
 
 import checkpoints
+from checkpoints import hf_config
 from checkpoints.reading import NULL_IS_A_VALUE
 from jaxspec.api.one_call import model_defaults
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters.heads import flattened
 from jaxspec.loading import drafts
 from jaxspec.loading.drafts import read_draft
-from jaxspec.models import hf
 from jaxspec.models.config import ModelConfig
 from jaxspec.options.transformers import OF_THE_MODEL, OF_THE_TEXT
 from tests.checkpoints.files import rewrite
@@ -51,7 +51,7 @@ def test_a_models_config(family, tmp_path):
     raw = json.loads((folder / "config.json").read_text())
     source = checkpoints.resolve(str(folder))
     other = {"quantization_config", "compression_config", "text_config", "vision_config"}
-    keys = ({*hf.READ, *raw} | other) - {"model_type", "architectures"}
+    keys = ({*hf_config.READ, *raw} | other) - {"model_type", "architectures"}
     compared(folder / "config.json", raw, sorted(keys), lambda: checkpoints.load_config(source), NULL_IS_A_VALUE)
 
 
@@ -146,7 +146,7 @@ def test_a_tokenizers_config(tmp_path):
 
     compared(path, raw, TOKENIZER_KEYS, read)
     path.write_text(json.dumps(raw))
-    nulls = dict.fromkeys(hf.READ, None) | {"model_type": "llama"}
+    nulls = dict.fromkeys(hf_config.READ, None) | {"model_type": "llama"}
     wanted = read()
     (tmp_path / "config.json").write_text(json.dumps(nulls))  # which transformers reads of a tokenizer's folder, too
     assert read() == wanted

@@ -16,11 +16,11 @@ from safetensors.numpy import load_file, save_file
 import checkpoints
 from checkpoints import heads
 from jaxspec.common.errors import UserError
-from jaxspec.drafters.heads import Reading
 from jaxspec.inspect import info
 from jaxspec.loading.drafts import load_draft, read_draft
 from jaxspec.loading.weights import load
 from jaxspec.models.decoder import abstract_params
+from jaxspec.models.reading import Reading
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same, fails
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jaxspec.engine.engine import Engine
 from jaxspec.loading.weights import laid
 from jaxspec.models import families
-from jaxspec.models.config import ModelConfig, Rope
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
 from jaxspec.models.model import Model
+from jaxspec.models.rope import Rope
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig

@@ -8,7 +8,9 @@ import math
 
 import pytest
 
-from jaxspec.models.config import ModelConfig, Rope
+from checkpoints import gguf_config, hf_config
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.rope import Rope
 from tests.support.tiny_models import FAMILIES
 
 LLAMA = {
@@ -59,24 +61,24 @@ def meta(architecture: str, **more):
 
 
 def from_gguf(raw, **options):
-    return ModelConfig.from_gguf(raw, **{"vocab_size": 128, "tied": False} | options)
+    return gguf_config.model_config(raw, **{"vocab_size": 128, "tied": False} | options)
 
 
 def test_llama():
-    config = ModelConfig.from_hf(LLAMA)
+    config = hf_config.model_config(LLAMA)
     assert (config.head_dim, config.layers[0].heads_per_group, config.layers[0].qkv_width) == (16, 2, 128)
     assert config.rope == Rope(5e5)
     assert config.windows == (None, None)
     assert not config.tied
     assert config.query_scale == 0.25
     assert config.eos_ids == (2, 7)
-    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": 3}).eos_ids == (3,)
-    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": None}).eos_ids == ()
-    assert ModelConfig.from_hf(LLAMA | {"head_dim": 40}).head_dim == 40
+    assert hf_config.model_config(LLAMA | {"eos_token_id": 3}).eos_ids == (3,)
+    assert hf_config.model_config(LLAMA | {"eos_token_id": None}).eos_ids == ()
+    assert hf_config.model_config(LLAMA | {"head_dim": 40}).head_dim == 40
 
 
 def test_gemma():
-    config = ModelConfig.from_hf(GEMMA)
+    config = hf_config.model_config(GEMMA)
     assert config.windows == (32, None)
     assert config.rope == Rope(1e6, (8.0,) * 8)
     assert config.local_rope == Rope(1e4)
@@ -87,10 +89,10 @@ def test_gemma():
 
 
 def test_mistral_and_qwen_windows():
-    assert ModelConfig.from_hf(LLAMA | {"model_type": "mistral", "sliding_window": 9}).windows == (9, 9)
-    assert ModelConfig.from_hf(LLAMA | {"model_type": "mistral", "sliding_window": None}).windows == (None, None)
+    assert hf_config.model_config(LLAMA | {"model_type": "mistral", "sliding_window": 9}).windows == (9, 9)
+    assert hf_config.model_config(LLAMA | {"model_type": "mistral", "sliding_window": None}).windows == (None, None)
     mixed = {"model_type": "qwen2", "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}
-    config = ModelConfig.from_hf(LLAMA | mixed)
+    config = hf_config.model_config(LLAMA | mixed)
     assert config.windows == (None, 9)
     assert config.qkv_bias
 
@@ -98,7 +100,7 @@ def test_mistral_and_qwen_windows():
 def test_llama3_factors_follow_the_wavelength():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     raw = LLAMA | {"rope_scaling": scaling | {"original_max_position_embeddings": 256}, "head_dim": 64}
-    factors = ModelConfig.from_hf(raw).rope.factors
+    factors = hf_config.model_config(raw).rope.factors
     for i, factor in enumerate(factors):
         wavelength = 2 * math.pi * 5e5 ** (2 * i / 64)
         if wavelength < 256 / 4:
@@ -115,18 +117,18 @@ def test_llama3_of_a_context_that_stands_apart():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     key = "original_max_position_embeddings"
     read = lambda table, **more: (
-        ModelConfig.from_hf(LLAMA | {"rope_scaling": scaling | table, "head_dim": 64} | more).rope
+        hf_config.model_config(LLAMA | {"rope_scaling": scaling | table, "head_dim": 64} | more).rope
     )
     expected = read({key: 256})
     assert read({}, **{key: 256}) == read({key: 512}, **{key: 256}) == expected != read({key: 512})
     linear = {"rope_type": "linear", "factor": 2.0}
-    assert ModelConfig.from_hf(LLAMA | {"rope_scaling": linear, key: 256}).rope.factors == (2.0,) * 8
+    assert hf_config.model_config(LLAMA | {"rope_scaling": linear, key: 256}).rope.factors == (2.0,) * 8
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mimo"])
 def test_biases_that_are_always_there(kind):
     """Whatever attention_bias says; MiMo's own configuration says true."""
-    said = [ModelConfig.from_hf(LLAMA | {"model_type": kind} | more) for more in ({}, {"attention_bias": True})]
+    said = [hf_config.model_config(LLAMA | {"model_type": kind} | more) for more in ({}, {"attention_bias": True})]
     assert said[0] == said[1]
     assert said[0].qkv_bias
 
@@ -149,7 +151,7 @@ def test_biases_that_are_always_there(kind):
 )
 def test_hugging_face_configs_that_are_refused(change, words):
     with pytest.raises(NotImplementedError, match=words):
-        ModelConfig.from_hf(LLAMA | change)
+        hf_config.model_config(LLAMA | change)
 
 
 def test_gguf_llama():

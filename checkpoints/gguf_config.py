@@ -1,0 +1,100 @@
+"""The metadata of a GGUF file, parsed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.common.errors import UnsupportedError, UserError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import FAMILIES, GGUF
+from jaxspec.models.limits import number, short, token_ids
+from jaxspec.models.rope import Rope
+
+# GGUF key, after the architecture's name, that changes what a model computes -> the only value that is supported.
+GGUF_FIXED: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0,
+    "attention.scale": 0,
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+    "logit_scale": 0,
+    "embedding_scale": 0,
+    "residual_scale": 0,
+    "expert_count": 0,
+    "rope.scale_linear": 1,
+    "rope.scaling.attn_factor": 1,
+}
+
+GGUF_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+
+
+def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors=()) -> ModelConfig:
+    """Parse GGUF metadata (`general.architecture` and `<arch>.*` keys).
+
+    vocab_size: rows of token_embd; tied: no output.weight in the file; rope_factors: rope_freqs.weight if present.
+    """
+    family = meta.get("general.architecture")
+    if family not in tuple(GGUF):
+        raise UnsupportedError(f"GGUF architecture {short(family)}: jaxspec reads {', '.join(GGUF)}")
+    files = GGUF[family]
+
+    def get(key: str, what: str, default: Any = None) -> Any:
+        value = meta.get(f"{family}.{key}", default)
+        if value is None:
+            raise UserError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
+        if isinstance(value, list):
+            raise UnsupportedError(f"{family}.{key} has a value for each layer: one for all is supported")
+        return number(what, value, f"{family}.{key}")
+
+    for key, only in GGUF_FIXED.items():
+        if (value := meta.get(f"{family}.{key}", only)) != only:
+            raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
+    stretched = f"{family}.rope.scaling.factor" in meta
+    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as llama.cpp has it
+    if scaling not in ("none", "linear"):
+        raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
+    layers, width = get("block_count", "num_layers"), get("embedding_length", "width")
+    heads = get("attention.head_count", "num_heads")
+    head_dim = get("attention.key_length", "head_dim", width // heads)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if get(key, "head_dim", head_dim) != head_dim:
+            part = "partial rotary embedding" if "rope" in key else "values of another size than keys"
+            raise UnsupportedError(
+                f"{family}.{key}={meta[f'{family}.{key}']} where heads have {head_dim}: {part} is not supported"
+            )
+    factors = tuple(float(f) for f in rope_factors)
+    if scaling == "linear":
+        if factors:
+            raise UnsupportedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
+        factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
+    window, local = 0, [False] * layers
+    if files.period:  # the file may give another one, or a flag a layer
+        window = get("attention.sliding_window", "window")
+        if isinstance(flags := meta.get(f"{family}.attention.sliding_window_pattern"), list):
+            local = flags
+        else:
+            period = get("attention.sliding_window_pattern", "num_layers", files.period)
+            local = [bool((i + 1) % period) for i in range(layers)]
+    theta, local_theta = files.theta, files.local_theta
+    return ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        num_layers=layers,
+        width=width,
+        mlp_width=get("feed_forward_length", "mlp_width"),
+        num_heads=heads,
+        num_kv_heads=get("attention.head_count_kv", "num_kv_heads", heads),
+        head_dim=head_dim,
+        max_model_len=get("context_length", "max_model_len"),
+        windows=tuple(window if sliding else None for sliding in local),
+        rope=Rope(float(get("rope.freq_base", "theta", theta)), factors),
+        local_rope=Rope(float(get("rope.freq_base_swa", "theta", local_theta))) if local_theta else None,
+        norm_eps=get("attention.layer_norm_rms_epsilon", "norm_eps"),
+        tied=tied,
+        **FAMILIES[family].switches(width),
+        query_scale=(width / heads) ** -0.5 if layers in files.wide_queries else 0.0,
+        bos_id=meta.get("tokenizer.ggml.bos_token_id"),
+        eos_ids=tuple(dict.fromkeys(i for key in GGUF_ENDS for i in token_ids(meta.get(key), key))),
+    )

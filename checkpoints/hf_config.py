@@ -1,0 +1,241 @@
+"""A Hugging Face config.json, parsed: kinds of models, numbers, options that change what is computed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.common.errors import UnsupportedError, UserError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import FAMILIES
+from jaxspec.models.limits import number, short, token_ids
+from jaxspec.models.rope import Rope
+
+# Hugging Face model_type -> family. Multimodal wrappers are refused by name instead of guessed at.
+MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()}
+# Number -> what it is in LIMITS.
+NUMBERS = {
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "width",
+    "intermediate_size": "mlp_width",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_model_len",
+    "sliding_window": "window",
+    "sliding_window_pattern": "num_layers",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "theta",
+    "rope_local_base_freq": "theta",
+    "final_logit_softcapping": "logit_soft_cap",
+    "query_pre_attn_scalar": "width",
+    "bos_token_id": "bos_id",
+    "pard_token": "token_id",
+}
+# Option that changes what a model computes -> the only value of it that is supported (null is that too), but in the
+# families that take any: see `Family.takes`.
+FIXED: dict[str, Any] = {
+    "attention_bias": False,
+    "attn_logit_softcapping": None,  # Gemma 3's configurations have it, and nothing reads it
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "mlp_bias": False,
+    "use_bidirectional_attention": False,
+    "is_causal": True,
+    "partial_rotary_factor": 1,
+    "rotary_pct": 1,
+    "attention_multiplier": 1,
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "logits_scaling": 1,
+    "logit_scale": 1,
+}
+NEEDED = (
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+READ = (
+    *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
+    *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
+    *NUMBERS,
+    *FIXED,
+)
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's -> ours
+
+
+def model_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Parse a Hugging Face config, given as a dict (`transformers.AutoConfig...to_dict()`, which fills the defaults).
+
+    Raises: UnsupportedError as `check_supported` does, and for an activation or a kind of layer that no
+    supported family has; UserError for a value that no model has.
+    """
+    check_supported(raw)
+    name = MODEL_TYPES[raw["model_type"]]
+    family = FAMILIES[name]
+    for key in NEEDED:
+        number(NUMBERS[key], raw.get(key), key)
+    layers, heads, kv_heads = raw["num_hidden_layers"], raw["num_attention_heads"], raw.get("num_key_value_heads")
+    head_dim = raw["hidden_size"] // heads if raw.get("head_dim") is None else raw["head_dim"]
+    number("head_dim", head_dim)
+    ropes = rope_tables(raw, head_dim)
+    activation, scaled = raw.get(family.activation_key, "silu"), "query_pre_attn_scalar" in family.takes
+    if activation not in tuple(ACTIVATIONS):  # what a file says need not be hashable
+        raise UnsupportedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
+    if scaled:
+        number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar")
+    tied = raw.get("tie_word_embeddings")
+    switches = family.switches(raw["hidden_size"])
+    switches["activation"] = ACTIVATIONS[activation]
+    return ModelConfig(
+        family=name,
+        vocab_size=raw["vocab_size"],
+        num_layers=layers,
+        width=raw["hidden_size"],
+        mlp_width=raw["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        max_model_len=raw["max_position_embeddings"],
+        windows=windows(raw, name, layers),
+        rope=ropes[0],
+        local_rope=ropes[1],
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        tied=False if tied is None else tied,
+        **switches,
+        norm_plus_one=family.norm_plus_one,
+        query_scale=raw["query_pre_attn_scalar"] ** -0.5 if scaled else 0.0,
+        logit_soft_cap=raw.get("final_logit_softcapping"),
+        bos_id=raw.get("bos_token_id"),
+        eos_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+        mask_id=raw.get("pard_token"),
+    )
+
+
+def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Looks at a raw config.json before anything is computed from it. Returns the options that are read.
+
+    Raises: UnsupportedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
+    a rotary embedding that no supported family has, or another option that changes what is computed and is not
+    supported; UserError for a number that no model has.
+    """
+    kind = raw.get("model_type", "")
+    if not isinstance(kind, str):
+        raise UserError(f"model_type={short(kind)} must be a string")
+    if any(key.endswith("_config") and "vision" in key for key in raw) or "vision" in kind:
+        raise UnsupportedError(f"{kind!r} is a multimodal checkpoint: only text decoders are supported")
+    if kind not in MODEL_TYPES:
+        raise UnsupportedError(f"architecture {short(kind)}: jaxspec reads {', '.join(sorted(MODEL_TYPES))}")
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key):
+            raise UnsupportedError(f"{key}: of quantised checkpoints only GGUF files are read")
+    family = FAMILIES[MODEL_TYPES[kind]]
+    for key, only in FIXED.items():
+        if key not in family.takes and raw.get(key) not in (None, only):
+            more = "" if only is None else f": only {json.dumps(only)} is"
+            raise UnsupportedError(f"{key}={short(raw[key])} in a {kind!r} checkpoint is not supported{more}")
+    for key, what in NUMBERS.items():
+        if raw.get(key) is not None:
+            number(what, raw[key], key)
+    kinds = raw.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list | tuple) and all(isinstance(k, str) for k in kinds)):
+        raise UserError(f"layer_types={short(kinds)} must be a list of strings, one a layer")
+    token_ids(raw.get("eos_token_id"), "eos_token_id")
+    rope_parameters(raw)
+    known = {key: raw[key] for key in READ if key in raw}
+    if known.get("num_key_value_heads", 0) is None:  # as many as query heads, which some families' readers refuse
+        known["num_key_value_heads"] = known.get("num_attention_heads")
+    return known
+
+
+def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, from `layer_types` where the config has them."""
+    window, kinds, which = raw.get("sliding_window"), raw.get("layer_types"), FAMILIES[family].windows
+    if kinds is None:
+        kinds = ["sliding_attention" if which == "all" and window else "full_attention"] * layers
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedError(
+            f"layer types {short(sorted(unknown))}: full_attention and sliding_attention are supported"
+        )
+    sliding = "sliding_attention" in kinds
+    if sliding and window is None:
+        raise UserError("layer_types name sliding_attention, but sliding_window is missing")
+    # transformers does not look at their layer_types: these say what is done, or the checkpoint is of another kind.
+    if (which == "none" and sliding) or (which == "all" and window and "full_attention" in kinds):
+        raise UnsupportedError(f"layer_types of a {family} checkpoint must be those of {family}: one kind in all")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of its rotary embedding, in whichever of the two spellings. Raises: UserError where that is
+    no object; UnsupportedError for a kind of embedding that is not supported."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(key) or {}, Mapping):
+            raise UserError(f"{key}={short(raw[key])} must be an object")
+        if (raw.get(key) or {}).get("mrope_section"):
+            raise UnsupportedError("M-RoPE (mrope_section) is of multimodal checkpoints: only text is supported")
+    theta = raw.get("rope_theta")
+    parameters = raw.get("rope_parameters") or {
+        "rope_theta": 10000.0 if theta is None else theta,
+        **(raw.get("rope_scaling") or {}),
+    }
+    context = raw.get("original_max_position_embeddings")
+    if context is not None and parameters.get("rope_type", parameters.get("type")) == "llama3":
+        parameters = {**parameters, "original_max_position_embeddings": context}  # it comes first in transformers
+    by_kind = [parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters]
+    for table in by_kind or [parameters]:
+        if not isinstance(table, Mapping):
+            raise UserError(f"rope_parameters hold {short(table)} where an object is needed")
+        kind = table.get("rope_type", table.get("type", "default"))
+        if kind not in ("default", "linear", "llama3"):
+            raise UnsupportedError(f"rope type {short(kind)}: default, linear and llama3 are supported")
+        if table.get("partial_rotary_factor") not in (None, 1):
+            raise UnsupportedError(
+                f"partial rotary embedding (partial_rotary_factor={short(table['partial_rotary_factor'])}) is not "
+                "supported: only 1"
+            )
+    return parameters
+
+
+def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | None]:
+    """(global, local) rotary tables; local is None where all layers share one."""
+    parameters = rope_parameters(raw)
+    if "full_attention" not in parameters and "sliding_attention" not in parameters:
+        return rope_table(parameters, head_dim), None
+    for kind in ("full_attention", "sliding_attention"):
+        if kind not in parameters:
+            raise UserError(f"rope_parameters lack {kind}")
+    return rope_table(parameters["full_attention"], head_dim), rope_table(parameters["sliding_attention"], head_dim)
+
+
+def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
+    """One Hugging Face rope dict as a Rope."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    theta = float(number("theta", parameters.get("rope_theta"), "rope_theta"))
+    if kind == "linear":
+        return Rope(theta, (float(number("factor", parameters.get("factor"), "rope's factor")),) * (head_dim // 2))
+    return Rope(theta, llama3_factors(parameters, theta, head_dim) if kind == "llama3" else ())
+
+
+def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
+    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    factor, low, high = (
+        float(number("factor", parameters.get(key), f"rope's {key}"))
+        for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    if not low < high:
+        raise UserError(f"rope's low_freq_factor={low} must be below high_freq_factor={high}")
+    key = "original_max_position_embeddings"
+    context = float(number("max_model_len", parameters.get(key), f"rope's {key}"))
+    factors = []
+    for i in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
+        smooth = min(1.0, max(0.0, (context / wavelength - low) / (high - low)))
+        factors.append(1.0 / ((1 - smooth) / factor + smooth))
+    return tuple(factors)
