@@ -9,6 +9,7 @@ folder/tokenizer.sha256  only that tokenizer's fingerprint
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -140,7 +141,8 @@ def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
         try:
             how = ocp.Context()
             how.array.saving.storage_options.chunk_byte_size = CHUNK
-            with how, quiet():
+            quiet()
+            with how, last_writer():
                 ocp.save(path, dict(arrays))
             saved.set_result(None)
         except BaseException as error:
@@ -164,22 +166,25 @@ def end_writing(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep orbax's threads from logging the tracebacks of errors that are raised here. One of them goes on after
-    another has failed: it is waited for."""
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and "orbax" in record.pathname)
-
-    log = logging.getLogger("absl")
-    log.addFilter(is_news)
+def last_writer() -> Iterator[None]:
+    """Wait for the thread of orbax that goes on after another has failed."""
     try:
         yield
     finally:
         for thread in threading.enumerate():
             if thread.name == LAST_WRITER:
                 thread.join(PATIENCE)
-        log.removeFilter(is_news)
+
+
+@functools.cache
+def quiet() -> None:
+    """Keep orbax's threads from logging the tracebacks of errors, which are raised here. Some log theirs after another
+    has failed and its error was raised, so that this is for good."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and "orbax" in record.pathname)
+
+    logging.getLogger("absl").addFilter(is_news)
 
 
 def stored_arrays(path: Path) -> dict[str, Any]:
@@ -227,9 +232,9 @@ class History:
     def __init__(self, folder: str | Path, metric: str) -> None:
         import orbax.checkpoint.experimental.v1 as ocp
 
-        self.folder, self.open = Path(folder).expanduser().absolute(), contextlib.ExitStack()
-        self.open.enter_context(quiet())
-        self.metric, policies = metric, ocp.training.preservation_policies
+        quiet()
+        self.folder, self.metric = Path(folder).expanduser().absolute(), metric
+        policies = ocp.training.preservation_policies
         # What has no metrics is a checkpoint that a killed run was removing.
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics[metric], n=1, keep_checkpoints_without_metrics=False
@@ -264,7 +269,7 @@ class History:
     def close(self) -> None:
         """Wait for what is being written. Raises DiskError where it cannot be; nothing half is left."""
         try:
-            with disk_errors(self.folder), self.open:
+            with disk_errors(self.folder), last_writer():
                 self.checkpointer.close()
         finally:
             for unfinished in self.folder.glob(UNFINISHED):

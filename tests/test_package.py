@@ -41,7 +41,8 @@ ARROWS = {
     "decode",
     "engine": "pallas_kernels hardware.platforms parallel sampling cache models drafters verify.rules options "
     "decode.state runtime",
-    "checkpoints": "models.config models.draft_spec models.families models.limits models.parameters models.reading models.rope",
+    "checkpoints": "models.config models.draft_spec models.families models.limits models.parameters models.reading "
+    "models.rope",
     "loading": "pallas_kernels checkpoints hardware.platforms parallel.placement models drafters options "
     "runtime.stored",
     "api": "pallas_kernels.device checkpoints parallel models options runtime engine loading",

@@ -26,8 +26,9 @@ from jaxspec.engine import warming
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
 from jaxspec.engine.request import Request
-from jaxspec.loading.drafts import check_same_tokenizer, draft_source, load_draft
+from jaxspec.loading.drafts import check_same_tokenizer, load_draft
 from jaxspec.loading.placing import placed
+from jaxspec.loading.resolved import ResolvedModel, asked_draft, resolved
 from jaxspec.loading.weights import compute_dtype, laid, load
 from jaxspec.loading.widened import load_widened
 from jaxspec.models.backend import Backend
@@ -78,33 +79,30 @@ class LLM:
         self._kept = enable_compilation_cache() if self.config.compilation_cache else None
         leave_out_absent_tpu()
         with together(lambda: listed(model, self.config, speculative)) as self._peers:
-            self._source = checkpoints.resolve(model, revision=self.config.revision)
-            self._placement = placed(self._source, self.config, speculative)
-            self.target = self._load(self._source, self.config.dtype)
+            source = checkpoints.resolve(model, revision=self.config.revision)
+            self._resolved = resolved(source)
+            draft = asked_draft(speculative, self._resolved)
+            self._placement = placed(draft, self.config, speculative)
+            self.target = self._load()
             self.tokenizer = checkpoints.load_tokenizer(
-                checkpoints.resolve(self.config.tokenizer, weights=False) if self.config.tokenizer else self._source
+                checkpoints.resolve(self.config.tokenizer, weights=False) if self.config.tokenizer else source
             )
-            self.stop_ids = checkpoints.load_stop_ids(self._source, self.tokenizer)
-            self._begin(speculative, started)
+            self.stop_ids = checkpoints.load_stop_ids(source, self.tokenizer)
+            self._begin(speculative, draft, started)
             if self._peers:
                 self._peers.agree({"its configuration": self.engine.runner.configs, "pages": self.engine.layout})
         if self._peers and self._peers.rank:
             self._peers.follow(self.engine.runner.execute)
             raise SystemExit  # process 0 is done: whatever comes next is for that one
 
-    def _begin(self, speculative: SpeculativeConfig | None, started: float) -> None:
-        """Makes the engine, and what belongs to one."""
-        draft = None
-        if speculative and speculative.has_parameters:
-            source = draft_source(self._source, speculative)
-            check_same_tokenizer(self._source, self.tokenizer, source)
-            draft = self._load_draft(source, speculative)
+    def _begin(self, speculative: SpeculativeConfig | None, draft: ResolvedModel | None, started: float) -> None:
+        """Make the engine, and what belongs to one."""
         self.engine = Engine(
             self.target,
             self.config,
             placement=self._placement,
             speculative=speculative,
-            draft=draft,
+            draft=self._load_draft(draft, speculative) if draft and speculative else None,
             device=here(),
             programs=Programs(self._placement, self._kept and self._kept / "programs", compiling),
             peers=self._peers,
@@ -115,19 +113,21 @@ class LLM:
         self._request_ids = map(str, itertools.count())
         self._warming = warming.begin(self.engine, warm_up_progress, alone=self._peers is None)
 
-    def _load(self, source: checkpoints.Source, dtype: str) -> Model:
+    def _load(self) -> Model:
         backend = Backend(here(), self._placement, self.config.kernels)  # refuses before anything is loaded
-        compute = compute_dtype(dtype, backend.device)
-        read = lambda: load(source, compute, self._placement).stored_for(backend)
+        dtype = compute_dtype(self.config.dtype, backend.device)
+        read = lambda: load(self._resolved, dtype, self._placement).stored_for(backend)
         if self._kept is None:
             return read()
-        return load_widened(source, compute, backend, self._placement, self._kept / "widened", read)
+        return load_widened(self._resolved, dtype, backend, self._placement, self._kept / "widened", read)
 
-    def _load_draft(self, source: checkpoints.Source, speculative: SpeculativeConfig) -> Model:
-        device, which, within = here(), (self._source.name, speculative.method), source.path == self._source.path
+    def _load_draft(self, draft: ResolvedModel, speculative: SpeculativeConfig) -> Model:
+        check_same_tokenizer(self._resolved.source, self.tokenizer, draft.source)
+        device, placement = here(), self._placement.draft
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
-        draft = load_draft(source, dtype, self._placement.draft, self.target, *which, within=within)
-        return draft.stored_for(Backend(device, self._placement.draft, self.config.kernels))
+        return load_draft(draft, dtype, placement, self.target).stored_for(
+            Backend(device, placement, self.config.kernels)
+        )
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
         """Another LLM on the same target, whose weights the two share, that speculates in another way. Raises UserError
@@ -135,10 +135,11 @@ class LLM:
         if self._peers:
             raise UserError("several processes run one engine: start them anew with the other speculative_config")
         started, other, speculative = time.perf_counter(), copy.copy(self), SpeculativeConfig.of(speculative_config)
-        other._placement = placed(self._source, self.config, speculative)
+        draft = asked_draft(speculative, self._resolved)
+        other._placement = placed(draft, self.config, speculative)
         if other._placement != self._placement:
             other.target = laid(self.target, other._placement)
-        other._begin(speculative, started)
+        other._begin(speculative, draft, started)
         return other
 
     @property

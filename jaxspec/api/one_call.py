@@ -113,7 +113,7 @@ def speculation(assistant_model: str | None, options: Mapping[str, Any]) -> Spec
 
 def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
     """What the model's generation config sets and the caller does not, by our names."""
-    config = checkpoints.load_generation_config(llm._source)
+    config = checkpoints.load_generation_config(llm._resolved.source)
     heeded = OF_THE_MODEL.union(*OF_THE_TEXT.values()) - options.keys()
     try:
         own = renamed({name: config[name] for name in heeded & config.keys()})

@@ -18,8 +18,9 @@ from jaxspec.cache.pages import cache_layout
 from jaxspec.common.errors import UserError
 from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.drafts import check_same_tokenizer, draft_config, load_draft
+from jaxspec.loading.drafts import check_same_tokenizer, load_draft
 from jaxspec.loading.placing import draft_degree
+from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.loading.weights import load as load_model
 from jaxspec.models.backend import Backend
@@ -151,9 +152,8 @@ def placed(options: Options, device: Device) -> Placement:
         if options.preset is not None:
             config = presets.preset(options.draft_name, presets.preset(presets.split(options.preset)[0]))
         else:
-            source = checkpoints.resolve(options.model or "")
-            of_target = checkpoints.load_config(source)
-            config = draft_config(checkpoints.resolve(options.draft_name), of_target, source.name)
+            target = resolved(checkpoints.resolve(options.model or ""))
+            config = resolved_draft(checkpoints.resolve(options.draft_name), target).config
         draft_size = draft_degree(config, size, dtype, device)
     return make_placement(size, draft_size=draft_size)
 
@@ -168,13 +168,12 @@ def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> Non
 
 def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[list[Model | None], Any]:
     """(target and draft, tokenizer), as LLM loads them."""
-    source = checkpoints.resolve(model)
-    tokenizer = checkpoints.load_tokenizer(source)
-    target = load_model(source, dtype, placement)
+    found = resolved(checkpoints.resolve(model))
+    tokenizer = checkpoints.load_tokenizer(found.source)
+    target = load_model(found, dtype, placement)
     models: list[Model | None] = [target, None]
     if draft is not None:
         draft_source = checkpoints.resolve(draft)
-        check_same_tokenizer(source, tokenizer, draft_source)
-        within = draft_source.path == source.path
-        models[1] = load_draft(draft_source, dtype, placement.draft, target, source.name, within=within)
+        check_same_tokenizer(found.source, tokenizer, draft_source)
+        models[1] = load_draft(resolved_draft(draft_source, found), dtype, placement.draft, target)
     return models, tokenizer

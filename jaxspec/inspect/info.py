@@ -20,7 +20,8 @@ from jaxspec.hardware.accelerators import Accelerator, accelerator
 from jaxspec.hardware.chips import chips
 from jaxspec.hardware.platforms import facts as platform_facts
 from jaxspec.inspect import fit
-from jaxspec.loading.drafts import check_same_tokenizer, read_draft
+from jaxspec.loading.drafts import check_same_tokenizer
+from jaxspec.loading.resolved import ResolvedModel, resolved, resolved_draft
 from jaxspec.loading.weights import check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
@@ -49,16 +50,16 @@ def describe(
     """
     absent = accelerator(device) if device else None
     chip = absent.device if absent else here()
-    source = checkpoints.resolve(model, weights=False)
-    configs = {"target": checkpoints.load_config(source)}
+    found = resolved(checkpoints.resolve(model, weights=False))
+    source, configs = found.source, {"target": found.config}
     target = facts(source, configs["target"], chip, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
     document["device"] = described(chip, absent)
     if draft is not None:
         draft_source = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
         try:
-            reading = read_draft(draft_source, configs["target"], source.name)
-            configs["draft"] = reading.config if reading else checkpoints.load_config(draft_source)
+            drafting = resolved_draft(draft_source, found)
+            configs["draft"], reading = drafting.config, drafting.reading
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(configs["target"], draft_source.name, configs["draft"])
             document["draft_fits"] = True
@@ -84,15 +85,17 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
     """
     found = chips(name)
     public = lambda name, table: name in table and not Path(name).exists()
-    of_target = None if public(model, presets.TABLE) else checkpoints.resolve(model, weights=False)
-    target = checkpoints.load_config(of_target) if of_target else presets.preset(model)
+    if public(model, presets.TABLE):
+        of_target = ResolvedModel(checkpoints.Source("hf", Path(model), model), presets.preset(model))
+    else:
+        of_target = resolved(checkpoints.resolve(model, weights=False))
+    target = of_target.config
     config = None
     if draft is not None and public(draft, presets.TABLE | presets.HEADS):
         config = presets.preset(draft, target)
     elif draft is not None:
-        of_draft = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
-        reading = read_draft(of_draft, target, of_target.name if of_target else model)
-        config = reading.config if reading else checkpoints.load_config(of_draft)
+        # Of a head, the tensors' names say what it is.
+        config = resolved_draft(checkpoints.resolve(draft), of_target).config
     if config is not None:
         check_table(target, str(draft), config)
     return {"model": model, "draft": draft} | fit.document(fit.Asked(target, config, found, **options))

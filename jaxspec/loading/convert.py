@@ -18,7 +18,8 @@ from checkpoints.hf_config import rope_parameters
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import flattened
-from jaxspec.loading.drafts import read_beside
+from jaxspec.loading.drafts import compared
+from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
@@ -106,10 +107,11 @@ def as_speculators(
             f"target={short(target)} is of format {beside.kind!r}, which speculators does not read: give its hub id, "
             "or a folder with its config.json and safetensors"
         )
-    of_target = checkpoints.load_config(beside)
+    found = resolved(beside)
+    of_target = found.config
     known = parameters(of_target)
     theirs = lambda where: heads.of_target(beside.path, of_target, known[where], where)
-    how: Any = read_beside(source, of_target, beside.name, theirs)
+    how: Any = compared(resolved_draft(source, found), theirs).reading
     speculators.check(source.name, how.config, of_target)
     tensors = speculators.tensors(source, how, parameters(how.config), beside, of_target)
     raw = heads.contents(source.path)[0]

@@ -1,9 +1,7 @@
-"""Drafts: how one is read beside its target, and whether it fits."""
+"""Drafts: their weights, and whether they fit their target."""
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
 import logging
 import re
 from collections.abc import Callable
@@ -13,136 +11,49 @@ import jax
 
 import checkpoints
 from checkpoints import heads, names
-from checkpoints.reading import told
-from checkpoints.safetensors import heads_within
 from jaxspec.common.errors import MisfitError, UserError
-from jaxspec.drafters import methods
-from jaxspec.drafters.heads import Found, flattened
+from jaxspec.loading.resolved import ResolvedModel, reread
 from jaxspec.loading.weights import load
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params, parameters
 from jaxspec.models.model import Model
-from jaxspec.models.reading import Reading
-from jaxspec.models.sharding import check_divides, for_degree
-from jaxspec.options.speculative import SpeculativeConfig
+from jaxspec.models.sharding import check_divides
 from pallas_kernels.weights import dense
 
 logger = logging.getLogger(__name__)
 
 
-def draft_source(source: checkpoints.Source, speculative: SpeculativeConfig) -> checkpoints.Source:
-    """source: the target's, within which the draft may be."""
-    if not speculative.model:
-        return source
-    return checkpoints.resolve(speculative.model, revision=speculative.revision)
+def load_draft(draft: ResolvedModel, dtype: Any, placement: Any, target: Model) -> Model:
+    """Load a draft for this target, of whichever method it is. Raises: UserError where it does not fit, else as
+    `checkpoints.load_params` does."""
+    draft = compared(draft, lambda name: dense(target.params[name]))
+    if draft.reading is None:
+        return load(draft, dtype, placement, target)
+    if draft.reading.remark:
+        logger.warning("%s", draft.reading.remark)
+    check_divides(draft.config, placement.degree, of_draft=True)
+    abstract = abstract_params(draft.config, dtype, placement)
+    return Model(draft.config, heads.load(draft.source.path, draft.reading, abstract))
 
 
-def draft_config(
-    source: checkpoints.Source, target: ModelConfig, target_name: str, method: str | None = None
-) -> ModelConfig:
-    """Of the draft that `load_draft` would load, without its weights."""
-    reading = read_draft(source, target, target_name, method)
-    return checkpoints.load_config(source) if reading is None else reading.config
-
-
-def load_draft(
-    source: checkpoints.Source,
-    dtype: Any,
-    placement: Any,
-    target: Model,
-    target_name: str,
-    method: str | None = None,
-    *,
-    within: bool = False,
-) -> Model:
-    """A draft for this target, of whichever method it is; method: the one it should be, or None; within: whether it
-    stands in the target's own checkpoint.
-
-    Raises: UserError where it is for another method or does not fit, else as loading does.
-    """
-    theirs = lambda name: dense(target.params[name])
-    reading = read_beside(source, target.config, target_name, theirs, method, within=within)
-    if reading is None:
-        return load(source, dtype, placement, target)
-    if reading.remark:
-        logger.warning("%s", reading.remark)
-    check_divides(reading.config, placement.degree, of_draft=True)
-    abstract = abstract_params(reading.config, dtype, placement)
-    return Model(reading.config, heads.load(source.path, reading, abstract))
-
-
-def read_beside(
-    source: checkpoints.Source,
-    target: ModelConfig,
-    target_name: str,
-    theirs: Callable[[str], jax.Array],
-    method: str | None = None,
-    *,
-    within: bool = False,
-) -> Reading | None:
-    """Read a head as `read_draft` does, and compare its copies of the target's tensors with these. A copy that differs
-    is used where the head has a use for it, and refused elsewhere. theirs(name): a parameter of the target."""
-    reading, known = read_draft(source, target, target_name, method), parameters(target)
-    if reading is None:
-        return None
-    own = names.hf(target.family).places if within else ()
-    copies = {name: place for name, place in reading.copies.items() if re.sub(r"\d+", "{}", name) not in own}
-    if not (differing := heads.differing(source.path, copies, target, known, theirs)):
-        return reading
-    reading = read_draft(source, target, target_name, method, differing=differing)
-    if reading and (refused := sorted(differing - reading.names.keys())):
+def compared(draft: ResolvedModel, theirs: Callable[[str], jax.Array]) -> ResolvedModel:
+    """Compare a head's copies of the target's tensors with these. A copy that differs is used where the head has a use
+    for it, and refused elsewhere. theirs(name): a parameter of the target."""
+    if draft.reading is None or draft.target is None:
+        return draft
+    target = draft.target.config
+    own = names.hf(target.family).places if draft.within else ()
+    copies = {name: place for name, place in draft.reading.copies.items() if re.sub(r"\d+", "{}", name) not in own}
+    if not (differing := heads.differing(draft.source.path, copies, target, parameters(target), theirs)):
+        return draft
+    draft = reread(draft, differing)
+    if draft.reading and draft.target and (refused := sorted(differing - draft.reading.names.keys())):
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise MisfitError(
-            f"the draft {source.name!r} was made beside another target than {target_name!r}: its tensor {refused[0]}"
-            f"{more} differs from the target's, which is used in its place; give it the target that it was trained for"
+            f"the draft {draft.name!r} was made beside another target than {draft.target.name!r}: its tensor "
+            f"{refused[0]}{more} differs from the target's, which is used in its place; give it the target that it was "
+            "trained for"
         )
-    return reading
-
-
-def read_draft(
-    source: checkpoints.Source,
-    target: ModelConfig,
-    target_name: str,
-    method: str | None = None,
-    *,
-    differing: frozenset[str] = frozenset(),
-) -> Reading | None:
-    """How a head beside this target is read; None for a draft that is a model of its own. differing: as `Found` has it.
-    Raises as `load_draft`."""
-    raw, shapes = heads.contents(source.path) if source.kind == "hf" else ({}, {})
-    found, wanted = methods.of_checkpoint(raw, shapes), methods.split(method)[1] if method else None
-    inner = methods.within(shapes)
-    if wanted and methods.METHODS[wanted].parameters == "target":
-        found = wanted
-    elif not wanted and found == "draft_model" and inner and as_large(checkpoints.load_config(source), target):
-        found = inner  # a draft as large as its target would gain nothing: its heads are meant
-    if wanted not in (None, found):
-        raise UserError(f"method={wanted!r}, but {source.name!r} is a checkpoint of method {found!r}: leave method out")
-    if methods.METHODS[found].parameters == "model":
-        return None
-    beside = for_degree(target, 1)
-    checkpoint = Found(
-        source.name, flattened(raw), shapes, beside, target_name, checkpoints.parse_layers, differing=differing
-    )
-    with told(source.path):
-        reading = methods.implementation(found).read(checkpoint)
-    return with_rest(reading, beside) if reading.rest else reading
-
-
-def as_large(draft: ModelConfig, target: ModelConfig) -> bool:
-    """Whether the draft has the target's layers."""
-    return (draft.num_layers, draft.width) == (target.num_layers, target.width)
-
-
-def with_rest(reading: Reading, target: ModelConfig) -> Reading:
-    """Add the tensors of the model in whose checkpoint a head stands. They should be the target's, or other heads'."""
-    table, rest = names.hf(target.family), set(reading.rest)
-    places = {name: (where, part) for where in parameters(target) for part, name in table.sources(where).items()}
-    if target.tied:
-        places |= dict.fromkeys(table.sources("head").values(), ("embed", ""))
-    copies = {name: place for name, place in places.items() if name in rest}
-    others = [name for pattern in (*table.frequencies, *heads_within(rest)) for name in fnmatch.filter(rest, pattern)]
-    return dataclasses.replace(reading, copies={**copies, **reading.copies}, ignored=(*reading.ignored, *others))
+    return draft
 
 
 def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:

@@ -7,9 +7,8 @@ import logging
 import math
 from typing import Any
 
-import checkpoints
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.drafts import draft_config, draft_source
+from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, weight_bytes
@@ -22,15 +21,14 @@ from pallas_kernels.device import Device, here
 logger = logging.getLogger(__name__)
 
 
-def placed(source: checkpoints.Source, config: EngineConfig, speculative: SpeculativeConfig | None) -> Placement:
-    """Where a target of this source lies, and by its axes the draft, as was asked for or is expected to be fastest."""
+def placed(draft: ResolvedModel | None, config: EngineConfig, speculative: SpeculativeConfig | None) -> Placement:
+    """Return where a target lies, and by its axes the draft, as was asked for or is expected to be fastest."""
     degree, asked = config.tensor_parallel_size, speculative.draft_tensor_parallel_size if speculative else None
-    if speculative is None or not speculative.has_parameters or not (degree > 1 or asked):
+    if speculative is None or draft is None or not (degree > 1 or asked):
         return make_placement(degree)
-    target, device = checkpoints.load_config(source), here()
-    draft = draft_config(draft_source(source, speculative), target, source.name, speculative.method)
+    device = here()
     dtype = compute_dtype(speculative.dtype or config.dtype, device)
-    size = asked or draft_degree(draft, degree, dtype, device)
+    size = asked or draft_degree(draft.config, degree, dtype, device)
     logger.info("the draft is cut over %d of %d devices", size, degree)
     return make_placement(degree, draft_size=size)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import checkpoints
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.platforms import facts
+from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.model import Model
@@ -26,27 +27,28 @@ def compute_dtype(name: str, device: Device) -> Any:
     return jnp.dtype(auto if name == "auto" else name)
 
 
-def load(source: Any, dtype: Any, placement: Any, target: Model | None = None) -> Model:
-    """target: of the draft that is loaded, which may read ids in its table. Raises UserError where that does not fit,
-    else as loading does."""
-    config = checkpoints.load_config(source)
-    check_divides(config, placement.degree, of_draft=target is not None)
-    config = for_degree(config, placement.degree)
+def load(model: ResolvedModel, dtype: Any, placement: Any, target: Model | None = None) -> Model:
+    """Load a model, or a draft that is one. target: the draft's, in whose table it may read ids.
+
+    Raises: UserError where the two do not fit, else as `checkpoints.load_params` does.
+    """
+    check_divides(model.config, placement.degree, of_draft=target is not None)
+    config = for_degree(model.config, placement.degree)
     abstract, theirs = abstract_params(config, dtype, placement), {}
     if borrowed := [name for name, p in abstract.items() if p.borrowed]:
         if target is None:
             raise UserError(
-                f"{source.name} is a draft, which reads ids in its target's table: give its target as the model, and "
+                f"{model.name} is a draft, which reads ids in its target's table: give its target as the model, and "
                 "this as the draft"
             )
-        check_table(target.config, source.name, config)
+        check_table(target.config, model.name, config)
         own = None if target.dtype == dtype else dtype  # one that lies in bfloat16 on a CPU may stay so
         as_mine = lambda name: jax.device_put(jnp.asarray(target.params[name], own), abstract[name].sharding)
         theirs = {name: as_mine(name) for name in borrowed}  # no copy where they agree
         abstract = {name: p for name, p in abstract.items() if name not in theirs}
-    params = checkpoints.load_params(source, config, abstract)
+    params = checkpoints.load_params(model.source, config, abstract)
     if target is None:
-        check_finite(source.name, {name: params[name] for name, p in abstract.items() if p.head})
+        check_finite(model.name, {name: params[name] for name, p in abstract.items() if p.head})
     return Model(config, params | theirs)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-import checkpoints
 from jaxspec.common.trust import trusted
+from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.model import Model
@@ -28,7 +28,7 @@ LARGEST = 1 << 27  # bytes of the model's file: widened, it is several times as 
 
 
 def load_widened(
-    source: checkpoints.Source,
+    found: ResolvedModel,
     dtype: Any,
     backend: Backend,
     placement: Placement,
@@ -38,17 +38,16 @@ def load_widened(
     """What `load` gives, stored for this backend; from the folder where it is there, else put there for the next time.
     Only models that programs read output-first, which is a CPU's float32, that come from a GGUF file, and whose numbers
     bfloat16 does not hold."""
-    wide = backend.streams and dtype == np.float32 and placement.alone
+    source, wide = found.source, backend.streams and dtype == np.float32 and placement.alone
     if source.kind != "gguf" or not wide or source.path.stat().st_size > LARGEST:
         return load()
     path = folder / f"{hashlib.sha256(str(source.path.resolve()).encode()).hexdigest()}.safetensors"
     wanted = fingerprint(source.path)
     if (stored := read(path, wanted)) is not None:
-        config = checkpoints.load_config(source)
-        known = abstract_params(config, dtype, placement)  # in the order of load's: programs go by it
+        known = abstract_params(found.config, dtype, placement)  # in the order of load's: programs go by it
         arrays = {name: jax.device_put(stored[name], p.sharding) for name, p in known.items()}
         matrices = {name: Streamed(arrays[name]) for name, p in known.items() if p.kind == "matrix"}
-        return Model(config, arrays | matrices)
+        return Model(found.config, arrays | matrices)
     model = load()
     if not narrow(model.params):
         arrays = {name: np.asarray(x.array if isinstance(x, Streamed) else x) for name, x in model.params.items()}

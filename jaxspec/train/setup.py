@@ -14,6 +14,7 @@ import checkpoints
 from jaxspec.common.errors import UserError
 from jaxspec.common.progress import say
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
+from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype, load
 from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
@@ -79,7 +80,8 @@ def prepare(options: TrainOptions) -> Setup:
     tokenizer, placement = checkpoints.load_tokenizer(source), make_placement()
     dtype = compute_dtype(options.dtype, device)
     say(f"loading {options.target} ...")
-    target = load(source, dtype, placement)
+    found = resolved(source)
+    target = load(found, dtype, placement)
     if (most := int(shards.tokens.max())) >= target.config.vocab_size:
         raise UserError(
             f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
@@ -103,7 +105,7 @@ def prepare(options: TrainOptions) -> Setup:
     counts = data.frequencies(shards, target.config.vocab_size)
     if options.init_from:
         begun = checkpoints.resolve(options.init_from)
-        draft = load_draft(begun, jnp.float32, placement, target, options.target)
+        draft = load_draft(resolved_draft(begun, found), jnp.float32, placement, target)
         draft = further.begun(draft, target, options, counts, placement)
         check_same_tokenizer(source, tokenizer, begun)
     else:

@@ -15,12 +15,11 @@ from checkpoints.safetensors import Shards
 from jaxspec import LLM, SamplingParams
 from jaxspec.common.errors import UserError
 from jaxspec.loading.convert import convert
-from jaxspec.loading.drafts import load_draft
-from jaxspec.loading.weights import load
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same, fails
 from tests.drafters.references import eagle3, medusa
 from tests.drafters.references.common import Shape
+from tests.support.loaded import load, load_draft
 from tests.support.model_folders import write_model
 
 DTYPE = jnp.dtype("float32")
@@ -52,8 +51,7 @@ def folder(tmp_path_factory) -> Path:
 def draft(folder: Path, name: str | Path, devices: int = 1):
     """Its parameters, beside the target's on so many devices."""
     placement = make_placement(devices)
-    target = load(checkpoints.resolve(str(folder / "target")), DTYPE, placement)
-    return load_draft(checkpoints.resolve(str(folder / name)), DTYPE, placement, target, "target").params
+    return load_draft(folder / name, folder / "target", dtype=DTYPE, placement=placement).params
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 2.0**-133])
@@ -109,7 +107,7 @@ def test_any_part_of_it(tmp_path):
 def test_a_model(folder, tmp_path):
     """Its matrices, along what their products sum over, and its table."""
     convert(str(folder / "draft"), tmp_path / "draft", weight_bits=8)
-    read = lambda path: load(checkpoints.resolve(str(path)), DTYPE, make_placement()).params
+    read = lambda path: load(path, DTYPE).params
     before, after = read(folder / "draft"), read(tmp_path / "draft")
     changed = 0
     for name, x in before.items():
@@ -127,7 +125,7 @@ def test_a_model(folder, tmp_path):
 def test_a_draft_without_a_tokenizer(folder, tmp_path):
     """Its target's fingerprint stays, and compression finds the bits that are no longer there."""
     source = checkpoints.resolve(str(folder / "draft"))
-    params = load(source, jnp.bfloat16, make_placement()).params
+    params = load(folder / "draft", jnp.bfloat16).params
     checkpoints.save(tmp_path / "old", params, checkpoints.load_config(source), fingerprint="0" * 64)
     convert(str(tmp_path / "old"), tmp_path / "new", weight_bits=8)
     old, new = (checkpoints.resolve(str(tmp_path / name)) for name in ("old", "new"))

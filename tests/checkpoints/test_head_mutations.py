@@ -13,17 +13,14 @@ import pytest
 from hypothesis import given
 from safetensors.numpy import load_file, save_file
 
-import checkpoints
 from checkpoints import safetensors
 from jaxspec.common.errors import UserError
-from jaxspec.loading.drafts import load_draft
-from jaxspec.loading.weights import load
 from jaxspec.models.model import Model
-from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same
 from tests.checkpoints.test_mutations import mutated_bytes, mutated_json, reads_or_says_why, steady
 from tests.drafters.references import mtp
 from tests.drafters.test_formats import METHODS, TARGET, parameters
+from tests.support.loaded import load, load_draft
 from tests.support.model_folders import write_model
 from tests.support.sizes import cases
 
@@ -45,13 +42,13 @@ def written(name: str, folder: Path) -> Path:
 
 
 def read(name: str, folder: Path, target: Path) -> None:
-    method, source = "mtp" if METHODS[name][0] is mtp else None, checkpoints.resolve(str(folder))
-    load_draft(source, DTYPE, make_placement(), loaded(target), target.name, method)
+    method = "mtp" if METHODS[name][0] is mtp else None
+    load_draft(folder, target, method, model=loaded(target), dtype=DTYPE)
 
 
 @functools.cache
 def loaded(target: Path) -> Model:
-    return load(checkpoints.resolve(str(target)), DTYPE, make_placement())
+    return load(target, DTYPE)
 
 
 @cases("name", METHODS, quick=QUICK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +16,8 @@ from checkpoints.reading import NULL_IS_A_VALUE
 from jaxspec.api.one_call import model_defaults
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters.heads import flattened
-from jaxspec.loading import drafts
-from jaxspec.loading.drafts import read_draft
+from jaxspec.loading import resolved as resolving
+from jaxspec.loading.resolved import ResolvedModel, resolved_draft
 from jaxspec.models.config import ModelConfig
 from jaxspec.options.transformers import OF_THE_MODEL, OF_THE_TEXT
 from tests.checkpoints.files import rewrite
@@ -91,8 +92,9 @@ def test_a_heads_config(name, target, tmp_path, monkeypatch):
     reference.write(tmp_path, seed=0, target=TARGET, **options)
     path, method = tmp_path / "config.json", "mtp" if reference is mtp else None
     raw = json.loads(path.read_text())
-    read = lambda: read_draft(checkpoints.resolve(str(tmp_path)), target, "target", method)
-    monkeypatch.setattr(drafts, "flattened", lambda raw: Recording(flattened(raw)))
+    beside = ResolvedModel(checkpoints.Source("hf", tmp_path / "target", "target"), target)
+    read = lambda: resolved_draft(checkpoints.resolve(str(tmp_path)), beside, method).reading
+    monkeypatch.setattr(resolving, "flattened", lambda raw: Recording(flattened(raw)))
     monkeypatch.setattr(Recording, "asked", set())
     read()
     keys = Recording.asked | raw.keys()
@@ -115,7 +117,7 @@ def test_a_generation_config(tmp_path):
     path, source = folder / "generation_config.json", checkpoints.resolve(str(folder))
 
     class Loaded:
-        _source = source
+        _resolved = types.SimpleNamespace(source=source)
 
     everything = {"eos_token_id": [3], "temperature": 0.5, "do_sample": True, "top_k": 5, "max_new_tokens": 7}
     keys = {*everything, *OF_THE_MODEL.union(*OF_THE_TEXT.values()), "stop_token_ids"}

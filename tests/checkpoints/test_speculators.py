@@ -21,13 +21,11 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
 from jaxspec.loading.convert import FORMATS, convert
-from jaxspec.loading.drafts import load_draft
-from jaxspec.loading.weights import load
 from jaxspec.models.model import Model
-from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same, fails
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa
 from tests.drafters.references.common import Random, Shape, random_features
+from tests.support.loaded import load, load_draft
 from tests.support.model_folders import write_model
 from tests.support.sizes import cases
 
@@ -87,11 +85,11 @@ def converted(folder: Path, target: Path, name: str, **options: Any) -> tuple[Pa
 
 
 def load_target(folder: Path) -> Model:
-    return load(checkpoints.resolve(str(folder)), DTYPE, make_placement())
+    return load(folder, DTYPE)
 
 
 def drafts(folder: Path, target: Path) -> Model:
-    return load_draft(checkpoints.resolve(str(folder)), DTYPE, make_placement(), load_target(target), target.name)
+    return load_draft(folder, target, dtype=DTYPE)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

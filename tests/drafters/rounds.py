@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-import checkpoints
 from jaxspec.decode import round
 from jaxspec.engine.engine import Engine
-from jaxspec.loading.drafts import load_draft
-from jaxspec.loading.weights import load
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
 from jaxspec.options.speculative import SpeculativeConfig
-from jaxspec.parallel.placement import make_placement
 from tests.drafters.references import common
 from tests.drafters.references.common import Features
+from tests.support.loaded import load, load_draft
 from tests.support.tiny_models import engine
 
 
@@ -63,10 +59,8 @@ class Pair:
 
     @classmethod
     def read(cls, target_folder: Any, head_folder: Any, method: str | None = None) -> Pair:
-        mesh = make_placement()
-        target = load(checkpoints.resolve(str(target_folder)), jnp.dtype("float32"), mesh)
-        source = checkpoints.resolve(str(head_folder))
-        return cls(target, load_draft(source, jnp.dtype("float32"), mesh, target, target_folder.name, method))
+        target = load(target_folder)
+        return cls(target, load_draft(head_folder, target_folder, method, model=target))
 
     def engine(self, k: int, **options: Any) -> Engine:
         chosen = {"method": draft_spec(self.head.config).method, "num_speculative_tokens": k, "adaptive": False}

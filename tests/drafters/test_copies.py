@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import checkpoints
 from jaxspec.common.errors import UserError
-from jaxspec.loading.drafts import load_draft
-from jaxspec.loading.weights import load
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind
 from jaxspec.parallel.placement import make_placement
@@ -26,6 +23,7 @@ from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp
 from tests.drafters.references.common import Shape
 from tests.drafters.test_formats import TARGET, within
 from tests.golden.families import FOLDER
+from tests.support.loaded import load, load_draft
 from tests.support.model_folders import write_model
 
 TAPS = {"layer_ids": (0, 1, 3)}
@@ -36,12 +34,9 @@ def target(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("copies") / "target", layers=4, rope_theta=TARGET.rope_theta)
 
 
-def loaded(folder: Path, target: Path, method: str | None = None, dtype: str = "float32", degree: int = 1, **how: Any):
+def loaded(folder: Path, target: Path, method: str | None = None, dtype: str = "float32", degree: int = 1):
     """The draft that a target has in this folder."""
-    placement = make_placement(degree)
-    model = load(checkpoints.resolve(str(target)), jnp.dtype(dtype), placement)
-    source = checkpoints.resolve(str(folder))
-    return load_draft(source, jnp.dtype(dtype), placement, model, target.name, method, **how)
+    return load_draft(folder, target, method, dtype=dtype, placement=make_placement(degree))
 
 
 def add(folder: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -237,14 +232,14 @@ def medusa_within(target: Path, folder: Path) -> Path:
 def test_a_model_that_is_not_the_target(method, target, tmp_path):
     """Beside a head that stands in another copy of its target, or in another model."""
     folder = within(target, tmp_path / "whole") if method == "mtp" else medusa_within(target, tmp_path / "whole")
-    own = loaded(folder, folder, method, within=True)
+    own = loaded(folder, folder, method)
     assert_same(loaded(folder, target, method).params, own.params)
     tensors = load_file(folder / "model.safetensors")
     for name, said in MODEL.items():
         add(folder, {**tensors, f"{name}.weight": changed(tensors[f"{name}.weight"])})
         with fails(UserError, f"its tensor {said}", "from the target's"):
             loaded(folder, target, method)
-        assert_same(loaded(folder, folder, method, within=True).params, own.params)
+        assert_same(loaded(folder, folder, method).params, own.params)
     add(folder, tensors | {"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)})
     with fails(UserError, "q_proj.bias is not part of"):
         loaded(folder, target, method)
@@ -256,18 +251,17 @@ def test_a_tensor_of_the_head_that_is_not_read(kind, target, tmp_path):
     name = f"{mtp.names(kind, 4).block}self_attn.o_proj.bias"
     add(folder, {name: np.ones(32, np.float32)})
     with fails(UserError, f"{name} is not part of a head of method 'mtp'"):
-        loaded(folder, folder, "mtp", within=True)
+        loaded(folder, folder, "mtp")
 
 
 def test_a_table_in_the_place_of_one_that_is_scaled(tmp_path):
     """It is read as the target's would be."""
     folder = FOLDER / "gemma3"
-    source = checkpoints.resolve(str(folder))
-    target = load(source, jnp.dtype("float32"), make_placement())
+    target = load(folder)
     c, table = target.config, np.asarray(target.params["embed"])
     shape = Shape(c.vocab_size, c.width, c.num_heads, c.num_kv_heads, c.head_dim, c.mlp_width, c.num_layers)
     eagle.write(tmp_path, seed=0, target=shape, embed=changed(table))
-    head = load_draft(checkpoints.resolve(str(tmp_path)), jnp.dtype("float32"), make_placement(), target, "gemma3")
+    head = load_draft(tmp_path, folder, model=target)
     assert head.config.has_table
     backend, ids = Backend(CPU), jnp.arange(c.vocab_size)[None]
     own, theirs = (bind(model.config, model.params).embedded(ids, backend) for model in (head, target))

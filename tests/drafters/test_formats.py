@@ -17,14 +17,14 @@ import checkpoints
 from checkpoints import heads
 from jaxspec.common.errors import UserError
 from jaxspec.inspect import info
-from jaxspec.loading.drafts import load_draft, read_draft
-from jaxspec.loading.weights import load
+from jaxspec.loading.resolved import ResolvedModel, resolved_draft
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.reading import Reading
 from jaxspec.parallel.placement import make_placement
 from tests.checkpoints.files import assert_same, fails
 from tests.drafters.references import dflash, dspark, eagle, eagle3, medusa, mlp, mtp
 from tests.drafters.references.common import Shape
+from tests.support.loaded import load, load_draft, resolve
 from tests.support.model_folders import write_model, write_tokenizer
 
 TARGET = Shape(vocab_size=320, width=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=4, rope_theta=5e5)
@@ -36,8 +36,7 @@ def target(tmp_path_factory) -> Path:
 
 
 def read(folder: Path, target: Path, method: str | None = None) -> Reading:
-    config = checkpoints.load_config(checkpoints.resolve(str(target)))
-    found = read_draft(checkpoints.resolve(str(folder)), config, target.name, method)
+    found = resolved_draft(checkpoints.resolve(str(folder)), resolve(target), method).reading
     assert found is not None
     return found
 
@@ -275,13 +274,12 @@ def test_several_layers(kind, target, tmp_path, caplog):
     one, three = (within(target, tmp_path / str(n), kind=kind, layers=n) for n in (1, 3))
     assert read(one, target, "mtp").config.layers_there == 1
     assert read(three, target, "mtp").config.layers_there == 3
-    sources, dtype = [checkpoints.resolve(str(path)) for path in (one, three)], np.dtype("float32")
-    models = [load(source, dtype, make_placement()) for source in sources]
+    models = [load(path) for path in (one, three)]
     assert_same(models[1].params, models[0].params)
     found = []
-    for source, model in zip(sources, models, strict=True):
+    for path, model in zip((one, three), models, strict=True):
         assert "layers for multi-token prediction" not in caplog.text
-        found.append(load_draft(source, dtype, make_placement(), model, source.name, "mtp").params)
+        found.append(load_draft(path, path, "mtp", model=model).params)
     assert "3 has 3 layers for multi-token prediction: the first makes every draft, the others none" in caplog.text
     assert_same(found[1], found[0])
 
@@ -290,15 +288,13 @@ def test_several_layers(kind, target, tmp_path, caplog):
 def test_a_model_that_is_named_as_its_own_draft(kind, target, tmp_path):
     """Its heads are meant where it has the target's layers, or another copy of it has; unless `method` says more."""
     folder = within(target, tmp_path / "own", kind=kind)
-    beside = checkpoints.load_config(checkpoints.resolve(str(folder)))
-    small = dataclasses.replace(beside, num_layers=2, windows=beside.windows[:2])
-    source = checkpoints.resolve(str(folder))
+    own = resolve(folder)
+    small = dataclasses.replace(own.config, num_layers=2, windows=own.config.windows[:2])
+    another = ResolvedModel(checkpoints.Source("hf", tmp_path / "another", "another"), small)
     assert read(folder, target).config.spec.method == "mtp"
-    assert read_draft(source, small, "another") is None
-    assert read_draft(source, beside, "own", "draft_model") is None
-    model = load(source, np.dtype("float32"), make_placement())
-    found = load_draft(source, np.dtype("float32"), make_placement(), model, "own", within=True)
-    assert found.config.spec.method == "mtp"
+    assert resolved_draft(own.source, another).reading is None
+    assert resolved_draft(own.source, own, "draft_model").reading is None
+    assert load_draft(folder, folder).config.spec.method == "mtp"
 
 
 def test_norms_that_are_added_to_one(target, tmp_path):

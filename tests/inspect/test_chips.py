@@ -235,7 +235,7 @@ def test_the_command_refuses(capsys, arguments, line):
 
 def test_no_device_is_looked_for():
     code = (
-        "from jaxspec import info; d = info.on_chips('qwen3-32b', 'qwen3-0.6b', 'v5e:2x4'); "
+        "from jaxspec.inspect import info; d = info.on_chips('qwen3-32b', 'qwen3-0.6b', 'v5e:2x4'); "
         "from jax._src.xla_bridge import backends_are_initialized; print(backends_are_initialized())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 import checkpoints
 from jaxspec.loading import widened
+from jaxspec.loading.resolved import resolved
 from jaxspec.loading.weights import load
 from jaxspec.models.backend import Backend
 from jaxspec.models.storage import narrow
@@ -41,10 +42,10 @@ class Asked:
 
     def load(self):
         self.count += 1
-        return load(self.source, self.dtype, self.mesh).stored_for(self.backend)
+        return load(resolved(self.source), self.dtype, self.mesh).stored_for(self.backend)
 
     def __call__(self):
-        return widened.load_widened(self.source, self.dtype, self.backend, self.mesh, self.folder, self.load)
+        return widened.load_widened(resolved(self.source), self.dtype, self.backend, self.mesh, self.folder, self.load)
 
 
 def same(a, b) -> bool:

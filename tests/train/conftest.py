@@ -8,12 +8,12 @@ import pytest
 
 import checkpoints
 from jaxspec.api.llm import LLM
-from jaxspec.loading.weights import load
 from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train.data_options import DataOptions
 from jaxspec.train.methods import implementation
 from jaxspec.train.writer import engine_options
+from tests.support.loaded import load
 from tests.support.model_folders import write_model
 from tests.train import runs
 from tests.train.heads import LAYERS, SHAPES, options
@@ -42,7 +42,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def target(root):
     source = checkpoints.resolve(str(root / "target"))
-    return source, load(source, jnp.float32, make_placement())
+    return source, load(root / "target")
 
 
 @pytest.fixture(scope="module", params=SHAPES)

@@ -10,11 +10,11 @@ import pytest
 
 import checkpoints
 from jaxspec import UserError
-from jaxspec.loading.drafts import load_draft
 from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train import further, loop
 from jaxspec.train.methods import implementation
+from tests.support.loaded import load_draft
 from tests.train import runs
 from tests.train.heads import BACKEND, BY_HEART, SHAPES, K, options
 from tests.train.test_train import journal
@@ -37,7 +37,7 @@ def proposed(name, draft, target):
 
 def test_a_head_begins_as_it_was(root, target, head):
     name, mine, folder = head
-    back = load_draft(checkpoints.resolve(str(folder)), jnp.float32, make_placement(), target[1], "target")
+    back = load_draft(folder, root / "target", model=target[1])
     asked = {"layers": 2} if name == "medusa" else {}
     found = begun(root, target, name, back, **asked)
     assert found.config == mine.config

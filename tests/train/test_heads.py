@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import checkpoints
 from checkpoints import orbax
 from jaxspec import LLM, SamplingParams, UserError
-from jaxspec.loading.drafts import load_draft
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind, whole
 from jaxspec.models.rows import Rows
@@ -25,6 +23,7 @@ from jaxspec.train.methods import implementation
 from jaxspec.train.step import first_state, make_step
 from pallas_kernels.device import named
 from tests.drafters.references.common import Features
+from tests.support.loaded import load_draft
 from tests.support.sizes import cases
 from tests.train import runs
 from tests.train.heads import BACKEND, BY_HEART, HEADS, SHAPES, K, options
@@ -33,10 +32,10 @@ from tests.train.test_train import journal, state
 BLOCKS = {"dflash": K + 1, "dspark": K}  # method -> places of a block
 
 
-def test_it_is_read_back(target, head):
+def test_it_is_read_back(root, target, head):
     """Number for number."""
     _, mine, folder = head
-    theirs = load_draft(checkpoints.resolve(str(folder)), jnp.float32, make_placement(), target[1], "target")
+    theirs = load_draft(folder, root / "target", model=target[1])
     assert theirs.config == mine.config
     assert theirs.params.keys() == mine.params.keys()
     for name, x in mine.params.items():

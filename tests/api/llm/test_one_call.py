@@ -11,6 +11,7 @@ import checkpoints
 import jaxspec.api.one_call
 from jaxspec import SamplingParams, SpeculativeConfig
 from jaxspec.common.errors import UnsupportedError, UserError
+from jaxspec.loading.resolved import resolved
 from jaxspec.options.transformers import KNOWN, MAX_NEW_TOKENS, OF_THE_PROGRAM, OF_THE_TEXT, TOP_K
 from tests.api.llm.answers import GREEDY, PROMPTS, ids_of
 
@@ -39,12 +40,8 @@ def asked(llm, monkeypatch):
 
     class Recorder:
         def __init__(self, model, *, speculative_config):
-
-            self.speculative, self.tokenizer, self._source = (
-                speculative_config,
-                llm.tokenizer,
-                checkpoints.resolve(model),
-            )
+            self.speculative, self.tokenizer = speculative_config, llm.tokenizer
+            self._resolved = resolved(checkpoints.resolve(model))
 
         def generate(self, prompts, params):
             found.append((self.speculative, prompts, params))
