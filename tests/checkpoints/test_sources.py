@@ -79,8 +79,9 @@ def fifo(path: Path):
     try:
         yield
     finally:
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        writer.join()
+        while writer.is_alive():  # it may not have come so far
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            writer.join(0.01)
 
 
 def test_a_fifo_socket_or_device_is_no_model(tmp_path):
