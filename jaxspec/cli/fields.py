@@ -114,7 +114,9 @@ def flags(parameters: Sequence[inspect.Parameter]) -> Iterator[tuple[str, tuple[
             if isinstance(option, typer.models.OptionInfo):
                 name = flag_of(parameter.name)
                 default = f"{name}/--no-{name[2:]}" if parameter.default is True else name
-                yield parameter.name, tuple(max(option.param_decls or (default,), key=len).split("/"))
+                # Within Annotated, the first flag stands where typer.Option takes a default.
+                given = [flag for flag in (option.default, *(option.param_decls or ())) if isinstance(flag, str)]
+                yield parameter.name, tuple(max(given or [default], key=len).split("/"))
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def test_what_cannot_be_measured(server, capsys):
     assert "model 'other' is not served here" in line
     for url, words in (("http://[::1", "is no address of a server"), (server.url, "lists no model")):
         assert words in refused(capsys, "bench-serve", url)
-    for name, value in (("temperature", "nan"), ("timeout", "nan"), ("api_key", "schlüssel")):
-        assert name in refused(capsys, "bench-serve", "x", f"--{name.replace('_', '-')}", value)
+    for name, value in (("--temperature", "nan"), ("--timeout", "nan"), ("--api-key", "schlüssel")):
+        assert name in refused(capsys, "bench-serve", "x", name, value)
     assert "give whole numbers of at least 1" in refused(capsys, "bench-serve", "x", "--concurrency", "0")
-    assert "concurrency=2000 is above 1000" in refused(capsys, "bench-serve", "x", "--concurrency", "2000")
+    assert "--concurrency 2000 is above 1000" in refused(capsys, "bench-serve", "x", "--concurrency", "2000")
