@@ -29,7 +29,6 @@ from tests.drafters.references.common import Shape
 from tests.parallel import member
 from tests.support.model_folders import write_model
 from tests.support.root import ROOT
-from tests.support.sizes import cases
 
 LONGEST = 300  # seconds within which all have ended, once one has
 GENERATE = ("generate", "Count the words", "--temperature", "0", "--method", "none")
@@ -112,7 +111,8 @@ CASES = {  # processes, devices of each, the draft, into how many parts it is cu
 }
 
 
-@cases("name", CASES, quick=["two"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
 def test_the_same_tokens(folder, name):
     """As one process has: greedy, seeded, penalised, preempted, aborted, coming later."""
     count, devices, draft, degree = CASES[name]
