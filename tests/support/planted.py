@@ -188,8 +188,8 @@ FAULTS = (
     ),
     Fault(  # a draft that spoils its round is tried for ever
         "jaxspec/decode/round.py",
-        "jnp.where(state.spoilt, 0, ",
-        "jnp.where(state.spoilt & False, 0, ",
+        "jnp.where(state.without_drafts, 0, ",
+        "jnp.where(state.without_drafts & False, 0, ",
         "tests/engine/test_no_law.py -k spoils",
     ),
     Fault(  # attention reads slots that nobody wrote
