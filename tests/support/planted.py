@@ -41,8 +41,8 @@ class Fault:
 FAULTS = (
     Fault(  # the last places of a block make the drafts, not the first
         "jaxspec/drafters/dflash.py",
-        "hidden[:, : silent + count]",
-        "hidden[:, -(silent + count) :]",
+        "hidden[:, : num_skipped + count]",
+        "hidden[:, -(num_skipped + count) :]",
         HEADS + " -k 'end_of_the_context and dflash'",
     ),
     Fault(  # of two tensors that should be the same, the first rows are compared
