@@ -163,7 +163,7 @@ def choose(
 
 
 def shares_noise(context: Context) -> Bool[Array, " B"]:
-    """Return whether each row's rule shares noise: the draft and the target add the same one at a position."""
+    """Return whether each row's rule shares noise: the draft and the target add the same noise at a position."""
     shared = [rules.number(name) for name, rule in rules.RULES.items() if rule.noise == "shared"]
     return jnp.isin(context.batch.sampling.rule, jnp.array(shared, jnp.int32))
 
@@ -179,7 +179,7 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = history.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~history.live[:, None]
-    tokens = jnp.where(masked, pending[:, None], tokens)  # finite wherever the pending token is
+    tokens = jnp.where(masked, pending[:, None], tokens)  # so a masked place is finite if the pending one is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
     nodes = branches.target_branches(history, proposal.tree)

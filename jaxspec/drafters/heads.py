@@ -179,7 +179,8 @@ def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     inner: dict[str, Any] = {}
     for key in ("transformer_layer_config", "eagle_config", "dflash_config", "model"):
-        if isinstance(part := raw.get(key), Mapping):
+        part = raw.get(key)
+        if isinstance(part, Mapping):
             inner |= part
     own = {key: value for key, value in raw.items() if key not in inner or key not in ("model_type", "vocab_size")}
     return inner | own
