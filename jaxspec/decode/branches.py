@@ -1,4 +1,4 @@
-"""What a round does otherwise where its drafts are a tree: each place has a past of its own, its ancestors."""
+"""The steps of a round that differ for a tree of drafts, where the past of a place is its ancestors."""
 
 from __future__ import annotations
 
@@ -33,15 +33,22 @@ def rank(
     paths: Int[Array, "B k D"],
     i: jax.Array | int,
 ) -> tuple[Int[Array, "B k w"], Float[Array, "B k w"]]:
-    """A tree drafter's `Rank`. The noise that the target's token will be drawn with is known: with it, the draft's
-    candidates are those that the target is likely to draw, not only those that are likely."""
+    """Return the best drafts after each of k nodes and their log-probabilities, as `Rank` asks.
+
+    The draft's logits get the noise that the target's token will be drawn with. So the candidates are tokens that the
+    target is likely to draw with this noise, not only tokens of high probability.
+    """
     config, rows = context.config, context.batch.sampling
-    width = (config.drafter and config.drafter.tree_width) or 1
+    width = (config.drafter.tree_width if config.drafter else None) or 1
     variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.drafting
     logits = head.logits(hidden, backend)
     logits = fit_vocabulary(logits.reshape(*hidden.shape[:2], -1), vocab_size, head.vocabulary)
     if adjust is not None:
-        logits = jax.vmap(lambda logits, path: adjust(logits, path, i), in_axes=1, out_axes=1)(logits, paths)
+
+        def adjust_node(logits, path):
+            return adjust(logits, path, i)
+
+        logits = jax.vmap(adjust_node, in_axes=1, out_axes=1)(logits, paths)
     if variant.noises:
         logits = process(logits, rows, filters=variant.filters, bits=DRAFT_BITS)
         if not config.greedy_draft:
@@ -52,39 +59,45 @@ def rank(
 
 
 def largest(logs: Float[Array, "B k V"], count: int) -> tuple[Int[Array, "B k w"], Float[Array, "B k w"]]:
-    """(ids, values) of the largest, best first; ties go to the lowest id. They are few: nothing is sorted, which on TPU
-    takes longer than all else, and on GPU breaks the program's graph."""
+    """Return the ids and values of the `count` largest, best first. Ties go to the lowest id.
+
+    `count` is small, so each is found by its own argmax. A sort would be the slowest part of the program on TPU, and
+    would break the program's graph on GPU.
+    """
     ids, values = [], []
     for _ in range(count):
-        found = likeliest(logs)
+        best = likeliest(logs)
         values.append(jnp.max(logs, axis=-1))
-        ids.append(found)
-        logs = jnp.where(jnp.arange(logs.shape[-1]) == found[..., None], -jnp.inf, logs)
+        ids.append(best)
+        logs = jnp.where(jnp.arange(logs.shape[-1]) == best[..., None], -jnp.inf, logs)
     return jnp.stack(ids, axis=-1), jnp.stack(values, axis=-1)
 
 
-def of_tree(history: History, tree: Topology | None) -> Branches | None:
-    """Where the places of the target's pass stand, and which of them each sees."""
+def target_branches(history: History, tree: Topology | None) -> Branches | None:
+    """Return the positions of the places of the target's pass, and which places each of them sees; None for a chain."""
     if tree is None:
         return None
     pending = history.num_tokens - 1
     return Branches(pending[:, None] + tree.depth, pending, tree.ancestors)
 
 
-def adjusted(
+def adjust_tree(
     adjust: Adjust, logits: Float[Array, "B T V"], proposal: Proposal, tree: Topology
 ) -> Float[Array, "B T V"]:
-    """Each place's logits after the drafts that lead to it."""
+    """Return the logits of each place, adjusted for the drafts on the path to it."""
     places = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))
     leading = jax.vmap(functools.partial(take, places), in_axes=1, out_axes=1)(tree.paths[:, :, 1:])
     return jax.vmap(adjust, in_axes=1, out_axes=1)(logits, leading, tree.depth)
 
 
-def straightened(
+def path_as_chain(
     context: Context, history: History, proposal: Proposal, scores: Any, verdict: Verdict
 ) -> tuple[Proposal, Any, Moves]:
-    """Return the accepted path as a chain: its drafts, the target's scores along it, and the moves that put what the
-    caches hold of it where a chain's is. The draft's is not moved: its next pass computes it again."""
+    """Return the accepted path as a chain: its drafts, the target's scores along it, and its moves in the caches.
+
+    The moves bring the target's entries from the slots of the tree to the slots of a chain. The draft's entries stay,
+    because the draft's next pass recomputes them.
+    """
     tree, last = proposal.tree, verdict.last
     assert tree is not None
     assert last is not None

@@ -9,80 +9,96 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.decode.round import round, runnable, text_of
-from jaxspec.decode.state import RUNNING, Context, DecodeConfig, DecodeState, LaunchInput, LaunchResult, Params
+from jaxspec.decode.round import round, runnable
+from jaxspec.decode.state import (
+    RUNNING,
+    Context,
+    DecodeConfig,
+    DecodeState,
+    LaunchInput,
+    LaunchResult,
+    Params,
+    text_of,
+)
 from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling import logprobs, processors, rng
 
-PATIENCE = 2.0  # rounds that a launch may fall behind before it is given up
+PATIENCE = 2.0  # rounds by which a launch may fall behind `Control.worth` before it ends
 
 
 def launch(
     config: DecodeConfig, params: Params, cache: PagedKVCache, batch: LaunchInput
 ) -> tuple[PagedKVCache, LaunchResult]:
-    """Runs rounds until batch.control ends them, or no row can run any more."""
-    context, control = begin(config, params, batch), batch.control
+    """Run rounds until a limit of batch.control is reached or no row is runnable."""
+    context = begin(config, params, batch)
+    control = batch.control
 
-    def going(state):
-        """Whether there is another round. Computed at the end of a round, not as the loop's condition: what a GPU's
-        host waits for between two rounds is then no more than a flag."""
+    def another_round(state):
+        """Return whether another round follows.
+
+        Computed at the end of a round and not in the loop's condition, so that a GPU's host waits for only one flag
+        between two rounds.
+        """
         more = state.round < jnp.minimum(control.num_rounds, MAX_ROUNDS)
-        # Behind a barrier, or the compiler would sum up where it updates, and copy the carry.
+        # Without the barrier the compiler fuses these sums with the updates of the carry, and copies the carry.
         state = lax.optimization_barrier(dataclasses.replace(state, round=None))
         early = jnp.sum(state.finish != RUNNING) >= control.max_ends
-        return more & jnp.any(runnable(context, state)) & ~early & ~losing(batch, state)
+        return more & jnp.any(runnable(context, state)) & ~early & ~too_slow(batch, state)
 
     def body(carry):
         cache, state, _ = carry
         cache, state = round(context, cache, state)
-        return cache, state, going(state)
+        return cache, state, another_round(state)
 
     start = start_state(context)
-    cache, state, _ = lax.while_loop(lambda carry: carry[-1], body, (cache, start, going(start)))
+    cache, state, _ = lax.while_loop(lambda carry: carry[-1], body, (cache, start, another_round(start)))
     return cache, result(context, state)
 
 
 def begin(config: DecodeConfig, params: Params, batch: LaunchInput) -> Context:
-    """What is dense, or takes a sum, is made here, once a launch and outside the loop."""
-    layout, rows = config.target.layout, batch.sampling
+    """Return the context of a launch. Compute dense tables and sums here, once a launch and outside the loop."""
+    layout = config.target.layout
+    rows = batch.sampling
     tables = processors.tables(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens))
     capacity = jnp.sum(batch.block_table < layout.num_pages, axis=1) * layout.page_size
     rows = dataclasses.replace(rows, seed=rng.of_seed(rows.seed))
     return Context(config, params, dataclasses.replace(batch, sampling=rows), tables, capacity)
 
 
-def losing(batch: LaunchInput, state: DecodeState) -> jax.Array:
-    """Whether the rows are more than PATIENCE rounds behind what their rounds were worth."""
-    worth = jnp.minimum(batch.control.worth, 1e30)  # infinity times no round would be no number
+def too_slow(batch: LaunchInput, state: DecodeState) -> jax.Array:
+    """Return whether the rows have gained less than `Control.worth` a round, by more than PATIENCE rounds."""
+    worth = jnp.minimum(batch.control.worth, 1e30)  # infinity times 0 rounds would be NaN
     gained = state.num_tokens - batch.num_tokens
     return jnp.sum(worth * (state.rounds_of - PATIENCE * batch.live) - gained) > 0
 
 
 def start_state(context: Context) -> DecodeState:
+    """Return the state before a launch's first round."""
     config, batch = context.config, context.batch
-    num_rows, n = batch.num_tokens.shape[0], config.variant.logprobs
+    num_rows = batch.num_tokens.shape[0]
+    n = config.variant.logprobs
     return DecodeState(
         tokens=batch.tokens,
         num_tokens=batch.num_tokens,
         draft_len=batch.draft_len,
         finish=jnp.zeros_like(batch.num_tokens),
-        spoilt=jnp.zeros_like(batch.live),
+        without_drafts=jnp.zeros_like(batch.live),
         round=jnp.int32(0),
         rounds_of=jnp.zeros_like(batch.num_tokens),
         log=jnp.zeros((3, num_rows, MAX_ROUNDS), jnp.int32),
         processing=processors.init(batch.processors, text_of(config, batch, batch.tokens, batch.num_tokens)),
-        logprobs=None if n is None else logprobs.empty(num_rows, most_new(config), n),
+        logprobs=None if n is None else logprobs.empty(num_rows, max_new_tokens(config), n),
     )
 
 
-def most_new(config: DecodeConfig) -> int:
-    """Tokens that a row may gain in a launch."""
+def max_new_tokens(config: DecodeConfig) -> int:
+    """Return the most tokens that a row may gain in a launch."""
     return MAX_ROUNDS * (config.num_speculative_tokens + 1)
 
 
 def result(context: Context, state: DecodeState) -> LaunchResult:
-    """The new tokens are read off the history buffer once, at the end."""
-    offset = jnp.arange(most_new(context.config), dtype=jnp.int32)[None, :]
+    """Return the result of a launch. Read the new tokens from the token buffer here, once, not in each round."""
+    offset = jnp.arange(max_new_tokens(context.config), dtype=jnp.int32)[None, :]
     start = context.batch.num_tokens
     at = jnp.minimum(start[:, None] + offset, state.tokens.shape[1] - 1)
     proposed, accepted, emitted = state.log

@@ -1,4 +1,7 @@
-"""Tokens into the caches, chunk by chunk. Never samples: the last prompt token stays pending for the first round."""
+"""Prefill: write prompts into the caches, chunk by chunk.
+
+Nothing is sampled here. The last prompt token stays pending for the first round.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +25,34 @@ SLICE = 16  # tokens of a row whose logits are computed at a time
 def prefill(
     config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk
 ) -> tuple[PagedKVCache, Logprobs | None]:
-    """Writes the chunk's keys and values, the target's, and what the draft will read of them -> (caches,
-    log-probabilities [B,T] of chunk.next_tokens, where there are any)."""
+    """Write the target's keys and values of a chunk, and the features that the draft reads.
+
+    Return the caches, and the log-probabilities [B,T] of chunk.next_tokens where these are given.
+    """
     with jax.named_scope("prefill"):
         taps = config.reader.taps if config.reader else ()
         done = config.target.prefill(params["target"], cache.target, *chunk.arrays, taps=taps)
         scores = None
         if chunk.next_tokens is not None:
-            n, backend = config.variant.logprobs or 0, config.target.backend
-            scores = by_slices(
-                lambda h, t: logprobs(done.decoder.logits(h, backend), t, n), done.hidden, chunk.next_tokens
-            )
+            n = config.variant.logprobs or 0
+
+            def score_slice(hidden, tokens):
+                return logprobs(done.decoder.logits(hidden, config.target.backend), tokens, n)
+
+            scores = by_slices(score_slice, done.hidden, chunk.next_tokens)
         cache = remember(config, params, cache, done)
     return cache, scores
 
 
 def catch_up(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[PagedKVCache, None]:
-    """Writes the draft's keys and values, of what the target has read."""
+    """Write the draft's keys and values of a chunk that the target has already processed."""
     assert config.drafter is not None
     with jax.named_scope("catch_up"):
         return dataclasses.replace(cache, draft=config.drafter.prefill(params, cache, chunk)), None
 
 
 def remember(config: DecodeConfig, params: Params, cache: PagedKVCache, done: Pass) -> PagedKVCache:
-    """The caches with the target's pages after this pass, and what the drafter keeps of its tokens."""
+    """Return the caches with the target's pages after a pass, and with the drafter's features of its tokens."""
     cache = dataclasses.replace(cache, target=done.pages)
     if config.reader is None:
         return cache
@@ -54,9 +61,18 @@ def remember(config: DecodeConfig, params: Params, cache: PagedKVCache, done: Pa
 
 
 def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:
-    """function over slices of the second axis, one after the other: logits of a whole chunk would fill the memory."""
+    """Apply a function to slices of the second axis, one after the other, and join the results.
+
+    The logits of a whole chunk at once would fill the memory.
+    """
     rows, length = tokens.shape
     size = min(SLICE, length)  # both are powers of two
-    cut = lambda x: jnp.moveaxis(x.reshape(rows, length // size, size, *x.shape[2:]), 1, 0)
-    done = lax.map(lambda pair: function(*pair), (cut(hidden), cut(tokens)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:]), done)
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(rows, length // size, size, *x.shape[2:]), 1, 0)
+
+    def join(x):
+        return jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])
+
+    done = lax.map(lambda pair: function(*pair), (split(hidden), split(tokens)))
+    return jax.tree.map(join, done)

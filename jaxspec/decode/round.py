@@ -1,7 +1,7 @@
 """One round: propose, one target pass, verify, commit. Plain decoding is the same round with K = 0.
 
-A `Context` is what stays as it is throughout a launch, the state what a round leaves to the next, and the history how
-far the rows have come when a round begins.
+A `Context` is constant throughout a launch. A `DecodeState` passes from one round to the next. A `History` holds the
+committed text of all rows at the start of a round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.shapes import Array, Bool, Float, Int
 from jaxspec.decode import branches
 from jaxspec.decode.prefill import remember
-from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeConfig, DecodeState, LaunchInput
+from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeState, text_of
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.drafters.trees.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
@@ -28,7 +28,7 @@ from jaxspec.sampling import processors, rng
 from jaxspec.sampling.distribution import DRAFT_BITS, process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
-from jaxspec.sampling.processors import Adjust, Text
+from jaxspec.sampling.processors import Adjust
 from jaxspec.verify import greedy, rules
 from jaxspec.verify import tree as tree_rule
 from jaxspec.verify.base import Case, Verdict, leading
@@ -36,23 +36,28 @@ from jaxspec.verify.coupled import shared_noise
 from jaxspec.verify.standard import at_tokens
 from pallas_kernels.plain import likeliest
 
-# Of the target at each of T places: its logits, or the ids of the largest where that is all that is asked for.
+# The target's output at T places: its logits, or the argmax ids where no row needs more.
 Values = Float[Array, "B T V"] | Int[Array, "B T"]
 
 
 class Scores(NamedTuple):
-    """What the target says of T places.
+    """The target's output at the T = K + 1 places of a pass.
 
-    lawful: where that is numbers.
+    values: logits or argmax ids.
+    finite: whether the output at a place is finite.
     """
 
     values: Values
-    lawful: Bool[Array, "B T"]
+    finite: Bool[Array, "B T"]
 
 
 def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[PagedKVCache, DecodeState]:
-    """The caches and the state after every row that is runnable has gained 1..K_b+1 tokens."""
-    history, adjust = history_of(context, state), adjust_of(context, state)
+    """Run one round for all runnable rows. Return the caches and the state.
+
+    A row gains 1 to K_b + 1 tokens, or fewer where no id is allowed or the target's output is not finite.
+    """
+    history = history_of(context, state)
+    adjust = adjust_of(context, state)
     with jax.named_scope("propose"):
         proposal, cache = propose(context, cache, history, adjust)
     with jax.named_scope("target"):
@@ -62,7 +67,7 @@ def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[Pa
     moves = None
     if proposal.tree is not None:
         with jax.named_scope("straighten"):
-            proposal, scores, moves = branches.straightened(context, history, proposal, scores, verdict)
+            proposal, scores, moves = branches.path_as_chain(context, history, proposal, scores, verdict)
     with jax.named_scope("commit"):
         state = commit(context, state, history, proposal, scores, verdict, ending)
         cache = keep(context, cache, Kept(state.num_tokens - history.num_tokens, history.block_table, moves))
@@ -70,16 +75,19 @@ def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[Pa
 
 
 def num_wanted(context: Context, state: DecodeState) -> Int[Array, " B"]:
-    """K_b: drafts the row may have this round. Near a full context it proposes less, and stays correct."""
+    """Return K_b, the number of drafts of each row in this round. A row near its context limit proposes fewer."""
     room = context.config.position_limit - state.num_tokens - 1
-    wanted = jnp.where(state.spoilt, 0, jnp.minimum(context.batch.limits.num_speculative_tokens, room))
+    wanted = jnp.where(state.without_drafts, 0, jnp.minimum(context.batch.limits.num_speculative_tokens, room))
     return jnp.clip(wanted, 0, context.config.num_speculative_tokens)
 
 
 def runnable(context: Context, state: DecodeState) -> Bool[Array, " B"]:
-    """Live, unfinished, and the positions that its next round writes have pages. A row without them waits for the
-    host."""
-    wanted, drafter = num_wanted(context, state), context.config.drafter
+    """Return whether each row is live, unfinished, and has pages for all positions that its next round may write.
+
+    A row that lacks pages waits for the host.
+    """
+    wanted = num_wanted(context, state)
+    drafter = context.config.drafter
     needed = state.num_tokens + wanted
     if drafter and drafter.reach > drafter.num_speculative_tokens:
         whole = jnp.minimum(state.num_tokens + drafter.reach, context.config.position_limit)
@@ -89,32 +97,32 @@ def runnable(context: Context, state: DecodeState) -> Bool[Array, " B"]:
 
 
 def history_of(context: Context, state: DecodeState) -> History:
-    live, wanted = runnable(context, state), num_wanted(context, state)
+    """Return the committed text of all rows, as drafters read it."""
+    live = runnable(context, state)
+    wanted = num_wanted(context, state)
     return History(state.tokens, state.num_tokens, state.draft_len, context.batch.block_table, wanted, live)
 
 
 def adjust_of(context: Context, state: DecodeState) -> Adjust | None:
-    """Return the changes to a round's logits that some rows ask for; None where none does."""
+    """Return the processors' changes to a round's logits; None where no row asks for any."""
     text = text_of(context.config, context.batch, state.tokens, state.num_tokens)
     return processors.adjuster(context.batch.processors, context.tables, state.processing, text)
-
-
-def text_of(config: DecodeConfig, batch: LaunchInput, tokens: jax.Array, num_tokens: jax.Array) -> Text:
-    """Return the committed text, as processors read it."""
-    return Text(tokens, num_tokens, batch.prompt_len, batch.limits.stop_ids, config.target.config.vocab_size)
 
 
 def propose(
     context: Context, cache: PagedKVCache, history: History, adjust: Adjust | None = None
 ) -> tuple[Proposal, PagedKVCache]:
-    """-> (Proposal, the caches, the draft's written). A proposal ends before a draft that q gives nothing: where the
-    draft has none of a row's allowed ids, or its logits are no numbers, what was drawn is no proposal, under any
-    rule."""
+    """Run the drafter. Return its proposal and the caches with the draft's pages.
+
+    Truncate the proposal at the first draft whose q is 0, under any rule. There the draft has none of the row's allowed
+    ids, or its logits are not finite.
+    """
     drafter = context.config.drafter
     if drafter is None:
         num_rows = history.num_tokens.shape[0]
         return Proposal(jnp.zeros((num_rows, 0), jnp.int32), None, jnp.zeros(num_rows, jnp.int32)), cache
-    chooser: Any = functools.partial(choose if drafter.tree_width is None else branches.rank, context, history, adjust)
+    chooser: Any = choose if drafter.tree_width is None else branches.rank
+    chooser = functools.partial(chooser, context, history, adjust)
     proposal, pages = drafter.propose(context.params, cache, history, chooser)
     if proposal.probs is not None:
         possible = at_tokens(proposal.probs, proposal.tokens) > 0.0
@@ -126,21 +134,21 @@ def choose(
     context: Context,
     history: History,
     adjust: Adjust | None,
-    head: Any,  # a Head, or what has its methods
+    head: Any,  # a Head, or an object with its methods
     hidden: Float[Array, "B _"],
     drafts: Int[Array, "B K"],
     i: jax.Array | int,
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-    """A drafter's `Choose`: the draft behind the first i of `drafts`, and its distribution where a rule needs that."""
+    """Choose the draft that follows the first i of `drafts`: the `Choose` of drafters that propose chains."""
     config, rows = context.config, context.batch.sampling
     variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.drafting
-    certain = config.greedy_draft or not variant.noises
-    if certain and adjust is None:
+    deterministic = config.greedy_draft or not variant.noises
+    if deterministic and adjust is None:
         return head.likeliest(hidden, backend, vocab_size), None
     logits = fit_vocabulary(head.logits(hidden, backend), vocab_size, head.vocabulary)
     if adjust is not None:
         logits = adjust(logits, drafts, i)
-    if certain:
+    if deterministic:
         return likeliest(logits), None
     z = process(logits[:, None], rows, filters=variant.filters, bits=DRAFT_BITS)[:, 0]
     keys = rng.keys(rows.seed, history.num_tokens, "draft", i)
@@ -150,41 +158,36 @@ def choose(
     token = likeliest(z + noise)
     if not variant.needs_q:
         return token, None
-    # Zeros, not NaN, where the draft has none of the allowed ids.
+    # `where` gives zeros, not NaN, if the draft has none of the allowed ids.
     return token, jax.nn.softmax(z, axis=-1, where=z > -jnp.inf)
 
 
 def shares_noise(context: Context) -> Bool[Array, " B"]:
-    """Rows whose noise belongs to the absolute position, and is the draft's and the target's."""
+    """Return whether each row's rule shares noise: the draft and the target add the same noise at a position."""
     shared = [rules.number(name) for name, rule in rules.RULES.items() if rule.noise == "shared"]
     return jnp.isin(context.batch.sampling.rule, jnp.array(shared, jnp.int32))
 
 
-def only_likeliest(context: Context) -> bool:
-    """Whether nobody asks for more of the target's logits than which is the largest."""
-    variant, batch = context.config.variant, context.batch
-    return not variant.noises and not batch.processors and variant.logprobs is None
-
-
 def score(context: Context, cache: PagedKVCache, history: History, proposal: Proposal) -> tuple[Scores, PagedKVCache]:
-    """One target pass over the T = K + 1 tokens, the pending one and the drafts -> (scores, the caches, the target's
-    written)."""
+    """Run the target once over the pending token and the K drafts, T = K + 1 places.
+
+    Return its scores, and the caches with the target's pages.
+    """
     target = context.config.target
     pending = rng.take_row(history.tokens, history.num_tokens - 1)
     tokens = jnp.concatenate([pending[:, None], proposal.tokens], axis=1)
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = history.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~history.live[:, None]
-    tokens = jnp.where(masked, pending[:, None], tokens)  # what nobody reads: no less a number than what is
+    tokens = jnp.where(masked, pending[:, None], tokens)  # so a masked place is finite if the pending one is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
-    where = positions, masked, history.block_table
-    of_tree = branches.of_tree(history, proposal.tree)
-    done = target.forward(params["target"], cache.target, tokens, *where, taps, of_tree)
+    nodes = branches.target_branches(history, proposal.tree)
+    done = target.forward(params["target"], cache.target, tokens, positions, masked, history.block_table, taps, nodes)
     cache = remember(context.config, params, cache, done)
-    if only_likeliest(context):  # no logits are left to look at, but what they are made of
-        lawful = jnp.all(jnp.isfinite(done.hidden), axis=-1)
-        return Scores(done.decoder.likeliest(done.hidden, target.backend), lawful), cache
+    if context.only_argmax:  # there are no logits to check, so check the hidden states
+        finite = jnp.all(jnp.isfinite(done.hidden), axis=-1)
+        return Scores(done.decoder.likeliest(done.hidden, target.backend), finite), cache
     logits = done.decoder.logits(done.hidden, target.backend)
     return Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1))), cache
 
@@ -192,19 +195,21 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
 def verify(
     context: Context, history: History, proposal: Proposal, scores: Scores, adjust: Adjust | None = None
 ) -> tuple[Verdict, Int[Array, " B"]]:
-    """The verdict on a proposal, and RUNNING, or why there is no extra token: NO_ID, NO_LAW. Drafts are judged as far
-    as there is a law to judge them by."""
+    """Judge a proposal. Return the verdict, and RUNNING or the reason why there is no extra token (NO_ID, NO_LAW).
+
+    Drafts after the first place without a target distribution are rejected.
+    """
     variant, values = context.config.variant, scores.values
     if adjust is not None and proposal.tree is not None:
-        values = branches.adjusted(adjust, values, proposal, proposal.tree)
+        values = branches.adjust_tree(adjust, values, proposal, proposal.tree)
     elif adjust is not None:
         values = jnp.stack([adjust(values[:, i], proposal.tokens, i) for i in range(values.shape[1])], axis=1)
     if values.ndim == 3 and variant.noises:
         values = process(values, context.batch.sampling, filters=variant.filters)
-    ending = jnp.where(scores.lawful, RUNNING, NO_LAW)
+    ending = jnp.where(scores.finite, RUNNING, NO_LAW)
     if values.ndim == 3:
         largest = jnp.max(values, axis=-1)
-        no_id = scores.lawful & (largest == -jnp.inf)
+        no_id = scores.finite & (largest == -jnp.inf)
         ending = jnp.where(no_id, NO_ID, jnp.where(jnp.isfinite(largest), ending, NO_LAW))
     if proposal.tree is not None:
         own = own_tokens(context, history, values, proposal.tree)
@@ -217,8 +222,11 @@ def verify(
 
 
 def own_tokens(context: Context, history: History, values: Values, tree: Topology | None = None) -> Int[Array, "B T"]:
-    """The target's: the largest of its logits as processed, after the noise of rows that share it with their drafts,
-    which belongs to the position where a token would come to stand. tree: of places that are no chain."""
+    """Return the target's own token at each place: the argmax of its processed logits.
+
+    A row whose rule shares noise adds it first. The noise belongs to the token's absolute position. tree: None for a
+    chain.
+    """
     rows = context.batch.sampling
     if values.ndim == 2:
         return values
@@ -226,13 +234,14 @@ def own_tokens(context: Context, history: History, values: Values, tree: Topolog
         depth = values.shape[1] if tree is None else tree.paths.shape[2]
         positions = history.num_tokens[:, None] + jnp.arange(depth, dtype=jnp.int32)
         noise = shared_noise(rows.seed, positions, values.shape[-1])
-        noise = noise if tree is None else take(noise, tree.depth)
+        if tree is not None:
+            noise = take(noise, tree.depth)
         values = values + jnp.where((shares_noise(context) & ~rows.greedy)[:, None, None], noise, 0.0)
-    return likeliest(values)  # of a greedy row: filters never touch the largest logit
+    return likeliest(values)  # right for greedy rows too: filters keep the largest logit
 
 
 def judge(context: Context, history: History, proposal: Proposal, values: Values) -> Verdict:
-    """Each row by its rule. values: as processed."""
+    """Judge each row by its own rule. values: processed logits, or argmax ids."""
     rows, own = context.batch.sampling, own_tokens(context, history, values)
     case = Case(values, own, proposal, rows.seed, history.num_tokens, context.batch.rule_options)
     verdict = greedy.verify(case)
@@ -252,19 +261,20 @@ def commit(
     verdict: Verdict,
     ending: Int[Array, " B"],
 ) -> DecodeState:
-    """Appends the accepted drafts and, unless the row is `ending`, the extra token, cut at the first stop id and at the
-    row's length limit.
+    """Append the accepted drafts and, where `ending` is RUNNING, the extra token. Return the next state.
 
-    Lowering the lengths is the rollback of pages: what they hold beyond is never read.
+    The new tokens are cut at the first stop id and at the row's length limit. Lowering the lengths is the rollback of
+    the pages: entries beyond them are never read.
     """
-    limits, live, num_drafts = context.batch.limits, history.live, proposal.tokens.shape[1]
+    limits, live = context.batch.limits, history.live
+    num_drafts = proposal.tokens.shape[1]
     offset = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
     drafts = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
     num_emitted = verdict.num_accepted + (ending == RUNNING)
-    # A draft whose own keys and values are no numbers spoils those of its row that stand before it.
-    spoilt = live & (ending == NO_LAW) & (proposal.num_proposed > 0)
-    ending = jnp.where(spoilt, RUNNING, ending)
+    # NaN in a draft's keys and values also reaches earlier places of the row, so retry without drafts.
+    without_drafts = live & (ending == NO_LAW) & (proposal.num_proposed > 0)
+    ending = jnp.where(without_drafts, RUNNING, ending)
     room = jnp.minimum(num_emitted, limits.max_len - state.num_tokens)
     is_stop = (emitted[:, :, None] == limits.stop_ids[:, None, :]) & (offset < room[:, None])[:, :, None]
     first_stop = jnp.min(jnp.where(is_stop, offset[:, :, None], num_drafts + 1), axis=(1, 2))  # one small reduction
@@ -292,7 +302,7 @@ def commit(
         num_tokens=num_tokens,
         draft_len=draft_len,
         finish=jnp.where(live, finish, state.finish),
-        spoilt=spoilt,
+        without_drafts=without_drafts,
         round=state.round + 1,
         rounds_of=state.rounds_of + (num_kept > 0),
         log=lax.dynamic_update_index_in_dim(state.log, entry, state.round, axis=2),
@@ -302,7 +312,7 @@ def commit(
 
 
 def keep(context: Context, cache: PagedKVCache, kept: Kept) -> PagedKVCache:
-    """Return the caches without what the target's pass has written of rejected drafts."""
+    """Return the caches without the entries that the target's pass wrote for rejected drafts."""
     found = dataclasses.replace(cache, target=context.config.target.keep(cache.target, kept))
     if kept.moves is None or not cache.features:
         return found

@@ -1,4 +1,4 @@
-"""What goes into a launch of the device program, what it carries, and what comes back."""
+"""The input of a launch of the device program, the state that its rounds carry, and its result."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from jaxspec.models.paged import PagedModel
 from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
-from jaxspec.sampling.processors import Processors
+from jaxspec.sampling.processors import Processors, Text
 from jaxspec.verify.rules import RULES
 
 Params = dict[str, Any]  # {"target": ..., "draft": ...}
 
-# Values of DecodeState.finish. NO_ID: none was allowed; NO_LAW: the target's logits were no numbers.
+# Values of DecodeState.finish. NO_ID: no id was allowed. NO_LAW: the target's logits were not finite.
 RUNNING, STOP, LENGTH, NO_ID, NO_LAW = range(5)
 FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error", NO_LAW: "error"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Which code paths a batch needs. Few, named and static: a batch that asks for none of a feature pays nothing.
+    """The code paths that a batch needs. They are few and static. A batch pays only for features that its rows use.
 
-    rules: acceptance rules that some row is under, beside greedy.
-    filters: some row uses top-k, top-p or min-p.
-    logprobs: some row wants log-probabilities, with this many likeliest ids; None: no row does.
-    processors: some row has penalties, bias or forbidden ids.
-    long_lists: some row has longer lists of ids than most.
+    rules: the acceptance rules of the batch's rows, except greedy.
+    filters: whether some row uses top-k, top-p or min-p.
+    logprobs: number of top ids whose log-probabilities some row requests; None if no row requests log-probabilities.
+    processors: whether some row has penalties, bias or forbidden ids.
+    long_lists: whether some row's lists of ids exceed the usual size.
     """
 
     rules: frozenset[str] = frozenset()
@@ -41,33 +41,35 @@ class Variant:
 
     @property
     def noises(self) -> set[str]:
-        """What rows draw with. Without any the launch is greedy: nothing is drawn."""
-        return {noise for name in self.rules if (noise := RULES[name].noise)}
+        """The kinds of noise that rows draw. Without any the launch is greedy and draws nothing."""
+        return {noise for noise in (RULES[name].noise for name in self.rules) if noise}
 
     @property
     def needs_q(self) -> bool:
+        """Return whether some row's rule reads the draft's distribution."""
         return any(RULES[name].needs_q for name in self.rules)
 
     def __str__(self) -> str:
-        said = {"filters": self.filters, "penalties": self.processors, "long lists": self.long_lists}
-        ranked = [] if self.logprobs is None else [f"{self.logprobs} log-probabilities"]
-        return " ".join([*sorted(self.rules)] or ["greedy"]) + "".join(
-            f", {w}" for w in [*filter(said.get, said), *ranked]
-        )
+        flags = {"filters": self.filters, "penalties": self.processors, "long lists": self.long_lists}
+        parts = [" ".join(sorted(self.rules)) or "greedy"]
+        parts += [name for name, is_set in flags.items() if is_set]
+        if self.logprobs is not None:
+            parts.append(f"{self.logprobs} log-probabilities")
+        return ", ".join(parts)
 
     def covers(self, other: Variant) -> bool:
-        """Whether a program for this one serves the other too."""
+        """Return whether a program for this variant serves the other too: it has at least the other's features."""
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
         return all(b is None or (a is not None and a >= b) for a, b in zip(mine, theirs, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Static description of the device program.
+    """The static description of the device program.
 
-    drafter: None for plain decoding, K = 0.
-    greedy_draft: the draft proposes its own likeliest token, as if certain of it.
-    reader: the drafter for which target passes keep features, those of plain rounds too; or None.
+    drafter: the drafter; None for plain decoding, K = 0.
+    greedy_draft: whether the draft proposes its argmax token, with a one-hot q.
+    reader: the drafter for which all target passes keep features, in plain rounds too; None if none reads features.
     """
 
     target: PagedModel
@@ -87,18 +89,19 @@ class DecodeConfig:
 
     @property
     def position_limit(self) -> int:
-        """Drafting stops short of both models' context lengths."""
+        """The shorter of the target's and the draft's context lengths. Drafting stops there."""
+        limit = self.target.max_model_len
         own = self.drafter.max_model_len if self.drafter else None
-        return min(self.target.max_model_len, own or self.target.max_model_len)
+        return min(limit, own or limit)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class RowLimits:
-    """What a row may be given.
+    """The limits of each row.
 
     num_speculative_tokens i32[B]: the row's own K.
-    max_len i32[B]: prompt + max_tokens, at most max_model_len.
+    max_len i32[B]: maximum number of tokens: prompt + max_tokens, at most max_model_len.
     stop_ids i32[B,_]: ids that end the row, padded with -1.
     """
 
@@ -110,27 +113,29 @@ class RowLimits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class DecodeState:
-    """The loop's carry. Row b has num_tokens[b] committed tokens, of which the last is pending: its keys and values are
-    computed by the next target pass, so the target cache is valid for [0, num_tokens - 1).
+    """The loop's carry.
+
+    Row b has num_tokens[b] committed tokens. The last one is pending: the next target pass computes its keys and
+    values. So the target cache is valid for positions [0, num_tokens - 1).
 
     tokens i32[B,_]: prompt and output.
-    num_tokens i32[B]: how many they are.
-    draft_len i32[B]: valid positions of the draft cache.
-    finish i32[B]: RUNNING, or why the row ended.
-    spoilt bool[B]: the last round's logits were no numbers, which may be its drafts' doing, so that the next goes
-      without.
-    round i32[]: rounds done in this launch.
-    rounds_of i32[B]: those in which the row gained a token, not summed up from the log each time.
-    log i32[3, B, MAX_ROUNDS]: in each round, drafts proposed, drafts committed, tokens committed.
-    processing: the states of the batch's processors, by name.
-    logprobs: of the launch's new tokens, where some row wants them.
+    num_tokens i32[B]: number of committed tokens.
+    draft_len i32[B]: number of valid positions of the draft cache.
+    finish i32[B]: RUNNING, or the reason why the row ended.
+    without_drafts bool[B]: whether the next round runs without drafts. The last round was not finite, which its drafts
+      may have caused.
+    round i32[]: number of rounds done in this launch.
+    rounds_of i32[B]: number of rounds in which the row gained a token; kept here so that no round sums up the log.
+    log i32[3, B, MAX_ROUNDS]: for each round, drafts proposed, drafts committed, tokens committed.
+    processing: states of the batch's processors, by name.
+    logprobs: log-probabilities of the launch's new tokens; None if no row requests them.
     """
 
     tokens: jax.Array
     num_tokens: jax.Array
     draft_len: jax.Array
     finish: jax.Array
-    spoilt: jax.Array
+    without_drafts: jax.Array
     round: jax.Array
     rounds_of: jax.Array
     log: jax.Array
@@ -141,12 +146,12 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Control:
-    """When a launch ends.
+    """The conditions that end a launch.
 
-    num_rounds i32[]: after so many rounds, at most MAX_ROUNDS.
-    max_ends i32[]: as soon as so many rows have finished.
-    worth f32[]: when the rows gain less than so many tokens a round, which is what plain decoding would have made in
-      the same time, so that the host may choose another K.
+    num_rounds i32[]: number of rounds, at most MAX_ROUNDS.
+    max_ends i32[]: number of finished rows at which the launch ends.
+    worth f32[]: tokens that plain decoding would give a row in the time of one round. The launch ends when the rows
+      gain less, so that the host can choose another K.
     """
 
     num_rounds: jax.Array
@@ -159,11 +164,12 @@ class Control:
 class LaunchInput:
     """A batch as the host describes it.
 
-    live bool[B]: the row holds a request.
+    tokens, num_tokens, draft_len: initial values of the `DecodeState`.
+    live bool[B]: whether the row holds a request.
     block_table i32[B,N]: page ids; unassigned entries hold num_pages.
-    prompt_len i32[B]: how many of the tokens are the prompt's.
-    processors: by name; empty where no row asks for any.
-    rule_options f32[_]: the numbers of the rule's own options.
+    prompt_len i32[B]: number of tokens of the prompt.
+    processors: the processors that some row uses, by name.
+    rule_options f32[_]: values of the acceptance rule's own options.
     """
 
     tokens: jax.Array
@@ -181,10 +187,10 @@ class LaunchInput:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What stays as it is throughout a launch. What varies from round to round is the caches and the DecodeState.
+    """The constants of a launch. Only the caches and the DecodeState change from round to round.
 
-    tables: of batch.processors, by name.
-    capacity i32[B]: positions that each row has pages for.
+    tables: precomputed tables of batch.processors, by name.
+    capacity i32[B]: number of positions for which the row has pages.
     """
 
     config: DecodeConfig
@@ -193,18 +199,29 @@ class Context:
     tables: dict[str, Any]
     capacity: jax.Array
 
+    @property
+    def only_argmax(self) -> bool:
+        """Return whether no row needs more of the target's logits than their argmax."""
+        variant = self.config.variant
+        return not variant.noises and not self.batch.processors and variant.logprobs is None
+
+
+def text_of(config: DecodeConfig, batch: LaunchInput, tokens: jax.Array, num_tokens: jax.Array) -> Text:
+    """Return the committed text, as processors read it."""
+    return Text(tokens, num_tokens, batch.prompt_len, batch.limits.stop_ids, config.target.config.vocab_size)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LaunchResult:
-    """What one launch brings back, in one transfer.
+    """The result of one launch, copied to the host in one transfer.
 
-    new_tokens i32[B, MAX_ROUNDS*(K+1)].
-    num_new i32[B]: how many of them are real.
+    new_tokens i32[B, MAX_ROUNDS*(K+1)]: the tokens gained in this launch, then padding.
+    num_new i32[B]: number of real tokens in new_tokens.
     finish, draft_len: as in DecodeState.
-    proposed, accepted, emitted i32[B, MAX_ROUNDS]: its log.
-    num_rounds i32[]: how many were run.
-    logprobs: of new_tokens, where asked for.
+    proposed, accepted, emitted i32[B, MAX_ROUNDS]: the three parts of DecodeState.log.
+    num_rounds i32[]: number of rounds that ran.
+    logprobs: log-probabilities of new_tokens; None if no row requests them.
     """
 
     new_tokens: jax.Array

@@ -1,4 +1,4 @@
-"""What every drafter takes and gives. A drafter is static (frozen, hashable); all arrays pass through its methods."""
+"""The interface of drafters. A drafter is static (frozen and hashable); all arrays pass through its methods."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxspec.drafters.trees.topology import Topology
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Proposal:
-    """K drafts a row, one after the other or as a tree.
+    """The K drafts of each row in a round: a chain or a tree.
 
-    tokens i32[B,K]: their ids.
-    probs f32[B,K,V]: the distribution each token was drawn from, or None where the proposal is deterministic (one-hot).
-    num_proposed i32[B]: how many of the K are real in this round.
-    draft_len i32[B]: positions that the draft's cache holds now, were all of them kept; None: it has no cache.
-    tree: which of them comes after which, the likelier first; None: each after the one before.
+    tokens i32[B,K]: ids of the drafts.
+    probs f32[B,K,V]: distribution q that each draft was drawn from; None for a deterministic proposal (one-hot q).
+    num_proposed i32[B]: number of real drafts in this round.
+    draft_len i32[B]: number of valid positions of the draft cache, if all drafts are accepted; None without a cache.
+    tree: topology of the drafts, the likelier ones first; None for a chain.
     """
 
     tokens: jax.Array
@@ -38,14 +38,14 @@ class Proposal:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class History:
-    """What has been committed.
+    """The committed text of all rows at the start of a round.
 
     tokens i32[B,_]: prompt and output.
-    num_tokens i32[B]: how many they are.
-    draft_len i32[B]: positions the draft cache holds.
+    num_tokens i32[B]: number of committed tokens.
+    draft_len i32[B]: number of valid positions of the draft cache.
     block_table i32[B,N]: page ids.
-    num_wanted i32[B]: at most this many drafts.
-    live bool[B]: the row takes part in this round.
+    num_wanted i32[B]: maximum number of drafts in this round.
+    live bool[B]: whether the row takes part in this round.
     """
 
     tokens: jax.Array
@@ -59,13 +59,13 @@ class History:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Chunk:
-    """A part of each prompt.
+    """A part of each row's prompt.
 
-    tokens i32[B,T]: of prompts.
-    length i32[B]: how many of them are real; 0: the row takes no part.
-    start i32[B]: the position of the first.
+    tokens i32[B,T]: tokens of the prompts.
+    start i32[B]: position of the first of them.
+    length i32[B]: number of real tokens; 0 if the row takes no part.
     block_table i32[B,N]: page ids.
-    next_tokens i32[B,T]: what follows each, where their log-probabilities are wanted.
+    next_tokens i32[B,T]: the token after each, if its log-probability is requested; else None.
     """
 
     tokens: jax.Array
@@ -76,111 +76,121 @@ class Chunk:
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
+        """The arrays in the order of `PagedModel.prefill`'s arguments."""
         return self.tokens, self.start, self.length, self.block_table
 
 
-# choose(head, hidden, drafts, i) -> (token, its distribution or None): samples a draft, after the first i of the
-# round's, as each row asks. head: a `Head`, or what has its methods. The draft's vocabulary may be padded differently
-# from the target's V, or be a reduced one; tokens and distributions are over the target's ids.
+# A function choose(head, hidden, drafts, i) that samples the draft after the first i drafts of the round, with each
+# row's request parameters. It returns the token, and its distribution or None. head: a `Head`, or an object with its
+# methods. The draft's vocabulary may be reduced, or padded differently from the target's V. The returned token and
+# distribution are over the target's ids.
 Choose = Callable[[Any, Float[Array, "B _"], Int[Array, "B K"], Any], tuple[Int[Array, " B"], Any]]
 
-# rank(head, hidden, paths, i) -> (ids, scores): the likeliest drafts after each of k nodes, best first, and their log
-# probabilities; paths i32[B,k,_]: the drafts that lead to each node, of which there are i.
+# A function rank(head, hidden, paths, i) that returns the w best drafts after each of k nodes, best first, and their
+# log-probabilities. paths: the i drafts that lead to each node, padded to D.
 Rank = Callable[
     [Any, Float[Array, "B k _"], Int[Array, "B k D"], Any], tuple[Int[Array, "B k w"], Float[Array, "B k w"]]
 ]
 
-Params = Mapping[str, Any]  # {"target": ..., "draft": ..., "lent": ...}
+# {"target": ..., "draft": ..., "lent": ...}; "lent": copies of shared target parameters with the draft's placement.
+Params = Mapping[str, Any]
 
 
-def lender(params: Params) -> Mapping[str, Any]:
-    """The target's parameters, as a draft reads them: some in a copy that lies as the draft does."""
+def target_parameters(params: Params) -> Mapping[str, Any]:
+    """Return the target's parameters for a draft that shares them. Copies with the draft's placement come first."""
     return {**params["target"], **params["lent"]} if "lent" in params else params["target"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Drafter(abc.ABC):
-    """A proposal method for num_speculative_tokens = K tokens a round. Each says what it needs by what it overrides."""
+    """A method that proposes up to num_speculative_tokens = K drafts a round. A subclass overrides what it needs."""
 
     num_speculative_tokens: int
 
     @property
     def backend(self) -> Any:
-        """The backend of its passes: its model's; None for the target's."""
+        """The backend of the draft's passes: its model's, or None for the target's."""
         return self.model.backend if hasattr(self, "model") else None
 
     def parameters(self) -> Any:
-        """Return a pytree of arrays of its own, which its methods get as params["draft"]; None for none.
+        """Return a pytree of the drafter's own arrays, or None. Its methods get them as params["draft"].
 
-        A drafter with a model has the model's parameters there instead.
+        A drafter with a model gets the model's parameters there instead.
         """
         return None
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest context that it can read, None where it has no limit of its own."""
+        """Longest context that the draft can read; None if it has no limit of its own."""
         return None
 
     @property
     def max_lag(self) -> int | None:
-        """By how many positions its cache may lag behind the one before the pending token's when it proposes; None
-        where it has no cache, which could not lag."""
+        """Maximum number of positions by which the draft cache may trail the committed prefix before a proposal.
+
+        The prefix ends before the pending token. None for a drafter without a cache.
+        """
         return None
 
     @property
     def lookahead(self) -> int:
-        """How many tokens after its own an entry of its cache depends on."""
+        """Number of later tokens on which an entry of the draft cache depends, besides its own."""
         return 0
 
     @property
     def independent(self) -> bool:
-        """Whether what it says of a place does not depend on the drafts before that."""
+        """Return whether the distribution at a place does not depend on the drafts before it."""
         return False
 
     @property
     def tree_width(self) -> int | None:
-        """How many drafts it weighs after each node of a tree; None: it proposes chains."""
+        """Number of drafts that are ranked after each node of a tree; None for a drafter of chains."""
         return None
 
     @property
     def reach(self) -> int:
-        """How many positions after the pending token's a round may write."""
+        """Number of positions after the pending token that a round may write."""
         return self.num_speculative_tokens
 
     @property
     def passes(self) -> float:
-        """How often a round reads its weights, but for those that make its features."""
+        """Number of times that a round reads the draft's weights, except those that compute features."""
         return float(self.num_speculative_tokens)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's layers whose input its features are made of. See `Decoder`."""
+        """The target's layers whose inputs the features are computed from. See `Decoder`."""
         return ()
 
     @property
     def features_width(self) -> int:
-        """M, the numbers that it keeps of each of the target's positions; 0: it reads nothing of them."""
+        """M, the size of the features kept for each of the target's positions; 0 for a drafter that reads none."""
         return 0
 
     def features(
         self, params: Params, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
     ) -> Float[Array, "B T M"]:
-        """What it keeps of positions, of which hidden left the target's last norm."""
+        """Compute the features to keep. hidden: output of the target's last norm. tapped: inputs of layers `taps`."""
         return hidden
 
     @abc.abstractmethod
     def propose(
         self, params: Params, cache: PagedKVCache, history: History, choose: Choose
     ) -> tuple[Proposal, tuple[LayerCache, ...]]:
-        """-> (proposal, the draft's pages after its passes)."""
+        """Propose drafts. Return the proposal and the draft's pages after its passes."""
 
     def grow(
         self, params: Params, cache: PagedKVCache, history: History, shape: Any, rank: Rank
     ) -> tuple[Proposal, Any, tuple[LayerCache, ...]]:
-        """As `propose`, and between the two the tree of `shape` that is kept (`jaxspec.drafters.trees.tree.Kept`), of a
-        drafter that is not independent."""
+        """Propose a tree of `shape`. Return the proposal, the tree (`jaxspec.drafters.trees.tree.Kept`) and the pages.
+
+        Needed only for a drafter that is not independent.
+
+        Raises:
+          UnsupportedError: the drafter grows no trees.
+        """
         raise UnsupportedError(f"{type(self).__name__} grows no trees: drop the tree options")
 
     def prefill(self, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
-        """The chunk into the draft's pages, the target's features of it being there; returns the pages."""
+        """Write a chunk into the draft's pages and return them. The target's features of the chunk are in `cache`."""
         return cache.draft

@@ -1,4 +1,4 @@
-"""Draft after draft: each step reads the token that the one before it chose."""
+"""Chains of drafts: each step reads the token that the previous step chose."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from jaxspec.models.head import Head
 
 
 class Step(NamedTuple):
-    """What a draft pass gives: the head and what it reads [B,E], of which the next draft is chosen, and what the next
-    step goes on from."""
+    """The output of a draft pass.
 
-    head: Any  # a Head, or what has its methods
+    head: the `Head` of the next draft's logits, or an object with its methods.
+    hidden [B,E]: the head's input.
+    state: the input of the next step.
+    """
+
+    head: Any
     hidden: Float[Array, "B _"]
     state: Any
 
@@ -28,31 +32,45 @@ def chain(
     first: Step,
     step: Callable[[Any, Int[Array, " B"], Any], Step],
     choose: Choose,
-    small: Callable[[], bool] = lambda: False,
+    is_cheap: Callable[[], bool] | None = None,
 ) -> tuple[Int[Array, "B K"], Any, Any]:
-    """K = count drafts, what `choose` gives beside each (its distribution, where a rule needs that), the last state.
-    step(state, token, i): the pass that reads draft i, counted from 1. small: whether a step is next to nothing, as the
-    first has shown."""
+    """Choose K = count drafts, one after the other.
+
+    Args:
+      count: K.
+      first: the output of the first pass, from which draft 0 is chosen.
+      step: step(state, token, i) runs the pass that chooses draft i, counted from 1. token: draft i - 1.
+      choose: the round's `Choose`.
+      is_cheap: whether a step costs less than an iteration of a loop. Called after draft 0 is chosen.
+
+    Returns:
+      The drafts, their distributions (None where no rule needs them), and the last state.
+    """
     drafts = jnp.zeros((first.hidden.shape[0], count), jnp.int32)
     chosen = choose(first.head, first.hidden, drafts, 0)
     room = jax.tree.map(lambda x: jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype), chosen)
-    put = lambda i, drawn, chosen: jax.tree.map(
-        lambda x, one: lax.dynamic_update_index_in_dim(x, one, i, axis=1), drawn, chosen
-    )
+
+    def put(i, drawn, chosen):
+        return jax.tree.map(lambda x, one: lax.dynamic_update_index_in_dim(x, one, i, axis=1), drawn, chosen)
 
     def one_more(i, carry):
         state, drawn = carry
-        head, hidden, state = step(state, lax.dynamic_index_in_dim(drawn[0], i - 1, axis=1, keepdims=False), i)
+        previous = lax.dynamic_index_in_dim(drawn[0], i - 1, axis=1, keepdims=False)
+        head, hidden, state = step(state, previous, i)
         return state, put(i, drawn, choose(head, hidden, drawn[0], i))
 
-    # A loop, so that all but the first are compiled once; where each would do less than a loop costs, none.
+    # The loop compiles all steps but the first once. Steps that cost less than an iteration are unrolled.
     start = first.state, put(0, room, chosen)
-    state, (drafts, probs) = lax.fori_loop(1, count, one_more, start, unroll=small() or None)
+    unroll = True if is_cheap is not None and is_cheap() else None
+    state, (drafts, probs) = lax.fori_loop(1, count, one_more, start, unroll=unroll)
     return drafts, probs, state
 
 
 class Place:
-    """One place of a pass that gave all of them at once: whichever is asked for, it is computed for all, once."""
+    """The head at one place of a pass that computed all K places at once.
+
+    Logits and argmax tokens are computed for all places at the first request, and kept in `known`.
+    """
 
     def __init__(self, head: Head, hidden: Float[Array, "B K _"], known: dict[Any, Any], i: Any) -> None:
         self.head, self.hidden, self.known, self.i = head, hidden, known, i
@@ -62,22 +80,28 @@ class Place:
         return self.head.vocabulary
 
     def logits(self, x: Any, backend: Any) -> Any:
-        return self.here("logits", lambda: self.head.logits(self.hidden, backend))
+        return self.at_place("logits", lambda: self.head.logits(self.hidden, backend))
 
     def likeliest(self, x: Any, backend: Any, vocab_size: int | None = None) -> Any:
-        return self.here("likeliest", lambda: self.head.likeliest(self.hidden, backend, vocab_size))
+        return self.at_place("likeliest", lambda: self.head.likeliest(self.hidden, backend, vocab_size))
 
-    def here(self, name: str, compute: Callable[[], Any]) -> Any:
+    def at_place(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return this place's part of a result of the head for all places. Compute the result if it is not known."""
         if name not in self.known:
             self.known[name] = compute()
         return lax.dynamic_index_in_dim(self.known[name], self.i, axis=1, keepdims=False)
 
 
 def at_once(head: Head, hidden: Float[Array, "B K _"], choose: Choose) -> tuple[Int[Array, "B K"], Any]:
-    """As `chain`, of a pass that has said something of all K places."""
+    """Choose all K drafts from the hidden states of one pass. Return the drafts and their distributions, as `chain`."""
     known: dict[Any, Any] = {}
-    at = lambda i: lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
-    step = lambda state, token, i: Step(Place(head, hidden, known, i), at(i), ())
-    only_looked_up = lambda: "logits" not in known
-    drafts, probs, _ = chain(hidden.shape[1], step((), None, 0), step, choose, only_looked_up)
+
+    def step(state, token, i):
+        here = lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
+        return Step(Place(head, hidden, known, i), here, ())
+
+    def only_argmax():  # then a step looks up one token
+        return "logits" not in known
+
+    drafts, probs, _ = chain(hidden.shape[1], step((), None, 0), step, choose, only_argmax)
     return drafts, probs

@@ -1,7 +1,7 @@
-"""DFlash: a few layers that draft a whole block in one pass, its places seeing each other and the target's past.
+"""DFlash: a few layers that draft a whole block in one pass. Its places attend to each other and to the target's past.
 
-Keys and values of the past are made of the target's hidden states, in every layer, at their own positions. Source: Chen
-et al., https://arxiv.org/abs/2602.06036. Formats: z-lab's and the speculators library's.
+In every layer the keys and values of the past are computed from the target's hidden states, at their own positions.
+Source: Chen et al., https://arxiv.org/abs/2602.06036. Formats: z-lab's and the speculators library's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 from jaxspec.cache import features
 from jaxspec.cache.layer import LayerCache
 from jaxspec.common.errors import UnsupportedError
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, lender
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, target_parameters
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found
 from jaxspec.drafters.own import OwnParts
@@ -39,10 +39,15 @@ from pallas_kernels.tree import packed
 
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
-    """taps: the layers of the target whose input it reads; target_width: of these. block_size: the longest block that
-    it was trained for, the pending token included. from_pending: the pending token's own place makes a draft too.
-    has_table, has_head: whether it has these of its own, the head over some or all of the target's ids; else the
-    target's are used."""
+    """The architecture of a DFlash head.
+
+    taps: layers of the target whose inputs the head reads.
+    target_width: width of these layers.
+    block_size: longest block that the head was trained for, the pending token included.
+    from_pending: whether the pending token's own place also makes a draft.
+    has_table: whether the head has its own embedding table; else the target's is used.
+    has_head: whether it has its own output head, over some or all of the target's ids; else the target's is used.
+    """
 
     taps: tuple[int, ...] = ()
     target_width: int = 0
@@ -58,6 +63,8 @@ class Config(HeadConfig):
 
 
 class DFlashHead(OwnParts):
+    """The layers of DFlash."""
+
     config: Config
 
     def __init__(self, config: Config, dtype: Any) -> None:
@@ -72,13 +79,19 @@ class DFlashHead(OwnParts):
         return rms_norm(self.hidden_norm[...], x, self.config.norm_eps)
 
     def __call__(self, x, past, pages, rows: Rows, backend: Backend):
-        """x [B,T,E], the block; past [B,W,E], features of positions that the pages lack; rows: of both, past first, and
-        the tree of the block -> (hidden [B,T,E], pages). T may be 0."""
-        c, written, count = self.config, [], x.shape[1]
+        """Run the layers over a block. Return its hidden states [B,T,E] and the pages.
+
+        x [B,T,E]: the block; T may be 0.
+        past [B,W,E]: features of positions that the pages lack.
+        rows: positions of both, past first, and the tree of the block.
+        """
+        c, count = self.config, x.shape[1]
+        written = []
         ropes = rotary_tables(c.layers, rows, backend)
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             norm = layer.input_norm[...]
-            if not count:  # or a GPU's compiler, as all layers read the same, first puts their matrices side by side
+            if not count:
+                # All layers read the same input here. Without the barrier a GPU's compiler concatenates their matrices.
                 past, norm = lax.optimization_barrier((past, norm))
             both = jnp.concatenate([past, rms_norm(norm, x, c.norm_eps)], axis=1)
             mixed, layer_pages = layer.mix(both, both, layer_pages, None, rows, ropes, backend, num_queries=count)
@@ -92,12 +105,14 @@ module.register(Config, DFlashHead)
 
 
 class Block(NamedTuple):
-    """What the pass over a block gives.
+    """The output of the pass over a block.
 
-    head, target: the draft, and the model that it drafts for, as far as that is lent.
-    hidden [B,_,E]: what its places say, up to that of the K-th draft; the last K make drafts.
-    pending i32[B]: the token at the first place.
-    wanted, draft_len, pages: of a Proposal.
+    head: the draft.
+    target: the model that it drafts for, with the parameters that it shares.
+    hidden [B,_,E]: hidden states of the places up to that of the K-th draft; the last K make drafts.
+    pending i32[B]: the pending token, at the first place.
+    wanted, draft_len: `num_proposed` and `draft_len` of the proposal.
+    pages: the draft's pages after the pass.
     """
 
     head: Any
@@ -110,13 +125,18 @@ class Block(NamedTuple):
 
     @property
     def logits(self) -> Any:
-        """What makes logits of what its places say."""
+        """The model that computes logits from the hidden states."""
         return self.head if self.head.config.has_head else self.target
 
 
 @dataclasses.dataclass(frozen=True)
 class DFlash(Drafter):
-    """most: the largest K of the engine, by which its cache may lag."""
+    """A drafter that fills all places of a block in one pass.
+
+    most: the engine's largest K, by which the cache may trail.
+    model: the draft.
+    target: the model that it drafts for.
+    """
 
     most: int
     model: PagedModel
@@ -156,18 +176,22 @@ class DFlash(Drafter):
         return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
 
     def block(self, params, cache, history: History) -> Block:
-        """The pass over the whole block, however few drafts are wanted of it: its places see each other, as they did in
-        training. Only at the end of the context it is shorter."""
+        """Run the pass over a whole block, even if fewer drafts are requested.
+
+        The places attend to each other, so the block is as long as in training. Only the end of the context shortens
+        the block.
+        """
         count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
         head: Any = bind(config, params["draft"])
-        target = bind(self.target.config, lender(params))
+        target = bind(self.target.config, target_parameters(params))
         last = history.num_tokens - 1  # the pending token's position
         start = jnp.clip(history.draft_len, jnp.maximum(last - self.most - 1, 0), last)
         in_step = history.draft_len >= last - self.max_lag
         wanted = jnp.where(history.live & in_step, history.num_wanted, 0)
 
         past_at = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
-        size, silent = head.config.block_size, 0 if head.config.from_pending else 1  # silent: makes no draft
+        size = head.config.block_size
+        num_skipped = 0 if head.config.from_pending else 1  # places that make no draft
         filled = jnp.where(wanted > 0, jnp.clip(self.model.max_model_len - last, 0, size), 0)
         block = jnp.arange(size, dtype=jnp.int32)[None, :]
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
@@ -184,7 +208,7 @@ class DFlash(Drafter):
         rows = dataclasses.replace(rows, kv_len=end, num_keys=end, tree=tree)
         hidden, pages = head(x, past.astype(x.dtype), cache.draft, rows, backend)
         draft_len = jnp.where(in_step, last, history.draft_len)
-        return Block(head, target, hidden[:, : silent + count], pending, wanted, draft_len, pages)
+        return Block(head, target, hidden[:, : num_skipped + count], pending, wanted, draft_len, pages)
 
     def prefill(self, params, cache, chunk: Chunk):
         head: Any = bind(self.model.config, params["draft"])
@@ -196,6 +220,7 @@ class DFlash(Drafter):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DFlash:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     return DFlash(k, most, models["draft"], models["target"])
 
 
@@ -211,7 +236,12 @@ NAMES = {
 
 
 def read(found: Found, kind: type[Config] = Config, *, from_pending: bool = False, **own: Any) -> Reading:
-    """kind: of configuration, with fields `own`; from_pending: where the checkpoint says nothing of that."""
+    """Return how to read a checkpoint. Also serves methods derived from DFlash.
+
+    kind: class of the configuration.
+    from_pending: default if the checkpoint does not set it.
+    own: further fields of the configuration.
+    """
     target = found.target
     count = found.whole("num_target_layers", target.num_layers, "num_layers")
     found.fits("layers", count, target.num_layers)

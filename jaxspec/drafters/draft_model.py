@@ -23,6 +23,8 @@ from pallas_kernels.merge_tokens import merge_tokens
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Drafter):
+    """A drafter that runs a smaller model once for each draft."""
+
     model: PagedModel
     max_lag: int = 1  # the first pass of a round is two tokens wide
 
@@ -44,7 +46,7 @@ class DraftModel(Drafter):
 
         first = Step(done.decoder, take_row(done.hidden, missing), done.pages)
         drafts, probs, pages = chain(self.num_speculative_tokens, first, step, choose)
-        # A draft further behind than the first pass reaches keeps its length until it is caught up.
+        # A cache that trails by more than the first pass covers keeps its length until prefill catches it up.
         in_step = history.draft_len >= history.num_tokens - 1 - self.max_lag
         read = history.num_tokens + jnp.maximum(history.num_wanted, 1) - 1
         draft_len = jnp.where(in_step, read, history.draft_len)
@@ -53,17 +55,18 @@ class DraftModel(Drafter):
     def first_pass_tokens(
         self, history: History
     ) -> tuple[tuple[Int[Array, "B 2"], Int[Array, "B 2"], Bool[Array, "B 2"]], Int[Array, " B"]]:
-        """((tokens, positions, masked), index of the pending token).
+        """Return (tokens, positions, masked) of a round's first pass, and the index of the pending token in it.
 
         After a round of full acceptance the draft cache lacks the last accepted token. So the first pass is always two
-        wide: that token, rejected where the cache has it already, merged with the pending one.
+        tokens wide: it merges that token with the pending one. The token is rejected if the cache already has it.
         """
         rows = history.num_tokens.shape[0]
         query_start = jnp.arange(rows + 1, dtype=jnp.int32)
         has_it = (history.draft_len == history.num_tokens - 1).astype(jnp.int32)
-        at = lambda back: take_row(history.tokens, jnp.maximum(history.num_tokens - back, 0))
+        last_accepted = take_row(history.tokens, jnp.maximum(history.num_tokens - 2, 0))
+        pending = take_row(history.tokens, jnp.maximum(history.num_tokens - 1, 0))
         how: dict[str, Any] = self.model.backend.how()
-        tokens, rejected = merge_tokens(at(2), at(1), query_start, has_it, **how)
+        tokens, rejected = merge_tokens(last_accepted, pending, query_start, has_it, **how)
         before = jnp.maximum(history.num_tokens - 2, 0)
         positions, _ = merge_tokens(before, history.num_tokens - 1, query_start, has_it, **how)
         pairs = tokens.reshape(rows, 2), positions.reshape(rows, 2), rejected.reshape(rows, 2)
@@ -75,9 +78,12 @@ class DraftModel(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class ParallelDraftModel(Drafter):
-    """All K in one pass, over the tokens that the cache lacks and K - 1 masks (PARD).
+    """A drafter whose model fills all K places in one pass (PARD).
 
-    most: the largest K of the engine, by which its cache may lag. Source: An et al., https://arxiv.org/abs/2504.18583.
+    The pass reads the tokens that the cache lacks, and K - 1 mask tokens.
+    Source: An et al., https://arxiv.org/abs/2504.18583.
+
+    most: the engine's largest K, by which the cache may trail.
     """
 
     most: int
@@ -113,7 +119,7 @@ class ParallelDraftModel(Drafter):
         at = jnp.minimum((last - start)[:, None] + jnp.arange(count), positions.shape[1] - 1)
         hidden = jnp.take_along_axis(done.hidden, at[:, :, None], axis=1)
         drafts, probs = at_once(done.decoder, hidden, choose)
-        # The masks' keys and values are of no use: the next round writes others there.
+        # The mask tokens' keys and values are useless, so they do not count: the next round overwrites them.
         return Proposal(drafts, probs, wanted, jnp.where(in_step, last + 1, history.draft_len)), done.pages
 
     def prefill(self, params, cache, chunk: Chunk):
@@ -122,7 +128,10 @@ class ParallelDraftModel(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModelTree(DraftModel):
-    """A tree leaves nothing of use in the cache: the next round's first pass reads all that was kept of it."""
+    """A drafter that runs a smaller model once for each level of a tree.
+
+    The tree's entries are not kept in the draft cache. The next round's first pass recomputes those of accepted drafts.
+    """
 
     max_lag: int = dataclasses.field(kw_only=True)
 
@@ -146,15 +155,23 @@ class DraftModelTree(DraftModel):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Drafter:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     model = models["draft"]
     if in_parallel(model, speculative):
         return ParallelDraftModel(k, most, model)
-    return DraftModelTree(k, model, max_lag=most) if speculative.tree else DraftModel(k, model)
+    if speculative.tree:
+        return DraftModelTree(k, model, max_lag=most)
+    return DraftModel(k, model)
 
 
 def in_parallel(model: PagedModel, speculative: Any) -> bool:
-    """Whether the draft fills all places at once: as asked for, else where it was trained to."""
-    asked, able = speculative.parallel_drafting, model.config.mask_id is not None
+    """Return whether the draft fills all places in one pass: as the options say, else if it was trained for it.
+
+    Raises:
+      UserError: the options ask for it, and the draft has no mask token.
+    """
+    asked = speculative.parallel_drafting
+    able = model.config.mask_id is not None
     if asked and not able:
         raise UserError(
             "parallel_drafting=True, but the draft's config.json names no token for places to be filled (pard_token, "

@@ -1,8 +1,9 @@
-"""DSpark: DFlash's block, whose places are sampled one after another, each knowing the token before it.
+"""DSpark: DFlash's block, whose places are sampled one after another, each given the token before it.
 
-What that token says of the next is added to the logits, by way of few channels. Source: DeepSeek-AI, "DSpark:
+A low-rank Markov head turns that token into an addition to the logits. Source: DeepSeek-AI, "DSpark:
 Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", https://github.com/deepseek-ai/DeepSpec.
-Formats: DeepSpec's and the speculators library's. A head that foretells acceptance is not used: adaptive K measures it.
+Formats: DeepSpec's and the speculators library's. The head that predicts acceptance is not used, because adaptive K
+measures acceptance.
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ from jaxspec.models.reading import Reading
 from jaxspec.models.table import looked_up
 from pallas_kernels.plain import likeliest
 
-# Kind of the head -> what files call its inner product, how many times the rank that reads beside the hidden state, and
-# how many times the rank it gives.
+# For each kind of Markov head: the checkpoint's name of its inner projection, and that projection's input size (besides
+# the hidden state) and output size, both in multiples of the rank.
 KINDS = {"vanilla": ("", 0, 0), "gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 2, 3)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(dflash.Config):
-    """markov_rank: channels between the token before and the logits, 0 without; markov_kind: of KINDS. markov_table:
-    whether these channels of each token are a table of its own; else a product makes them of the target's."""
+    """The architecture of a DSpark head.
+
+    markov_rank: number of channels between the previous token and the logits; 0 without a Markov head.
+    markov_kind: kind of the Markov head, a key of KINDS.
+    markov_table: whether the channels of each token come from the head's own table; else they are a projection of the
+      target's embeddings.
+    """
 
     markov_rank: int = 0
     markov_kind: str = "vanilla"
@@ -53,31 +59,37 @@ class Config(dflash.Config):
 
 
 class Markov(nnx.Module):
-    """What the token before adds to the logits."""
+    """The Markov head: computes what the previous token adds to the logits."""
 
     def __init__(self, config: Config, dtype: Any) -> None:
         c, rank, matrix = config, config.markov_rank, declare("matrix", dtype)
-        self.config, (_, read, given) = c, KINDS[c.markov_kind]
+        self.config = c
+        _, num_inputs, num_outputs = KINDS[c.markov_kind]
         if c.markov_table:
             self.before = declare("table", dtype)(c.vocab_size, rank, axes=("vocab", None))
         else:
             self.before_in = matrix(c.target_width, rank)
         self.after = matrix(rank, c.head_size, axes=(None, "vocab"), head=True)
-        if given:
-            self.inner = matrix(read * rank + c.width, given * rank)
-            self.inner_bias = declare("bias", dtype)(given * rank)
+        if num_outputs:
+            self.inner = matrix(num_inputs * rank + c.width, num_outputs * rank)
+            self.inner_bias = declare("bias", dtype)(num_outputs * rank)
 
     def __call__(self, state, token, hidden, target, backend):
-        """state [..., r], token i32[...], hidden [..., E] of the place; target: what lends its table -> (what goes into
-        the logits [..., r], the next state)."""
+        """Return the channels [..., r] that `logits` reads, and the next state.
+
+        state [..., r]: the previous place's.
+        token i32[...]: the previous token.
+        hidden [..., E]: the place's hidden state.
+        target: the model that shares its embedding table.
+        """
         c = self.config
         if c.markov_table:
             x = looked_up(self.before[...], token, backend)
         else:
             x = product(target.embedded(token, backend), self.before_in[...], backend).astype(hidden.dtype)
         if c.markov_kind != "vanilla":
-            read = [hidden, x] if c.markov_kind == "gated" else [state, x, hidden]
-            inner = product(jnp.concatenate(read, axis=-1), self.inner[...], backend) + self.inner_bias[...]
+            inputs = [hidden, x] if c.markov_kind == "gated" else [state, x, hidden]
+            inner = product(jnp.concatenate(inputs, axis=-1), self.inner[...], backend) + self.inner_bias[...]
             if c.markov_kind == "gated":
                 x = (jax.nn.sigmoid(inner) * x).astype(x.dtype)
             else:
@@ -88,11 +100,13 @@ class Markov(nnx.Module):
         return x, state
 
     def logits(self, x, backend):
-        """What of it goes into the logits -> f32[..., V]."""
+        """Return what the channels x [..., r] add to the logits, f32[..., V]."""
         return whole(product(x, self.after[...], backend), backend)
 
 
 class DSparkHead(dflash.DFlashHead):
+    """The layers of DFlash with a Markov head."""
+
     config: Config
 
     def __init__(self, config: Config, dtype: Any) -> None:
@@ -105,7 +119,7 @@ module.register(Config, DSparkHead)
 
 
 class After(Place):
-    """A place after tokens, which add to its logits."""
+    """A place of the block with the addition of the previous token, or of the previous token of each of k nodes."""
 
     def __init__(self, place: tuple[Any, ...], added: Float[Array, "B *k V"]) -> None:
         super().__init__(*place)
@@ -113,7 +127,9 @@ class After(Place):
 
     def logits(self, x, backend):
         place = super().logits(x, backend)
-        return (place if self.added.ndim == place.ndim else place[:, None]) + self.added
+        if self.added.ndim != place.ndim:  # one addition for each node
+            place = place[:, None]
+        return place + self.added
 
     def likeliest(self, x, backend, vocab_size=None):
         found = likeliest(self.logits(x, backend)[..., :vocab_size])
@@ -122,6 +138,8 @@ class After(Place):
 
 @dataclasses.dataclass(frozen=True)
 class DSpark(dflash.DFlash):
+    """A drafter of DFlash's block that samples its places one after another."""
+
     @property
     def independent(self) -> bool:
         config: Any = self.model.config
@@ -148,12 +166,15 @@ class DSpark(dflash.DFlash):
         return Proposal(kept[0], None, block.wanted, block.draft_len), kept, block.pages
 
     def steps(self, block: dflash.Block) -> tuple[Callable[..., Step], jax.Array]:
-        """(a step from a state [B,r] and the token i32[B] before place i, or of as many nodes of a tree [B,k,r] and
-        i32[B,k]; the first state)."""
+        """Return step(state, token, i) and the first state.
+
+        The step chooses the draft at place i, from a state [B,r] and the previous token i32[B]. For k nodes of a tree
+        the state is [B,k,r] and the tokens are i32[B,k].
+        """
         markov, hidden, backend = block.head.markov, block.hidden, self.model.backend
         known: dict[Any, Any] = {}
         state = jnp.zeros((hidden.shape[0], block.head.config.markov_rank), hidden.dtype)
-        if not block.head.config.from_pending:  # a place that makes no draft, but has a part in the state
+        if not block.head.config.from_pending:  # the pending token's place makes no draft, but updates the state
             _, state = markov(state, block.pending, hidden[:, 0], block.target, backend)
             hidden = hidden[:, 1:]
 
@@ -168,12 +189,15 @@ class DSpark(dflash.DFlash):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DSpark:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     return DSpark(k, most, models["draft"], models["target"])
 
 
 def read(found: Found) -> Reading:
+    """Return how to read a checkpoint of this method."""
     stored = found.shapes.get("markov_head.markov_w1.weight", (0, 0))[-1]
-    rank, kind = found.whole("markov_rank", stored, "rare_width"), found.raw.get("markov_head_type") or "vanilla"
+    rank = found.whole("markov_rank", stored, "rare_width")
+    kind = found.raw.get("markov_head_type") or "vanilla"
     if kind not in KINDS:
         raise UnsupportedError(f"{found.name}: markov_head_type={kind!r} is not supported: {', '.join(KINDS)} are")
     table = not found.has("markov_head.embed_in.weight")
@@ -185,9 +209,10 @@ def read(found: Found) -> Reading:
 
 
 def names(config: Any) -> dict[str, families.Place]:
-    """What files call the parts of the head that knows the token before."""
+    """Return the places of the Markov head's tensors, by their names in checkpoints."""
     inner = KINDS[config.markov_kind][0]
-    before = ("markov_w1", "before") if config.markov_table else ("embed_in", "before_in")
-    places = [(f"{name}.weight", place) for name, place in (before, ("markov_w2", "after"))]
-    places += [(f"{inner}.weight", "inner"), (f"{inner}.bias", "inner_bias")] if inner else []
+    before = ("markov_w1.weight", "before") if config.markov_table else ("embed_in.weight", "before_in")
+    places = [before, ("markov_w2.weight", "after")]
+    if inner:
+        places += [(f"{inner}.weight", "inner"), (f"{inner}.bias", "inner_bias")]
     return {f"markov_head.{name}": (f"markov.{place}", "") for name, place in places}

@@ -1,6 +1,6 @@
-"""EAGLE-1: one layer over the next token and the target's last hidden state; logits by the target's own head.
+"""EAGLE-1: one layer over the next token and the target's last hidden state. The target's head computes the logits.
 
-Source: Li et al., https://arxiv.org/abs/2401.15077. Formats: SafeAILab's, and vLLM's with `model.` before the names.
+Source: Li et al., https://arxiv.org/abs/2401.15077. Formats: SafeAILab's, and vLLM's with the prefix `model.`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from jaxspec.models.reading import Reading
 
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
-    """bias: whether fc has one; has_table, has_head: whether it has these of its own, else the target's are used."""
+    """The architecture of an EAGLE-1 head.
+
+    bias: whether fc has a bias.
+    has_table: whether the head has its own embedding table; else the target's is used.
+    has_head: whether it has its own output head; else the target's is used.
+    """
 
     bias: bool = True
     has_table: bool = False
@@ -38,6 +43,8 @@ class Config(HeadConfig):
 
 
 class EagleHead(OwnParts):
+    """The layers of EAGLE-1."""
+
     config: Config
 
     def __init__(self, config: Config, dtype: Any) -> None:
@@ -56,17 +63,19 @@ class EagleHead(OwnParts):
         mixed = product(jnp.concatenate([x, feature], axis=-1), self.fc[...], backend)
         x = (mixed + self.fc_bias[...] if self.config.bias else mixed).astype(x.dtype)
         x, _, pages, _ = through(list(self.layers), x, pages, rows, backend, entry=x)
-        return x, x, pages  # no norm before the head of logits
+        return x, x, pages  # no norm before the output head
 
 
 module.register(Config, EagleHead)
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     return FeatureChain(k, most, models["draft"], models["target"])
 
 
 def read(found: Found) -> Reading:
+    """Return how to read a checkpoint of this method."""
     found.refuse(skip_prenorm=True, skip_output_norm=True, add_para_norm=False)
     fields, has_head = found.layers(), found.has("lm_head.")
     found.fits("width", fields["width"], found.target.width)
@@ -83,7 +92,7 @@ def read(found: Found) -> Reading:
         "token_map": ("d2t", ""),
     } | ({TABLE: ("embed", "")} if config.has_table else {})  # fmt: skip
     first = (found.prefix + "layers.0.input_layernorm.weight",)
-    skipped = found.flag("skip_prenorm", default=False)  # as vLLM's form says of it
+    skipped = found.flag("skip_prenorm", default=False)  # a key of vLLM's format
     return Reading(
         config,
         found.named(names),

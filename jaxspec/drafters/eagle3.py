@@ -1,6 +1,6 @@
 """EAGLE-3: one layer over the next token and three of the target's hidden states.
 
-Source: Li et al., https://arxiv.org/abs/2503.01840. Formats: SafeAILab's, SpecForge's, the speculators library's.
+Source: Li et al., https://arxiv.org/abs/2503.01840. Formats: SafeAILab's, SpecForge's and the speculators library's.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ from pallas_kernels.plain import rms_norm
 
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
-    """taps: the layers of the target whose input it reads; target_width: of these.
-    norm_before_fc, norm_taps: a norm of all taps together, or of each.
-    norm_before_residual: the residual stream starts from the normed features.
-    norm_output: what is carried on to the next step is normed too.
-    has_table, has_head: whether it has these of its own; else the target's are used.
-    mask_id: of one that fills all places at once (P-EAGLE), which also has features for these."""
+    """The architecture of an EAGLE-3 head.
+
+    taps: layers of the target whose inputs the head reads.
+    target_width: width of these layers.
+    norm_before_fc: whether a norm over all taps together comes before fc.
+    norm_taps: whether each tap has its own norm.
+    norm_before_residual: whether the residual stream starts from the normed features.
+    norm_output: whether the output that the next step reads is normed.
+    has_table: whether the head has its own embedding table; else the target's is used.
+    has_head: whether it has its own output head; else the target's is used.
+    mask_id: mask token of a head that fills all places at once (P-EAGLE); such a head also has features for it.
+    """
 
     taps: tuple[int, ...] = ()
     target_width: int = 0
@@ -51,6 +57,8 @@ class Config(HeadConfig):
 
 
 class Eagle3Head(OwnParts):
+    """The layers of EAGLE-3."""
+
     config: Config
 
     def __init__(self, config: Config, dtype: Any) -> None:
@@ -68,10 +76,11 @@ class Eagle3Head(OwnParts):
         self.norm = norm(c.width)
 
     def features(self, hidden, tapped, backend):
-        """What is kept of a position: its taps, down to the head's width."""
+        """Compute the features to keep: the taps [B,T,E] of a position, projected to the head's width."""
         return self.reduced(jnp.concatenate(tapped, axis=-1), backend)
 
     def reduced(self, x, backend):
+        """Project concatenated taps to the head's width."""
         c = self.config
         x = rms_norm(self.input_norm[...], x, c.norm_eps) if c.norm_before_fc else x
         if c.norm_taps:
@@ -80,28 +89,33 @@ class Eagle3Head(OwnParts):
         return product(x, self.fc[...], backend).astype(x.dtype)
 
     def masks(self, backend):
-        """The features [M] of places that are to be filled."""
+        """Return the features [M] of mask tokens."""
         return self.reduced(self.mask_hidden[...], backend)[0, 0]
 
     def __call__(self, x, feature, pages, rows, backend):
         c = self.config
         normed = rms_norm(self.hidden_norm[...], feature, c.norm_eps)
         both = jnp.concatenate([rms_norm(self.token_norm[...], x, c.norm_eps), normed], axis=-1)
-        x, norm = normed if c.norm_before_residual else feature, self.norm[...]
-        x, hidden, pages, _ = through(list(self.layers), x, pages, rows, backend, norm=norm, entry=both)
-        return hidden, hidden if c.norm_output else x, pages
+        x = normed if c.norm_before_residual else feature
+        x, hidden, pages, _ = through(list(self.layers), x, pages, rows, backend, norm=self.norm[...], entry=both)
+        carried = hidden if c.norm_output else x
+        return hidden, carried, pages
 
 
 module.register(Config, Eagle3Head)
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     kind = FeatureBlock if in_parallel(models["draft"], speculative) else FeatureChain
     return kind(k, most, models["draft"], models["target"])
 
 
 def read(found: Found) -> Reading:
-    """From config.json, and from which tensors there are: those are seldom wrong."""
+    """Return how to read a checkpoint of this method.
+
+    The configuration comes from config.json and from the names and shapes of the tensors, which are seldom wrong.
+    """
     raw, target = found.raw, found.target
     target_width = found.whole("target_hidden_size", raw.get("hidden_size"), "width")
     found.fits("width", target_width, target.width)
@@ -134,7 +148,7 @@ def read(found: Found) -> Reading:
 
 
 def places(first: str) -> dict[str, Place]:
-    """Where tensors go, of writers who put `first` before the names of the first layer's."""
+    """Return the places of tensors by name. first: the writer's prefix of the first layer's tensors."""
     return {
         **layer_names("layers.{}."),
         **layer_names(first, "layers.0."),
@@ -152,7 +166,7 @@ def places(first: str) -> dict[str, Place]:
 
 
 def names(found: Found) -> dict[str, Place]:
-    """Where tensors go, as this writer calls them."""
+    """Return the places of a checkpoint's tensors by name, in the format of its writer."""
     taps = {f"aux_norm_{name}.weight": (f"tap_norms.{i}", "") for i, name in enumerate(("low", "mid", "high"))}
     if not found.has("aux_norm_"):
         taps = {"fc_norm.{}.weight": ("tap_norms.{}", "")}

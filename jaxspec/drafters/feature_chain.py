@@ -1,9 +1,9 @@
-"""Drafts by a head that reads the target's hidden states: what EAGLE and its kin have in common.
+"""Drafters whose head reads the target's hidden states, as EAGLE and related methods do.
 
-An entry of the head's cache is made of the target's features at position p and the token at p + 1, and stands at slot
-p; what leaves it predicts the token at p + 2. The first pass of a round makes the entries up to the pending token's
-from what the target has said; the ones after it go on from the head's own output, in its place. These are made anew by
-the next round's first pass, once the target has said more: it is K + 1 entries wide.
+An entry of the head's cache, at slot p, is computed from the target's features at position p and the token at p + 1.
+Its output predicts the token at p + 2. The first pass of a round computes the entries up to the pending token's from
+the target's features. The later passes use the head's own output, because the target has not computed their features
+yet. The next round's first pass, K + 1 entries wide, recomputes those entries from the target's features.
 
 Source: Li et al., https://arxiv.org/abs/2401.15077.
 """
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank, lender
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank, target_parameters
 from jaxspec.drafters.chain import Step, at_once, chain
 from jaxspec.drafters.trees.tree import Nodes, Shape, grown, nodes_at
 from jaxspec.models.decoder import bind
@@ -28,12 +28,18 @@ from jaxspec.sampling.rng import take_row
 
 @dataclasses.dataclass(frozen=True)
 class FeatureChain(Drafter):
-    """most: the largest K of the engine, by which its cache may lag. model: the head, whose module gives
+    """A drafter that runs a head once for each draft, on the target's features and then on its own output.
 
-    features(hidden, tapped, backend) -> [B,T,M], what is kept of positions;
-    __call__(x [B,T,E], feature [B,T,M], pages, rows, backend), x being the tokens as a table has them -> (what logits
-      are made of, what the next entry takes for its features, pages);
-    embedded and logits, as Decoder's, where it has a table (has_table) and a head (has_head) of its own.
+    most: the engine's largest K, by which the cache may trail.
+    model: the head.
+    target: the model that the head drafts for.
+    lookahead: 1, since an entry also depends on the token after its position.
+
+    The head's module has these methods:
+      features(hidden, tapped, backend): the features [B,T,M] to keep.
+      __call__(x, feature, pages, rows, backend): one pass over embeddings x [B,T,E] and features [B,T,M]. Returns the
+        hidden states of the logits, the features of the next entries, and the pages.
+      embedded and logits: as `Decoder`'s, if it has its own embedding table (has_table) and output head (has_head).
     """
 
     most: int
@@ -64,7 +70,7 @@ class FeatureChain(Drafter):
             masked = (~history.live | (history.num_wanted <= i))[:, None]
             where = (last + i)[:, None], masked, history.block_table
             hidden, carried, pages = self.entries(params, pages, token[:, None], carried[:, None], *where)
-            return Step(self.speaker(params), hidden[:, 0], (pages, carried[:, 0]))
+            return Step(self.logits_head(params), hidden[:, 0], (pages, carried[:, 0]))
 
         drafts, probs, (pages, _) = chain(self.num_speculative_tokens, first, step, choose)
         return self.proposal(history, drafts, probs, last, in_step), pages
@@ -77,15 +83,18 @@ class FeatureChain(Drafter):
             carried = jnp.take_along_axis(carried, nodes.after[:, :, None], axis=1)
             where = nodes_at(last + 1, level, nodes, last + level, history)
             hidden, carried, pages = self.entries(params, pages, nodes.tokens, carried, *where)
-            return Step(self.speaker(params), hidden, (pages, carried))
+            return Step(self.logits_head(params), hidden, (pages, carried))
 
         pages, carried = first.state
-        carried = jnp.repeat(carried[:, None], shape.width, axis=1)  # of all that come after the pending token
+        carried = jnp.repeat(carried[:, None], shape.width, axis=1)  # the same for all nodes of the first level
         kept, (pages, _) = grown(shape, Step(first.head, first.hidden, (pages, carried)), step, rank)
         return self.proposal(history, kept[0], None, last, in_step), kept, pages
 
     def first_pass(self, params, cache, history: History) -> tuple[Step, jax.Array, jax.Array]:
-        """(the pass over the entries that the cache lacks, up to the pending token's; the last two of `first`)."""
+        """Run the pass over the entries that the cache lacks, up to the pending token's.
+
+        Return its output, and `last` and `in_step` of `first`.
+        """
         table = history.block_table
         last, start, in_step = self.first(history)
         positions = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
@@ -94,28 +103,37 @@ class FeatureChain(Drafter):
         known = features.read(cache, positions, table, self.model.backend.placement)
         hidden, carried, pages = self.entries(params, cache.draft, tokens, known, positions, masked, table)
         at = jnp.maximum(last, 0) - start
-        return Step(self.speaker(params), take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
+        return Step(self.logits_head(params), take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
 
-    def speaker(self, params) -> Any:
-        """What has the logits. Within a loop it is bound anew: matrices that lie output-first are turned there, which
-        costs nothing, where one that came in turned would be laid out anew in every pass."""
+    def logits_head(self, params) -> Any:
+        """Bind the model that computes the logits: the head, or the target for a head without its own.
+
+        The body of a loop must call this itself. Matrices that are stored output-first are then transposed inside the
+        loop, for free. A matrix that was transposed outside would get a new layout in every pass.
+        """
         head: Any = bind(self.model.config, params["draft"])
-        return head if head.has_head else bind(self.target.config, lender(params))
+        return head if head.has_head else bind(self.target.config, target_parameters(params))
 
     def first(self, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(position of the entry whose token is the pending one, of the first that the cache lacks, whether the first
-        pass reaches that), i32[B], i32[B], bool[B]."""
+        """Locate the entries of a round's first pass.
+
+        Return `last` i32[B], the position of the entry whose token is the pending one; `start` i32[B], the position of
+        the first entry that the cache lacks; and `in_step` bool[B], whether the first pass reaches back to `start`.
+        """
         last = history.num_tokens - 2
         start = jnp.clip(history.draft_len, jnp.maximum(last - self.most, 0), jnp.maximum(last, 0))
         return last, start, history.draft_len >= history.num_tokens - 1 - self.max_lag
 
     def proposal(self, history: History, drafts, probs, last, in_step) -> Proposal:
-        """Of a prompt of one token the target has said nothing yet; a cache too far behind has to catch up first."""
+        """Return the proposal. A row proposes nothing if its cache trails too far, or if its prompt is one token.
+
+        For a prompt of one token the target has no features yet.
+        """
         wanted = jnp.where(history.live & in_step & (last >= 0), history.num_wanted, 0)
         return Proposal(drafts, probs, wanted, jnp.where(in_step, history.num_tokens - 1, history.draft_len))
 
     def prefill(self, params, cache, chunk: Chunk):
-        """The entries that end with the chunk's tokens: the first of a prompt ends none."""
+        """Write the entries whose token is in the chunk. The first token of a prompt has no entry."""
         first = (chunk.start == 0).astype(jnp.int32)
         tokens = jnp.where(first[:, None] == 1, jnp.roll(chunk.tokens, -1, axis=1), chunk.tokens)
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -125,10 +143,11 @@ class FeatureChain(Drafter):
         return self.entries(params, cache.draft, tokens, known, positions, masked, chunk.block_table)[2]
 
     def entries(self, params, pages, tokens, feature, positions, masked, table, branches=None):
-        """tokens i32[B,T] with the features [B,T,M] of the positions before them."""
-        target, backend = bind(self.target.config, lender(params)), self.model.backend
+        """Run the head over tokens i32[B,T] and the features [B,T,M] of the positions before them."""
+        target = bind(self.target.config, target_parameters(params))
+        backend = self.model.backend
         head: Any = bind(self.model.config, params["draft"])
-        # What nobody reads is no less a number than what is.
+        # Masked places are never read. Zeros keep garbage in their pages from making them NaN.
         feature = jnp.where(masked[:, :, None], jnp.zeros_like(feature), feature)
         x = (head if head.has_table else target).embedded(tokens, backend)
         return head(x, feature, pages, self.model.rows(positions, masked, table, branches), backend)
@@ -136,8 +155,9 @@ class FeatureChain(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class FeatureBlock(FeatureChain):
-    """All K in one pass: after the entries that the cache lacks, K - 1 of a mask with features of its own (P-EAGLE).
+    """A drafter whose head fills all K places in one pass (P-EAGLE).
 
+    The pass computes the entries that the cache lacks, and K - 1 entries of a mask token with its own learned features.
     Source: https://docs.vllm.ai/projects/speculators/en/latest/user_guide/algorithms/peagle/
     """
 
@@ -165,5 +185,5 @@ class FeatureBlock(FeatureChain):
         hidden, _, pages = self.entries(params, cache.draft, tokens, feature, positions, masked, table)
         at = (jnp.maximum(last, 0) - start)[:, None] + jnp.arange(count)
         hidden = jnp.take_along_axis(hidden, jnp.minimum(at, positions.shape[1] - 1)[:, :, None], axis=1)
-        drafts, probs = at_once(self.speaker(params), hidden, choose)
+        drafts, probs = at_once(self.logits_head(params), hidden, choose)
         return self.proposal(history, drafts, probs, last, in_step), pages

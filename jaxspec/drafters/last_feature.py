@@ -1,4 +1,4 @@
-"""Drafts from the target's last hidden state alone: no cache of its own, so nothing that could lag."""
+"""Drafters that read only the target's last hidden state. They have no cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank, lender
+from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank, target_parameters
 from jaxspec.drafters.chain import Step
 from jaxspec.drafters.trees.tree import Nodes, Shape, grown
 from jaxspec.models.decoder import bind
@@ -22,7 +22,11 @@ from jaxspec.sampling.rng import take_row
 
 @dataclasses.dataclass(frozen=True)
 class LastFeature(Drafter):
-    """model: the head, whose module the subclass asks for its drafts."""
+    """A drafter that reads only the target's last hidden state.
+
+    model: the head.
+    target: the model that the head drafts for.
+    """
 
     model: PagedModel
     target: PagedModel
@@ -38,16 +42,20 @@ class LastFeature(Drafter):
 
     @abc.abstractmethod
     def begin(self, head: Any, hidden: Any) -> Any:
-        """hidden [B,E], the target's at the token before the pending one -> what the first draft is made of."""
+        """Return the state of the first draft. hidden [B,E]: the target's, at the token before the pending one."""
 
     @abc.abstractmethod
     def draft(self, head: Any, state: Any, token: Any, i: int) -> tuple[Any, Any, Any]:
-        """(what has logits, what they are made of, the next state), of draft i, after this token."""
+        """Run the head for draft i, after `token`.
+
+        Return a `Head` or None for the target's, the hidden states [B,E] of its logits, and the next state.
+        """
 
     def propose(self, params, cache, history: History, choose: Choose):
         step, state, token = self.start(params, cache, history)
-        drafts, probs = jnp.zeros((token.shape[0], self.num_speculative_tokens), jnp.int32), []
-        for i in range(self.num_speculative_tokens):  # each has weights of its own
+        drafts = jnp.zeros((token.shape[0], self.num_speculative_tokens), jnp.int32)
+        probs = []
+        for i in range(self.num_speculative_tokens):  # not `chain`: each step has its own weights
             head, hidden, state = step(state, token, i)
             token, q = choose(head, hidden, drafts, i)
             drafts = drafts.at[:, i].set(token)
@@ -67,18 +75,23 @@ class LastFeature(Drafter):
         return Proposal(kept[0], None, self.wanted(history)), kept, cache.draft
 
     def start(self, params, cache, history: History) -> tuple[Callable[..., Step], Any, Any]:
-        """(a step from a state and a token, the first state, the pending token)."""
-        own: Callable[[], Any] = lambda: bind(self.model.config, params["draft"])  # anew within loops, see FeatureChain
+        """Return step(state, token, i), which runs the head for draft i, the first state, and the pending token."""
+
+        def bound_head() -> Any:  # bound again in each step, see `FeatureChain.logits_head`
+            return bind(self.model.config, params["draft"])
+
         last = jnp.maximum(history.num_tokens - 2, 0)
         known = features.read(cache, last[:, None], history.block_table, self.model.backend.placement)
-        state = self.begin(own(), known[:, 0])
+        state = self.begin(bound_head(), known[:, 0])
 
         def step(state, token, i) -> Step:
-            head, hidden, state = self.draft(own(), state, token, i)
-            return Step(bind(self.target.config, lender(params)) if head is None else head, hidden, state)
+            head, hidden, state = self.draft(bound_head(), state, token, i)
+            if head is None:
+                head = bind(self.target.config, target_parameters(params))
+            return Step(head, hidden, state)
 
         return step, state, take_row(history.tokens, history.num_tokens - 1)
 
     def wanted(self, history: History) -> Any:
-        """Of a prompt of one token the target has said nothing yet."""
+        """Return the number of drafts: 0 for a prompt of one token, for which the target has no hidden state yet."""
         return jnp.where(history.live & (history.num_tokens > 1), history.num_wanted, 0)

@@ -1,7 +1,7 @@
-"""Medusa: a head a draft, each from the target's last hidden state, none knowing what the others say.
+"""Medusa: one head for each draft. All heads read the target's last hidden state, independently of each other.
 
-Source: Cai et al., https://arxiv.org/abs/2401.10774. Formats: the original's (1: heads alone; 2: within the model's own
-checkpoint) and vLLM's.
+Source: Cai et al., https://arxiv.org/abs/2401.10774. Formats: the original's (Medusa-1: heads alone; Medusa-2: heads in
+the model's own checkpoint) and vLLM's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ from jaxspec.models.reading import Reading
 
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
-    """num_drafts: heads; depth: blocks of each; bias: whether these have one; has_head: whether each has a matrix of
-    logits of its own, else the target's is used; one_head: whether all have the same."""
+    """The architecture of Medusa heads.
+
+    num_drafts: number of heads.
+    depth: number of residual blocks of each head.
+    bias: whether the blocks have a bias.
+    has_head: whether each head has its own output matrix; else the target's is used.
+    """
 
     num_drafts: int = 1
     depth: int = 1
@@ -47,7 +52,7 @@ class Config(HeadConfig):
 
 
 class MedusaHead(Head):
-    """One of them."""
+    """The Medusa head of one draft."""
 
     def __init__(self, config: Config, dtype: Any) -> None:
         c = config
@@ -61,12 +66,14 @@ class MedusaHead(Head):
     def __call__(self, x, backend):
         for j, block in enumerate(self.blocks):
             y = product(x, block[...], backend)
-            x = x + jax.nn.silu(y + self.biases[j][...] if self.config.bias else y).astype(x.dtype)
+            if self.config.bias:
+                y = y + self.biases[j][...]
+            x = x + jax.nn.silu(y).astype(x.dtype)
         return x
 
 
 class MedusaHeads(Head):
-    """All of them, which propose the same ids."""
+    """The Medusa heads of all drafts, over the same vocabulary."""
 
     def __init__(self, config: Config, dtype: Any) -> None:
         self.config = config
@@ -74,6 +81,7 @@ class MedusaHeads(Head):
         self.heads = nnx.List([MedusaHead(config, dtype) for _ in range(config.num_drafts)])
 
     def one(self, i: int) -> MedusaHead:
+        """Return the head of draft i, with the shared vocabulary."""
         chosen = self.heads[i]
         if self.config.reduced_vocab_size:
             chosen.d2t, chosen.t2d = self.d2t, self.t2d
@@ -85,6 +93,8 @@ module.register(Config, MedusaHeads)
 
 @dataclasses.dataclass(frozen=True)
 class Medusa(LastFeature):
+    """A drafter by Medusa heads."""
+
     @property
     def independent(self) -> bool:
         return True
@@ -93,7 +103,8 @@ class Medusa(LastFeature):
         config: Any = self.model.config
         if config.has_head:
             return super().propose(params, cache, history, choose)
-        step, state, token = self.start(params, cache, history)  # the target's way to ids is read once for all
+        # All heads use the target's output head: run it once for all of them.
+        step, state, token = self.start(params, cache, history)
         places = [step(state, token, i) for i in range(self.num_speculative_tokens)]
         hidden = jnp.stack([place.hidden for place in places], axis=1)
         drafts, probs = at_once(places[0].head, hidden, choose)
@@ -104,14 +115,16 @@ class Medusa(LastFeature):
 
     def draft(self, head, state, token, i):
         one = head.one(i)
-        return one if one.config.has_head else None, one(state, self.model.backend), state
+        output_head = one if one.config.has_head else None
+        return output_head, one(state, self.model.backend), state
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Medusa:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     return Medusa(k, models["draft"], models["target"])
 
 
-# File's name of a block's weight, of its bias, and of a head's matrix of logits, in each of the formats.
+# For each format, the tensor names of a block's weight, a block's bias, and a head's output matrix.
 VLLM = ("blocks.{i}.layers.{j}.weight", "blocks.{i}.layers.{j}.bias", "lm_heads.{i}.weight")
 FORMATS = (
     ("{i}.{j}.linear.weight", "{i}.{j}.linear.bias", "{i}.{depth}.weight"),
@@ -126,7 +139,7 @@ FORMATS = (
 
 
 def places(names: tuple[str, str, str], heads: int, depth: int) -> dict[str, Place]:
-    """Where the tensors of so many heads go; names: one of FORMATS."""
+    """Return the places of the tensors of so many heads, by name. names: one of FORMATS."""
     block, bias, logits = names
     each = [(i, j) for i in range(heads) for j in range(depth)]
     return {
@@ -138,16 +151,19 @@ def places(names: tuple[str, str, str], heads: int, depth: int) -> dict[str, Pla
 
 
 def read(found: Found) -> Reading:
-    """Counts the tensors: config.json often names too few heads."""
+    """Return how to read a checkpoint of this method.
+
+    The number of heads is counted from the tensors, because config.json often gives too few.
+    """
     target = found.target
     found.refuse(logit_scale=1.0)
-    how = next((f for f in FORMATS if f[0].format(i=0, j=0) in found.shapes), None)
-    if how is None:
+    names = next((f for f in FORMATS if f[0].format(i=0, j=0) in found.shapes), None)
+    if names is None:
         raise UserError(f"{found.name} holds no Medusa heads ({FORMATS[0][0].format(i=0, j=0)}): take one that does")
-    block, bias, logits = how
-    there = lambda i, j: block.format(i=i, j=j) in found.shapes
-    heads = next(i for i in range(len(found.shapes) + 1) if not there(i, 0))
-    depth = next(j for j in range(len(found.shapes) + 1) if not there(0, j))
+    block, bias, logits = names
+    most = len(found.shapes) + 1
+    heads = next(i for i in range(most) if block.format(i=i, j=0) not in found.shapes)
+    depth = next(j for j in range(most) if block.format(i=0, j=j) not in found.shapes)
     found.fits("width", found.shapes[block.format(i=0, j=0)][0], target.width)
     reduced = found.shapes["token_map"][0] if "token_map" in found.shapes else None
     own_head = logits.format(i=0, depth=depth) in found.shapes
@@ -162,5 +178,5 @@ def read(found: Found) -> Reading:
         "has_head": own_head,
     })  # fmt: skip
     own = re.compile(r"^(medusa_heads?\.)?(\d+|blocks|lm_heads)\.|token_map$")
-    rest = tuple(name for name in found.shapes if not own.match(name) and name != HEAD)  # of Medusa-2, the model itself
-    return Reading(config, places(how, heads, depth), copies=found.copies(HEAD), rest=rest, absolute_ids=True)
+    rest = tuple(name for name in found.shapes if not own.match(name) and name != HEAD)  # Medusa-2: the model itself
+    return Reading(config, places(names, heads, depth), copies=found.copies(HEAD), rest=rest, absolute_ids=True)

@@ -1,4 +1,4 @@
-"""IBM's MLP speculator: a small recurrent network from the target's last hidden state and the tokens drafted so far.
+"""IBM's MLP speculator: a small recurrent network over the target's last hidden state and the tokens drafted so far.
 
 Source: Wertheimer et al., https://arxiv.org/abs/2404.19124. Format: fms-extras'.
 """
@@ -29,8 +29,13 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
-    """target_width: of the target; num_drafts: tokens that it predicts; tied_steps: all share a table, a norm, a head
-    and, but for the first, a projection; scale_input: the target's state is normed first. width is the inner one."""
+    """The architecture of an MLP speculator. `width` is the inner width.
+
+    target_width: width of the target.
+    num_drafts: number of tokens that it predicts.
+    tied_steps: whether all steps share a table, a norm, an output head, and (except the first) a projection.
+    scale_input: whether the target's hidden state is normed first.
+    """
 
     target_width: int = 0
     num_drafts: int = 1
@@ -45,8 +50,11 @@ class Config(HeadConfig):
 
 
 class Step(Head):
-    """What one step has of its own. entry: the width of the state that it reads; others: whether it has more than the
-    projection of that."""
+    """The parameters of one step.
+
+    entry: width of the state that the step reads.
+    others: whether the step has its own parameters besides the projection of that state.
+    """
 
     def __init__(self, config: Config, dtype: Any, entry: int, *, others: bool) -> None:
         c = config
@@ -59,16 +67,19 @@ class Step(Head):
 
 
 class Speculator(nnx.Module):
+    """The recurrent network."""
+
     def __init__(self, config: Config, dtype: Any) -> None:
         c = config
         self.config = c
-        own = 2 if c.tied_steps and c.num_drafts > 1 else c.num_drafts
-        entry = lambda i: c.width if i else c.target_width
-        others = lambda i: not (i and c.tied_steps)
-        self.steps = nnx.List([Step(c, dtype, entry(i), others=others(i)) for i in range(own)])
+        # The first step has its own projection. Tied steps share everything else, so two hold all parameters.
+        count = 2 if c.tied_steps and c.num_drafts > 1 else c.num_drafts
+        first = Step(c, dtype, c.target_width, others=True)
+        later = [Step(c, dtype, c.width, others=not c.tied_steps) for _ in range(1, count)]
+        self.steps = nnx.List([first, *later])
 
     def __call__(self, state, token, i: int, backend):
-        """state [B,E], token i32[B] -> (what has the logits, the next state)."""
+        """Run step i on a state [B,E] and the previous token i32[B]. Return the output head and the next state."""
         c = self.config
         own = self.steps[min(i, len(self.steps) - 1)]
         rest = self.steps[0] if c.tied_steps else own
@@ -85,6 +96,8 @@ module.register(Config, Speculator)
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpeculator(LastFeature):
+    """A drafter by an MLP speculator."""
+
     def begin(self, head, hidden):
         if not head.config.scale_input:
             return hidden
@@ -96,11 +109,14 @@ class MlpSpeculator(LastFeature):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> MlpSpeculator:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     return MlpSpeculator(k, models["draft"], models["target"])
 
 
 def read(found: Found) -> Reading:
-    count, entry = found.whole("n_predict"), found.whole("emb_dim", kind="width")
+    """Return how to read a checkpoint of this method."""
+    count = found.whole("n_predict")
+    entry = found.whole("emb_dim", kind="width")
     tied = found.flag("tie_weights", default=False)
     found.fits("width", entry, found.target.width)
     found.fits("vocabulary", found.whole("vocab_size", found.target.vocab_size), found.target.vocab_size)
@@ -116,8 +132,9 @@ def read(found: Found) -> Reading:
     parts |= {"ln.{}.weight": "norm", "ln.{}.bias": "norm_bias"}
     prefix = "speculator." if found.has("speculator.") else ""
     names = {prefix + name: (f"steps.{{}}.{place}", "") for name, place in parts.items()}
-    # A tied one's file lists each tensor for every step; the first projection is another than the later ones.
-    shared = {name: 1 if "proj." in name else 0 for name in names} if tied else {}
-    later = lambda first: range(first + 1, config.num_drafts)
-    repeats = {name.format(i): name.format(first) for name, first in shared.items() for i in later(first)}
+    repeats: dict[str, str] = {}
+    if tied:  # the checkpoint repeats each tensor for every step that shares it
+        for name in names:
+            first = 1 if "proj." in name else 0  # the first step has its own projection
+            repeats |= {name.format(i): name.format(first) for i in range(first + 1, config.num_drafts)}
     return Reading(config, names, repeats=repeats)

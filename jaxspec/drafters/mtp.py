@@ -1,7 +1,7 @@
-"""Multi-token prediction: a layer of the target's own kind over the next token and the last hidden state.
+"""Multi-token prediction: one layer of the target's own kind over the next token and the target's last hidden state.
 
-The head stands in the target's checkpoint; the first one there is used for every draft. Sources: DeepSeek-V3,
-https://arxiv.org/abs/2412.19437; MiMo, https://arxiv.org/abs/2505.07608.
+The head is part of the target's checkpoint. If there are several, the first is used for every draft. Sources:
+DeepSeek-V3, https://arxiv.org/abs/2412.19437; MiMo, https://arxiv.org/abs/2505.07608.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ from pallas_kernels.plain import rms_norm
 
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
-    """hidden_first: the target's hidden state goes before the token's embedding, not after it; last_norm: it is read
-    after the target's last norm; target_layers: how many layers the target has; layers_there: how many for this are in
-    the checkpoint, of which the first is used; has_table, has_head: whether it has these of its own, else the target's
-    are used."""
+    """The architecture of a head for multi-token prediction.
+
+    hidden_first: whether the target's hidden state comes before the token's embedding in the input of fc.
+    last_norm: whether the hidden state is taken after the target's last norm.
+    target_layers: number of layers of the target.
+    layers_there: number of such heads in the checkpoint; the first is used.
+    has_table: whether the head has its own embedding table; else the target's is used.
+    has_head: whether it has its own output head; else the target's is used.
+    """
 
     hidden_first: bool = False
     last_norm: bool = True
@@ -49,6 +54,8 @@ class Config(HeadConfig):
 
 
 class MtpHead(OwnParts):
+    """The layer of multi-token prediction."""
+
     def __init__(self, config: Config, dtype: Any) -> None:
         super().__init__(config, dtype)
         c, norm = config, declare("norm")
@@ -72,13 +79,20 @@ module.register(Config, MtpHead)
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     return FeatureChain(k, most, models["draft"], models["target"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a writer calls the head's own tensors, after a prefix; hidden_first, last_norm as in Config; norm_plus_one:
-    norms are stored as what is added to 1."""
+    """A writer's names of the head's own tensors.
+
+    prefix: prefix of all names.
+    token_norm, hidden_norm, fc, norm: names of these parameters.
+    layer: prefix of the layer's names, after `prefix`.
+    hidden_first, last_norm: as in Config.
+    norm_plus_one: whether norms are stored as the difference from 1.
+    """
 
     prefix: str
     token_norm: str
@@ -91,17 +105,15 @@ class Format:
     norm_plus_one: bool = False
 
 
+OWN_HEADS = ("shared_head.head.weight", HEAD)  # names of the output head, after the prefix
 MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-
-
-OWN_HEADS = ("shared_head.head.weight", HEAD)  # after a layer's prefix
 QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.")
 
 
 def formats(num_layers: int) -> dict[str, Format]:
-    """Of whom -> how. num_layers: the target's, after which DeepSeek counts on.
+    """Return the format of each writer. num_layers: the target's; DeepSeek numbers the head as the layer after them.
 
-    MiMo's own code and vLLM's feed the state before the last norm.
+    MiMo's own code and vLLM's read the hidden state before the last norm.
     """
     return {
         "deepseek": Format(f"model.layers.{num_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -111,17 +123,21 @@ def formats(num_layers: int) -> dict[str, Format]:
 
 
 def read(found: Found) -> Reading:
+    """Return how to read the head in a target's checkpoint."""
     target = found.target
     known = formats(target.num_layers).values()
     how = next((f for f in known if f"{f.prefix}{f.fc}.weight" in found.shapes), None)
     if how is None:
         for name in found.shapes:
-            if elsewhere := re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name):
-                found.fits("layers", int(elsewhere[1]), target.num_layers)
+            other_layer = re.fullmatch(r"model\.layers\.(\d+)\.eh_proj\.weight", name)
+            if other_layer:
+                found.fits("layers", int(other_layer[1]), target.num_layers)
         raise UserError(f"{found.name} holds no head for multi-token prediction: take a checkpoint that has one")
     found.fits("vocabulary", found.vocab_size, target.vocab_size)
     found.fits("width", found.shapes[f"{how.prefix}{how.fc}.weight"][0], target.width)
     kept = {key: value for key, value in vars(target).items() if key not in ("reduced_vocab_size", "windows")}
+    there = layers_there(how, found.shapes)
+    own_table = {"has_table": True} if found.own(how.prefix + TABLE) else {}
     config = Config(**kept | {
         "num_layers": 1,
         "windows": (None,),
@@ -131,10 +147,11 @@ def read(found: Found) -> Reading:
         "hidden_first": how.hidden_first,
         "last_norm": how.last_norm,
         "target_layers": target.num_layers,
-        "layers_there": len(there := layers_there(how, found.shapes)),
+        "layers_there": len(there),
         "has_head": any(found.own(how.prefix + name) for name in OWN_HEADS),
-    } | ({"has_table": True} if found.own(how.prefix + TABLE) else {}))  # fmt: skip
-    count, copies = len(there), copied(how, found)
+    } | own_table)  # fmt: skip
+    count = len(there)
+    copies = copied(how, found)
     remark = f"{found.name} has {count} layers for multi-token prediction: the first makes every draft, the others none"
     own = {name: ("embed" if name.endswith(TABLE) else "head", "") for name in copies if name in found.differing}
     return Reading(
@@ -149,14 +166,14 @@ def read(found: Found) -> Reading:
 
 
 def copied(how: Format, found: Found) -> dict[str, Place]:
-    """Its copies of the target's table and head."""
-    way = "embed" if found.target.tied else "head"
-    theirs = {TABLE: "embed"} | dict.fromkeys(OWN_HEADS, way)
-    return {how.prefix + name: (place, "") for name, place in theirs.items() if how.prefix + name in found.shapes}
+    """Return which parameter of the target replaces each copy of the target's table and output head."""
+    head = "embed" if found.target.tied else "head"
+    replacements = {TABLE: "embed"} | dict.fromkeys(OWN_HEADS, head)
+    return {how.prefix + name: (place, "") for name, place in replacements.items() if how.prefix + name in found.shapes}
 
 
 def names(how: Format, family: str) -> dict[str, Place]:
-    """Where tensors go, of a layer as this family's."""
+    """Return the places of tensors by name. family: the target's, which names the layer's tensors."""
     ends = {"token_norm": how.token_norm, "hidden_norm": how.hidden_norm, "fc": how.fc, "norm": how.norm}
     renamed = {name.removeprefix("model.layers.{}."): place for name, place in FAMILIES[family].names.items()}
     return {
@@ -167,7 +184,8 @@ def names(how: Format, family: str) -> dict[str, Place]:
 
 
 def layers_there(how: Format, tensors: Iterable[str]) -> list[str]:
-    """How the names of such layers begin in a checkpoint, where they are numbered from that of `how` on."""
+    """Return the prefix of each such head in a checkpoint, in order: they are numbered from the one of `how` on."""
     stem, first = re.fullmatch(r"(.*\.)(\d+)\.", how.prefix + how.layer).groups()  # type: ignore[union-attr]
-    numbers = {int(found[1]) for name in tensors if (found := re.match(rf"{re.escape(stem)}(\d+)\.", name))}
+    found = [re.match(rf"{re.escape(stem)}(\d+)\.", name) for name in tensors]
+    numbers = {int(match[1]) for match in found if match}
     return [f"{stem}{number}." for number in sorted(numbers) if number >= int(first)]

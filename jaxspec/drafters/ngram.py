@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last time the row's last tokens occurred.
+"""Prompt lookup: propose the tokens that followed an earlier occurrence of the row's last tokens.
 
 Source: https://github.com/apoorvumang/prompt-lookup-decoding (also `prompt_lookup_num_tokens` in transformers).
 """
@@ -18,7 +18,11 @@ from jaxspec.models.paged import PagedModel
 
 @dataclasses.dataclass(frozen=True)
 class NGram(Drafter):
-    """The longest n in [lookup_min, lookup_max] whose n last tokens occurred before; the earliest such occurrence."""
+    """A drafter by n-gram lookup.
+
+    The drafter takes the largest n in [lookup_min, lookup_max] for which the row's last n tokens occurred before. The
+    proposal is the tokens that followed their earliest occurrence.
+    """
 
     lookup_min: int = 2
     lookup_max: int = 4
@@ -37,8 +41,9 @@ class NGram(Drafter):
 
 
 def agreement(tokens: Int[Array, "B L"], num_tokens: Int[Array, " B"], most: int) -> Int[Array, "B L"]:
-    """How many tokens that end at a place equal the row's last ones, counted up to `most`; 0 at the last itself."""
-    length, num_positions = num_tokens[:, None], tokens.shape[1]
+    """Return for each position how many tokens up to it equal the row's last tokens: at most `most`, 0 at the last."""
+    length = num_tokens[:, None]
+    num_positions = tokens.shape[1]
     position = jnp.arange(num_positions)[None, :]
     match = jnp.zeros(tokens.shape, jnp.int32)
     unbroken = position < length - 1
@@ -51,4 +56,5 @@ def agreement(tokens: Int[Array, "B L"], num_tokens: Int[Array, " B"], most: int
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> NGram:
+    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
     return NGram(k, *speculative.lookup)

@@ -1,4 +1,4 @@
-"""What an acceptance rule is given, and what it gives back."""
+"""The input and the output of an acceptance rule."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from jaxspec.sampling import rng
 
 
 class Case(NamedTuple):
-    """A round's proposals, and what the target says of the T = K + 1 places.
+    """A round's proposal and the target's output at the T = K + 1 places: the input of a rule.
 
-    logits: the target's, as processed; where no rule of the launch looks at them, in their place `own`.
-    own: the target's own tokens: the largest of its logits, after the noise that the row's rule shares with it.
-    proposal: of tokens [B,K].
-    seed (`rng.of_seed`), num_tokens: what the round's random numbers belong to; num_tokens is that at its start.
-    options: the numbers of the rule's own options.
+    logits: the target's processed logits; equal to `own` if no rule of the launch reads logits.
+    own: the target's own tokens, the argmax of its processed logits. A row whose rule shares noise adds it first.
+    proposal: the drafts [B,K] and their q.
+    seed, num_tokens: the keys of the round's random numbers: the row's `rng.of_seed`, and its number of tokens at the
+      start of the round.
+    options: values of the rule's own options.
     """
 
     logits: Float[Array, "B T V"] | Int[Array, "B T"]
@@ -35,22 +36,23 @@ class Case(NamedTuple):
         return self.proposal.tokens.shape[1]
 
     def uniforms(self) -> Float[Array, "B K"]:
-        """A number in [0, 1) for each draft."""
+        """Draw a uniform random number in [0, 1) for each draft."""
         shape = self.proposal.tokens.shape
         if not self.num_drafts:
             return jnp.zeros(shape)
-        start, which = jnp.broadcast_to(self.num_tokens[:, None], shape), jnp.arange(self.num_drafts, dtype=jnp.int32)
+        start = jnp.broadcast_to(self.num_tokens[:, None], shape)
+        which = jnp.arange(self.num_drafts, dtype=jnp.int32)
         return rng.uniform(rng.keys(self.seed, start, "accept", jnp.broadcast_to(which, shape)))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Verdict:
-    """What a rule says of a proposal.
+    """A rule's decision on a proposal.
 
-    num_accepted i32[B]: drafts kept, 0..K_b.
-    next_token i32[B]: the one extra token that follows them.
-    last i32[B]: of a tree, the place of the last one that is kept; None: a chain's stand in a row.
+    num_accepted i32[B]: number of accepted drafts, 0..K_b.
+    next_token i32[B]: the extra token that follows them.
+    last i32[B]: place of the last accepted node of a tree; None for a chain.
     """
 
     num_accepted: jax.Array
@@ -59,6 +61,6 @@ class Verdict:
 
 
 def leading(accepted: Bool[Array, "B K"], num_proposed: Int[Array, " B"]) -> Int[Array, " B"]:
-    """How many drafts stand before the first failure, among the num_proposed real ones."""
+    """Return the number of accepted drafts before the first rejected one, among the num_proposed real ones."""
     real = jnp.arange(accepted.shape[1])[None, :] < num_proposed[:, None]
     return jnp.sum(jnp.cumprod((accepted & real).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

@@ -1,12 +1,13 @@
-"""Block verification: all drafts of a round are judged together, so that more of them are kept than one by one.
+"""Block verification: judge all drafts of a round together, which accepts more of them than judging one by one.
 
 Source: Sun et al., https://arxiv.org/abs/2403.10444, algorithm 2.
-w_i is how much of the path x_1..x_i there is in the target's law for each time that it is drafted, at most 1. Of the
-lengths whose number falls below its chance the largest is kept: a draft that alone would fail may stay for what follows
-it. Lossless, and in expectation accepts no fewer drafts than the standard rule, of which it is the case K = 1.
+The weight w_i is the probability of the path x_1..x_i under the target divided by that under the draft, clipped to 1
+after each draft. Each length i has a uniform random number and a chance h_i. The largest length whose number is below
+its chance is accepted. So a draft that would fail alone may be accepted because of the drafts after it. The rule is
+lossless, and in expectation accepts no fewer drafts than the standard rule. For K = 1 both are the same.
 
-The random numbers belong to the round's start. Were they those of absolute positions, stopping at i would tell of the
-numbers behind i, which the next round would use again: that is biased here.
+The random numbers belong to the position where the round starts. If they belonged to absolute positions, the next round
+would reuse the numbers after the accepted length i, and that length depends on them: the output would be biased.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from jaxspec.verify.standard import at_tokens, extra_law, extra_token, q_of_draf
 
 
 def verify(case: Case) -> Verdict:
-    p, proposal = jax.nn.softmax(case.logits, axis=-1), case.proposal
+    """Accept the largest length whose random number is below its chance."""
+    p = jax.nn.softmax(case.logits, axis=-1)
+    proposal = case.proposal
     weights, chances = judged(p, proposal)
     place = jnp.arange(1, case.num_drafts + 1, dtype=jnp.int32)
-    # Strictly: u = 0 must not accept what the target never emits.
+    # "<", not "<=": u = 0 must not accept a token with p = 0.
     kept = (case.uniforms() < chances) & (place <= proposal.num_proposed[:, None])
     num_accepted = jnp.max(jnp.where(kept, place, 0), axis=1, initial=0)
     extra = extra_law(p, proposal, num_accepted, rng.take_row(weights, num_accepted))
@@ -33,14 +36,17 @@ def verify(case: Case) -> Verdict:
 
 
 def judged(p: Float[Array, "B T V"], proposal: Proposal) -> tuple[Float[Array, "B T"], Float[Array, "B K"]]:
-    """-> (w_0..w_K; h_1..h_K: the chance that i drafts are kept where not more are)."""
-    tokens, q, num_drafts = proposal.tokens, proposal.probs, proposal.tokens.shape[1]
-    p_x, q_x, w = at_tokens(p[:, :-1], tokens), q_of_drafts(proposal), [jnp.ones(len(tokens))]
+    """Return the weights w_0..w_K, and the chances h_1..h_K: P(i drafts are accepted, given that no more are)."""
+    tokens, q = proposal.tokens, proposal.probs
+    num_drafts = tokens.shape[1]
+    p_x = at_tokens(p[:, :-1], tokens)
+    q_x = q_of_drafts(proposal)
+    w = [jnp.ones(len(tokens))]
     for i in range(num_drafts):
         path = w[-1] * p_x[:, i]
         w.append(jnp.where(path > 0.0, jnp.minimum(path / q_x[:, i], 1.0), 0.0))
     weights = jnp.stack(w, axis=1)
-    inner = weights[:, 1:-1]  # of the places that another draft follows
+    inner = weights[:, 1:-1]  # the weights of the drafts before the last
     q_next = jax.nn.one_hot(tokens[:, 1:], p.shape[-1], dtype=p.dtype) if q is None else q[:, 1:]
     left = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q_next, 0.0), axis=-1)
     whole = left + 1.0 - inner
@@ -53,7 +59,7 @@ def judged(p: Float[Array, "B T V"], proposal: Proposal) -> tuple[Float[Array, "
 def law(
     p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
 ) -> tuple[Float[Array, "N T"], Float[Array, "N T V"]]:
-    """As `standard.law`."""
+    """Compute what `standard.law` computes, for this rule."""
     count, num_drafts = tokens.shape
     proposal = Proposal(tokens, q, jnp.full(count, num_drafts))
     weights, chances = judged(p, proposal)

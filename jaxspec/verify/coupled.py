@@ -1,8 +1,9 @@
-"""The coupled rule: draft and target share one Gumbel vector per absolute position; accept while they agree.
+"""The coupled rule: draft and target share one Gumbel vector per absolute position. Accept drafts while they agree.
 
 Source: Daliri et al., https://arxiv.org/abs/2408.07978 (drafter-invariant speculation).
-The target's token is y_i = argmax(log p_i + G_i) whatever was drafted, so a seeded request gives the same tokens as
-plain decoding with the same seed. It is greedy decoding on perturbed logits, and verifies as the greedy rule does.
+The target's token is y_i = argmax(log p_i + G_i), independent of the drafts. So a seeded request gives the same tokens
+as plain decoding with the same seed. The rule is greedy decoding on perturbed logits, and verifies as the greedy rule
+does.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from jaxspec.verify.greedy import verify as verify
 def shared_noise(
     seed: UInt[Array, "B 2"], position: Int[Array, "B ..."], vocab_size: int
 ) -> Float[Array, "B ... {vocab_size}"]:
-    """The noise of the tokens that will stand at these absolute positions."""
+    """Return the Gumbel noise for the tokens at these absolute positions."""
     return rng.gumbel(rng.keys(seed, position, "shared"), vocab_size)
 
 
 def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.ndarray, "V V"]:
-    """P(draft token = a, target token = b) under shared Gumbel noise, exactly.
+    """Compute P(draft token = a, target token = b) under shared Gumbel noise, exactly.
 
-    Gumbel-max is an exponential race: the draft's token minimises E_v / q_v, the target's E_v / p_v. With s = E_a,
-    t = E_b and r = t / s the others must lose both races, which leaves an integral over r of 1 / c(r)^2 with c
-    piecewise linear.
+    Gumbel-max is an exponential race: the draft's token minimises E_v / q_v, the target's E_v / p_v. Let s = E_a,
+    t = E_b and r = t / s. All other tokens must lose both races. That leaves an integral over r of 1 / c(r)^2, where c
+    is piecewise linear.
     """
     size = len(p)
     result = np.zeros((size, size))
@@ -49,7 +50,7 @@ def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.nd
             steep = [v for v in others if middle * p[v] / p[b] > q[v] / q[a]]
             slope = 1.0 + sum(p[v] / p[b] for v in steep)
             start = 1.0 + sum(q[v] / q[a] for v in others if v not in steep)
-            # The integral of (start + slope r)^-2.
+            # The integral of (start + slope * r)^-2 from left to right.
             result[a, b] += (1 / (start + slope * left) - 1 / (start + slope * right)) / slope
     return result
 
@@ -57,17 +58,20 @@ def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.nd
 def law(
     p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
 ) -> tuple[Float[np.ndarray, "N T"], Float[np.ndarray, "N T V"]]:
-    """As `standard.law`."""
-    lengths, extras = zip(*map(law_of_one, *(np.asarray(x) for x in (p, q, tokens))), strict=True)
+    """Compute what `standard.law` computes, for this rule, in numpy."""
+    rows = zip(np.asarray(p), np.asarray(q), np.asarray(tokens), strict=True)
+    lengths, extras = zip(*(law_of_row(*row) for row in rows), strict=True)
     return np.stack(lengths), np.stack(extras)
 
 
-def law_of_one(
+def law_of_row(
     p: Float[np.ndarray, "T V"], q: Float[np.ndarray, "K V"], tokens: Int[np.ndarray, " K"]
 ) -> tuple[Float[np.ndarray, " T"], Float[np.ndarray, "T V"]]:
-    rows = zip(p.astype(float), q.astype(float), tokens, strict=False)
-    lengths, extras, reach = [], [], 1.0
-    for p_i, q_i, x in rows:
+    """Compute `law` for one row."""
+    places = zip(p.astype(float), q.astype(float), tokens, strict=False)  # p has one place more, after the last draft
+    lengths, extras = [], []
+    reach = 1.0  # P(all drafts so far are accepted)
+    for p_i, q_i, x in places:
         target_given_draft = joint(p_i, q_i)[x] / q_i[x]
         accept = target_given_draft[x]
         rejected = np.where(np.arange(len(p_i)) == x, 0.0, target_given_draft)

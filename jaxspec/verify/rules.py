@@ -1,8 +1,8 @@
-"""The acceptance rules by name: the one place that lists them. Plain data, so that options can be checked against it.
+"""The registry of acceptance rules. It is plain data, so that options can be checked against it without jax.
 
-A rule is a line here and a file of this folder by its name. `verify(case)` there judges the proposals of a round, a
-`Case` of `jaxspec.verify.base`, all rows as if they were under this rule; and `law(p, q, tokens)` of a lossless one
-tells, for tests, how that comes out.
+A rule is a line here and a file of this folder with the rule's name. Its `verify(case)` judges a `Case` of
+`jaxspec.verify.base`, all rows as if they were under this rule. The file of a lossless rule also has
+`law(p, q, tokens)`, which computes for tests the exact distribution of the outcome.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from jaxspec.common.errors import UserError, quoted
 from jaxspec.verify import synthetic_options, typical_options
 
 
+def no_options(config: Any) -> dict[str, Any]:
+    """Return the options of a rule that has none."""
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """noise: what a row's drafts are drawn with: numbers of the round's own, or those that its seed has at each
-    absolute position, which then make the target's token too. None: nothing is drawn, the likeliest is proposed, and
-    of the target's logits only which is the largest is looked at.
+    """An acceptance rule.
 
-    needs_q: it looks at what probability a draft had.
-    lossless: the output has the target's law.
-    all_rows: requests of temperature 0 are under it, too; under the other rules they are greedy.
-    options: those of SpeculativeConfig that belong to it, of which `verify` has the numbers in the case's `options`;
-      others: those that belong to it, too, and set these.
-    check: SpeculativeConfig -> the values of `options`, checked, defaults filled in.
+    noise: the noise that a row's drafts are drawn with. "round": keyed by the position where the round starts.
+      "shared": keyed by the absolute position, and shared with the target's token. None: drafts are argmax tokens, and
+      the rule reads only the argmax of the target's logits.
+    needs_q: whether the rule reads the draft's distribution.
+    lossless: whether the output has the target's distribution.
+    all_rows: whether the rule also applies to requests of temperature 0, which are greedy under the other rules.
+    options: options of SpeculativeConfig that belong to the rule; their values are `options` of the case.
+    others: further options of SpeculativeConfig that belong to the rule and determine `options`.
+    check: function that takes a SpeculativeConfig and returns the checked values of `options`, defaults filled in.
     """
 
     noise: Literal["round", "shared"] | None
@@ -36,10 +42,11 @@ class Rule:
     all_rows: bool = False
     options: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    check: Callable[[Any], dict[str, Any]] = lambda config: {}
+    check: Callable[[Any], dict[str, Any]] = no_options
 
 
-GREEDY, UNSEEDED, SEEDED = "greedy", "block", "coupled"  # where no rule is asked for
+# The rules of greedy, unseeded and seeded requests under an engine that names no rule.
+GREEDY, UNSEEDED, SEEDED = "greedy", "block", "coupled"
 RULES = {
     GREEDY: Rule(None),
     "standard": Rule("round", needs_q=True),
@@ -55,11 +62,11 @@ RULES = {
         check=synthetic_options.checked,
     ),
 }
-NAMES = tuple(name for name in RULES if name != GREEDY)  # that may be asked for
+NAMES = tuple(name for name in RULES if name != GREEDY)  # values of rejection_sample_method
 
 
 def checked(config: Any) -> dict[str, Any]:
-    """Return the options of the rule that a SpeculativeConfig asks for. Raise UserError for another rule's."""
+    """Return the options of the rule that a SpeculativeConfig names. Raise UserError for an option of another rule."""
     asked = config.rejection_sample_method
     for name, rule in RULES.items():
         given = [option for option in (*rule.options, *rule.others) if getattr(config, option) is not None]
@@ -69,23 +76,27 @@ def checked(config: Any) -> dict[str, Any]:
 
 
 def of_request(asked: str | None, *, greedy: bool, seeded: bool) -> str:
-    """The rule of a request. asked: by name, for the whole engine; greedy: it has temperature 0; seeded: it has a seed
-    of its own."""
+    """Return the name of a request's rule.
+
+    asked: the rule that the engine's options name, if any.
+    greedy: whether the request has temperature 0.
+    seeded: whether the request has its own seed.
+    """
     if greedy and not (asked and RULES[asked].all_rows):
         return GREEDY
     return asked or (SEEDED if seeded else UNSEEDED)
 
 
 def number(name: str) -> int:
-    """By which a row on the device says what rule it is under."""
+    """Return the number that represents a rule in `SamplingRows.rule`."""
     return list(RULES).index(name)
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """In the order of RULES, as a program has to be the same each time."""
+    """Return rules in the order of RULES, so that the same rules always compile to the same program."""
     return sorted(names, key=number)
 
 
 def implementation(name: str) -> Any:
-    """The rule's file."""
+    """Return the module of a rule."""
     return importlib.import_module(f"jaxspec.verify.{name}")

@@ -1,4 +1,4 @@
-"""The standard rejection rule: keep x_i with probability min(1, p/q), repair the first failure.
+"""The standard rejection rule: accept x_i with probability min(1, p/q), resample at the first rejection.
 
 Source: Leviathan et al., https://arxiv.org/abs/2211.17192; Chen et al., https://arxiv.org/abs/2302.01318.
 p is the target's distribution and q the draft's, both after the same request-level processing.
@@ -17,20 +17,22 @@ from pallas_kernels.plain import likeliest
 
 
 def verify(case: Case) -> Verdict:
-    p, proposal = jax.nn.softmax(case.logits, axis=-1), case.proposal
-    # Strictly: u = 0 must not accept a token with p = 0.
+    """Accept each draft with probability min(1, p/q), up to the first rejection."""
+    p = jax.nn.softmax(case.logits, axis=-1)
+    proposal = case.proposal
+    # "<", not "<=": u = 0 must not accept a token with p = 0.
     accepted = case.uniforms() * q_of_drafts(proposal) < at_tokens(p[:, :-1], proposal.tokens)
     num_accepted = leading(accepted, proposal.num_proposed)
     return Verdict(num_accepted, extra_token(case, extra_law(p, proposal, num_accepted), num_accepted))
 
 
 def at_tokens(distribution: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:
-    """The probability of each token."""
+    """Return the probability of each token."""
     return jnp.take_along_axis(distribution, tokens[..., None], axis=-1)[..., 0]
 
 
 def q_of_drafts(proposal: Proposal) -> Float[Array, "B K"]:
-    """The probability with which each was drawn: 1 where they are certain."""
+    """Return the probability with which each draft was drawn: 1 if the proposal is deterministic."""
     if proposal.probs is None:
         return jnp.ones(proposal.tokens.shape)
     return at_tokens(proposal.probs, proposal.tokens)
@@ -42,8 +44,12 @@ def extra_law(
     num_accepted: Int[Array, " B"],
     weight: Float[Array, " B"] | float = 1.0,
 ) -> Float[Array, "B V"]:
-    """Of the extra token: p where all was accepted, else normalize(max(weight * p - q, 0)) at the failure."""
-    p_at, num_drafts = rng.take_row(p, num_accepted), proposal.tokens.shape[1]
+    """Return the extra token's distribution.
+
+    The distribution is p if all drafts were accepted, else normalize(max(weight * p - q, 0)) at the first rejection.
+    """
+    p_at = rng.take_row(p, num_accepted)
+    num_drafts = proposal.tokens.shape[1]
     if not num_drafts:
         return p_at
     failure = jnp.minimum(num_accepted, num_drafts - 1)
@@ -53,23 +59,23 @@ def extra_law(
         q_at = rng.take_row(proposal.probs, failure)
     residual = jnp.maximum(jnp.reshape(weight, (-1, 1)) * p_at - q_at, 0.0)
     mass = jnp.sum(residual, axis=-1, keepdims=True)
-    # Nothing failed: the bonus token, from p. A residual that rounds to nothing: from p too, never NaN.
+    # If no draft was rejected, the bonus token comes from p. So it does if the residual rounds to 0, to avoid NaN.
     bonus = (num_accepted >= proposal.num_proposed)[:, None] | (mass <= 0.0)
     return jnp.where(bonus, p_at, residual / jnp.where(mass > 0.0, mass, 1.0))
 
 
-def extra_token(case: Case, law: Float[Array, "B V"], num_accepted: Int[Array, " B"]) -> Int[Array, " B"]:
-    """A token of this law, drawn with the number that belongs behind so many drafts."""
-    noise = rng.gumbel(rng.keys(case.seed, case.num_tokens, "residual", num_accepted), law.shape[-1])
-    return likeliest(jnp.log(law) + noise)
+def extra_token(case: Case, probs: Float[Array, "B V"], num_accepted: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Draw the extra token from its distribution, with the random key of the place after the accepted drafts."""
+    noise = rng.gumbel(rng.keys(case.seed, case.num_tokens, "residual", num_accepted), probs.shape[-1])
+    return likeliest(jnp.log(probs) + noise)
 
 
 def law(
     p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
 ) -> tuple[Float[Array, "N T"], Float[Array, "N T V"]]:
-    """What becomes of drafts `tokens` from q under p, T = K + 1, exactly.
+    """Compute the exact distribution of the outcome for given drafts `tokens` from q, T = K + 1.
 
-    -> (P(exactly i drafts are accepted) [N,K+1], law of the extra token given i [N,K+1,V]).
+    Return P(exactly i drafts are accepted) [N,T], and the distribution of the extra token given i [N,T,V].
     """
     count, num_drafts = tokens.shape
     accept = jnp.minimum(1.0, at_tokens(p[:, :-1], tokens) / at_tokens(q, tokens))

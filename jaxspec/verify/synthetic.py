@@ -1,4 +1,4 @@
-"""Acceptance at given rates, whatever the drafts are: for benchmarks. The text that comes out means nothing."""
+"""Synthetic acceptance, for benchmarks: accept drafts at given rates, whatever they are. The text is meaningless."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from jaxspec.verify.base import Case, Verdict, leading
 
 
 def verify(case: Case) -> Verdict:
-    """options: rates, for i = 1..K, or more, P(at least i drafts are accepted); the draw of each is conditional on
-    those before it."""
+    """Accept drafts at the rates in `case.options`: P(at least i drafts are accepted) for i = 1..K or more.
+
+    Each draft is judged conditionally on the acceptance of those before it, with the ratio of two rates.
+    """
     rates = jnp.concatenate([jnp.ones(1), case.options[: case.num_drafts]])
     num_accepted = leading(case.uniforms() * rates[:-1] < rates[1:], case.proposal.num_proposed)
     return Verdict(num_accepted, rng.take_row(case.own, num_accepted))

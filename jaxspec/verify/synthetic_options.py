@@ -14,9 +14,12 @@ NAMES = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 def checked(config: Any) -> dict[str, tuple[float, ...]]:
     """Return the rates of a SpeculativeConfig under this rule: P(at least i drafts are accepted) for i = 1..K.
 
-    Raises: UserError for rates or a length that cannot be.
+    Raises:
+      UserError: both or neither of rates and length are given, or a value is out of its range.
     """
-    k, rates, length = config.num_speculative_tokens, *(getattr(config, name) for name in NAMES)
+    k = config.num_speculative_tokens
+    rates = config.synthetic_acceptance_rates
+    length = config.synthetic_acceptance_length
     if (rates is None) == (length is None):
         raise UserError(
             "rejection_sample_method='synthetic' needs one of synthetic_acceptance_length and "
@@ -26,7 +29,7 @@ def checked(config: Any) -> dict[str, tuple[float, ...]]:
 
 
 def of_length(length: Any, k: int) -> tuple[float, ...]:
-    """Return rates of a mean acceptance length."""
+    """Return rates that give a mean acceptance length. Raise UserError for a length outside [1, K + 1]."""
     length = number("synthetic_acceptance_length", length)
     if not 1.0 <= length <= k + 1:
         raise UserError(f"synthetic_acceptance_length={length} must lie in [1, K + 1 = {k + 1}]")
@@ -34,6 +37,7 @@ def of_length(length: Any, k: int) -> tuple[float, ...]:
 
 
 def of_rates(rates: Any, k: int) -> tuple[float, ...]:
+    """Return rates as a tuple of floats. Raise UserError unless they are k probabilities that do not increase."""
     if not isinstance(rates, Iterable) or isinstance(rates, str | bytes):
         raise UserError(f"synthetic_acceptance_rates={quoted(rates)} must be a list of {k} probabilities")
     rates = tuple(number("synthetic_acceptance_rates", r) for r in rates)

@@ -1,8 +1,9 @@
-"""The coupled rule on a tree: at each node the target's own token is drawn, and the walk goes to the child that equals
-it, or ends there with that token.
+"""The coupled rule on a tree of drafts.
 
-What comes out is what plain decoding draws with the same noise, whatever the tree holds. It accepts with the summed
-probability of a node's children, as EAGLE-2's rule does (Li et al., https://arxiv.org/abs/2406.16858).
+At each node the target draws its own token. The walk goes on to the child that equals it. If no child does, the walk
+ends, and the target's token is the extra token. The emitted tokens are those that plain decoding draws with the same
+noise, whatever the tree holds. The walk goes on from a node with the summed probability of its children, as under
+EAGLE-2's rule (Li et al., https://arxiv.org/abs/2406.16858).
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from jaxspec.sampling.rng import take_row
 from jaxspec.verify.base import Verdict
 
 
-def verify(y: Int[Array, "B T"], proposal: Proposal, lawful: Bool[Array, "B T"]) -> Verdict:
-    """y, T = K + 1: the target's own token at each place; lawful: where there is one."""
-    tree, count = proposal.tree, y.shape[1]
+def verify(own: Int[Array, "B T"], proposal: Proposal, valid: Bool[Array, "B T"]) -> Verdict:
+    """Accept the path along which every draft equals the target's own token at its parent.
+
+    own: the target's own token at each of the T = K + 1 places.
+    valid: whether the target has an own token there.
+    """
+    tree = proposal.tree
     assert tree is not None
-    before = jnp.take_along_axis(jnp.where(lawful, y, -1), tree.parents, axis=1)
-    drafts = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))  # of place 0, which nothing has to equal
-    place = jnp.arange(count)
-    fits = (drafts == before) & (place <= proposal.num_proposed[:, None]) | (place == 0)
-    reached = jnp.all(fits[:, None] | ~tree.ancestors, axis=2)
-    # Siblings differ, so that one path at most is reached; of two that are alike, the first.
+    at_parent = jnp.take_along_axis(jnp.where(valid, own, -1), tree.parents, axis=1)
+    drafts = jnp.pad(proposal.tokens, ((0, 0), (1, 0)))  # place 0 is the pending token, always reached
+    place = jnp.arange(own.shape[1])
+    equal = (drafts == at_parent) & (place <= proposal.num_proposed[:, None]) | (place == 0)
+    reached = jnp.all(equal[:, None] | ~tree.ancestors, axis=2)
+    # Siblings differ, so at most one path is reached. If two were equal, argmax would take the first.
     last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=1).astype(jnp.int32)
-    return Verdict(take_row(tree.depth, last), take_row(y, last), last)
+    return Verdict(take_row(tree.depth, last), take_row(own, last), last)

@@ -1,8 +1,8 @@
-"""Typical acceptance: a draft is kept where the target finds it likely enough. Lossy: the output has another law.
+"""Typical acceptance: accept a draft that is likely enough under the target. Lossy: the output distribution changes.
 
 Source: Cai et al. (Medusa), https://arxiv.org/abs/2401.10774, section 2.3.1.
-Likely enough is more than min(posterior_threshold, posterior_alpha * exp(-H)), H the entropy of the target's law there:
-where much may follow, less will do.
+A draft is accepted if its probability exceeds min(posterior_threshold, posterior_alpha * exp(-H)), where H is the
+entropy of the target's distribution at its place. So a high entropy lowers the threshold.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from jaxspec.verify.standard import at_tokens, extra_token
 
 
 def verify(case: Case) -> Verdict:
-    """options: posterior_threshold, posterior_alpha. At the first failure the likeliest token follows; where nothing
-    failed, a drawn one."""
+    """Accept drafts up to the first one that is too unlikely. case.options: posterior_threshold, posterior_alpha.
+
+    The extra token is the argmax token after a rejection, and a drawn token if no draft was rejected.
+    """
     threshold, alpha = case.options
     log_p = jax.nn.log_softmax(case.logits, axis=-1)
     p = jnp.exp(log_p)

@@ -11,7 +11,7 @@ DEFAULTS = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's
 
 
 def checked(config: Any) -> dict[str, float]:
-    """Return the options of a SpeculativeConfig under this rule, defaults filled in. Raise UserError for a bad one."""
+    """Return the options of a SpeculativeConfig under this rule, defaults filled in. Raise UserError outside (0, 1]."""
     found = {}
     for name, default in DEFAULTS.items():
         value = getattr(config, name)

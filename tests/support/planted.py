@@ -41,8 +41,8 @@ class Fault:
 FAULTS = (
     Fault(  # the last places of a block make the drafts, not the first
         "jaxspec/drafters/dflash.py",
-        "hidden[:, : silent + count]",
-        "hidden[:, -(silent + count) :]",
+        "hidden[:, : num_skipped + count]",
+        "hidden[:, -(num_skipped + count) :]",
         HEADS + " -k 'end_of_the_context and dflash'",
     ),
     Fault(  # of two tensors that should be the same, the first rows are compared
@@ -188,8 +188,8 @@ FAULTS = (
     ),
     Fault(  # a draft that spoils its round is tried for ever
         "jaxspec/decode/round.py",
-        "jnp.where(state.spoilt, 0, ",
-        "jnp.where(state.spoilt & False, 0, ",
+        "jnp.where(state.without_drafts, 0, ",
+        "jnp.where(state.without_drafts & False, 0, ",
         "tests/engine/test_no_law.py -k spoils",
     ),
     Fault(  # attention reads slots that nobody wrote

@@ -1,8 +1,8 @@
-"""Trees of drafts: several candidates after each other, of which the target's pass over all of them picks a path.
+"""Trees of drafts: several candidates at each place, of which one target pass over all accepts a path.
 
-A drafter that sees what it has drafted is run level by level: of each level's candidates the best go on, and of all of
-them the best make the tree (EAGLE-2, Li et al., https://arxiv.org/abs/2406.16858). One that says all places at once
-(Medusa, DFlash) is run once. The shape is found anew each round, or is fixed (Medusa's choices,
+A drafter that reads its own drafts runs once for each level. The best candidates of a level are expanded, and the best
+candidates of all levels form the tree (EAGLE-2, Li et al., https://arxiv.org/abs/2406.16858). A drafter that drafts all
+places at once (Medusa, DFlash) runs once. The tree's topology is chosen in each round, or is fixed (Medusa's choices,
 https://arxiv.org/abs/2401.10774).
 """
 
@@ -17,18 +17,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.common.shapes import Array, Float, Int
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Rank
+from jaxspec.drafters.base import Choose, Drafter, History, Rank
 from jaxspec.drafters.chain import Step
 from jaxspec.drafters.trees.topology import Topology, take, topology
+from jaxspec.drafters.wrapper import Wrapper
 from jaxspec.models.paged import Branches
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """width: candidates after each node, and nodes of a level that go on; depth: levels; count: drafts that are kept.
+    """The size of a tree.
 
-    choices: of a fixed tree, the path to each draft, by rank at each level; those of a level after those of the one
-    above it. Empty: the likeliest.
+    width: number of candidates after each node, and of nodes of a level that are expanded.
+    depth: number of levels.
+    count: number of drafts in the tree.
+    choices: the fixed tree's path to each draft, as the rank at each level, sorted by level; empty for a tree of the
+      likeliest drafts.
     """
 
     width: int
@@ -38,37 +42,39 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree(Drafter):
-    """draft: the drafter, of as many tokens a round as the tree is deep."""
+class Tree(Wrapper):
+    """A drafter that makes a tree of another drafter's candidates.
+
+    draft: the other drafter, for as many drafts a round as the tree is deep.
+    shape: size of the tree.
+    """
 
     draft: Drafter
     shape: Shape
 
-    # What the drafter needs, this needs.
-    max_model_len = property(lambda self: self.draft.max_model_len)
-    max_lag = property(lambda self: self.draft.max_lag)
-    reach = property(lambda self: max(self.num_speculative_tokens, self.draft.reach))
-    lookahead = property(lambda self: self.draft.lookahead)
-    passes = property(lambda self: self.draft.passes)
-    taps = property(lambda self: self.draft.taps)
-    features_width = property(lambda self: self.draft.features_width)
-    tree_width = property(lambda self: self.shape.width)
-    model = property(lambda self: getattr(self.draft, "model", None))
-    target = property(lambda self: getattr(self.draft, "target", None))
+    @property
+    def reach(self) -> int:
+        return max(self.num_speculative_tokens, self.draft.reach)
 
-    def features(self, params, hidden, tapped):
-        return self.draft.features(params, hidden, tapped)
+    @property
+    def tree_width(self) -> int:
+        return self.shape.width
 
-    def prefill(self, params, cache, chunk: Chunk):
-        return self.draft.prefill(params, cache, chunk)
+    @property
+    def model(self) -> Any:
+        return getattr(self.draft, "model", None)
+
+    @property
+    def target(self) -> Any:
+        return getattr(self.draft, "target", None)
 
     def propose(self, params, cache, history: History, choose: Any):
         rank: Rank = choose
         deep = dataclasses.replace(history, num_wanted=jnp.minimum(history.num_wanted, self.shape.depth))
         if self.draft.independent:
             proposal, pages = self.draft.propose(params, cache, deep, ranked(rank, self.shape.depth))
-            said: Any = proposal.probs
-            ids, scores = said
+            levels: Any = proposal.probs  # `ranked` returns these in a distribution's place
+            ids, scores = levels
             kept = of_levels(self.shape, ids, scores, proposal.num_proposed)
         else:
             proposal, kept, pages = self.draft.grow(params, cache, deep, self.shape, rank)
@@ -77,12 +83,12 @@ class Tree(Drafter):
         return dataclasses.replace(proposal, tokens=tokens, probs=None, num_proposed=wanted, tree=tree), pages
 
 
-# Tokens i32[B,K], which comes after which, and how many of them are possible i32[B].
+# The drafts i32[B,K] of a tree, its topology, and the number i32[B] of drafts that have probability above 0.
 Kept = tuple[jax.Array, Topology, jax.Array]
 
 
 def ranked(rank: Rank, depth: int) -> Choose:
-    """A `Choose` that goes on with the likeliest, and gives (ids, scores) [B,w] where another gives a distribution."""
+    """Return a `Choose` that takes the best candidate, and returns (ids, scores) [B,w] in a distribution's place."""
 
     def choose(head, hidden, drafts, i):
         ids, scores = rank(head, hidden[:, None], drafts[:, None, :depth], i)
@@ -94,7 +100,11 @@ def ranked(rank: Rank, depth: int) -> Choose:
 def of_levels(
     shape: Shape, ids: Int[Array, "B D w"], scores: Float[Array, "B D w"], num_levels: Int[Array, " B"]
 ) -> Kept:
-    """The tree of what is said of each level, whatever stands above."""
+    """Return the tree of each level's candidates, which do not depend on the levels above.
+
+    ids, scores: the w best candidates of each level, and their log-probabilities.
+    num_levels: number of levels that the drafter has proposed.
+    """
     rows, depth = ids.shape[:2]
     scores = jnp.where(jnp.arange(depth)[:, None] < num_levels[:, None, None], scores, -jnp.inf)
     if shape.choices:
@@ -103,22 +113,28 @@ def of_levels(
         places = {path: i + 1 for i, path in enumerate(shape.choices)}
         parents = jnp.array([0, *(places.get(path[:-1], 0) for path in shape.choices)], jnp.int32)
         tree = topology(jnp.broadcast_to(parents, (rows, len(parents))), shape.depth)
-        # A prefix is proposed: up to the first that is not possible.
+        # The proposal is a prefix: it ends before the first draft of probability 0.
         possible = jnp.cumprod((scores[:, level, rank] > -jnp.inf).astype(jnp.int32), axis=1)
         return ids[:, level, rank], tree, jnp.sum(possible, axis=1, dtype=jnp.int32)
-    at = lambda x, i: jnp.repeat(lax.dynamic_index_in_dim(x, i, axis=1), shape.width, axis=1)
-    weigh = lambda state, nodes, i: (at(ids, i), at(scores, i), state)
-    return kept_of(shape, (ids[:, :1], scores[:, :1], ()), weigh, alike=True)[0]
+
+    def at_level(x, i):
+        return jnp.repeat(lax.dynamic_index_in_dim(x, i, axis=1), shape.width, axis=1)
+
+    def expand(state, nodes, level):
+        return at_level(ids, level), at_level(scores, level), state
+
+    return best_tree(shape, (ids[:, :1], scores[:, :1], ()), expand, alike=True)[0]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Nodes:
-    """The w nodes of a level that go on.
+    """The w nodes of a level that are expanded.
 
-    tokens i32[B,w]: their own; paths i32[B,w,D]: those that lead to them, these included.
-    after i32[B,w]: which node of the level above each comes after.
-    seen bool[B,w,_]: which nodes of all levels, w each, each of them sees.
+    tokens i32[B,w]: tokens of the nodes.
+    paths i32[B,w,D]: tokens of the path to each node, its own included.
+    after i32[B,w]: index of each node's parent among the nodes of the level above.
+    seen bool[B,w,_]: which nodes of all levels, w each, a node attends to.
     """
 
     tokens: jax.Array
@@ -130,20 +146,32 @@ class Nodes:
 def grown(
     shape: Shape, first: Step, step: Callable[[Any, Nodes, Any], Step], rank: Rank, *, alike: bool = True
 ) -> tuple[Kept, Any]:
-    """The tree, and the last state. first, and step(state, nodes, level): the passes that read the pending token, and
-    the nodes of a level from 1 on. alike: the levels differ in nothing but their number."""
+    """Grow a tree level by level. Return the tree and the last state.
 
-    def weigh(state, nodes: Nodes, level):
+    Args:
+      shape: size of the tree.
+      first: the output of the pass that reads the pending token.
+      step: step(state, nodes, level) runs the pass that reads the nodes of a level, counted from 1.
+      rank: the round's `Rank`.
+      alike: whether all levels run the same program.
+    """
+
+    def expand(state, nodes: Nodes, level):
         done = step(state, nodes, level)
-        return *rank(done.head, done.hidden, nodes.paths, level), done.state
+        ids, scores = rank(done.head, done.hidden, nodes.paths, level)
+        return ids, scores, done.state
 
     paths = jnp.zeros((first.hidden.shape[0], 1, shape.depth), jnp.int32)
-    return kept_of(shape, (*rank(first.head, first.hidden[:, None], paths, 0), first.state), weigh, alike=alike)
+    ids, scores = rank(first.head, first.hidden[:, None], paths, 0)
+    return best_tree(shape, (ids, scores, first.state), expand, alike=alike)
 
 
 def nodes_at(first: Int[Array, " B"], level: Any, nodes: Nodes, position: Int[Array, " B"], history: History) -> Any:
-    """Where a draft's own pass over a level's nodes stands: (positions of their slots, masked, block table, branches),
-    the slots of all levels being in a row from `first` on, and the nodes standing at `position`."""
+    """Return (positions of the slots, masked, block table, branches) of a draft's own pass over a level's nodes.
+
+    first: position of the first level's first slot; the slots of all levels are consecutive.
+    position: position of the nodes in the text.
+    """
     width = nodes.tokens.shape[1]
     slots = first[:, None] + (level - 1) * width + jnp.arange(width, dtype=jnp.int32)
     masked = jnp.broadcast_to((~history.live | (history.num_wanted <= level))[:, None], slots.shape)
@@ -152,7 +180,10 @@ def nodes_at(first: Int[Array, " B"], level: Any, nodes: Nodes, position: Int[Ar
 
 
 def best_of(scores: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B w"], Int[Array, "B w"]]:
-    """(scores, places) of the best, of equals the first: each counts those before it, so that nothing is sorted."""
+    """Return the scores and places of the `count` best, best first. Ties go to the first place.
+
+    Each place counts the better ones, so nothing is sorted.
+    """
     place = jnp.arange(scores.shape[1], dtype=jnp.int32)
     mine, other = scores[:, :, None], scores[:, None]
     before = (other > mine) | ((other == mine) & (place < place[:, None]))
@@ -162,14 +193,25 @@ def best_of(scores: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B w"
     return take(scores, chosen), chosen
 
 
-def kept_of(shape: Shape, first: Any, weigh: Callable[[Any, Nodes, Any], Any], *, alike: bool) -> tuple[Kept, Any]:
-    """first: (ids [B,1,w], scores [B,1,w], state) of the pending token's children; weigh(state, nodes, level): the same
-    [B,w,w] of those of a level's nodes."""
-    (ids, scores, state), width, depth = first, shape.width, shape.depth
+def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any], *, alike: bool) -> tuple[Kept, Any]:
+    """Find the tree of the best candidates of all levels. Return the tree and the last state.
+
+    Args:
+      shape: size of the tree.
+      first: (ids [B,1,w], scores [B,1,w], state), the candidates after the pending token.
+      expand: expand(state, nodes, level) returns the same for the candidates [B,w,w] after the nodes of a level.
+      alike: whether all levels run the same program.
+    """
+    ids, scores, state = first
+    width, depth = shape.width, shape.depth
     rows, each = ids.shape[0], width * width
-    # Candidates: the w after the pending token, then w * w of each level. parents: another candidate, -1 is that token.
-    room = lambda x, fill: jnp.pad(x, ((0, 0), (0, (depth - 1) * each)), constant_values=fill)
-    found = room(ids[:, 0], 0), room(scores[:, 0], -jnp.inf), jnp.full((rows, width + (depth - 1) * each), -1)
+
+    def padded(x, fill):
+        return jnp.pad(x, ((0, 0), (0, (depth - 1) * each)), constant_values=fill)
+
+    # found: ids, scores and parents of all candidates, w after the pending token and then w * w of each level. A parent
+    # is the index of another candidate, or -1 for the pending token.
+    found = padded(ids[:, 0], 0), padded(scores[:, 0], -jnp.inf), jnp.full((rows, width + (depth - 1) * each), -1)
     own = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
     paths = jnp.zeros((rows, width, depth), jnp.int32).at[:, :, 0].set(ids[:, 0])
     seen = own[:, :, None] == jnp.arange(max(depth - 1, 1) * width)
@@ -177,13 +219,14 @@ def kept_of(shape: Shape, first: Any, weigh: Callable[[Any, Nodes, Any], Any], *
 
     def one_more(level, carry):
         state, found, nodes, (best, best_scores) = carry
-        ids, scores, state = weigh(state, nodes, level)
+        ids, scores, state = expand(state, nodes, level)
         total = (best_scores[:, :, None] + scores).reshape(rows, each)
         begin = width + (level - 1) * each
         new = ids.reshape(rows, each), total, jnp.repeat(best, width, axis=1)
         found = tuple(lax.dynamic_update_slice_in_dim(x, y, begin, axis=1) for x, y in zip(found, new, strict=True))
         best_scores, chosen = best_of(total, width)
-        after, tokens = chosen // width, take(new[0], chosen)
+        after = chosen // width
+        tokens = take(new[0], chosen)
         last = jnp.minimum(level, depth - 1)
         paths = lax.dynamic_update_index_in_dim(take(nodes.paths, after), tokens, last, axis=2)
         itself = own[:, :, None] + level * width == jnp.arange(nodes.seen.shape[2])
@@ -191,15 +234,15 @@ def kept_of(shape: Shape, first: Any, weigh: Callable[[Any, Nodes, Any], Any], *
         nodes = Nodes(tokens, paths, after, seen)
         return state, found, nodes, (begin + chosen, best_scores)
 
-    carry = state, found, nodes, (own, scores[:, 0])
-    if alike and depth > 1:  # compiled once; a loop of no rounds would be traced all the same
+    carry = state, found, nodes, (own, scores[:, 0])  # last: the nodes' indices in `found`, and their scores
+    if alike and depth > 1:  # compile the levels once; a loop without iterations would still be traced
         carry = lax.fori_loop(1, depth, one_more, carry)
     else:
         for level in range(1, depth):
             carry = one_more(level, carry)
     state, (ids, scores, parents), *_ = carry
-    # A node is no likelier than the one before it, and of equals the first is taken: so no node comes without that, and
-    # not before it, and the first of them are the best tree of fewer.
+    # A node's score is at most its parent's, and ties go to the first. So each chosen node comes after its parent, and
+    # every prefix of the chosen nodes is the best tree of that size.
     best, chosen = best_of(scores, shape.count)
     wanted = take(parents, chosen)
     before = jnp.argmax(wanted[:, :, None] == chosen[:, None], axis=2).astype(jnp.int32) + 1

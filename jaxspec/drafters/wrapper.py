@@ -1,0 +1,51 @@
+"""The base class of drafters around another drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxspec.drafters.base import Chunk, Drafter
+
+
+class Wrapper(Drafter):
+    """A drafter around another one, `draft`, whose needs it has: the same cache, features and context length."""
+
+    draft: Drafter
+
+    @property
+    def backend(self) -> Any:
+        return self.draft.backend
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.draft.max_model_len
+
+    @property
+    def max_lag(self) -> int | None:
+        return self.draft.max_lag
+
+    @property
+    def reach(self) -> int:
+        return self.draft.reach
+
+    @property
+    def lookahead(self) -> int:
+        return self.draft.lookahead
+
+    @property
+    def passes(self) -> float:
+        return self.draft.passes
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.draft.taps
+
+    @property
+    def features_width(self) -> int:
+        return self.draft.features_width
+
+    def features(self, params, hidden, tapped):
+        return self.draft.features(params, hidden, tapped)
+
+    def prefill(self, params, cache, chunk: Chunk):
+        return self.draft.prefill(params, cache, chunk)
