@@ -14,7 +14,6 @@ compiler (see docs/notes/gpu.md).
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -68,8 +67,13 @@ def num_splits(depth: int, blocks: int) -> int:
 def row_tiles(rows: int) -> list[tuple[int, int]]:
     """Return (first row, number of rows) of each tile: powers of two of at least MIN_ROWS, for the matrix units."""
     full = pl.cdiv(rows, MIN_ROWS) * MIN_ROWS
-    sizes = [1 << bit for bit in reversed(range(full.bit_length())) if full >> bit & 1]
-    return list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
+    tiles = []
+    first = 0
+    while first < full:
+        size = 1 << ((full - first).bit_length() - 1)  # the largest power of two that the rest has room for
+        tiles.append((first, size))
+        first += size
+    return tiles
 
 
 def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]:
@@ -140,7 +144,7 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
     if gated is None:
         share = depth // out.shape[0]
         begin, column = part * share, program * columns + each
-    else:  # half of the columns of gate, and those of up that belong to them
+    else:  # half of the columns are of gate, the other half are the same columns of up
         (activation, block), half = gated, columns // 2
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)

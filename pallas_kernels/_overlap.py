@@ -15,22 +15,22 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.device import Device
 
 
-def start_next(numbers: jax.Array, device: Device) -> jax.Array:
+def start_next(values: jax.Array, device: Device) -> jax.Array:
     """Return a kernel's values, i32[] or f32[...], unchanged, and allow the next kernel to start.
 
     This happens when the values are available, and before anything is computed from them.
     """
     if not device.starts_early:
-        return numbers
-    kind = "f" if numbers.dtype == jnp.float32 else "r"
+        return values
+    kind = "f" if values.dtype == jnp.float32 else "r"
     (same,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[numbers if numbers.shape else jnp.full((1,), numbers)],
+        args=[values if values.shape else jnp.full((1,), values)],
         constraints=f"={kind},{kind}",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(numbers.shape or (1,), numbers.dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape or (1,), values.dtype)],
     )
-    return same if numbers.shape else jnp.sum(same)
+    return same if values.shape else jnp.sum(same)
 
 
 WARPS = 4  # of a program in the kernels that call `prefetch`

@@ -129,7 +129,7 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
 def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, device):
     ref = dict(zip(names, refs, strict=True))
     weights, sums = ref["weights"], ref["sums"]
-    depth = weights.shape[0] // splits  # of this program
+    depth = weights.shape[0] // splits  # of this program's share
     size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # rows of weights in a read
     column_block, split = pl.program_id(0), start_next(pl.program_id(1), device)
     column = column_block * columns + jnp.arange(columns, dtype=jnp.int32)
@@ -189,9 +189,9 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, d
             plgpu.store(ref["out"].at[column], y.astype(weights.dtype))
 
 
-def added(numbers):
+def added(arrays):
     """Return the sum of the arrays. Python's `sum` adds them to 0, which the compiler must keep: 0 + -0 is 0."""
-    return functools.reduce(operator.add, numbers)
+    return functools.reduce(operator.add, arrays)
 
 
 def activate(kind, x):

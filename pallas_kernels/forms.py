@@ -74,7 +74,7 @@ def mosaic(*, best: bool = False) -> Form:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An op's name and its forms. The first form that is asked for and fits is used; the last takes all arguments."""
+    """An op's name and its forms. The first form that is requested and fits is used; the last takes all arguments."""
 
     name: str
     forms: tuple[Form, ...]
@@ -100,10 +100,10 @@ class Op:
             raise ValueError(f"{self.name}: implementation {implementation!r} is not one of {(None, *IMPLEMENTATIONS)}")
         for form in self.forms:
             if implementation is None:
-                asked = device.platform in form.best_on
+                requested = device.platform in form.best_on
             else:
-                asked = form.name == implementation and device.platform in form.platforms
-            if asked and form.devices(device) and (not args or self.fits(form, device, *args, **options)):
+                requested = form.name == implementation and device.platform in form.platforms
+            if requested and form.devices(device) and (not args or self.fits(form, device, *args, **options)):
                 return form
         return self.forms[-1]
 

@@ -9,8 +9,8 @@ FEW = 8  # rows to which a single row is padded
 
 def dot(x, matrix, axis, dtype):
     """Contract the last axis of x [..., I] with the axis `axis` of a matrix. Return [..., O] in this dtype."""
-    numbers = (((x.ndim - 1,), (axis,)), ((), ()))
-    return lax.dot_general(x, matrix, numbers, precision=matmul_precision(x.dtype), preferred_element_type=dtype)
+    dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
+    return lax.dot_general(x, matrix, dimensions, precision=matmul_precision(x.dtype), preferred_element_type=dtype)
 
 
 def matmul_precision(dtype):

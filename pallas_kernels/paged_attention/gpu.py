@@ -287,5 +287,5 @@ def _kernel(
         to, first = out["acc"], [split, b]
         plgpu.store(out["top"].at[split, b, line], top, mask=here)
         plgpu.store(out["total"].at[split, b, line], total, mask=here)
-    for at, numbers in zip(parts, acc, strict=True):
-        plgpu.store(to.at[*first, line[:, None], at[None, :]], numbers.astype(to.dtype), mask=tile(here, at, d))
+    for at, values in zip(parts, acc, strict=True):
+        plgpu.store(to.at[*first, line[:, None], at[None, :]], values.astype(to.dtype), mask=tile(here, at, d))

@@ -120,15 +120,15 @@ def new_rows(ref, read, head, token, part, here, *, eps):
 
     write = here & (part >= group) & (read["slots"] >= 0)
     slot = jnp.where(write, read["slots"], num_slots)  # beyond the pages: masked out of the write
-    for at, numbers in zip(columns, new, strict=True):
+    for at, values in zip(columns, new, strict=True):
         to = slot[:, None], (2 * head + part - group)[:, None], at[None, :]
-        plgpu.store(pages.at[to], numbers, mask=wide(slot < num_slots))
+        plgpu.store(pages.at[to], values, mask=wide(slot < num_slots))
     return new
 
 
-def store_queries(out, numbers, group, head, token, part, here):
+def store_queries(out, values, group, head, token, part, here):
     """Write the rows that are queries, in two halves [rows, D / 2], to out [M, H * D]."""
-    d = 2 * numbers[0].shape[1]
-    for at, some in zip(halves(d), numbers, strict=True):
+    d = 2 * values[0].shape[1]
+    for at, some in zip(halves(d), values, strict=True):
         to = token[:, None], ((head * group + part) * d)[:, None] + at[None, :]
         plgpu.store(out.at[to], some.astype(out.dtype), mask=tile(here & (part < group), at, d))

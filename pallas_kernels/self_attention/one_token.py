@@ -148,8 +148,8 @@ def _kernel(
         plgpu.store(ref["top"].at[head, split, row], top, mask=here)
         plgpu.store(ref["total"].at[head, split, row], total, mask=here)
         mask = jnp.broadcast_to(here[:, None], (block_rows, half))
-        for at, numbers in zip(halves, acc, strict=True):
-            plgpu.store(ref["acc"].at[head, split, row[:, None], at[None, :]], numbers, mask=mask)
+        for at, values in zip(halves, acc, strict=True):
+            plgpu.store(ref["acc"].at[head, split, row[:, None], at[None, :]], values, mask=mask)
 
     begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
     end = jnp.clip(position, 0, row_pages * page_size)
@@ -197,8 +197,8 @@ def _kernel(
         slot = jnp.where(live, slot, num_slots)  # beyond the pages: masked out of the write
         live = jnp.broadcast_to(live[:, None], tile)
         for part, tiles in enumerate((key, value)):
-            for at, numbers in zip(halves, tiles, strict=True):
-                plgpu.store(pages.at[slot[:, None], 2 * head + part, at[None, :]], numbers, mask=live)
+            for at, values in zip(halves, tiles, strict=True):
+                plgpu.store(pages.at[slot[:, None], 2 * head + part, at[None, :]], values, mask=live)
         store_carry(attend_to(start, queries(), key, value, (only & (position >= 0))[None, :]))
 
     if "out" not in ref:

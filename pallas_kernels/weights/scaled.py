@@ -38,11 +38,12 @@ class Scaled(Weight):
         return plain.dot(x, self.dense(), 0, dtype)
 
     def dense(self) -> jax.Array:
-        (inputs, outputs), blocks = self.values.shape, self.scale.shape
+        inputs, outputs = self.values.shape
+        blocks = self.scale.shape
         split = inputs // blocks[0], outputs // blocks[1]
         values = self.values.astype(jnp.float32).reshape(blocks[0], split[0], blocks[1], split[1])
-        numbers = values * self.scale.astype(jnp.float32)[:, None, :, None]
-        return numbers.reshape(inputs, outputs).astype(self.dtype)
+        dense = values * self.scale.astype(jnp.float32)[:, None, :, None]
+        return dense.reshape(inputs, outputs).astype(self.dtype)
 
     def specs(self, spec: Any) -> Any:
         # A dimension of a single block is replicated.
