@@ -1,18 +1,19 @@
-"""On GPU: a few rows against a matrix that is read once, and what stands between two such products in a decoder layer.
+"""GPU product of a few rows with a matrix that is read once, and the kernel between two such products in a layer.
 
-The weights are the left operand: a matrix unit takes 64 of their columns straight from shared memory, with the rows of
-x beside them, filled up to 16, 32, 48, ... in tiles of powers of two. The other way round every weight would pass
-through registers on its way. The depth is split until there are programs enough. The sums stay in parts,
-f32[splits, rows, width], for the next kernel to add up: a product, two sums and a norm take two kernels instead of
-three or four.
+The weights are the left operand. A matrix unit takes 64 of their columns straight from shared memory, together with the
+rows of x, which are padded to 16, 32, 48, ... rows and divided into tiles of powers of two. As the right operand, every
+weight would pass through registers first.
 
-Both ask for the next kernel early (see `_overlap`): a product once its last weights are there, the small one at its
-start. Before it waits for those, a product also asks for the first weights of the next. One row and small matrices are
-for `_split_product`, many rows and the largest matrices for the compiler (see docs/notes/gpu.md).
+The depth is split until there are enough programs. The partial sums, f32[splits, rows, width], are left for the next
+kernel to add up: a product, two sums and a norm take two kernels instead of three or four.
+
+Both kernels let the next one start early (see `_overlap`): a product once its last weights have arrived, the small
+kernel at its start. Before it waits for its last weights, a product also prefetches the first weights of the next
+product. One row and small matrices are for `_split_product`; many rows and the largest matrices are left to the
+compiler (see docs/notes/gpu.md).
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -21,64 +22,82 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._overlap import WARPS, ask_for, start_next
+from pallas_kernels._overlap import WARPS, prefetch, start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 
-MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer are filled up
-COLUMNS, DEPTH = 64, 128  # of weights in one read, or twice the columns where that leaves programs enough
-UNDER_WAY = 1 << 16  # bytes of weights; more of them slow each other down
-PROGRAMS = 96  # at least, as far as the depth can be split
-ALONE = 132  # programs that have a multiprocessor each; of more, two share one
-SHARED = 218 << 10  # bytes of a multiprocessor
-MAX_SIZE = 1 << 28  # of a matrix: larger ones were not timed
+MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer rows are padded
+COLUMNS, DEPTH = 64, 128  # of weights in one read; twice the columns where that leaves enough programs
+UNDER_WAY = 1 << 16  # bytes of weights that a program has in flight; more reads slow each other down
+PROGRAMS = 96  # least number of programs, as far as the depth can be split
+ALONE = 132  # programs that have a multiprocessor each; two of more programs share one
+SHARED = 218 << 10  # bytes of a multiprocessor's shared memory
+MAX_SIZE = 1 << 28  # elements of a matrix: larger ones were not timed
 
 
 def covers(rows: int, *weights: jax.Array, device: Device) -> bool:
-    """What the kernels cover and are meant for: a few rows, matrices in whole reads, GPUs that share much."""
-    some = rows <= MAX_ROWS and device.shares_much
-    fits = lambda w: w.shape[0] % (DEPTH // 2) == 0 and w.shape[1] % COLUMNS == 0 and w.size < MAX_SIZE
-    return some and all(fits(w) and w.dtype == jnp.bfloat16 for w in weights)
+    """Return whether the kernels cover these arguments and are meant for them.
+
+    They are for a few rows, bfloat16 matrices that divide into whole reads, and GPUs with much shared memory.
+    """
+    if rows > MAX_ROWS or not device.shares_much:
+        return False
+    return all(
+        w.shape[0] % (DEPTH // 2) == 0 and w.shape[1] % COLUMNS == 0 and w.size < MAX_SIZE and w.dtype == jnp.bfloat16
+        for w in weights
+    )
 
 
 def num_columns(rows: int, width: int, *, gated: bool) -> int:
-    """Of a program. Many rows, which every program reads anew, rather have two parts of twice the columns."""
+    """Return the number of columns of a program.
+
+    Every program reads all rows of x. With many rows, two parts of twice the columns are faster.
+    """
     parts = 2 if rows > 2 * MIN_ROWS and not gated else 1
     enough = width % (2 * COLUMNS) == 0 and width // (2 * COLUMNS) * parts >= PROGRAMS
     return 2 * COLUMNS if enough else COLUMNS
 
 
 def num_splits(depth: int, blocks: int) -> int:
-    """Of the depth, where there are so many blocks of columns."""
+    """Return the number of splits of the depth, for this number of column blocks."""
     return fewest_splits(depth // math.gcd(depth, DEPTH), lambda splits: splits * blocks >= PROGRAMS)
 
 
 def row_tiles(rows: int) -> list[tuple[int, int]]:
-    """(first row, number of rows) of each: powers of two, MIN_ROWS at least, for the matrix units."""
+    """Return (first row, number of rows) of each tile: powers of two of at least MIN_ROWS, for the matrix units."""
     full = pl.cdiv(rows, MIN_ROWS) * MIN_ROWS
-    sizes = [1 << bit for bit in reversed(range(full.bit_length())) if full >> bit & 1]
-    return list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
+    tiles = []
+    first = 0
+    while first < full:
+        size = 1 << ((full - first).bit_length() - 1)  # the largest power of two that the rest has room for
+        tiles.append((first, size))
+        first += size
+    return tiles
 
 
 def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]:
-    """(depth of a read, stages) of a program: as many reads of x and the weights as are to be under way, and fit."""
+    """Return (depth of a read, pipeline stages) of a program.
+
+    The stages are as many reads of x and the weights as should be in flight and fit into shared memory.
+    """
     alone = programs <= ALONE
     shared = SHARED if alone else SHARED // 2
-    deep, width = math.gcd(depth, DEPTH), 2 * (columns + sum(size for _, size in row_tiles(rows)))
+    deep = math.gcd(depth, DEPTH)
+    width = 2 * (columns + sum(size for _, size in row_tiles(rows)))  # bytes of a read, for each unit of depth
     if 3 * deep * width > shared or (alone and columns > COLUMNS):
         deep = math.gcd(depth, DEPTH // 2)
     return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    """Of an array that every program sees alike, from its first number on."""
+    """Return the block spec of an array that every program sees whole, or from its first element on."""
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
-def what_to_ask_for(then, rows: int, grid: tuple[int, int], device: Device):
-    """([the matrix that `product` reads after this kernel], what `ask_for` is to know), or ([], None)."""
-    if then is None or rows > MIN_ROWS or device.interpret:  # more rows wait for more than weights
+def prefetch_options(then, rows: int, grid: tuple[int, int], device: Device):
+    """Return ([the matrix of the next `product`], the options of `prefetch` for it), or ([], None) for no prefetch."""
+    if then is None or rows > MIN_ROWS or device.interpret:  # products of more rows wait for more than weights
         return [], None
     parts = num_splits(then.shape[0], then.shape[1] // COLUMNS)
     return [then], {"size": then.size * then.dtype.itemsize, "parts": parts, "programs": math.prod(grid)}
@@ -86,51 +105,54 @@ def what_to_ask_for(then, rows: int, grid: tuple[int, int], device: Device):
 
 @lowered_once("gated", "device")
 def product(x, weights, *, gated=None, then=None, device):
-    """x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
+    """Return x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
-    gated: (activation, block): the columns are `block` of gate and `block` of up in turn, and the result is
-    activation(gate) * up, [rows, width / 2] in the dtype of x. then: the matrix of the next product, or None.
+    Args:
+      gated: (activation, block), or None. The columns are then `block` of gate and `block` of up in turn. The result is
+        activation(gate) * up, [rows, width / 2] in the dtype of x.
+      then: the matrix of the next product, to be prefetched; or None.
     """
-    (rows, depth), width = x.shape, weights.shape[1]
+    rows, depth = x.shape
+    width = weights.shape[1]
     columns = num_columns(rows, width, gated=gated is not None)
     if gated is None:
         grid = width // columns, num_splits(depth, width // columns)
         out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
-    else:  # a block of gate and up, and a place in it: one number to divide would hide that the columns stay aligned
+    else:  # (block of gate and up, part of the block): dividing a single index would hide that columns stay aligned
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     deep, stages = reads(rows, depth, columns, math.prod(grid))
-    asked_for, ahead = what_to_ask_for(then, rows, grid, device)
+    next_weights, ahead = prefetch_options(then, rows, grid, device)
     return pl.pallas_call(
         functools.partial(_product, gated=gated, columns=columns, deep=deep, ahead=ahead, device=device),
         grid=grid,
-        in_specs=[whole(x.shape), whole(weights.shape), *(whole((1, 1)) for _ in asked_for)],
+        in_specs=[whole(x.shape), whole(weights.shape), *(whole((1, 1)) for _ in next_weights)],
         out_specs=whole(out.shape),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=device.interpret,
         name="product",
-    )(x, weights, *asked_for)
+    )(x, weights, *next_weights)
 
 
 def _product(x, weights, *refs, gated, columns, deep, ahead, device):
-    *asked_for, out = refs
+    *next_weights, out = refs
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
-    program, part = pl.program_id(0), pl.program_id(1)  # part: of the depth, or of a block of gate and up
+    program, part = pl.program_id(0), pl.program_id(1)  # a part of the depth, or of a block of gate and up
     if gated is None:
         share = depth // out.shape[0]
         begin, column = part * share, program * columns + each
-    else:  # half of the columns of gate, and those of up that belong to them
+    else:  # half of the columns are of gate, the other half are the same columns of up
         (activation, block), half = gated, columns // 2
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
 
     def step(i, carry):
-        sums, asked = carry
+        sums, prefetched = carry
         if ahead is not None:
-            asked += ask_for(*asked_for, **ahead, now=i == share // deep - 1)
+            prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
         at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
         read = plgpu.load(weights.at[at[:, None], column[None, :]])
 
@@ -139,12 +161,12 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
             some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
             return plgpu.dot(read, some, trans_a=True, trans_b=True)
 
-        return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True)), asked
+        return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True)), prefetched
 
     nothing = tuple(jnp.zeros((columns, row.size), jnp.float32) for row, _ in tiles)
-    (*others, last), asked = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
+    (*others, last), prefetched = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
     if ahead is not None:
-        last += asked.astype(jnp.float32)
+        last += prefetched.astype(jnp.float32)
     for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
         to: tuple = (part, row[None, :], column[:, None])
         if gated is not None:
@@ -156,7 +178,7 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
 
 @lowered_once("eps", "device")
 def add_and_norm(x, parts, scale, eps, *, device):
-    """x [rows, width] + parts f32[splits, rows, width], and its RMSNorm, both in the dtype of x."""
+    """Return x [rows, width] + parts f32[splits, rows, width], and the RMSNorm of this sum, both in the dtype of x."""
     return pl.pallas_call(
         functools.partial(_add_and_norm, eps=eps, device=device),
         grid=x.shape[:1],
@@ -168,11 +190,15 @@ def add_and_norm(x, parts, scale, eps, *, device):
 
 
 def _add_and_norm(x, parts, scale, out, normed, *, eps, device):
-    row, width = start_next(pl.program_id(0), device), x.shape[1]
+    row = start_next(pl.program_id(0), device)
+    width = x.shape[1]
     at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     here = at < width
-    load = lambda ref, *index: plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
-    weight = load(scale)  # all reads before the first write, which they would have to wait for
+
+    def load(ref, *index):
+        return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
+
+    weight = load(scale)  # all reads come before the first write: after it, they would wait for it
     y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
     plgpu.store(out.at[row, at], y, mask=here)
     y = y.astype(jnp.float32)

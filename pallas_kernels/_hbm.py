@@ -7,8 +7,9 @@ from pallas_kernels.device import Device
 
 
 def in_hbm(x: jax.Array, device: Device) -> jax.Array:
-    """x, an operand of a pallas_call inside `jit`, kept in HBM.
+    """Return x, an operand of a pallas_call inside `jit`, constrained to HBM.
 
-    Left the choice (`pl.ANY`), the compiler moves all of an array that fits to VMEM for a kernel that reads a little.
+    `pl.ANY` leaves the choice to the compiler. For a kernel that reads a little of an array, it would move the whole
+    array to VMEM if it fits.
     """
     return x if device.interpret else pltpu.with_memory_space_constraint(x, pltpu.MemorySpace.HBM)

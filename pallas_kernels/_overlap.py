@@ -1,9 +1,9 @@
-"""On GPU: a kernel that lets the next one be put in place, or asks for what that one reads, while it is still at work.
+"""GPU kernels that let the next kernel start early, or prefetch its weights, while they still run.
 
-Starting a kernel takes a microsecond, which is much where the kernel takes five. From Hopper on, the next one may start
-as soon as all programs of the one before it have asked for it (programmatic dependent launch). XLA begins every kernel
-of a program with a wait for what was written before, so that nothing but the time changes. Only for kernels after
-which small ones follow: the compiler's large products lose more by coming in between than they gain (see
+Starting a kernel takes a microsecond, which is much for a kernel that takes five. From Hopper on, the next kernel may
+start as soon as all programs of the kernel before have allowed it (programmatic dependent launch). XLA begins every
+kernel of a program with a wait for all earlier writes, so that only the time changes, never a result. Use this only in
+kernels that small kernels follow: the compiler's large products lose more by an early start than they gain (see
 docs/notes/gpu.md).
 """
 
@@ -15,33 +15,43 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.device import Device
 
 
-def start_next(numbers: jax.Array, device: Device) -> jax.Array:
-    """A kernel's numbers, i32[] or f32[...], unchanged. The next kernel is asked for when they are there, and before
-    anything is computed from them."""
+def start_next(values: jax.Array, device: Device) -> jax.Array:
+    """Return a kernel's values, i32[] or f32[...], unchanged, and allow the next kernel to start.
+
+    This happens when the values are available, and before anything is computed from them.
+    """
     if not device.starts_early:
-        return numbers
-    kind = "f" if numbers.dtype == jnp.float32 else "r"
+        return values
+    kind = "f" if values.dtype == jnp.float32 else "r"
     (same,) = plgpu.elementwise_inline_asm(
         "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[numbers if numbers.shape else jnp.full((1,), numbers)],
+        args=[values if values.shape else jnp.full((1,), values)],
         constraints=f"={kind},{kind}",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(numbers.shape or (1,), numbers.dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape or (1,), values.dtype)],
     )
-    return same if numbers.shape else jnp.sum(same)
+    return same if values.shape else jnp.sum(same)
 
 
-WARPS = 4  # of the kernels that ask for what is read after them
+WARPS = 4  # of a program in the kernels that call `prefetch`
 
 
-def ask_for(matrix, *, size: int, parts: int, programs: int, now) -> jax.Array:
-    """0, once each thread of a kernel, where now bool[], has asked two lines of memory into the L2 cache.
+def prefetch(matrix, *, size: int, parts: int, programs: int, now) -> jax.Array:
+    """Prefetch the start of the next kernel's matrix into the L2 cache. Return 0 for the caller to add to its result.
 
-    matrix: a reference to its first number. size: of the matrix, in bytes. parts: into which its product splits the
-    depth; all threads of all programs together ask for the first rows of each, which are read first. programs: of the
-    kernel's grid, which has two axes.
+    Each thread prefetches two lines of memory. All threads of all programs together prefetch the first rows of each
+    part of the matrix, which the next kernel reads first.
+
+    Args:
+      matrix: reference to the first element of the matrix.
+      size: bytes of the matrix.
+      parts: number of parts into which the matrix's product splits its depth.
+      programs: number of programs of this kernel, whose grid has two axes.
+      now: bool[]; False: prefetch nothing.
     """
-    part, threads, program = size // parts, 32 * WARPS, pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
+    part = size // parts  # bytes
+    threads = 32 * WARPS
+    program = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
     share = programs * threads // parts  # threads for a part
     code = (
         "{ .reg .pred now; .reg .b32 thread, part; .reg .b64 at;",

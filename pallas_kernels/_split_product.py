@@ -1,12 +1,14 @@
-"""On GPU: one row against a matrix that is read once, the depth split over programs, the sums left to the reader.
+"""GPU product of one row with a matrix that is read once. Programs split the depth; the next kernel adds their sums.
 
-A program has all its reads under way at once, the parts of x and [depth / splits, columns] of the weights, and leaves a
-partial sum. Whoever reads the product adds the parts up: the next kernel, on its way into its own product. So half a
-decoder layer needs no kernel that only adds, norms or activates. An RMSNorm multiplies the row by its scale here, and
-by 1 / rms where the parts are added up, from the partial sums of squares that are left beside them.
+A program starts all its reads at once: its parts of x and [depth / splits, columns] of the weights. It writes a partial
+sum. The kernel that reads the product adds up the partial sums on the way into its own product. So half a decoder layer
+needs no kernel that only adds, normalises or activates.
 
-Small matrices are read in the time that starting some kernels takes, so that fewer kernels is what counts. More rows,
-or larger matrices, are for `_few_rows` (see docs/notes/gpu.md).
+An RMSNorm before the product is applied in two steps. This kernel multiplies the row by the norm's scale, and writes
+partial sums of squares beside the product's. The kernel that adds up the parts multiplies by 1 / rms.
+
+Small matrices are read in the time that starting a few kernels takes, so that the number of kernels counts. More rows
+and larger matrices are for `_few_rows` (see docs/notes/gpu.md).
 """
 
 import dataclasses
@@ -23,46 +25,66 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._overlap import start_next
 
-STEP, MAX_STEP = 64, 256  # rows of weights in one read, at least and at most
-MAX_SHARE = 1 << 15  # numbers that a program reads: they all have to fit into its registers
-MAX_SIZE = 1 << 24  # of a matrix
+STEP, MAX_STEP = 64, 256  # rows of weights in one read: at least, at most
+MAX_SHARE = 1 << 15  # elements that a program reads: all of them have to fit into its registers
+MAX_SIZE = 1 << 24  # elements of a matrix
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A row's product in parts, f32[splits, width]; squares f32[splits] where a norm's 1 / rms is still due."""
+    """The product of one row in parts.
+
+    sums: f32[splits, width], the partial sums.
+    squares: f32[splits], partial sums of squares, where a norm's factor 1 / rms is still to be applied; else None.
+    """
 
     sums: jax.Array
     squares: jax.Array | None = None
 
 
 def covers(*weights) -> bool:
-    """The matrices that the kernel covers and is meant for."""
-    fits = lambda w: w.shape[0] % STEP == 0 and w.shape[1] % 64 == 0 and w.size < MAX_SIZE
-    return all(w.dtype == jnp.bfloat16 and fits(w) for w in weights)
+    """Return whether the kernel covers these matrices and is meant for them."""
+    return all(
+        w.dtype == jnp.bfloat16 and w.shape[0] % STEP == 0 and w.shape[1] % 64 == 0 and w.size < MAX_SIZE
+        for w in weights
+    )
 
 
 def tile(depth: int, width: int) -> tuple[int, int]:
-    """(columns of a program, splits of the depth): a program a multiprocessor, a few where there is more to read."""
+    """Return (columns of a program, splits of the depth) for a matrix [depth, width].
+
+    A multiprocessor gets one program, or a few where there is more to read.
+    """
     columns = 128 if width % 128 == 0 and width > 2048 else 64
-    steps, blocks = depth // STEP, width // columns
-    wanted = 200 if depth > 2048 or width > 4096 else 128
-    enough = lambda d: d * blocks >= wanted and depth // d * columns <= MAX_SHARE
-    return columns, fewest_splits(steps, enough)
+    blocks = width // columns
+    wanted = 200 if depth > 2048 or width > 4096 else 128  # programs
+
+    def enough(splits: int) -> bool:
+        return splits * blocks >= wanted and depth // splits * columns <= MAX_SHARE
+
+    return columns, fewest_splits(depth // STEP, enough)
 
 
 def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
-    """The least number of equal shares of so many steps that is enough, at most a step each."""
-    return next(d for d in range(1, steps + 1) if steps % d == 0 and (enough(d) or d == steps))
+    """Return the least number of equal shares of `steps` that is enough; `steps` if no smaller one is."""
+    for splits in range(1, steps):
+        if steps % splits == 0 and enough(splits):
+            return splits
+    return steps
 
 
 def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None, zeros=0, eps=0.0, device):
-    """x [depth] @ weights in Parts, and what else the options ask for, as a dict.
+    """Return x [depth] @ weights [depth, width] as a dict: "parts" is the product in Parts, and options add more.
 
-    norm: x is normed by this scale. parts: x is x + these first, and the result has it as "new_x". gated: (Parts,
-    activation, block, width of their norm): x is None, and becomes activation(gate) * up of these. finish: (residual,
-    counts): the program that ends last for some columns adds up the parts and the residual into "out". zeros: the
-    result has so many, as "zeros", for a later kernel to count its programs with.
+    Args:
+      norm: scale of an RMSNorm of x before the product; its 1 / rms is left to the reader of the parts.
+      parts: Parts of an earlier product, added to x first. The sum is returned as "new_x".
+      gated: (Parts, activation, block, width of their norm). x is None then, and computed as activation(gate) * up from
+        these parts.
+      finish: (residual, counts). For each block of columns, the program that ends last adds up the parts and the
+        residual, returned as "out". counts are zeros, one a block, returned changed as "counts".
+      zeros: number of zeros to return as "zeros", with which a later kernel counts its programs.
+      eps: of the norm of `gated`.
     """
     depth, width = weights.shape
     columns, splits = tile(depth, width)
@@ -107,21 +129,21 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
 def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, device):
     ref = dict(zip(names, refs, strict=True))
     weights, sums = ref["weights"], ref["sums"]
-    depth = weights.shape[0] // splits  # of this program
-    size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # of a read
+    depth = weights.shape[0] // splits  # of this program's share
+    size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # rows of weights in a read
     column_block, split = pl.program_id(0), start_next(pl.program_id(1), device)
     column = column_block * columns + jnp.arange(columns, dtype=jnp.int32)
     firsts = [split * depth + at for at in range(0, depth, size)]
     at = jnp.arange(size, dtype=jnp.int32)
 
     def parts(array, at):
-        """Parts [their number, at] under way; whoever needs them adds them up."""
+        """Start reading the parts [splits, at] of an array. The caller adds them up."""
         part = jnp.arange(pl.next_power_of_2(array.shape[0]), dtype=jnp.int32)
         mask = jnp.broadcast_to((part < array.shape[0])[:, None], (part.shape[0], at.shape[0]))
         return plgpu.load(array.at[part[:, None], at[None, :]], mask=mask, other=0)
 
     def start_reading(first):
-        """What x [first : first + size] is made of, under way."""
+        """Start reading what x [first : first + size] is computed from."""
         if activation is not None:  # "//" would hide that the columns stay aligned
             gate = lax.div(first, block) * (2 * block) + lax.rem(first, block)
             return [parts(ref["gate"], gate + shift + at) for shift in (0, block)]
@@ -129,7 +151,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, d
         return [*some, *([parts(ref["more"], first + at)] if "more" in ref else [])]
 
     def source(first, read):
-        """x [first : first + size] as it goes into the product, and its squares."""
+        """Return x [first : first + size] as it enters the product, and its squares (None without a norm)."""
         if activation is not None:
             gate, up = (jnp.sum(part, axis=0) * shrink for part in read)
             return activate(activation, gate) * up, None
@@ -140,7 +162,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, d
             h = x.astype(jnp.float32)
         return (h * read[1], h * h) if "norm" in ref else (h, None)
 
-    # All reads are under way before the first is waited for, those of x, which are small, before the weights.
+    # All reads start before the first is waited for. Those of x, which are small, start before those of the weights.
     if activation is not None:
         squares = [plgpu.load(ref["gate_squares"].at[jnp.int32(part)]) for part in range(ref["gate_squares"].shape[0])]
     reads = [start_reading(first) for first in firsts]
@@ -157,7 +179,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, d
         mask = (at < ref["zeros"].shape[0]) & (column_block + split == 0)
         plgpu.store(ref["zeros"].at[at], jnp.zeros_like(at), mask=mask)
     if "out" in ref:
-        if not device.interpret:  # all of this program's numbers are out before it is counted
+        if not device.interpret:  # all writes of this program are visible before it is counted
             plgpu.debug_barrier()
         before = plgpu.atomic_add(ref["counts"], (column_block,), jnp.int32(1))
 
@@ -167,12 +189,13 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, d
             plgpu.store(ref["out"].at[column], y.astype(weights.dtype))
 
 
-def added(numbers):
-    """Their sum. Python's begins with 0, and to leave that out is not the compiler's to do: it makes 0 of -0."""
-    return functools.reduce(operator.add, numbers)
+def added(arrays):
+    """Return the sum of the arrays. Python's `sum` adds them to 0, which the compiler must keep: 0 + -0 is 0."""
+    return functools.reduce(operator.add, arrays)
 
 
 def activate(kind, x):
+    """Return the activation of x; kind: "silu" or "gelu_tanh"."""
     if kind == "gelu_tanh":
         return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
     return x / (1 + jnp.exp(-x))

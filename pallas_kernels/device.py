@@ -1,4 +1,4 @@
-"""What programs are compiled for."""
+"""The devices that programs are compiled for."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 
-PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}  # JAX's names -> ours
+PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}  # JAX's names, and ours
 NAMES = tuple(dict.fromkeys(PLATFORMS.values()))
-AMPERE = (8, 0)
+AMPERE = (8, 0)  # compute capability
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A platform and, of a GPU, what it can do. What is unknown of a GPU is not taken for granted.
+    """A platform and, for a GPU, its abilities. Nothing is assumed of a GPU whose capability is unknown.
 
     platform: "cpu", "gpu" or "tpu".
-    capability: CUDA's compute capability, (major, minor); None for a GPU that has none, or whose is unknown.
-    kind: the maker's name, for messages.
+    capability: CUDA's compute capability, (major, minor); None if the device has none, or if it is unknown.
+    kind: the vendor's name of the device, for messages.
     """
 
     platform: str
@@ -30,41 +30,45 @@ class Device:
             raise ValueError(f"platform {self.platform!r} is not one of {', '.join(NAMES)}")
 
     def reaches(self, *capability: int) -> bool:
-        """Return whether it is known to be a GPU of this compute capability or a higher one."""
+        """Return whether the device is known to be a GPU of this compute capability or a higher one."""
         return self.platform == "gpu" and self.capability is not None and self.capability >= capability
 
     @property
     def has_triton(self) -> bool:
-        """Whether it is a GPU with Triton, which the kernels are written in, and with bfloat16: NVIDIA's from Ampere
-        on. A T4 has neither."""
+        """Return whether the device is a GPU with Triton, the language of the kernels, and with bfloat16.
+
+        NVIDIA's GPUs have both from Ampere on. A T4 has neither.
+        """
         return self.reaches(*AMPERE)
 
     @property
     def lacks_bfloat16(self) -> bool:
-        """Whether it is known to have no bfloat16: NVIDIA's GPUs before Ampere."""
+        """Return whether the device is known to have no bfloat16, as NVIDIA's GPUs before Ampere."""
         return self.platform == "gpu" and self.capability is not None and self.capability < AMPERE
 
     @property
     def starts_early(self) -> bool:
-        """Whether a kernel can ask for the next one: from Hopper on."""
+        """Return whether a kernel can let the next kernel start early: on GPUs from Hopper on."""
         return self.reaches(9, 0)
 
     @property
     def shares_much(self) -> bool:
-        """Whether a program can have 227 KB of shared memory, and matrix units that read from it: Hopper and
-        Blackwell, but for Blackwell's smaller ones, which have 99 KB. Interpreted, nothing is short."""
+        """Return whether a program has up to 227 KB of shared memory, and matrix units that read from that memory.
+
+        Hopper and the large Blackwell GPUs do; the small Blackwell GPUs have 99 KB. Kernels interpreted on CPU have no
+        such limit.
+        """
         return self.platform == "cpu" or (self.reaches(9, 0) and not self.reaches(11, 0))
 
     @property
     def interpret(self) -> Any:
-        """For `pallas_call`: there is no Pallas compiler for CPU."""
+        """The `interpret` option of `pallas_call`: True on CPU, for which Pallas has no compiler."""
         return self.platform == "cpu"
 
     def no_kernels(self) -> str:
-        """Return why a GPU has no kernels, for messages."""
-        needed, found = (
-            ".".join(map(str, version or ("none that is known",))) for version in (AMPERE, self.capability)
-        )
+        """Return the reason why a GPU has no kernels, for messages."""
+        needed = ".".join(map(str, AMPERE))
+        found = ".".join(map(str, self.capability)) if self.capability else "none that is known"
         return f"kernels need a GPU of compute capability {needed}, {self.kind or 'this one'} has {found}"
 
 
@@ -72,20 +76,31 @@ CPU = Device("cpu")
 
 
 def here() -> Device:
-    """The first device of the default backend."""
+    """Return the first device of the default backend."""
     return of(jax.devices()[0])
 
 
 def of(device: jax.Device) -> Device:
-    """Return what a device of JAX is. AMD's GPUs report an architecture, such as "gfx942", and no capability."""
+    """Return the description of a JAX device.
+
+    AMD's GPUs report an architecture, such as "gfx942", and no compute capability.
+    """
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
     return Device(PLATFORMS[device.platform], capability, device.device_kind)
 
 
 def named(platform: str | Device | None) -> Device:
-    """Return a device by name. None: the default backend's. "cpu", "gpu", "tpu": the one that is here; of a GPU that is
-    not here, one of Ampere. Raise ValueError for other names."""
+    """Return a device by the name of its platform.
+
+    Args:
+      platform: "cpu", "gpu", "tpu" (or JAX's name of it), a `Device`, which is returned as it is, or None. None and the
+        platform of the default backend give that backend's first device. "gpu" on another backend gives a GPU of
+        Ampere's capability.
+
+    Raises:
+      ValueError: another name.
+    """
     if isinstance(platform, Device):
         return platform
     found = here()

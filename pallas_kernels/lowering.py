@@ -1,4 +1,4 @@
-"""Lowering of programs that hold kernels for GPUs."""
+"""Lowering of programs that contain GPU kernels."""
 
 import contextlib
 import functools
@@ -8,32 +8,34 @@ import types
 import warnings
 from collections.abc import Iterator
 
-# jax 0.11.2 and later warn of each kernel that they lower. It tells the user nothing to act on: each op has a plain
-# form behind its dispatch, and the kernels' next form is this project's to write (docs/notes/gpu.md).
+# jax 0.11.2 and later warn about each Triton kernel that they lower. Users cannot act on this warning: each op falls
+# back to its plain form, and porting the kernels is this project's task (docs/notes/gpu.md).
 TRITON_ENDS = "The Pallas Triton backend is deprecated"
 TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
 
 
 @contextlib.contextmanager
 def quick_lowering() -> Iterator[None]:
-    """Lower programs inside: without jax's warning of Triton, and without MLIR's search for Triton's dialect.
+    """Suppress jax's warning about Triton and MLIR's search for Triton's dialect while programs are lowered.
 
-    MLIR asks Python for a module of each dialect. Where there is none, as of Triton's, it searches the path for every
-    operation, which takes a quarter of the lowering of a program for GPUs. So there is an empty module meanwhile.
+    MLIR asks Python for a module of each dialect. Triton's dialect has no module, so that MLIR searches the path again
+    for every operation: a quarter of the time that lowering a GPU program takes. An empty module inside the context
+    ends the search.
     Warning filters and modules belong to the process: only one thread may be inside at a time.
     """
-    stands_in = TRITON_DIALECT not in sys.modules and not dialect_exists()
+    needs_module = TRITON_DIALECT not in sys.modules and not dialect_exists()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=TRITON_ENDS, category=DeprecationWarning)
-        if stands_in:
+        if needs_module:
             sys.modules[TRITON_DIALECT] = types.ModuleType(TRITON_DIALECT)
         try:
             yield
         finally:
-            if stands_in:
+            if needs_module:
                 sys.modules.pop(TRITON_DIALECT, None)
 
 
 @functools.cache
 def dialect_exists() -> bool:
+    """Return whether jaxlib has a module of Triton's dialect."""
     return importlib.util.find_spec(TRITON_DIALECT) is not None

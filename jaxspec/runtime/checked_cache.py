@@ -1,5 +1,7 @@
-"""JAX's compilation cache with entries that are checked before JAX reads them: a damaged one is dropped, and so is one
-that another user can have written."""
+"""JAX's compilation cache, with a check of each entry before JAX reads it.
+
+An entry is dropped if it is damaged, or if another user could have written it.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,18 @@ from jax._src.lru_cache import LRUCache
 from jaxspec.common.trust import trusted
 
 logger = logging.getLogger(__name__)
-SEAL = hashlib.sha256().digest_size  # bytes behind an entry
+SEAL = hashlib.sha256().digest_size  # bytes of the digest at an entry's end
 
 
 class CheckedCache(LRUCache):
-    """A cache whose entries end with their digest."""
+    """A cache whose entries end with their SHA-256 digest."""
 
     def entry(self, key: str) -> Path:
+        """Return the path of an entry."""
         return Path(self._path) / f"{key}-cache"
 
     def get(self, key: str) -> bytes | None:
+        """Return an entry without its digest; None if there is none. Drop an entry that fails the check."""
         try:
             with trusted(self.entry(key)) as file:
                 sealed = file.read()
@@ -37,10 +41,11 @@ class CheckedCache(LRUCache):
             self.drop(key)
             return None
         if self.eviction_enabled:
-            super().get(key)  # records when it was last used
+            super().get(key)  # records the time of use, for eviction
         return value
 
     def put(self, key: str, value: bytes) -> None:
+        """Write an entry with its digest, readable by this user only. Drop the entry if that fails."""
         try:
             super().put(key, value + hashlib.sha256(value).digest())
             self.entry(key).chmod(0o600)
@@ -49,14 +54,17 @@ class CheckedCache(LRUCache):
             logger.info("a compiled program is not kept: %s", error)
 
     def drop(self, key: str) -> None:
+        """Remove an entry if possible."""
         with contextlib.suppress(OSError):
             self.entry(key).unlink()
 
 
 def check_entries(folder: Path) -> None:
-    """Have JAX use a CheckedCache for this folder."""
+    """Make JAX use a `CheckedCache` for this folder."""
 
-    def made(path: str, **options: Any) -> LRUCache:
-        return (CheckedCache if path == str(folder) else LRUCache)(path, **options)
+    def open_cache(path: str, **options: Any) -> LRUCache:
+        if path == str(folder):
+            return CheckedCache(path, **options)
+        return LRUCache(path, **options)
 
-    compilation_cache.LRUCache = made  # type: ignore[assignment, misc]
+    compilation_cache.LRUCache = open_cache  # type: ignore[assignment, misc]

@@ -11,11 +11,14 @@ from jaxspec.common.trust import cache_folder, private_folder
 
 
 def enable_compilation_cache() -> Path | None:
-    """Keep compiled programs under the user's cache folder, unless JAX was told another place. Return the folder for
-    what else a later start need not make again; None where JAX was told another, or the folder cannot be trusted."""
+    """Keep compiled programs in the user's cache folder, unless JAX is configured with another folder.
+
+    Return the user's cache folder, in which callers may keep other files for later starts. Return None if JAX is
+    configured with another folder, or if another user could write to the folder of the programs.
+    """
     ours = cache_folder() / "xla"
     if jax.config.jax_compilation_cache_dir is None and private_folder(ours):  # type: ignore[attr-defined]
-        with contextlib.suppress(ImportError):  # parts of JAX that it does not promise to keep
+        with contextlib.suppress(ImportError):  # private modules of JAX, which another version may lack
             from jaxspec.runtime.checked_cache import check_entries
 
             check_entries(ours)

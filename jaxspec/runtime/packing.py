@@ -1,5 +1,7 @@
-"""A pytree of small arrays as one array of words: a launch then costs one transfer in and one back, however many arrays
-it takes and gives."""
+"""Packing of a pytree of small arrays into one array of words.
+
+A launch then costs one transfer in and one transfer back, for any number of arguments and results.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from jax import lax
 class Packed:
     """A packed pytree.
 
-    words i32[_]: all leaves, one after the other; numpy on the host, traced within a program.
-    structure: jax's, of the tree.
-    leaves: shape and dtype of each.
+    words: i32[_], all leaves one after the other; numpy on the host, traced within a program.
+    structure: structure of the tree, as `jax.tree.structure` returns it.
+    leaves: shape and dtype of each leaf.
     """
 
     words: Any
@@ -28,25 +30,33 @@ class Packed:
     leaves: tuple[tuple[tuple[int, ...], str], ...] = dataclasses.field(metadata={"static": True})
 
     def unpack(self) -> Any:
-        """The pytree again; on the host its leaves are views of the words."""
-        ends = np.cumsum([math.prod(shape) for shape, _ in self.leaves]).tolist()
-        parts = zip([0, *ends], ends, self.leaves, strict=False)
-        leaves = [from_words(self.words[start:end], *leaf) for start, end, leaf in parts]
+        """Return the pytree. On the host its leaves are views of the words."""
+        leaves = []
+        start = 0
+        for shape, dtype in self.leaves:
+            end = start + math.prod(shape)
+            leaves.append(from_words(self.words[start:end], shape, dtype))
+            start = end
         return jax.tree.unflatten(self.structure, leaves)
 
 
 def pack(tree: Any) -> Packed:
-    """Leaves may be i32, u32, f32 or bool; raises TypeError for another, whose words would have another size."""
+    """Pack a pytree of arrays of i32, u32, f32 or bool.
+
+    Raises:
+      TypeError: an array of another dtype, whose elements do not have 32 bits.
+    """
     leaves, structure = jax.tree.flatten(tree)
     traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
     leaves = [x if traced else np.asarray(x) for x in leaves]
     words = [to_words(x).reshape(-1) for x in leaves]
     join: Any = jnp.concatenate if traced else np.concatenate
-    empty = np.zeros(0, np.int32)  # some programs give nothing back
+    empty = np.zeros(0, np.int32)  # some programs return no arrays
     return Packed(join(words) if words else empty, structure, tuple((x.shape, x.dtype.name) for x in leaves))
 
 
 def to_words(x: Any) -> Any:
+    """Return an array as i32 words, in the shape of the array."""
     if x.dtype == bool:
         return x.astype(np.int32)
     if x.dtype.itemsize != 4:
@@ -55,6 +65,7 @@ def to_words(x: Any) -> Any:
 
 
 def from_words(words: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """Return words as an array of this shape and dtype."""
     words = words.reshape(shape)
     if dtype == "bool":
         return words != 0

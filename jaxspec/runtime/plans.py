@@ -1,4 +1,4 @@
-"""One run of a device program, as an engine decides on it."""
+"""Plans: the engine's decisions about single runs of device programs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ NOTHING = Variant()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """It is small and holds no device array, so that several processes can execute the same one.
+    """One run of a device program.
 
-    program: a name in decode.programs.FUNCTIONS; "renew": empty caches instead.
-    arrays: its arguments next to parameters and caches, pytrees of numpy arrays, or packed already.
-    k: drafts a round of a launch.
-    variant: the code paths that its rows need.
+    A plan is small and holds no device arrays, so that several processes can execute the same plan.
+
+    program: name in `FUNCTIONS` of runtime/programs.py; "renew" runs no program but creates empty caches.
+    arrays: arguments of the program after parameters and caches: pytrees of numpy arrays, or packed already.
+    k: number of draft tokens a round, in a launch.
+    variant: code paths that the rows of the plan need.
     """
 
     program: Literal["launch", "prefill", "catch_up", "copy_pages", "renew"]

@@ -1,4 +1,4 @@
-"""Compiled programs, one a static shape and variant, with the time that compiling took."""
+"""Compiled programs, one for each static shape and variant, and the time that compiling took."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from jaxspec.runtime.packing import Packed, pack
 from jaxspec.sampling.logprobs import Logprobs
 from pallas_kernels.lowering import quick_lowering
 
-WORTH_COMPILING = 16  # launches
-one_at_a_time = threading.RLock()
+WORTH_COMPILING = 16  # launches that use a more general variant before one of their own is compiled
+one_at_a_time = threading.RLock()  # held while a program is lowered
 
-# Name -> function(config, params, cache, *arrays) -> (cache, the rest).
+# Functions of (config, params, cache, *arrays) that return (cache, other results).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "launch": launch,
     "prefill": prefill,
@@ -41,26 +41,28 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Program(Future[Callable[..., Any]]):
-    """A compiled program, or one in the making: whoever wants it first lowers it, and whoever comes to it first then
-    compiles it.
+    """A program, compiled or not yet: one thread lowers it, and the first thread that then needs it compiles it.
 
-    lowered: what compiles it.
+    lowered: future of the function that compiles the program.
+    taken: lock of the thread that compiles the program, which never releases it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.lowered: Future[Callable[[], Any]] = Future()
-        self.taken = threading.RLock()  # by the thread that compiles it, for good
+        self.taken = threading.RLock()
 
 
 @dataclasses.dataclass
 class Programs:
-    """Compiles each (function, static config, shapes) once, ahead of its first run. The caches are donated.
+    """The compiled programs: each (function, static config, shapes) is compiled once, with the caches donated.
 
-    folder: where lowered programs are kept, if they are.
-    watch: what a run that has to wait is done in, given the program's name.
-    num_compiled: programs; num_waits, compile_seconds: of runs that had to wait for theirs.
-    calm: whether no run waits; who makes programs in advance begins none meanwhile.
+    folder: folder in which lowered programs are kept; None to keep none.
+    watch: function of a program's name that returns a context, in which a run waits for the program.
+    num_compiled: number of programs compiled.
+    num_waits, compile_seconds: number of runs that had to wait for their program, and the time that they waited.
+    compiled: programs by `key_of`, shared by threads.
+    calm: event that is cleared while a run waits; no thread should then begin to compile programs in advance.
     """
 
     placement: Placement
@@ -69,15 +71,14 @@ class Programs:
     num_compiled: int = 0
     num_waits: int = 0
     compile_seconds: float = 0.0
-    compiled: dict[Any, Program] = dataclasses.field(default_factory=dict)  # which threads share
+    compiled: dict[Any, Program] = dataclasses.field(default_factory=dict)
     calm: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.calm.set()
 
     def run(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Any:
-        """Calls the program `name` with packed numpy arrays, which the call itself sends -> (cache, the rest, packed on
-        the device)."""
+        """Run a program on packed numpy arrays, sent by the call itself. Return (cache, packed results)."""
         program = self.compiled.get(key_of(name, config, params, cache, packed))
         if program is None or not program.done() or program.cancelled():
             started = time.perf_counter()
@@ -92,15 +93,17 @@ class Programs:
         return program.result()(params, cache, packed)
 
     def begin(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Program:
-        """Lower the program, unless another thread has begun to."""
-        key, mine = key_of(name, config, params, cache, packed), Program()
+        """Return the program, lowered here unless another thread has begun to lower it."""
+        key = key_of(name, config, params, cache, packed)
+        mine = Program()
         with self.making(key, mine):
-            if (known := self.compiled.setdefault(key, mine)) is mine:
+            known = self.compiled.setdefault(key, mine)
+            if known is mine:
                 mine.lowered.set_result(self.lower(name, config, params, cache, packed))
         return known
 
     def compile(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Program:
-        """Return the program when it is there, made by this thread or by another."""
+        """Return the compiled program; wait if another thread is compiling it."""
         key = key_of(name, config, params, cache, packed)
         while True:
             program = self.begin(name, config, params, cache, packed)
@@ -112,12 +115,12 @@ class Programs:
                         self.num_compiled += 1
                 program.result()
                 return program
-            except CancelledError:  # another thread failed; this one may not, or says why
+            except CancelledError:  # another thread failed: this one succeeds, or raises the reason
                 continue
 
     @contextlib.contextmanager
     def making(self, key: Any, program: Program) -> Iterator[None]:
-        """Give a program up that is not made inside, so that it can be made again."""
+        """Withdraw the program if lowering or compiling it inside the context fails, so that it can be tried again."""
         try:
             yield
         except BaseException:
@@ -128,53 +131,60 @@ class Programs:
             raise
 
     def lower(self, name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Callable[[], Any]:
-        """Lowers the program, which holds Python -> what compiles it, which does not."""
+        """Lower the program, which holds Python's global lock. Return a function that compiles it without the lock."""
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=self.placement.sharding())
         placed = dataclasses.replace(packed, words=words)
         if self.folder is not None and (kept := digest_of(name, config, params, cache, placed)):
-            with contextlib.suppress(ValueError, NotImplementedError):  # jax does not export all that it compiles
+            with contextlib.suppress(ValueError, NotImplementedError):  # jax cannot export all that it can compile
                 return from_disk(self.folder, kept, name, config, params, cache, placed)
         return functools.partial(compiled, lower(name, config, params, cache, placed))
 
 
 @dataclasses.dataclass
 class Variants:
-    """Which variants of a program there are. A batch that needs less than what was compiled already uses that for a
-    while: its own program is compiled only where it is wanted again and again."""
+    """The compiled variants of each program.
+
+    A batch that needs less than a compiled variant uses this variant at first. Its own variant is compiled once it has
+    been wanted more than WORTH_COMPILING times.
+
+    compiled: compiled variants by program.
+    wanted: number of times that each (program, variant) was wanted.
+    """
 
     compiled: dict[Hashable, set[Variant]] = dataclasses.field(default_factory=dict)
     wanted: Counter[tuple[Hashable, Variant]] = dataclasses.field(default_factory=Counter)
 
     def choose(self, program: Hashable, exact: Variant) -> Variant:
-        """The variant to run; the caller compiles it if it is new."""
-        there = self.compiled.setdefault(program, set())
+        """Return the variant to run for a batch that needs `exact`. The caller compiles the variant if it is new."""
+        known = self.compiled.setdefault(program, set())
         self.wanted[program, exact] += 1
-        if exact not in there and self.wanted[program, exact] <= WORTH_COMPILING:
-            for wider in there:
+        if exact not in known and self.wanted[program, exact] <= WORTH_COMPILING:
+            for wider in known:
                 if wider.covers(exact):
                     return wider
-        there.add(exact)
+        known.add(exact)
         return exact
 
 
 def key_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> Any:
-    """What makes a program another."""
+    """Return the key of a program: everything that another compilation depends on."""
     caches, structure = jax.tree.flatten(cache)
     pages = tuple((x.shape, x.dtype) for x in caches)
     return name, config, jax.tree.structure(params), structure, pages, packed.structure, packed.leaves
 
 
 def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> jax.stages.Lowered:
-    """The program, lowered for these arguments (arrays, or ShapeDtypeStructs with shardings), the cache donated.
+    """Lower a program for these arguments (arrays, or ShapeDtypeStructs with shardings), with the cache donated.
 
-    The cache leaves where and as it came in, so that it aliases; everything else is small and replicated.
+    The cache keeps its layout and sharding, so that it is updated in place. Other results are small and replicated.
     """
 
     def program(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
         cache, rest = FUNCTIONS[name](config, params, cache, *packed.unpack())
         return cache, pack(rest)
 
-    pages, place = jax.tree.map(lambda x: x.format, cache), packed.words.sharding
+    pages = jax.tree.map(lambda x: x.format, cache)
+    place = packed.words.sharding
     options: dict[str, Any] = {
         "donate_argnums": (1,),
         "in_shardings": (where(params), pages, where(packed)),
@@ -186,14 +196,15 @@ def lower(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> ja
 
 
 def where(tree: Any) -> Any:
+    """Return the shardings of the arrays of a tree."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -> str | None:
-    """By which a lowered program is found on disk; None for one that is not kept."""
+    """Return the name of a lowered program on disk; None for a program that is not kept."""
     arrays, tree = jax.tree.flatten((params, cache, packed))
     variant: Any = ()
-    if config is not None:  # a set's order is another in every process
+    if config is not None:  # the order of a set differs between processes
         variant = dataclasses.replace(config.variant, rules=frozenset()), sorted(config.variant.rules)
         config = dataclasses.replace(config, variant=Variant())
     return stored.digest(name, config, variant, tree, [(x.shape, x.dtype, x.sharding) for x in arrays])
@@ -202,10 +213,13 @@ def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -
 def lower_from_disk(
     folder: Path, kept: str, name: str, config: Any, params: Any, cache: Any, packed: Packed
 ) -> tuple[jax.stages.Lowered, Any, Callable[[], None]]:
-    """As `lower`, but over flat arrays, and traced only if it is not on disk by the name `kept` -> also the shapes and
-    dtypes of what it gives beside the caches, and what keeps it on disk."""
+    """Lower a program as `lower`, but over flat arrays, and trace it only if the folder has no program named `kept`.
+
+    Return (lowered program, shapes and dtypes of its results beside the caches, function that writes it to the folder).
+    """
     arrays, tree = jax.tree.flatten((params, cache, packed))
-    pages, place = jax.tree.leaves(cache), packed.words.sharding
+    pages = jax.tree.leaves(cache)
+    place = packed.words.sharding
     traced: list[Packed] = []
 
     def program(*arrays: Any) -> list[Any]:
@@ -214,7 +228,8 @@ def lower_from_disk(
         traced[:] = [pack(rest)]
         return [*jax.tree.leaves(cache), traced[0].words]
 
-    formats, before = [page.format for page in pages], len(arrays) - len(pages) - 1
+    formats = [page.format for page in pages]
+    before = len(arrays) - len(pages) - 1  # number of parameters
     options: dict[str, Any] = {
         "donate_argnums": tuple(range(before, before + len(pages))),
         "in_shardings": (*where(arrays[:before]), *formats, place),
@@ -222,24 +237,35 @@ def lower_from_disk(
         "compiler_options": compiler_options(place),
     }
     with lowering():
-        found, new = stored.load(folder, kept), None
+        found = stored.load(folder, kept)
+        new = None
         if found is None:
-            # Of one device they say nothing, and are most of what takes time to write.
-            lie = {"in_shardings": where(arrays), "out_shardings": [*where(pages), place]}
-            plain = jax.jit(program, **(lie if len(place.device_set) > 1 else {}))
+            shardings: dict[str, Any] = {}
+            if len(place.device_set) > 1:  # on one device shardings say nothing, and take most of the time to write
+                shardings = {"in_shardings": where(arrays), "out_shardings": [*where(pages), place]}
+            plain = jax.jit(program, **shardings)
             new = stored.exported(plain, arrays)
             found = stored.Stored(new.call, traced[0].leaves)
         lowered = jax.jit(found.call, **options).lower(*arrays)
-    return lowered, found.note, lambda: None if new is None else stored.store(folder, kept, new, found.note)
+
+    def keep() -> None:
+        if new is not None:
+            stored.store(folder, kept, new, found.note)
+
+    return lowered, found.note, keep
 
 
 def from_disk(folder: Path, kept: str, name: str, config: Any, *arguments: Any) -> Callable[[], Callable[..., Any]]:
-    """What compiles, and keeps, the program of `lower_from_disk`, which then takes what that of `lower` takes."""
+    """Lower a program by `lower_from_disk`. Return the function that writes it to the folder and compiles it.
+
+    The compiled program has the arguments and results of a program from `lower`.
+    """
     lowered, note, keep = lower_from_disk(folder, kept, name, config, *arguments)
 
     def finish() -> Callable[..., Any]:
         keep()
-        program, structure = compiled(lowered), jax.tree.structure(answer(name, config))
+        program = compiled(lowered)
+        structure = jax.tree.structure(answer(name, config))
         leaves = tuple((tuple(shape), dtype) for shape, dtype in note)
 
         def run(params: Any, cache: Any, packed: Packed) -> tuple[Any, Packed]:
@@ -252,11 +278,12 @@ def from_disk(folder: Path, kept: str, name: str, config: Any, *arguments: Any) 
 
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile a lowered program."""
     return lowered.compile()
 
 
 def answer(name: str, config: Any) -> Any:
-    """What a program gives beside the caches, with anything for its arrays."""
+    """Return a tree with the structure of a program's results beside the caches."""
     scores = Logprobs(0, 0, 0, 0) if config and config.variant.logprobs is not None else None  # type: ignore[arg-type]
     if name != "launch":
         return scores
@@ -266,16 +293,16 @@ def answer(name: str, config: Any) -> Any:
 
 @contextlib.contextmanager
 def lowering() -> Iterator[None]:
-    """What is lowered names its operations ("while/body/..."), but not the lines of source that they come from.
+    """Lower programs without the source lines of their operations, but with their names ("while/body/...").
 
-    libtpu 0.0.42 compares the stacks of those lines while it inlines, and for some of them never comes to an end:
-    whether a program compiles would hang on who called `generate`, and on where a function stands in its file.
-
-    Python collects its garbage afterwards: among so many new objects it would look for some again and again.
+    libtpu 0.0.42 compares the stacks of source lines while it inlines, and for some stacks never ends. Whether it
+    compiles a program would then depend on the caller of `generate`, and on the place of a function in its file.
+    Garbage collection is off in this context: with so many new objects, Python would collect again and again.
     """
     name = "jax_traceback_in_locations_limit"
-    with one_at_a_time, quick_lowering():  # the options are the process's, not the thread's
-        before, collects = getattr(jax.config, name), gc.isenabled()
+    with one_at_a_time, quick_lowering():  # the options belong to the process, not to the thread
+        before = getattr(jax.config, name)
+        collects = gc.isenabled()
         jax.config.update(name, 0)
         gc.disable()
         try:
@@ -287,6 +314,6 @@ def lowering() -> Iterator[None]:
 
 
 def compiler_options(place: Sharding) -> dict[str, Any] | None:
-    """For a program over arrays that lie there."""
+    """Return the compiler options of a program over arrays with this sharding; None for the defaults."""
     device: Any = next(iter(place.device_set))
     return dict(facts(device.platform).compiler_options) or None

@@ -1,5 +1,7 @@
-"""Lowered programs on disk, so that a later start neither traces nor lowers them again: jax.export's files. What the
-compiler made of them is in JAX's own compilation cache."""
+"""Lowered programs on disk, as files of jax.export, so that a later start neither traces nor lowers them again.
+
+The compiled programs are in JAX's own compilation cache.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ from jaxspec.common.trust import private_folder, trusted
 from jaxspec.common.writing import whole
 
 PACKAGES = ("jaxspec", "pallas_kernels", "checkpoints")
-KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")  # whose form jax does not promise to keep
+KERNELS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu_v2")  # custom calls whose format jax may change
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
     """A program over flat arrays.
 
-    call: to be jitted and compiled.
-    note: what was stored with it.
+    call: function of the arrays, to be jitted and compiled.
+    note: JSON data stored with the program.
     """
 
     call: Callable[..., Any]
@@ -37,15 +39,17 @@ class Stored:
 
 
 def digest(*described: Any) -> str | None:
-    """Of what a program depends on: these descriptions, all sources, and who compiles; None where a description names
-    no more than an address."""
+    """Return a digest of all that a program depends on: these descriptions, all sources, JAX's versions and settings.
+
+    Return None if a description contains an object's address, which another process would not share.
+    """
     text = json.dumps([*map(str, described), sources(), jax.__version__, jaxlib.__version__, *settings()])
     return None if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
 def sources() -> str:
-    """Of all our files."""
+    """Return a digest of all Python files of the project's packages."""
     found = hashlib.sha256()
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -56,14 +60,14 @@ def sources() -> str:
 
 
 def settings() -> list[str]:
-    """What else changes how something is lowered."""
+    """Return the device and the settings of JAX that change how a program is lowered."""
     device = jax.devices()[0]
     names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
     return [device.platform, device.device_kind, *(str(getattr(jax.config, name)) for name in names)]
 
 
 def load(folder: Path, name: str) -> Stored | None:
-    """Return None where there is none, it is damaged, or another user can have written it."""
+    """Return a program; None if there is none, if it is damaged, or if another user could have written it."""
     try:
         with trusted(folder / name) as file:
             header, _, blob = file.read().partition(b"\n")
@@ -76,22 +80,24 @@ def load(folder: Path, name: str) -> Stored | None:
 
 
 def exported(program: Any, arrays: Sequence[Any]) -> export.Exported:
-    """The jitted program, lowered for these arrays."""
+    """Export the jitted program for these arrays."""
     allowed = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in KERNELS]
     platform = next(iter(arrays[0].sharding.device_set)).platform
-    elsewhere = [{"gpu": "cuda"}.get(platform, platform)] if platform != jax.devices()[0].platform else None
-    return export.export(program, platforms=elsewhere, disabled_checks=allowed)(*arrays)
+    platforms = None  # the default backend's
+    if platform != jax.devices()[0].platform:
+        platforms = ["cuda" if platform == "gpu" else platform]
+    return export.export(program, platforms=platforms, disabled_checks=allowed)(*arrays)
 
 
 def store(folder: Path, name: str, program: export.Exported, note: Any) -> None:
-    """Keeps it, and the note; what cannot be written is not kept."""
+    """Write a program and its note for later starts. A failure to write is ignored."""
     blob = bytes(program.serialize())
     header = json.dumps({"sha256": hashlib.sha256(blob).hexdigest(), "note": note})
     keep(folder / name, lambda new: new.write_bytes(header.encode() + b"\n" + blob))
 
 
 def keep(path: Path, write: Callable[[Path], Any]) -> None:
-    """Keep a file for later starts, made by write(its path meanwhile); what cannot be written is not kept."""
+    """Write a file for later starts by write(temporary path). A failure to write is ignored."""
     if private_folder(path.parent):
         with contextlib.suppress(OSError), whole(path) as new:
             write(new)

@@ -1,4 +1,4 @@
-"""One run of a program as bytes that name no code, for other processes to run it, too."""
+"""Plans as bytes, for other processes that run the same program. The bytes name no code."""
 
 from __future__ import annotations
 
@@ -18,37 +18,42 @@ from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.processors import PROCESSORS
 from jaxspec.sampling.processors.bias import FewBiased
 
-# What arguments are made of, by name; tuples, sets and plain values aside.
+# The classes of arguments by name, besides tuples, dicts, sets and plain values.
 CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (Chunk, Control, FewBiased, LaunchInput, RowLimits, SamplingRows, Variant, *PROCESSORS.values())
 }
-ARRAY = object()  # stands for each array where arguments are described
+ARRAY = object()  # placeholder of each array in a description of arguments
 
 
 def to_bytes(plan: Plan, packed: Packed) -> bytes:
-    """packed: the plan's arrays, in numpy words."""
+    """Return a plan as bytes; packed: the arrays of the plan, in numpy words."""
     head = described(plan.program, plan.k, plan.variant, packed.structure, packed.leaves)
     return len(head).to_bytes(4, "little") + head + packed.words.tobytes()
 
 
-def from_bytes(told: bytes) -> Plan:
-    """The plan again, its arrays packed. Raises ValueError, KeyError or TypeError for what is none."""
-    end = 4 + int.from_bytes(told[:4], "little")
-    plan, packed = read(told[4:end])
-    return dataclasses.replace(plan, arrays=dataclasses.replace(packed, words=np.frombuffer(told[end:], np.int32)))
+def from_bytes(data: bytes) -> Plan:
+    """Return the plan of these bytes, with its arrays packed.
+
+    Raises:
+      ValueError, KeyError, TypeError: the bytes are not a plan.
+    """
+    end = 4 + int.from_bytes(data[:4], "little")
+    plan, packed = read(data[4:end])
+    words = np.frombuffer(data[end:], np.int32)
+    return dataclasses.replace(plan, arrays=dataclasses.replace(packed, words=words))
 
 
 @functools.lru_cache(maxsize=256)
 def described(program: str, k: int, variant: Variant, structure: Any, leaves: Any) -> bytes:
-    """All but the numbers: the same in launch after launch."""
+    """Return all of a plan but the arrays' values, which alone differ from launch to launch."""
     arrays = jax.tree.unflatten(structure, [ARRAY] * structure.num_leaves)
     return json.dumps([program, k, as_json(variant), as_json(arrays), leaves]).encode()
 
 
 @functools.lru_cache(maxsize=256)
 def read(head: bytes) -> tuple[Plan, Packed]:
-    """The plan without its arrays, and these without their words."""
+    """Return (the plan without its arrays, the packed arrays without their words)."""
     program, k, variant, arrays, leaves = json.loads(head)
     shapes = tuple((tuple(shape), dtype) for shape, dtype in leaves)
     packed = Packed(None, jax.tree.structure(from_json(arrays)), shapes)
@@ -56,7 +61,7 @@ def read(head: bytes) -> tuple[Plan, Packed]:
 
 
 def as_json(x: Any) -> Any:
-    """[what it is, of what]."""
+    """Return a description of an argument as [kind, content]."""
     if x is ARRAY:
         return ["array"]
     if isinstance(x, tuple):
@@ -73,6 +78,7 @@ def as_json(x: Any) -> Any:
 
 
 def from_json(x: Any) -> Any:
+    """Return the argument that `as_json` has described."""
     kind, *rest = x
     if kind == "array":
         return ARRAY

@@ -25,33 +25,38 @@ def feed_forward(
     implementation: str | None = None,
     platform: Where = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The second half of a decoder layer: `x += mixed @ out`, then `x += (act(gate) * up) @ down` of the normed x.
+    """Compute the second half of a decoder layer: `x += mixed @ out`, then `x += (act(gate) * up) @ down`.
+
+    gate and up are the product of the normed x with gate_up.
 
     Args:
-      x: [..., E], what the layer got.
-      mixed: [..., H * D], what its attention gave.
-      out: [H * D, E]; gate_up: [E, 2F], columns in blocks, `block` of gate and `block` of up in turn; down: [F, E].
-        Weights in any form.
+      x: [..., E], the input of the layer.
+      mixed: [..., H * D], the result of the layer's attention.
+      out: [H * D, E], in any form of weight, like gate_up and down.
+      gate_up: [E, 2F], columns in blocks, `block` of gate and `block` of up in turn.
+      down: [F, E].
       norm: f32[E], scale of the RMSNorm before gate_up.
-      eps: of all norms.
-      post_attention_norm, post_mlp_norm: f32[E], scales of RMSNorms of what is added to x; None for none.
-      next_norm: f32[E], scale of the RMSNorm that the next op begins with, if it does.
-      next_qkv: [E, ...], the matrix that the next op reads first, if it does: a kernel may ask for it ahead.
+      eps: epsilon of all norms.
+      post_attention_norm, post_mlp_norm: f32[E], scales of RMSNorms of each product before it is added to x, or None.
+      next_norm: f32[E], scale of the RMSNorm that the next op begins with, or None.
+      next_qkv: [E, ...], the matrix that the next op reads first, or None. A kernel may prefetch it.
       activation: "silu" or "gelu_tanh".
-      block: divides F.
-      sum_over: the mesh axes over which heads and F are cut, within `jax.shard_map`: both products are then added up.
-      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
-        there is one for them).
-      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
+      block: number of columns of a block, a divisor of F.
+      sum_over: mesh axes over which heads and F are sharded, within `jax.shard_map`. Both products are then summed over
+        these axes.
+      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
+        (the kernel where one covers these arrays, else plain jnp).
+      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
 
     Returns:
-      [..., E] in the dtype of x; and the same normed by next_norm where a kernel had it at hand, else None: for
-      `self_attention`, which takes it or norms x itself.
+      [..., E] in the dtype of x; and the same normed by next_norm where the kernel computed it, else None.
+      `self_attention` takes the normed x if there is one, and norms x itself otherwise.
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation or platform.
     """
-    (f, e), (a, _) = down.shape, out.shape
+    f, e = down.shape
+    a, _ = out.shape
     check_shape("feed_forward", "x", x, *x.shape[:-1], e)
     check_shape("feed_forward", "mixed", mixed, *x.shape[:-1], a)
     check_shape("feed_forward", "out", out, a, e)

@@ -1,8 +1,8 @@
 """feed_forward on GPU for a few rows.
 
-One row and small matrices: three products, each of which finishes the one before it (see `_split_product`). More rows,
-or larger matrices: three products, and what stands between them in two kernels (see `_few_rows`). Others: the plain
-form.
+One row and small matrices take three products, each of which adds up the parts of the product before (see
+`_split_product`). More rows or larger matrices take three products and two kernels between them (see `_few_rows`). The
+plain form serves all other arguments.
 """
 
 import functools
@@ -19,11 +19,12 @@ READS: tuple[str, ...] = ()
 
 
 def num_rows(x) -> int:
+    """Return the number of rows of x [..., E]."""
     return x.size // x.shape[-1]
 
 
 def fits(x, *_, device: Device, **options) -> bool:
-    """What this form is meant for."""
+    """Return whether this form is meant for these arguments."""
     rows = num_rows(x)
     return x.dtype == jnp.bfloat16 and (rows == 1 or _few_rows.covers(rows, device=device))
 
@@ -34,7 +35,8 @@ def feed_forward(
 ):  # fmt: skip
     rows, matrices = num_rows(x), (out, gate_up, down)
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
-    # Sums over devices part what one row's products would finish for one another: it is a few rows, then.
+    # A product cannot add up the parts of the one before where devices have to be summed between them. One row is then
+    # computed like a few rows.
     if plain and not sum_over and rows == 1 and _split_product.covers(*matrices):
         columns, _ = _split_product.tile(*down.shape)
         first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, device=device)
@@ -46,11 +48,15 @@ def feed_forward(
         return done["out"].reshape(x.shape), None
     if plain and _few_rows.covers(rows, *matrices, device=device):
         product = functools.partial(_few_rows.product, device=device)
-        added_up = lambda parts: total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
-        parts = added_up(product(mixed.reshape(rows, -1), out, then=gate_up))
+
+        def summed(parts):
+            """Return parts [splits, rows, width]; within `sum_over`, summed over the devices into one part."""
+            return total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
+
+        parts = summed(product(mixed.reshape(rows, -1), out, then=gate_up))
         flat, normed = _few_rows.add_and_norm(x.reshape(rows, -1), parts, norm, eps, device=device)
         gated = product(normed, gate_up, gated=(activation, block), then=down)
-        parts = added_up(product(gated, down, then=next_qkv))
+        parts = summed(product(gated, down, then=next_qkv))
         if next_norm is None:
             return (flat + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape), None
         flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, device=device)

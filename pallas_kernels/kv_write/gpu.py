@@ -1,4 +1,6 @@
-"""kv_write on GPU: one program per token and block of its numbers, in place."""
+"""kv_write on GPU: one program per token and block of its elements, in place."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,13 @@ BLOCK = 1024
 
 
 def kv_write(pages, kv, slots, *, device):
-    (p, s, *_), (m,) = pages.shape, slots.shape
-    flat = pages.reshape(p * s, -1)  # a bitcast: only the token's numbers are merged
+    p, s, *_ = pages.shape
+    (m,) = slots.shape
+    flat = pages.reshape(p * s, -1)  # a bitcast: only the axes of a token's elements are merged
     width = flat.shape[1]
     block = min(BLOCK, pl.next_power_of_2(width))
     flat = pl.pallas_call(
-        lambda *refs: _kernel(*refs, block=block),
+        functools.partial(_kernel, block=block),
         grid=(m, pl.cdiv(width, block)),
         out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
         input_output_aliases={2: 0},

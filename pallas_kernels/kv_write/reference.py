@@ -1,4 +1,4 @@
-"""kv_write in plain jnp: a scatter that drops what lies outside."""
+"""kv_write in plain jnp: a scatter that drops the slots outside the pool."""
 
 import jax.numpy as jnp
 
@@ -7,6 +7,6 @@ def kv_write(pages, kv, slots):
     p, s, *head = pages.shape
     slots = jnp.where(slots < 0, p * s, slots)  # "drop" alone would wrap negative indices
     if slots.shape[0] == 1:
-        # XLA turns a scatter of one row into a select over the whole cache, and copies it. Two rows stay in place.
+        # XLA turns a scatter of one row into a select over the whole cache, which copies it. Two rows stay in place.
         slots, kv = jnp.pad(slots, (0, 1), constant_values=p * s), jnp.pad(kv, ((0, 1), (0, 0), (0, 0)))
     return pages.reshape(p * s, *head).at[slots].set(kv, mode="drop").reshape(pages.shape)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._hbm import in_hbm
 
-IN_FLIGHT = 64  # copies started before the first is waited for
+IN_FLIGHT = 64  # copies that are started before the first is waited for
 
 
 @functools.partial(jax.jit, static_argnames="device")
@@ -26,7 +26,7 @@ def kv_write(pages, kv, slots, *, device):
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
         out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
-        input_output_aliases={2: 0},  # counts the prefetched slots
+        input_output_aliases={2: 0},  # operand 2 is pages, counting the prefetched slots
         interpret=device.interpret,
         name="kv_write",
     )(slots, kv, in_hbm(pages, device))
@@ -43,7 +43,7 @@ def _kernel(slots, kv, _, pages, semaphore):
             act(pltpu.make_async_copy(kv.at[i], pages.at[slot // s, slot % s], semaphore))
 
     def step(i, _):
-        # All copies are equally large, so one semaphore counts them, and it matters not which of them has arrived.
+        # One semaphore counts all copies: they are equally large, so that it does not matter which of them has arrived.
         if_live(i - IN_FLIGHT, lambda copy: copy.wait())
         if_live(i, lambda copy: copy.start())
 

@@ -13,15 +13,15 @@ def likeliest_token(
     implementation: str | None = None,
     platform: Where = None,
 ) -> jax.Array:
-    """The id of the largest logit: `argmax(x @ table.T)`, of ids as likely the lowest.
+    """Return the id of the largest logit, `argmax(x @ table.T)`; the lowest of ids with equal logits.
 
     Args:
-      x: [..., E], hidden states by the model's last norm.
-      table: [V, E], the embedding table that is the head too.
-      num_ids: only the first so many are looked at; None for all V.
-      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
-        there is one for them).
-      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
+      x: [..., E], hidden states after the model's last norm.
+      table: [V, E], the embedding table, which is also the output head.
+      num_ids: number of ids to choose from, the first ones of the table; None for all V.
+      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
+        (the kernel where one covers these arrays, else plain jnp).
+      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
 
     Returns:
       i32[...].

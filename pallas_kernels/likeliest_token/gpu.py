@@ -1,5 +1,7 @@
-"""likeliest_token on GPU for a few rows: the product as in `_few_rows`, of which a program leaves for each row only its
-largest logit and where that stands. The compiler would write the logits, and read them again.
+"""likeliest_token on GPU for a few rows: the product of `_few_rows`, reduced to the largest logit as it is computed.
+
+For each row, a program writes only the largest of its logits and the id of this logit. The compiler would write all
+logits and read them again.
 """
 
 import functools
@@ -18,9 +20,9 @@ NONE = jnp.iinfo(jnp.int32).max  # an id above all others
 
 
 def fits(x, table, *, device: Device, **options) -> bool:
-    """What this form covers, and is meant for."""
-    few = x.size // x.shape[-1] <= MAX_ROWS and x.shape[-1] % (DEPTH // 2) == 0 and table.size <= NONE
-    return few and x.dtype == table.dtype == jnp.bfloat16 and device.shares_much
+    """Return whether this form covers the arguments and is meant for them."""
+    small = x.size // x.shape[-1] <= MAX_ROWS and x.shape[-1] % (DEPTH // 2) == 0 and table.size <= NONE
+    return small and x.dtype == table.dtype == jnp.bfloat16 and device.shares_much
 
 
 def likeliest_token(x, table, *, num_ids, device):
@@ -39,11 +41,11 @@ def likeliest_token(x, table, *, num_ids, device):
         name="likeliest_token",
     )(x.reshape(rows, depth), table)
     _, found = lax.reduce((largest, ids), (jnp.float32(-jnp.inf), jnp.int32(NONE)), larger, (1,))
-    return jnp.minimum(found, num_ids - 1).reshape(x.shape[:-1])  # also where no number is the largest
+    return jnp.minimum(found, num_ids - 1).reshape(x.shape[:-1])  # an id even where all logits are NaN
 
 
 def larger(a, b):
-    """Of two (logit, id)."""
+    """Return the larger of two (logit, id): the one with the larger logit, else the lower id."""
     first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
@@ -55,14 +57,17 @@ def _largest(x, table, largest, ids, *, num_ids, deep, device):
     column = program * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
 
     def load(array, rows, at, full):
-        """[rows, at] of an array; full: they are all within it."""
+        """Read elements [rows, at] of an array; full: all rows are within the array."""
         mask = None if full else jnp.broadcast_to((rows < array.shape[0])[:, None], (rows.size, deep))
         return plgpu.load(array.at[rows[:, None], at[None, :]], mask=mask, other=None if full else 0)
 
     def step(i, sums):
         at = i * deep + jnp.arange(deep, dtype=jnp.int32)
         read = load(table, column, at, size % COLUMNS == 0)
-        times = lambda row, full: plgpu.dot(read, load(x, row, at, full), trans_b=True)
+
+        def times(row, full):
+            return plgpu.dot(read, load(x, row, at, full), trans_b=True)
+
         return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True))
 
     nothing = tuple(jnp.zeros((COLUMNS, row.size), jnp.float32) for row, _ in tiles)

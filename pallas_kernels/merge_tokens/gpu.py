@@ -1,4 +1,4 @@
-"""merge_tokens on GPU: every program finds the rows of one block of output elements, then gathers."""
+"""merge_tokens on GPU. Every program finds the rows of one block of output elements, then gathers."""
 
 import functools
 
@@ -12,8 +12,9 @@ BLOCK = 128
 
 
 def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, device):
-    (t,), (b,) = tokens.shape, next_tokens.shape
-    if t == 0:  # every row is its next token; an empty operand cannot be passed
+    (t,) = tokens.shape
+    (b,) = next_tokens.shape
+    if t == 0:  # every row is only its next token; a kernel takes no empty operand
         return next_tokens, jnp.zeros(b, bool)
     merged, rejected = pl.pallas_call(
         functools.partial(_kernel, fill=fill),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill):
     (t,), (b,) = tokens.shape, next_tokens.shape
     i = jnp.arange(t + b, dtype=jnp.int32)
-    new_end = query_start[1:] + jnp.arange(1, b + 1, dtype=jnp.int32)  # strictly increasing: no row is empty any more
+    new_end = query_start[1:] + jnp.arange(1, b + 1, dtype=jnp.int32)  # strictly increasing: no merged row is empty
     row = jnp.searchsorted(new_end, i, side="right", method="compare_all").astype(jnp.int32)
     tail = row == b
     row = jnp.minimum(row, b - 1)

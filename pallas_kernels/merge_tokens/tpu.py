@@ -1,4 +1,4 @@
-"""merge_tokens on TPU: scalar loops over SMEM, so T and B are bounded by it (some 10,000 tokens)."""
+"""merge_tokens on TPU: scalar loops over SMEM, whose size bounds T and B (to some 10,000 tokens)."""
 
 import functools
 
@@ -10,8 +10,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, device):
-    (t,), (b,) = tokens.shape, next_tokens.shape
-    if t == 0:  # every row is its next token; an empty operand cannot be passed
+    (t,) = tokens.shape
+    (b,) = next_tokens.shape
+    if t == 0:  # every row is only its next token; a kernel takes no empty operand
         return next_tokens, jnp.zeros(b, bool)
     smem = pl.BlockSpec(memory_space=pltpu.MemorySpace.SMEM)
     merged, rejected = pl.pallas_call(

@@ -4,7 +4,7 @@ from pallas_kernels.forms import Op, Where, check_shape, mosaic, plain, streamed
 
 OP = Op("paged_attention", (triton(best=True), mosaic(best=True), streamed(), plain()))
 
-WHOLE_KEYS = 1024  # on GPU, a row's keys need not be split between programs where a block table has room for no more
+WHOLE_KEYS = 1024  # on GPU, keys up to which a row's block table need not be split between programs
 
 
 def paged_attention(
@@ -21,39 +21,41 @@ def paged_attention(
     implementation: str | None = None,
     platform: Where = None,
 ) -> jax.Array:
-    """Causal attention of the last T tokens of every row to the row's pages.
+    """Return causal attention of the last T tokens of every row to the row's pages.
 
-    Query t of row b stands at position `kv_len[b] - T + t`; it sees the keys at positions j from 0 to its own, and with
-    a `window` only those with `j > position - window`. Its own keys must have been written before. Scores are
-    `query . key * scale`, with a `soft_cap` `soft_cap * tanh(query . key * scale / soft_cap)`.
+    Query t of row b has position `kv_len[b] - T + t`. It sees the keys at positions j from 0 to its own; with a
+    `window`, only the keys with `j > position - window`. The keys of these T tokens must have been written before.
+    Scores are `query . key * scale`; with a `soft_cap`, `soft_cap * tanh(query . key * scale / soft_cap)`.
 
     Args:
       query: [B, T, H, D]; query head h reads key-value head `h // (H / G)`.
       pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head.
-      block_table: i32[B, N], page ids; entries beyond the pool (unassigned) are read as the last page, so they may only
-        stand where no live query looks.
-      kv_len: i32[B], positions of the row, T of this pass included. May exceed `N * S` by padded queries.
-      num_keys: i32[B], at most kv_len: those of them that are written, the others being padding of this pass; what lies
-        there may be anything, also no number. None: all.
-      tree: i32[B, T, 2 + W], where the tokens are nodes of a tree and not a chain (see `pallas_kernels.tree`). Of each
-        query: the position where it stands, which is then not that of its slot; the position of the slot from which on
-        keys are nodes; and 32 of these nodes in each of W words, a bit for each that it sees. It sees all keys before
-        them that its window reaches. No window may be shorter than a path of the tree. None: a chain.
-      scale: usually `D ** -0.5`.
-      window: number of positions that a query sees, its own included; None for all.
-      soft_cap: bound on the absolute score; None for none.
-      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
-        there is one for them).
-      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
+      block_table: i32[B, N], page ids. Entries beyond the pool (unassigned) are read as the last page, so they may only
+        cover positions that no live query sees.
+      kv_len: i32[B], number of positions of the row, including the T of this pass. May exceed `N * S` by padded
+        queries.
+      num_keys: i32[B], number of these positions that are written, at most kv_len; None for all. The rest is padding of
+        this pass, and its slots may hold anything, NaN included.
+      tree: i32[B, T, 2 + W] if the tokens are the nodes of a tree (see `pallas_kernels.tree`); None for a chain. The
+        last axis has for each query: its position, which then differs from its slot's; the position of the first slot
+        that holds a node; W words of 32 bits, a bit for each node that the query sees. A query also sees all keys
+        before the nodes that its window reaches. No window may be shorter than a path of the tree.
+      scale: factor of the scores, usually `D ** -0.5`.
+      window: number of positions that a query sees, including its own; None for all.
+      soft_cap: bound on the absolute score; None for no bound.
+      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
+        (the kernel where one covers these arrays, else plain jnp).
+      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
 
     Returns:
-      [B, T, H, D] in the dtype of `query`, accumulated in float32. Queries at negative positions, and so all of a row
-      with `kv_len <= 0`, give zeros; those at positions beyond `N * S` something finite.
+      [B, T, H, D] in the dtype of `query`, accumulated in float32. Queries at negative positions give zeros, so all
+      queries of a row with `kv_len <= 0` do. Queries at positions beyond `N * S` give arbitrary finite values.
 
     Raises:
       ValueError: shapes that do not fit, a window below 1, an unknown implementation or platform.
     """
-    (b, _, h, d), (_, _, g2, _) = query.shape, pages.shape
+    b, _, h, d = query.shape
+    _, _, g2, _ = pages.shape
     check_shape("paged_attention", "pages", pages, *pages.shape[:3], d)
     check_shape("paged_attention", "block_table", block_table, b, *block_table.shape[1:])
     check_shape("paged_attention", "kv_len", kv_len, b)

@@ -1,5 +1,8 @@
-"""paged_attention on CPU: the plain form, but that scores of a few rows are found while keys are read where they lie
-(see `streamed`). The library's product wants them gathered, and takes longer than that."""
+"""paged_attention on CPU: the plain form, with another product for the scores of a few query rows.
+
+These scores are summed up while the keys are read from their pages (see `streamed`). The library's product needs the
+keys gathered first, and takes longer.
+"""
 
 import functools
 
@@ -10,7 +13,7 @@ from pallas_kernels.streamed import SUMS, sums
 
 
 def score(query, key):
-    """As `reference.score`."""
+    """Return the scores like `reference.score`, for a few float32 rows by one reduction."""
     num_rows = query.shape[2]
     if query.dtype != jnp.float32 or not 1 < num_rows <= SUMS:
         return reference.score(query, key)

@@ -1,10 +1,11 @@
-"""paged_attention on GPU: flash attention over pages, the keys of a row split over several programs.
+"""paged_attention on GPU: flash attention over pages, with the keys of a row split over several programs.
 
-Splitting follows Flash-Decoding (crfm.stanford.edu/2023/10/12/flashdecoding.html): each program leaves its weighted
-sum, its largest score and its total weight, and a small jnp epilogue combines them. Where rows and heads alone are
-programs enough, and their keys few, one program has all keys of a head: nothing is left to combine, and as many copies
-are under way as a multiprocessor holds. The number of splits depends on static shapes only, so a row's result does not
-depend on what its neighbours are.
+The split follows Flash-Decoding (crfm.stanford.edu/2023/10/12/flashdecoding.html). Each program writes its weighted
+sum, its largest score and its total weight; a small jnp epilogue combines them. If rows and heads alone give enough
+programs, and the keys are few, one program takes all keys of a head. Then nothing is left to combine, and as many
+copies are in flight as a multiprocessor holds.
+
+The number of splits depends on static shapes only, so that a row's result does not depend on the rows beside it.
 """
 
 import functools
@@ -21,21 +22,24 @@ from pallas_kernels._split_product import added
 from pallas_kernels.paged_attention import WHOLE_KEYS
 from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
 
-MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
-SPLIT_KEYS, MAX_SPLITS = 128, 16
-PROGRAMS = 512  # more splits than for so many only make more to combine
-WHOLE_PROGRAMS = 96  # one split from so many programs on, up to WHOLE_KEYS
-BLOCK_BYTES = 1 << 15  # of the keys and values that are read at a time, where more than one such read is under way
-MASKED = -1e30  # the score of a key that is not seen; finite: differences stay 0, not NaN
-LEAST = -5e29  # the largest score before the first key: no real one is below it, and what is masked weighs nothing
-STEPS = 3  # at least, where queries are computed in the first: so the first page ids need not wait for a row's length
-LOG2E = math.log2(math.e)  # scores are to the base of 2
+MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot needs at least 16
+SPLIT_KEYS, MAX_SPLITS = 128, 16  # least keys of a split, most splits of a row
+PROGRAMS = 512  # with more programs, splits only add work to combine them
+WHOLE_PROGRAMS = 96  # with so many programs, up to WHOLE_KEYS keys are not split
+BLOCK_BYTES = 1 << 15  # of keys and values in a read; of larger reads, only one is in flight
+MASKED = -1e30  # the score of an unseen key; finite, so that a difference is 0, not NaN
+LEAST = -5e29  # the largest score before the first key: below all real scores, and so far above MASKED that it weighs 0
+STEPS = 3  # least number if the first computes the queries: the first page ids then do not wait for a row's length
+LOG2E = math.log2(math.e)  # weights are powers of 2
 
 
 def num_splits(programs: int, keys: int, roomy: bool) -> int:
-    """Of a row's keys, where programs are without splits so many, and the block table has room for so many keys.
+    """Return the number of splits of a row's keys.
 
-    roomy: 7 stages fit into a multiprocessor.
+    Args:
+      programs: number of programs without splits.
+      keys: number of keys that the block table has room for.
+      roomy: whether 7 stages fit into the shared memory of a multiprocessor.
     """
     if roomy and programs >= WHOLE_PROGRAMS and keys <= WHOLE_KEYS:
         return 1
@@ -43,29 +47,38 @@ def num_splits(programs: int, keys: int, roomy: bool) -> int:
 
 
 def most_rows(block_d: int, dtype, roomy: bool) -> int:
-    """Query rows of a program whose numbers fit into its registers. Of float32 each product holds several parts; matrix
-    units that read from shared memory (see `num_splits`) leave room for more."""
+    """Return the largest number of query rows whose values fit into a program's registers.
+
+    A float32 product holds several parts of each value. Matrix units that read from shared memory, which `roomy`
+    implies (see `num_splits`), leave room for more rows.
+    """
     if dtype.itemsize > 2:
         return MIN_ROWS
     return MAX_ROWS if block_d <= (128 if roomy else 64) else MAX_ROWS // 2
 
 
 def keys_at_a_time(block_d: int, dtype) -> int:
-    """Keys that are read at a time: with their values they stay within shared memory."""
+    """Return the number of keys read at a time, such that they and their values fit into shared memory."""
     return 64 if block_d * dtype.itemsize <= 512 else 32
 
 
 def num_stages(deep: bool, block_bytes: int) -> int:
-    """A block's page ids are read before its keys and values, so that two stages are one read ahead."""
+    """Return the number of pipeline stages; deep: whether 7 fit.
+
+    The page ids of a block are read before its keys and values. So two stages mean that one block is read ahead.
+    """
     if block_bytes > BLOCK_BYTES:
         return 2
     return 7 if deep else 3
 
 
 def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, device):
-    (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
+    b, t, h, d = query.shape
+    p, s, g2, _ = pages.shape
+    n = block_table.shape[1]
     g = g2 // 2
-    rows, block_d = t * h // g, max(pl.next_power_of_2(d), 16)
+    rows = t * h // g
+    block_d = max(pl.next_power_of_2(d), 16)
     roomy = device.shares_much
     block_rows = min(max(pl.next_power_of_2(rows), MIN_ROWS), most_rows(block_d, pages.dtype, roomy))
     row_blocks = pl.cdiv(rows, block_rows)
@@ -75,9 +88,13 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
     if splits == 1:
         outputs = {"out": shape((b, t * h, d), query.dtype)}
     else:
-        partial = lambda *size: shape((splits, b, t * h, *size), jnp.float32)
-        outputs = {"acc": partial(d), "top": partial(), "total": partial()}
-    # A single token is written, or its row computes nothing.
+        parts = splits, b, t * h
+        outputs = {
+            "acc": shape((*parts, d), jnp.float32),
+            "top": shape(parts, jnp.float32),
+            "total": shape(parts, jnp.float32),
+        }
+    # With one token a row, num_keys bounds nothing: the token is written, or its row computes nothing.
     bounds = {} if num_keys is None or t == 1 else {"num_keys": num_keys}
     bounds |= {} if tree is None else {"tree": tree}
     results = pl.pallas_call(
@@ -101,24 +118,27 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
 
 
 def combined(acc, top, total, axis):
-    """The result of all splits, which lie along this axis of acc [..., D], top and total [...]."""
+    """Return the result of all splits, which are this axis of acc [..., D], top and total [...]."""
     shrink = jnp.exp2(top - jnp.max(top, axis=axis, keepdims=True))
     total = jnp.sum(total * shrink, axis=axis)
     return jnp.sum(acc * shrink[..., None], axis=axis) / jnp.where(total > 0, total, 1)[..., None]
 
 
-def nothing(rows, columns, parts, keys=()):
-    """The carry of `attend` before the first key: the largest score, the total weight, the weighted sum in parts.
+def initial_carry(rows, columns, parts, keys=()):
+    """Return the carry of `attend` before the first key: (largest score, total weight, *parts of the weighted sum).
 
-    keys: (block_keys,) for the total weight of each place of a block, which the caller adds up at the end: for some
-    registers, a sum over threads less in each step.
+    keys: (block_keys,) to keep a total weight for each key of a block, which the caller adds up at the end. This takes
+    some registers, and saves a sum over threads in each step.
     """
     sums = [jnp.zeros((rows, columns), jnp.float32)] * parts
     return jnp.full(rows, LEAST, jnp.float32), jnp.zeros((rows, *keys), jnp.float32), *sums
 
 
 def attend(carry, query, key, value, seen, *, scale, soft_cap):
-    """carry after some more keys and values, as far as they are seen, [rows, keys]; all heads in the same parts."""
+    """Return the carry after a block of keys and values; query, key and value are lists of column parts of the head.
+
+    seen: bool[rows, keys], broadcastable: which keys each query sees.
+    """
     top, total, *acc = carry
     dtype = value[0].dtype
     dot = functools.partial(plgpu.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
@@ -139,31 +159,42 @@ def attend_to_pages(
     query, query_at, pages, block_table, place, keys, *,
     columns, page_size, block_keys, whole, window, scale, soft_cap, ahead=None, tree=None,
 ):  # fmt: skip
-    """The carry of `attend` after keys [begin, end) of a row and a key-value head, (b, head), as far as they are seen.
+    """Return the carry of `attend` after the keys of one row and key-value head that the queries see.
 
-    query: in parts; or a function that gives (query, carry before the first key) in the first step, while the first
-    keys are under way. query_at i32[rows]: where the queries stand; pages [P * S, 2G, D]; columns: of the head, in
-    parts; whole: these are all keys (see `result`). ahead: asks for what the next kernel reads, given whether to do it
-    now, and gives 0 (see `_overlap.ask_for`). tree: (first node i32[rows], words, a list of i32[rows]) of the queries,
-    or None.
+    Args:
+      query: column parts of the queries; or a function that returns (query, carry before the first key). The first step
+        calls the function while the first keys are being read.
+      query_at: i32[rows], positions of the queries.
+      pages: [P * S, 2G, D].
+      place: (row, key-value head).
+      keys: (begin, end) of the positions to read.
+      columns: column indices of the head, in parts.
+      whole: whether these are all keys of the row; the total weight then has a value for each key (see `result`).
+      ahead: function of `now` that prefetches for the next kernel and returns 0 (see `_overlap.prefetch`), or None.
+      tree: (position of the first node i32[rows], words as a list of i32[rows]) of the queries, or None.
     """
-    (num_slots, _, d), row_pages, (b, head), (begin, end) = pages.shape, block_table.shape[1], place, keys
-    last_key = jnp.minimum(query_at, end - 1)  # that a query sees here
-    # A program that has all keys is alone on its multiprocessor: it has registers to spare.
-    start = nothing(query_at.size, columns[0].size, len(columns), (block_keys,) if whole else ())
-    first, num_steps = None, pl.cdiv(jnp.maximum(end - begin, 0), block_keys)
+    num_slots, _, d = pages.shape
+    row_pages = block_table.shape[1]
+    b, head = place
+    begin, end = keys
+    last_key = jnp.minimum(query_at, end - 1)  # that each query sees among these
+    # A program that takes all keys is alone on its multiprocessor, so it has registers to spare.
+    start = initial_carry(query_at.size, columns[0].size, len(columns), (block_keys,) if whole else ())
+    first = None
+    num_steps = pl.cdiv(jnp.maximum(end - begin, 0), block_keys)
     if callable(query):
-        first, query = query, [jnp.zeros((query_at.size, c.size), pages.dtype) for c in columns]
-        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # bounds that the compiler sees
+        first = query
+        query = [jnp.zeros((query_at.size, c.size), pages.dtype) for c in columns]
+        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # bounds known to the compiler
 
     def step(i, state):
-        *before, asked = state
+        *before, prefetched = state
         query, carry = before if first is None else lax.cond(i == 0, first, lambda: tuple(before))
         if ahead is not None:
-            asked += ahead(now=i == num_steps - 1)
+            prefetched += ahead(now=i == num_steps - 1)
         key_at = begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = key_at < end
-        # To take key 0 for those not used would cost registers, and so a program a multiprocessor.
+        # Unused keys are not replaced by key 0: that takes registers, and so one program less fits a multiprocessor.
         page = plgpu.load(block_table.at[b, jnp.minimum(lax.div(key_at, page_size), row_pages - 1)])
         page = jnp.minimum(page, num_slots // page_size - 1)
         slot = page * page_size + lax.rem(key_at, page_size)
@@ -179,21 +210,21 @@ def attend_to_pages(
             visible = sees([word[:, None] for word in words], key_at[None, :] - first_node[:, None]) & used[None, :]
         if window is not None:
             visible &= key_at[None, :] > query_at[:, None] - window
-        return query, attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap), asked
+        return query, attend(carry, query, load(0), load(1), visible, scale=scale, soft_cap=soft_cap), prefetched
 
-    _, (top, total, *acc), asked = lax.fori_loop(0, num_steps, step, (query, start, jnp.int32(0)))
-    return top, total if ahead is None else total + asked.astype(jnp.float32), *acc
+    _, (top, total, *acc), prefetched = lax.fori_loop(0, num_steps, step, (query, start, jnp.int32(0)))
+    return top, total if ahead is None else total + prefetched.astype(jnp.float32), *acc
 
 
 def result(carry, device):
-    """What the queries get, in parts, after all keys. The next kernel is asked for."""
+    """Return the result of the queries, in column parts, after all keys. Allow the next kernel to start."""
     _, total, *acc = carry
     total = start_next(jnp.sum(total, axis=1), device)
     return [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
 
 
 def tile(rows, columns, head_dim):
-    """The mask of a tile: these rows, and the columns that no padding of the head size made."""
+    """Return the mask of a tile: these rows, and the columns that are not padding of the head size."""
     mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], columns.shape[0]))
     return mask if head_dim % columns.shape[0] == 0 else mask & (columns < head_dim)[None, :]
 
@@ -212,27 +243,30 @@ def _kernel(
     first_row = row_block * block_rows
     row = first_row + jnp.arange(block_rows, dtype=jnp.int32)
     token = lax.div(row, group)
-    line = (
-        token * h + head * group + lax.rem(row, group)
-    )  # in query and output: [B, T * H]; beyond them where not `here`
+    # The index in query and output, [B, T * H]; out of bounds where not `here`.
+    line = token * h + head * group + lax.rem(row, group)
     here = token < num_tokens
-    # Heads in halves: fewer rows of a tile are a thread's, so that it looks up fewer pages.
+    # Heads are read in halves: a thread then has fewer rows of a tile, and looks up fewer pages.
     half = block_d // 2 if block_d >= 32 else block_d
     parts = [first + jnp.arange(half, dtype=jnp.int32) for first in range(0, block_d, half)]
 
     q = [plgpu.load(query.at[b, line[:, None], at[None, :]], mask=tile(here, at, d), other=0) for at in parts]
 
-    # The block reads keys [begin, end), this program [split_begin, split_end) of them.
+    # The query block reads keys [begin, end); this program reads [split_begin, split_end) of them.
     position = kv_len[b] - num_tokens  # of the row's first query
-    query_at, first_at, tree = position + token, position + first_row // group, None  # no query stands before first_at
+    query_at = position + token
+    first_at = position + first_row // group  # no query has a lower position
+    tree = None
     if "tree" in out:
-        of_token = lambda i: plgpu.load(
-            out["tree"].at[b, token, jnp.full(token.shape, i, jnp.int32)], mask=here, other=0
-        )
-        query_at, first_at = of_token(POSITION), plgpu.load(out["tree"].at[b, jnp.int32(0), jnp.int32(FIRST_NODE)])
+
+        def of_token(i):
+            return plgpu.load(out["tree"].at[b, token, jnp.full(token.shape, i, jnp.int32)], mask=here, other=0)
+
+        query_at = of_token(POSITION)
+        first_at = plgpu.load(out["tree"].at[b, jnp.int32(0), jnp.int32(FIRST_NODE)])
         tree = of_token(FIRST_NODE), [of_token(i) for i in range(WORDS, out["tree"].shape[2])]
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
-    if tree is not None:  # nodes of a block see each other, also those that other programs have
+    if tree is not None:  # nodes see each other across the programs of a row
         last_query = kv_len[b] - 1
     begin = 0 if window is None else jnp.maximum(first_at - window + 1, 0)
     end = jnp.clip(last_query + 1, 0, row_pages * page_size)
@@ -253,5 +287,5 @@ def _kernel(
         to, first = out["acc"], [split, b]
         plgpu.store(out["top"].at[split, b, line], top, mask=here)
         plgpu.store(out["total"].at[split, b, line], total, mask=here)
-    for at, numbers in zip(parts, acc, strict=True):
-        plgpu.store(to.at[*first, line[:, None], at[None, :]], numbers.astype(to.dtype), mask=tile(here, at, d))
+    for at, values in zip(parts, acc, strict=True):
+        plgpu.store(to.at[*first, line[:, None], at[None, :]], values.astype(to.dtype), mask=tile(here, at, d))

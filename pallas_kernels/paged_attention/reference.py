@@ -5,23 +5,26 @@ from jax import lax
 
 from pallas_kernels.tree import FIRST_NODE, POSITION, sees
 
-KEYS = 128  # of a row at a time: with their values they stay in a core's cache from the gather to the products
+KEYS = 128  # read of a row at a time: they and their values stay in a core's cache from the gather to the products
 
 
 def product(spec, a, b):
+    """Return einsum(spec, a, b) in float32, in full precision if a is float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def score(query, key):
-    """query [B,G,R,D], key [B,C,G,D] -> f32[B,G,R,C]."""
+    """Return the scores f32[B,G,R,C] of query [B,G,R,D] and key [B,C,G,D], before scale and cap."""
     return product("bgrd,bcgd->bgrc", query, key)
 
 
 def paged_attention(
     query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, score=score
 ):
-    (b, t, h, d), (p, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
+    b, t, h, d = query.shape
+    p, s, g2, _ = pages.shape
+    n = block_table.shape[1]
     g = g2 // 2
     num_rows = t * h // g  # rows of a key-value head's products: r = t * (H / G) + head within the group
     pages = pages.reshape(p, s, g, 2, d)
@@ -34,17 +37,17 @@ def paged_attention(
     node = None if tree is None else tree[:, None, token, None]  # [B, 1, R, 1, 2 + W]
     query_at = kv_len[:, None] - t + token if node is None else node[:, 0, :, 0, POSITION]
     query_at = query_at[:, None, :, None]  # [B, 1, R, 1]
-    first_at = kv_len - t if tree is None else tree[:, 0, FIRST_NODE]  # no query stands before it
+    first_at = kv_len - t if tree is None else tree[:, 0, FIRST_NODE]  # no query has a lower position
     query = query.reshape(b, t, g, h // g, d).swapaxes(1, 2).reshape(b, g, num_rows, d)
     if num_rows == 1:  # a product with one row rounds differently on CPU; results must not depend on T
         query = jnp.concatenate([query, query], axis=2)
 
     def attend(i, before=None):
-        """(largest score, total weight, weighted sum), each [B, G, R, 1 or D], of these pages and those before."""
+        """Return (largest score, total weight, weighted sum), each [B, G, R, 1 or D], of pages i and those before."""
         ids = lax.dynamic_slice_in_dim(table, i * num_pages, num_pages, axis=1)
         key, value = (pages.at[ids, :, :, x].get(mode="clip").reshape(b, num_keys, g, d) for x in (0, 1))
         key_at = i * num_keys + jnp.arange(num_keys)
-        used = key_at < written[:, None]  # [B, keys]: some query may see it
+        used = key_at < written[:, None]  # [B, keys]: whether some query may see the key
         if node is None:
             visible = key_at <= query_at
         else:
@@ -52,7 +55,7 @@ def paged_attention(
         if window is not None:
             used &= key_at > first_at[:, None] - window
             visible &= key_at > query_at - window
-        value = jnp.where(used[:, :, None, None], value, 0)  # what nobody sees may be anything, NaN too: 0 * NaN is NaN
+        value = jnp.where(used[:, :, None, None], value, 0)  # unseen slots may hold NaN, and 0 * NaN is NaN
 
         scores = score(query, key) * scale
         if soft_cap is not None:
@@ -63,9 +66,10 @@ def paged_attention(
             top = jnp.maximum(top, before[0])
         finite = jnp.where(top > -jnp.inf, top, 0)  # weights are 0 for a query that has seen nothing yet
         weights = jnp.exp(scores - finite)
-        # As a product: sums over few and over many elements are compiled differently on CPU, products are not. By rows
-        # and heads, as the values' is: what the library makes of all their rows in one product, and in which order it
-        # adds up, depends on how many there are (seen with AVX2, whose kernels it takes where the CPU has no AVX-512).
+        # The sum is a product with ones: on CPU, sums over few and over many elements compile differently, products do
+        # not. It is batched over rows and heads, like the product of the values. In one product of all rows, the
+        # library's order of addition would depend on their number (seen with AVX2 kernels, which the library uses where
+        # the CPU has no AVX-512).
         total = product("bgrc,bgcx->bgrx", weights, jnp.ones((b, g, num_keys, 2)))[..., :1]
         out = product("bgrc,bcgd->bgrd", weights.astype(value.dtype), value)
         if before is None:
@@ -76,7 +80,7 @@ def paged_attention(
     if num_pages == n:
         _, total, out = attend(0)
     else:  # from the first key that some query sees to the last
-        # When there are queries, not before: the GPU's compiler would make those of all layers at a program's start.
+        # The zeros depend on the query: else a GPU's compiler would create those of all layers at the program's start.
         query, zero = lax.optimization_barrier((query, jnp.float32(0)))
         sums = [jnp.full((b, g, query.shape[2], width), zero) for width in (1, 1, d)]
         begin = 0 if window is None else jnp.min(jnp.maximum(first_at - window + 1, 0)) // num_keys

@@ -1,6 +1,6 @@
-"""paged_attention on TPU: flash attention over pages that double-buffered copies bring from HBM.
+"""paged_attention on TPU: flash attention over pages, which are copied from HBM into two buffers in turn.
 
-One program holds a block of query rows of all key-value heads, because a page holds all heads: it is fetched once.
+A page holds all key-value heads. One program has a block of query rows of all of them, so that a page is fetched once.
 The running softmax is that of FlashAttention (Dao et al., arxiv.org/abs/2205.14135).
 """
 
@@ -15,38 +15,44 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels._hbm import in_hbm
 from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
 
-# Sizes of a program, within the 16 MiB of VMEM that v5e gives it by default.
-MAX_ROWS, ROWS_BYTES = 256, 4 * 2**20  # query rows of a key-value head; bytes of all heads' rows, results and sums
+# Sizes of a program, within the 16 MiB of VMEM that a v5e gives it by default.
+MAX_ROWS, ROWS_BYTES = (
+    256,
+    4 * 2**20,
+)  # query rows of a key-value head; bytes of all heads' queries, results and sums
 MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # keys fetched at a time; bytes of the two page buffers
-MASKED = -1e30  # a score that no real one undercuts, yet finite: differences of two stay 0, not NaN
+MASKED = -1e30  # below every real score, yet finite, so that a difference is 0, not NaN
 
 
 def fits(query, pages, *_, **options) -> bool:
+    """Return whether the kernel covers these arguments."""
     return query.shape[-1] % 64 == 0 and 2 * page_bytes(pages) <= PAGES_BYTES
 
 
 def page_bytes(pages) -> int:
-    """Of one, as it lies in VMEM."""
+    """Return the bytes of a page, padded as in VMEM."""
     _, s, g2, d = pages.shape
     return s * _round_up(g2, 8) * _round_up(d, 128) * pages.dtype.itemsize
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "device"))
 def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, device):
-    (b, t, h, d), (_, s, g2, _), n = query.shape, pages.shape, block_table.shape[1]
+    b, t, h, d = query.shape
+    _, s, g2, _ = pages.shape
+    n = block_table.shape[1]
     g = g2 // 2
     group = h // g
     rows = t * group  # row r of a key-value head: token r // group, head r % group within the group
     lanes = _round_up(d, 128)
-    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query, out twice each; acc; top, total
+    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query and out twice each, acc; top, total
     block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
     padded_rows = _round_up(rows, block_rows)
-    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # one of more than MAX_KEYS
+    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # at least one, of any page size
 
     query = query.reshape(b, t, g, group, d).swapaxes(1, 2).reshape(b, g, rows, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_rows - rows), (0, 0)))
     spec = pl.BlockSpec((None, g, block_rows, d), lambda row, block, *_: (row, 0, block, 0))
-    # A row's own line of the table: all of it may be more than scalar memory holds.
+    # Each program gets only its row's line of the table: the whole table may exceed scalar memory.
     table_spec = pl.BlockSpec((None, 1, n), lambda row, *_: (row, 0, 0), memory_space=pltpu.SMEM)
     nodes, node_specs = [], []
     if tree is not None:  # a line for each query row
@@ -92,12 +98,16 @@ def _kernel(
 
     if nodes:
         tree = nodes[0][...]
-        of_query = lambda i: tree[:, i : i + 1]
-        query_at, first_query = of_query(POSITION), tree[0, FIRST_NODE]  # no query stands before it
-        last_query = kv_len[row] - 1  # nodes of a block see each other, also those that other programs have
+
+        def of_query(i):
+            return tree[:, i : i + 1]
+
+        query_at = of_query(POSITION)
+        first_query = tree[0, FIRST_NODE]  # no query has a lower position
+        last_query = kv_len[row] - 1  # nodes see each other across the programs of a row
     here = query_at >= 0
 
-    # The block reads keys [begin, end), in the pages [first_page, end_page).
+    # The query block reads keys [begin, end), in the pages [first_page, end_page).
     begin = 0 if window is None else jnp.maximum(first_query - window + 1, 0)
     end = jnp.minimum(jnp.clip(last_query + 1, 0, row_pages * s), num_keys[row])
     first_page, end_page = begin // s, pl.cdiv(end, s)
@@ -129,7 +139,7 @@ def _kernel(
         visible &= here & (key_at < end)
         if window is not None:
             visible &= key_at > query_at - window
-        # The buffer beyond the last page, and slots that nobody sees, may hold NaN, and 0 * NaN is NaN.
+        # The buffer beyond the last page and unseen slots may hold NaN, and 0 * NaN is NaN.
         value_at = block_start + lax.broadcasted_iota(jnp.int32, (block_pages * s, 1), 0)
         used = (value_at >= begin) & (value_at < end)
 
@@ -163,10 +173,11 @@ def _kernel(
 
 
 def _dot(x, y, contracted, precision):
-    """x [M, K] times y, whose axis `contracted` is K, in float32."""
+    """Return x [M, K] times y in float32, contracted over axis `contracted` of y."""
     dimensions = (((1,), (contracted,)), ((), ()))
     return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _round_up(n, multiple):
+    """Return the least multiple that is not below n."""
     return pl.cdiv(n, multiple) * multiple

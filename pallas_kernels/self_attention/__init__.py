@@ -32,38 +32,41 @@ def self_attention(
     implementation: str | None = None,
     platform: Where = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The first half of a decoder layer: norm, queries, keys and values, rotary embedding, cache write, attention.
+    """Compute the first half of a decoder layer: norm, qkv, rotary embedding, cache write and attention.
 
     Args:
       x: [B, T, E], the last T tokens of every row.
-      qkv: [E, G * (H / G + 2) * D], columns grouped by key-value head: its queries, its key, its value. In any form.
+      qkv: [E, G * (H / G + 2) * D], columns grouped by key-value head: its queries, its key, its value. Any form of
+        weight.
       pages: [P, S, 2G, D'], keys (even index) and values (odd index) interleaved by head; D' >= D pads the head size.
-      slots: i32[B * T] from `slot_mapping`, where the tokens' keys and values go; those outside the pool are dropped.
+      slots: i32[B * T] from `slot_mapping`, the slots of the tokens' keys and values. Slots outside the pool are
+        dropped.
       block_table: i32[B, N], page ids, as in `paged_attention`.
-      kv_len: i32[B], as in `paged_attention`: token t of row b stands at position `kv_len[b] - T + t`.
-      cos, sin: f32[B, T, D / 2], the tokens' rotary angles.
-      norm: f32[E], scale of the RMSNorm of x; None where normed is given.
-      normed: [B, T, E], x normed by it, where it is there already; or None.
-      eps: of all norms.
-      bias: of qkv, or None.
-      q_norm, k_norm: f32[D], scales of RMSNorms of the heads; None for none.
-      next_out: [H * D, ...], the matrix that the next op reads first: a kernel may ask for it ahead.
-      num_keys: i32[B], as in `paged_attention`: the positions that are written, or None for all of kv_len.
+      kv_len: i32[B], as in `paged_attention`: token t of row b has position `kv_len[b] - T + t`.
+      cos, sin: f32[B, T, D / 2], cosine and sine of the tokens' rotary angles.
+      norm: f32[E], scale of the RMSNorm of x; None if normed is given.
+      normed: [B, T, E], the normed x, if an earlier op has computed it; or None.
+      eps: epsilon of all norms.
+      bias: bias of qkv, or None.
+      q_norm, k_norm: f32[D], scales of RMSNorms of the heads, or None.
+      next_out: [H * D, ...], the matrix that the next op reads first, or None. A kernel may prefetch it.
+      num_keys: i32[B], as in `paged_attention`: the number of positions that are written; None for all of kv_len.
       tree: i32[B, num_queries, 2 + W], as in `paged_attention`: which nodes of a tree the tokens see; None for a chain.
-      num_queries: how many of the last tokens look at others; None for all T. The rest are only looked at.
+      num_queries: number of the last tokens that are queries; None for all T. Other tokens are keys and values only.
       scale, window, soft_cap: as in `paged_attention`.
-      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
-        there is one for them).
-      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
+      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
+        (the kernel where one covers these arrays, else plain jnp).
+      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
 
     Returns:
-      [B, num_queries, H * D], the heads' results, and pages, updated. A token that is not written may stand only where
-      no live query looks.
+      [B, num_queries, H * D], the heads' results, and pages, updated. A token whose slot is dropped must be at a
+      position that no live query sees.
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation or platform.
     """
-    (b, t, e), d = x.shape, 2 * cos.shape[-1]
+    b, t, e = x.shape
+    d = 2 * cos.shape[-1]
     g = pages.shape[2] // 2
     check_shape("self_attention", "qkv", qkv, e, *qkv.shape[1:])
     check_shape("self_attention", "slots", slots, b * t)

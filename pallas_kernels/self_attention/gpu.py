@@ -1,6 +1,8 @@
-"""self_attention on GPU, the product first. What follows is one kernel for a single token (see one_token.py), unless
-its product would lie in too many parts, and for some rows with few keys (see whole_rows.py), else two: heads.py, and
-attention over pages."""
+"""self_attention on GPU: the product qkv, then one or two kernels.
+
+One kernel follows for a single token (see one_token.py), unless its product would have too many parts. One kernel also
+follows for some rows with few keys (see whole_rows.py). Otherwise two follow: heads.py, and attention over pages.
+"""
 
 import jax.numpy as jnp
 
@@ -19,7 +21,7 @@ def fits(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, *_,
     device: Device, **options,
 ) -> bool:  # fmt: skip
-    """What the kernels cover."""
+    """Return whether the kernels cover these arguments."""
     d, head_dim = pages.shape[3], 2 * cos.shape[-1]
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
     return unpadded and x.dtype == pages.dtype == jnp.bfloat16
@@ -29,7 +31,8 @@ def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
     next_out=None, num_keys=None, tree=None, *, num_queries, eps, scale, window, soft_cap, device,
 ):  # fmt: skip
-    (b, t, e), d = x.shape, pages.shape[3]
+    b, t, e = x.shape
+    d = pages.shape[3]
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
     few = _few_rows.covers(b * t, qkv, device=device)
     if b * t == 1 and not (few and one_token.has_too_many_parts(qkv)):

@@ -1,7 +1,7 @@
-"""On GPU, between the product of a layer's first half and its attention: biases, norms, rotary embedding, cache write.
+"""GPU kernel between the product qkv and attention: bias, norms of the heads, rotary embedding, cache write.
 
-A program has a key-value head of one token: its queries, its key and its value, which lie beside one another in the
-product. All that it reads is under way before the first of it is waited for.
+A program has one key-value head of one token: its queries, its key and its value, which are adjacent in the product.
+It starts all its reads before it waits for the first.
 """
 
 import functools
@@ -20,11 +20,14 @@ from pallas_kernels.paged_attention.gpu import tile
 
 @lowered_once("eps", "device")
 def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, device):
-    """parts [splits, M, (H + 2G) * D] of the product, for M tokens -> queries [M, H * D], and pages with what is new.
+    """Compute the queries of M tokens, and write their keys and values to the pages. Return queries [M, H * D], pages.
 
-    The others as in `self_attention`, cos and sin f32[M, D / 2].
+    Args:
+      parts: [splits, M, (H + 2G) * D], the parts of the product qkv.
+      cos, sin: f32[M, D / 2]. All other arguments are those of `self_attention`.
     """
-    (p, s, g2, d), (_, m, width) = pages.shape, parts.shape
+    p, s, g2, d = pages.shape
+    _, m, width = parts.shape
     operands = {"parts": parts, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
     operands = {name: value for name, value in (operands | {"cos": cos, "sin": sin}).items() if value is not None}
     outputs = {"queries": (m, width - g2 * d), "pages": (p * s, g2, d)}
@@ -46,28 +49,36 @@ def _kernel(*refs, names, eps):
     part = jnp.arange(pl.next_power_of_2(group + 2), dtype=jnp.int32)
     rows = pl.program_id(0), jnp.full(part.shape, pl.program_id(1)), part, part < group + 2
     new = new_rows(ref, start_reading(ref, *rows), *rows, eps=eps)
-    leave_queries(ref["queries"], new, group, *rows)
+    store_queries(ref["queries"], new, group, *rows)
 
 
 def num_queries(parts, pages) -> int:
-    """Of a key-value head, from the product and the pages."""
+    """Return the number of queries of a key-value head."""
     return parts.shape[2] // (pages.shape[-2] // 2 * pages.shape[-1]) - 2
 
 
 def halves(d):
+    """Return the column indices of the two halves of a head of size d."""
     return [first + jnp.arange(d // 2, dtype=jnp.int32) for first in (0, d // 2)]
 
 
 def start_reading(ref, head, token, part, here):
-    """What rows of a key-value head are made of, under way.
+    """Start all reads for rows of a key-value head. Return them by name.
 
-    token, part i32[rows]: of which token, and one of the head's queries (0 and up), its key or its value; here: the
-    rows that there are.
+    Args:
+      head: the key-value head.
+      token: i32[rows], the token of each row.
+      part: i32[rows], the part of each row: 0 and up for the queries of the head, then its key, then its value.
+      here: bool[rows], False for padding rows.
     """
-    d, parts = ref["pages"].shape[2], ref["parts"]
+    d = ref["pages"].shape[2]
+    parts = ref["parts"]
     columns = halves(d)
     mask = tile(here, columns[0], d)
-    load = lambda name, *at: plgpu.load(ref[name].at[at], mask=mask, other=0).astype(jnp.float32)
+
+    def load(name, *at):
+        return plgpu.load(ref[name].at[at], mask=mask, other=0).astype(jnp.float32)
+
     first = ((head * (num_queries(parts, ref["pages"]) + 2) + part) * d)[:, None]
     line, low = token[:, None], columns[0][None, :]
     read: dict[str, Any] = {"slots": plgpu.load(ref["slots"].at[token], mask=here, other=-1)}
@@ -81,12 +92,19 @@ def start_reading(ref, head, token, part, here):
 
 
 def new_rows(ref, read, head, token, part, here, *, eps):
-    """These rows as attention wants them, [rows, D / 2] twice: queries and keys normed and turned, values as they are.
-    Keys and values go to their pages."""
-    pages, group = ref["pages"], num_queries(ref["parts"], ref["pages"])
+    """Return the rows as attention needs them, in two halves [rows, D / 2], and write keys and values to their pages.
+
+    Queries and keys are normed and rotated; values are only summed over their parts, with the bias. read: the reads of
+    `start_reading`, whose arguments the others are.
+    """
+    pages = ref["pages"]
+    group = num_queries(ref["parts"], pages)
     num_slots, _, d = pages.shape
     columns = halves(d)
-    wide = lambda rows: tile(rows, columns[0], d)
+
+    def wide(rows):
+        return tile(rows, columns[0], d)
+
     x = [added(parts) for parts in read["parts"]]
     if "bias" in read:
         x = [a + b for a, b in zip(x, read["bias"], strict=True)]
@@ -101,16 +119,16 @@ def new_rows(ref, read, head, token, part, here, *, eps):
     new = [jnp.where(wide(part <= group), a, b).astype(pages.dtype) for a, b in zip(turned, x, strict=True)]
 
     write = here & (part >= group) & (read["slots"] >= 0)
-    slot = jnp.where(write, read["slots"], num_slots)  # beyond the pages: written nowhere
-    for at, numbers in zip(columns, new, strict=True):
+    slot = jnp.where(write, read["slots"], num_slots)  # beyond the pages: masked out of the write
+    for at, values in zip(columns, new, strict=True):
         to = slot[:, None], (2 * head + part - group)[:, None], at[None, :]
-        plgpu.store(pages.at[to], numbers, mask=wide(slot < num_slots))
+        plgpu.store(pages.at[to], values, mask=wide(slot < num_slots))
     return new
 
 
-def leave_queries(out, numbers, group, head, token, part, here):
-    """Numbers [rows, D / 2] twice, of those rows that are queries, to their places in out [M, H * D]."""
-    d = 2 * numbers[0].shape[1]
-    for at, some in zip(halves(d), numbers, strict=True):
+def store_queries(out, values, group, head, token, part, here):
+    """Write the rows that are queries, in two halves [rows, D / 2], to out [M, H * D]."""
+    d = 2 * values[0].shape[1]
+    for at, some in zip(halves(d), values, strict=True):
         to = token[:, None], ((head * group + part) * d)[:, None] + at[None, :]
         plgpu.store(out.at[to], some.astype(out.dtype), mask=tile(here & (part < group), at, d))

@@ -1,11 +1,11 @@
 """self_attention of a single token on GPU in two kernels: the product, and nearly all the rest.
 
-The second kernel is flash attention over pages, split as in `paged_attention`, where each program norms and rotates the
-queries it needs. One more program a head norms, rotates, attends to and writes the token itself, so that the others
-need not wait for it.
+The second kernel is flash attention over pages, split as in `paged_attention`. Each program norms and rotates the
+queries it needs. One more program for each key-value head handles the token's own key and value: it norms, rotates,
+writes and attends to them, so that no other program waits for them.
 
-A small product is left in parts (see `_split_product`), for this kernel to add up, and whichever program of a head
-finishes last combines what all have left. After a larger one (see `_few_rows`) a jnp epilogue does.
+A small product is left in parts (see `_split_product`), which this kernel adds up. The program of a head that finishes
+last then combines the splits. After a larger product (see `_few_rows`), a jnp epilogue combines them.
 """
 
 import functools
@@ -17,17 +17,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _few_rows, _split_product
-from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, nothing
+from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, initial_carry
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
 
-MOST_PARTS = 15  # Qwen3-0.6B has 4, SmolLM2-360M 15, a half or a quarter of Qwen3-8B 16 (docs/notes/several.md)
-UNDER_WAY = 1 << 13  # numbers of the parts that are combined, read at a time: they all have to fit into registers
+MOST_PARTS = 15  # Qwen3-0.6B has 4, SmolLM2-360M 15, Qwen3-8B over 2 or 4 GPUs 16 (docs/notes/several.md)
+UNDER_WAY = 1 << 13  # elements of the splits read at a time to combine them: all have to fit into registers
 
 
 def has_too_many_parts(qkv: jax.Array) -> bool:
-    """Whether the product would be left in so many that adding them up, which each program does for its queries, takes
-    longer than a few rows' kernels do: a deep matrix that is a device's part of a wide model's."""
+    """Return whether the product would have so many parts that the kernels of a few rows are faster.
+
+    Each program adds up the parts of its queries. There are too many of them for a deep matrix that is one device's
+    shard of a wide model's matrix.
+    """
     return _split_product.covers(qkv) and _split_product.tile(*qkv.shape)[1] > MOST_PARTS
 
 
@@ -35,7 +38,9 @@ def self_attention(
     x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
     eps, scale, window, soft_cap, device,
 ):  # fmt: skip
-    (p, s, g2, d), n, g = pages.shape, block_table.shape[1], pages.shape[2] // 2
+    p, s, g2, d = pages.shape
+    n = block_table.shape[1]
+    g = g2 // 2
     rows = qkv.shape[1] // (g * d) - 2
     operands = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots}
     operands |= {"block_table": block_table, "kv_len": kv_len}
@@ -58,8 +63,12 @@ def self_attention(
     if in_parts:
         aliases[list(operands).index("old_counts")] = 1
         outputs |= {"counts": shape((g,), jnp.int32), "out": shape((g * rows * d,), x.dtype)}
-    partial = lambda *size: shape((g, splits + 1, rows, *size), jnp.float32)
-    outputs |= {"acc": partial(d), "top": partial(), "total": partial()}
+    parts = g, splits + 1, rows
+    outputs |= {
+        "acc": shape((*parts, d), jnp.float32),
+        "top": shape(parts, jnp.float32),
+        "total": shape(parts, jnp.float32),
+    }
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*operands, *outputs), page_size=s, splits=splits,
@@ -87,11 +96,14 @@ def _kernel(
 ):  # fmt: skip
     ref = dict(zip(names, refs, strict=True))
     heads, pages, block_table = ref["heads"], ref["pages"], ref["block_table"]
-    (num_slots, _, d), row_pages, g, half = pages.shape, block_table.shape[1], pages.shape[1] // 2, pages.shape[2] // 2
+    num_slots, g2, d = pages.shape
+    row_pages = block_table.shape[1]
+    g = g2 // 2
+    half = d // 2
     group = heads.shape[1] // (g * d) - 2
     dtype = pages.dtype
     attend_to = functools.partial(attend, scale=scale, soft_cap=soft_cap)
-    start = nothing(block_rows, half, 2)
+    start = initial_carry(block_rows, half, 2)
     split, head = pl.program_id(0), pl.program_id(1)
     low = jnp.arange(half, dtype=jnp.int32)
     halves = low, low + half
@@ -102,18 +114,21 @@ def _kernel(
     position = ref["kv_len"][0] - 1  # of the token
 
     def product(columns, mask):
-        """The normed x times qkv at these columns: its parts added up."""
+        """Return the normed x times qkv at these columns, summed over the parts."""
         parts = [jnp.int32(part) for part in range(heads.shape[0])]
-        load = lambda part: plgpu.load(heads.at[part, columns], mask=mask, other=0)
+
+        def load(part):
+            return plgpu.load(heads.at[part, columns], mask=mask, other=0)
+
         y = _split_product.added(load(part).astype(jnp.float32) for part in parts)
         if "squares" in ref:
             y *= lax.rsqrt(_split_product.added(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
-        else:  # by 1: where no number follows the sum, the compiler brings each part to its threads by itself
+        else:  # times 1: without a factor after the sum, the compiler moves each part to its threads separately
             y *= (position >= 0).astype(jnp.float32)
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
     def rotated(first, mask, norm):
-        """The two halves of the heads [rows, D] at columns `first`, normed and rotated."""
+        """Return the two halves of the heads [rows, D] at columns `first`, normed and rotated."""
         mask = jnp.broadcast_to(mask[:, None], (first.shape[0], half))
         x = [product(first[:, None] + at[None, :], mask) for at in halves]
         cos, sin = (plgpu.load(ref[name].at[low])[None, :] for name in ("cos", "sin"))
@@ -128,13 +143,13 @@ def _kernel(
     def queries():
         return rotated(own + row * d, here, "q_norm")
 
-    def leave(carry):
+    def store_carry(carry):
         top, total, *acc = carry
         plgpu.store(ref["top"].at[head, split, row], top, mask=here)
         plgpu.store(ref["total"].at[head, split, row], total, mask=here)
         mask = jnp.broadcast_to(here[:, None], (block_rows, half))
-        for at, numbers in zip(halves, acc, strict=True):
-            plgpu.store(ref["acc"].at[head, split, row[:, None], at[None, :]], numbers, mask=mask)
+        for at, values in zip(halves, acc, strict=True):
+            plgpu.store(ref["acc"].at[head, split, row[:, None], at[None, :]], values, mask=mask)
 
     begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
     end = jnp.clip(position, 0, row_pages * page_size)
@@ -144,7 +159,7 @@ def _kernel(
 
     @pl.when((split < splits) & (split_begin >= split_end))
     def _no_tokens():
-        leave(start)
+        store_carry(start)
 
     @pl.when((split < splits) & (split_begin < split_end))
     def _earlier_tokens():
@@ -158,7 +173,7 @@ def _kernel(
             slot = page * page_size + lax.rem(key_at, page_size)
             mask = jnp.broadcast_to(used[:, None], (block_keys, half))
 
-            def load(part):  # in halves, as the queries are, so that all tiles have their rows at the same threads
+            def load(part):  # in halves, like the queries, so that all tiles have their rows at the same threads
                 return [
                     plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
                     for at in halves
@@ -167,11 +182,11 @@ def _kernel(
             return attend_to(carry, query, load(0), load(1), used[None, :])
 
         num_blocks = pl.cdiv(split_end - split_begin, block_keys)
-        leave(lax.fori_loop(0, num_blocks, step, start))
+        store_carry(lax.fori_loop(0, num_blocks, step, start))
 
     @pl.when(split == splits)
     def _the_token():
-        only = jnp.arange(MIN_ROWS, dtype=jnp.int32) == 0  # a tile's least rows
+        only = jnp.arange(MIN_ROWS, dtype=jnp.int32) == 0  # the least number of rows of a tile
         tile = (MIN_ROWS, half)
         key = rotated(jnp.full(MIN_ROWS, own + group * d), only, "k_norm")
         mask = jnp.broadcast_to(only[:, None], tile)
@@ -179,16 +194,16 @@ def _kernel(
         value = [product(at, mask).astype(dtype) for at in columns]
         slot = ref["slots"][0]
         live = only & (slot >= 0) & (slot < num_slots)
-        slot = jnp.where(live, slot, num_slots)  # written nowhere
+        slot = jnp.where(live, slot, num_slots)  # beyond the pages: masked out of the write
         live = jnp.broadcast_to(live[:, None], tile)
         for part, tiles in enumerate((key, value)):
-            for at, numbers in zip(halves, tiles, strict=True):
-                plgpu.store(pages.at[slot[:, None], 2 * head + part, at[None, :]], numbers, mask=live)
-        leave(attend_to(start, queries(), key, value, (only & (position >= 0))[None, :]))
+            for at, values in zip(halves, tiles, strict=True):
+                plgpu.store(pages.at[slot[:, None], 2 * head + part, at[None, :]], values, mask=live)
+        store_carry(attend_to(start, queries(), key, value, (only & (position >= 0))[None, :]))
 
     if "out" not in ref:
         return
-    if barrier:  # all of this program's numbers are out before it is counted
+    if barrier:  # all writes of this program are visible before it is counted
         plgpu.debug_barrier()
     before = plgpu.atomic_add(ref["counts"], (head,), jnp.int32(1))
 
@@ -205,13 +220,13 @@ def _kernel(
         at_once = max(1, UNDER_WAY // (block_out * d))
 
         def read(first):
-            """(top, acc) of some parts, under way."""
+            """Start reading (top, acc) of some splits."""
             some = range(first, min(first + at_once, splits + 1))
             tops = [plgpu.load(ref["top"].at[head, i, row], mask=here, other=LEAST) for i in some]
             accs = [plgpu.load(ref["acc"].at[head, i, row[:, None], column[None, :]], mask=mask, other=0) for i in some]
             return zip(tops, accs, strict=True)
 
-        reads = read(0)  # before the first maximum is waited for
+        reads = read(0)  # starts before the first maximum is waited for
         highest = jnp.max(top, axis=0)
         total = jnp.sum(total * jnp.exp2(top - highest[None, :]), axis=0)
         acc = jnp.zeros((block_out, d), jnp.float32)

@@ -1,4 +1,4 @@
-"""self_attention as its parts: norm and product, norms of the heads, rotary embedding, cache write, attention."""
+"""self_attention in plain jnp and other ops: norm, product, norms of the heads, rotary embedding, cache, attention."""
 
 from typing import Any
 
@@ -15,15 +15,17 @@ def self_attention(
     next_out=None, num_keys=None, tree=None, *,
     num_queries, eps, scale, window, soft_cap, device=None, implementation=None,
 ):  # fmt: skip
-    how: dict[str, Any] = {"platform": device, "implementation": implementation}
-    (b, t, _), g, d = x.shape, pages.shape[2] // 2, 2 * cos.shape[-1]
+    chosen: dict[str, Any] = {"platform": device, "implementation": implementation}
+    b, t, _ = x.shape
+    g = pages.shape[2] // 2
+    d = 2 * cos.shape[-1]
     normed = rms_norm(norm, x, eps) if normed is None else normed
     query, key, value = project(product(normed, qkv, device=device), bias, q_norm, k_norm, cos, sin, g, eps, device)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
     if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
-    pages = kv_write(pages, kv.reshape(b * t, *kv.shape[2:]), slots, **how)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, **how}
+    pages = kv_write(pages, kv.reshape(b * t, *kv.shape[2:]), slots, **chosen)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, **chosen}
     query = query[:, t - num_queries :]
     mixed = paged_attention(query, pages, block_table, kv_len, num_keys, tree, **options) if num_queries else query
     return mixed[..., :d].reshape(b, num_queries, query.shape[2] * d), pages

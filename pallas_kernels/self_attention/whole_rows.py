@@ -1,8 +1,8 @@
-"""On GPU, all that follows a layer's product qkv: biases, norms, rotary embedding, cache write, attention over pages.
+"""GPU kernel for all steps after the product qkv: bias, norms of the heads, rotary embedding, cache write, attention.
 
-A program has all keys of a row and a key-value head, so that nobody else needs what is new of that head: its queries,
-keys and values are rows of one tile, which `heads` would leave to a kernel of their own. They attend to one another
-while the first keys of earlier tokens are under way.
+A program has all keys of a row and a key-value head, so that no other program needs the new queries, keys and values of
+this head. They are the rows of one tile, computed here rather than in the separate kernel `heads`. The new queries
+attend to the new keys while the first keys of earlier tokens are being read.
 """
 
 import functools
@@ -13,26 +13,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels._few_rows import what_to_ask_for, whole
-from pallas_kernels._overlap import WARPS, ask_for
+from pallas_kernels._few_rows import prefetch_options, whole
+from pallas_kernels._overlap import WARPS, prefetch
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.paged_attention.gpu import (
     MIN_ROWS,
     attend,
     attend_to_pages,
+    initial_carry,
     keys_at_a_time,
-    nothing,
     num_splits,
     num_stages,
     result,
 )
-from pallas_kernels.self_attention.heads import halves, leave_queries, new_rows, num_queries, start_reading
+from pallas_kernels.self_attention.heads import halves, new_rows, num_queries, start_reading, store_queries
 
 
 def covers(num_tokens, parts, pages, block_table, device: Device) -> bool:
-    """Where a program has all keys, and all that is new in as many rows as queries alone would take."""
-    (_, s, g2, _), (b, n) = pages.shape, block_table.shape
+    """Return whether a program can have all keys of a row, and all new queries, keys and values in MIN_ROWS rows."""
+    _, s, g2, _ = pages.shape
+    b, n = block_table.shape
     one = device.shares_much and num_splits(b * g2 // 2, n * s, True) == 1
     return one and num_tokens * (num_queries(parts, pages) + 2) <= MIN_ROWS
 
@@ -42,19 +43,26 @@ def attention(
     parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
     eps, scale, window, soft_cap, then=None, device,
 ):  # fmt: skip
-    """parts [splits, M, (H + 2G) * D] of the product, for M tokens -> mixed [M, H * D], and pages with what is new.
+    """Compute the attention of M tokens, and write their keys and values to the pages. Return mixed [M, H * D], pages.
 
-    The others as in `self_attention`, cos and sin f32[M, D / 2]. then: the matrix of the next product, or None.
+    Args:
+      parts: [splits, M, (H + 2G) * D], the parts of the product qkv.
+      cos, sin: f32[M, D / 2].
+      then: the matrix of the next product, to be prefetched; or None. All other arguments are those of
+        `self_attention`.
     """
-    (p, s, g2, d), (_, m, width), b = pages.shape, parts.shape, len(kv_len)
+    p, s, g2, d = pages.shape
+    _, m, width = parts.shape
+    b = len(kv_len)
     operands = {"parts": parts, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots, "cos": cos}
     operands |= {"sin": sin, "block_table": block_table, "kv_len": kv_len}
     operands = {name: value for name, value in operands.items() if value is not None}
-    grid, block_keys = (g2 // 2, b), keys_at_a_time(d, pages.dtype)
-    asked_for, ahead = what_to_ask_for(then, m, grid, device)
+    grid = (g2 // 2, b)
+    block_keys = keys_at_a_time(d, pages.dtype)
+    next_weights, ahead = prefetch_options(then, m, grid, device)
     outputs = {"mixed": (m, width - g2 * d), "pages": (p * s, g2, d)}
-    names = (*operands, *("next_out" for _ in asked_for), "old_pages", *outputs)
-    arrays = *operands.values(), *asked_for, pages.reshape(outputs["pages"])
+    names = (*operands, *("next_out" for _ in next_weights), "old_pages", *outputs)
+    arrays = *operands.values(), *next_weights, pages.reshape(outputs["pages"])
     mixed, new_pages = pl.pallas_call(
         functools.partial(
             _kernel, names=names, num_tokens=m // b, page_size=s, block_keys=block_keys, ahead=ahead,
@@ -81,7 +89,7 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window,
     head, b = pl.program_id(0), pl.program_id(1)
 
     row = jnp.arange(MIN_ROWS, dtype=jnp.int32)
-    token, part = lax.div(row, group + 2), lax.rem(row, group + 2)  # of this row of the batch; see start_reading
+    token, part = lax.div(row, group + 2), lax.rem(row, group + 2)  # of each row of the tile: see start_reading
     rows = head, b * num_tokens + token, part, token < num_tokens
     position = ref["kv_len"][b] - num_tokens  # of the first query
     begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
@@ -89,16 +97,16 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window,
     read = start_reading(ref, *rows)
 
     def first():
-        """(what is new of the head, the carry after its own keys)."""
+        """Return (the new rows of the head, the carry after the new keys)."""
         new = new_rows(ref, read, *rows, eps=eps)
         seen = (part == group)[None, :] & (token[None, :] <= token[:, None]) & (position >= 0)
         if window is not None:
             seen &= token[None, :] > token[:, None] - window
-        # A key's value is the next row: brought to the key's by a product with ones, which rounds nothing.
+        # The value of a key is in the next row. A product with ones moves it to the key's row without rounding.
         following = (row[None, :] == row[:, None] + 1).astype(pages.dtype)
         precision = lax.Precision.HIGHEST if pages.dtype == jnp.float32 else None
         values = [plgpu.dot(following, half, precision=precision).astype(half.dtype) for half in new]
-        start = nothing(row.size, d // 2, len(new))
+        start = initial_carry(row.size, d // 2, len(new))
         top, total, *acc = attend(start, new, new, values, seen, scale=scale, soft_cap=soft_cap)
         place = jnp.arange(block_keys, dtype=jnp.int32)[None, :]
         return new, (top, jnp.where(place == 0, total[:, None], 0.0), *acc)
@@ -106,6 +114,6 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window,
     carry = attend_to_pages(
         first, position + token, pages, block_table, (b, head), (begin, end), columns=halves(d), page_size=page_size,
         block_keys=block_keys, whole=True, window=window, scale=scale, soft_cap=soft_cap,
-        ahead=ahead and functools.partial(ask_for, ref["next_out"], **ahead),
+        ahead=ahead and functools.partial(prefetch, ref["next_out"], **ahead),
     )  # fmt: skip
-    leave_queries(ref["mixed"], result(carry, device), group, *rows)
+    store_queries(ref["mixed"], result(carry, device), group, *rows)

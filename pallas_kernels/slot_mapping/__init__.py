@@ -2,8 +2,8 @@ import jax
 
 from pallas_kernels.forms import Op, Where, check_shape, mosaic, plain, triton
 
-# A few vector operations, which XLA fuses with their neighbours; a kernel of their own only adds a launch (H200: merge
-# and slots 4 us fused, 6 to 7 as kernels).
+# Plain jnp is the best form everywhere: XLA fuses these few vector operations with their neighbours. A kernel adds a
+# launch (merge_tokens and slot_mapping together on an H200: 4 us fused, 6 to 7 us as kernels).
 OP = Op("slot_mapping", (mosaic(), triton(), plain()))
 
 
@@ -19,21 +19,22 @@ def slot_mapping(
     implementation: str | None = None,
     platform: Where = None,
 ) -> jax.Array:
-    """The cache slot of every merged token: page * page_size + offset, or `pad_slot` where nothing is to be written.
+    """Return the cache slot of every merged token: page * page_size + offset, or `pad_slot` to write nothing.
 
     An element gets `pad_slot` if it is rejected, if its position is negative or not below
-    `min(max_model_len, N * page_size)`, if its row has no page there, or if it belongs to the padded tail.
+    `min(max_model_len, N * page_size)`, if its row has no page for the position, or if it belongs to the padded tail.
 
     Args:
       positions: i32[T+B], as merged by `merge_tokens`; T may be 0.
       rejected: bool[T+B], from `merge_tokens`.
       query_start: i32[B+1], the layout *before* the merge: row b owns `query_start[b] + b : query_start[b+1] + b + 1`.
       block_table: i32[B, N], page ids; `num_pages` where no page is assigned, never negative.
-      page_size, max_model_len: positions in a page, positions a row may have.
+      page_size: positions of a page.
+      max_model_len: positions that a row may have.
       pad_slot: `num_pages * page_size`, one beyond the last slot; never -1, because negative indices wrap.
-      implementation: None (the best known for these arrays there), "reference" (plain jnp) or "pallas" (a kernel where
-        there is one for them).
-      platform: None (the default backend), "cpu", "gpu", "tpu" or a `Device`; name it when compiling for another.
+      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
+        (the kernel where one covers these arrays, else plain jnp).
+      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
 
     Returns:
       slots i32[T+B].

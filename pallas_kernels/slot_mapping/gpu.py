@@ -1,4 +1,4 @@
-"""slot_mapping on GPU: every program finds the rows of one block of elements, then reads the table."""
+"""slot_mapping on GPU. Every program finds the rows of one block of elements, then reads the block table."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Matrices that memory holds output-first, [O, I]: tables, and on a CPU all that products read."""
+"""Matrices that memory holds output-first, [O, I]: embedding tables, and on a CPU the weights of all products."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -46,7 +46,7 @@ class OutputFirst(Weight):
 class Streamed(OutputFirst):
     """A matrix that a CPU reads row by row (`pallas_kernels/streamed.py`).
 
-    array: [O, I], float32, or bfloat16 where that holds the same numbers in half of the bytes.
+    array: [O, I], float32, or bfloat16 if it represents the same values exactly, in half of the bytes.
     """
 
     form: ClassVar[str] = "streamed"

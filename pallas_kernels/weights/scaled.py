@@ -1,4 +1,4 @@
-"""Matrices in 8 bits: integers or e4m3 floats, and a scale for each block of them."""
+"""Matrices in 8 bits: integers or e4m3 floats, with a scale for each block."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -14,11 +14,11 @@ from pallas_kernels.weights import Weight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaled(Weight):
-    """values times scale, a scale a block of BI inputs and BO outputs.
+    """A matrix of values times scales, one scale for each block of BI inputs and BO outputs.
 
     values: [I, O], int8 or float8_e4m3fn.
-    scale: [I / BI, O / BO]. BI = I is a scale per channel; with BO = O too, per tensor.
-    computes_in: the dtype of the activations, into which the products values * scale are rounded.
+    scale: [I / BI, O / BO]. BI = I is a scale for each output; with BO = O too, for the whole matrix.
+    computes_in: dtype of the activations, to which values * scale are rounded.
     """
 
     form: ClassVar[str] = "scaled"
@@ -38,13 +38,14 @@ class Scaled(Weight):
         return plain.dot(x, self.dense(), 0, dtype)
 
     def dense(self) -> jax.Array:
-        (inputs, outputs), blocks = self.values.shape, self.scale.shape
+        inputs, outputs = self.values.shape
+        blocks = self.scale.shape
         split = inputs // blocks[0], outputs // blocks[1]
         values = self.values.astype(jnp.float32).reshape(blocks[0], split[0], blocks[1], split[1])
-        numbers = values * self.scale.astype(jnp.float32)[:, None, :, None]
-        return numbers.reshape(inputs, outputs).astype(self.dtype)
+        dense = values * self.scale.astype(jnp.float32)[:, None, :, None]
+        return dense.reshape(inputs, outputs).astype(self.dtype)
 
     def specs(self, spec: Any) -> Any:
-        # A dimension of one block is on every device.
+        # A dimension of a single block is replicated.
         of_scale: Any = P(*(axis if size > 1 else None for size, axis in zip(self.scale.shape, spec, strict=False)))
         return dataclasses.replace(self, values=spec, scale=of_scale)
