@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, parsed."""
+"""The ModelConfig of a GGUF file, parsed from its metadata."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxspec.models.families import FAMILIES, GGUF
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
-# GGUF key, after the architecture's name, that changes what a model computes -> the only value that is supported.
+# GGUF keys, without the architecture's prefix, that change what a model computes, and the only supported value of each.
 GGUF_FIXED: dict[str, Any] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0,
@@ -27,13 +27,18 @@ GGUF_FIXED: dict[str, Any] = {
     "rope.scaling.attn_factor": 1,
 }
 
+# Keys that name stop ids.
 GGUF_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors=()) -> ModelConfig:
     """Parse GGUF metadata (`general.architecture` and `<arch>.*` keys).
 
-    vocab_size: rows of token_embd; tied: no output.weight in the file; rope_factors: rope_freqs.weight if present.
+    vocab_size: number of rows of token_embd.
+    tied: whether the file has no output.weight.
+    rope_factors: the values of rope_freqs.weight, if present.
+    Raises: UnsupportedError for an architecture, or an option that changes what is computed, that is not supported;
+      UserError for a key that is missing or a value that no model has.
     """
     family = meta.get("general.architecture")
     if family not in tuple(GGUF):
@@ -41,6 +46,7 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
     files = GGUF[family]
 
     def get(key: str, what: str, default: Any = None) -> Any:
+        """Return the number under a key of the architecture. what: the entry of LIMITS that bounds it."""
         value = meta.get(f"{family}.{key}", default)
         if value is None:
             raise UserError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
@@ -52,10 +58,11 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
         if (value := meta.get(f"{family}.{key}", only)) != only:
             raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
     stretched = f"{family}.rope.scaling.factor" in meta
-    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as llama.cpp has it
+    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as in llama.cpp
     if scaling not in ("none", "linear"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
-    layers, width = get("block_count", "num_layers"), get("embedding_length", "width")
+    layers = get("block_count", "num_layers")
+    width = get("embedding_length", "width")
     heads = get("attention.head_count", "num_heads")
     head_dim = get("attention.key_length", "head_dim", width // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
@@ -69,10 +76,12 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
         if factors:
             raise UnsupportedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
         factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
-    window, local = 0, [False] * layers
-    if files.period:  # the file may give another one, or a flag a layer
+    window = 0
+    local = [False] * layers  # for each layer, whether it has the sliding window
+    if files.period:  # the file may give another period, or a flag for each layer
         window = get("attention.sliding_window", "window")
-        if isinstance(flags := meta.get(f"{family}.attention.sliding_window_pattern"), list):
+        flags = meta.get(f"{family}.attention.sliding_window_pattern")
+        if isinstance(flags, list):
             local = flags
         else:
             period = get("attention.sliding_window_pattern", "num_layers", files.period)
