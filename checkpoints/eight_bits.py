@@ -32,9 +32,8 @@ def narrowed(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
     if not np.isfinite(largest).all():
         raise UserError(f"tensor {name} holds numbers that are not finite: 8 bits have none for them")
     mantissa, exponent = np.frexp(largest / np.float32(LARGEST))
-    exponent = np.maximum(
-        exponent - (mantissa == 0.5), -126
-    )  # smaller scales are subnormal: some devices flush them to 0
+    # Smaller scales are subnormal: some devices flush them to 0.
+    exponent = np.maximum(exponent - (mantissa == 0.5), -126)
     scale = np.ldexp(np.float32(1), exponent)
     whole = np.rint(groups / scale[..., None]).astype(np.int8)
     return whole.reshape(x.shape), scale.astype(jnp.bfloat16)
