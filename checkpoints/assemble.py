@@ -121,10 +121,11 @@ def assemble(
 
 def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
     """Read one parameter shard by shard in the file's layout, then transpose and convert it on its devices."""
-    turned = parameter.kind == "matrix"  # tables and vectors have the same layout in the file
+    transpose = parameter.kind == "matrix"  # tables and vectors have the same layout in the file
     sharding = parameter.sharding or SingleDeviceSharding(jax.devices()[0])
-    shape, stored = parameter.shape, sharding
-    if turned:
+    shape = parameter.shape  # in the file's layout, like `stored`
+    stored = sharding
+    if transpose:
         shape = (*shape[1:], shape[0])
         if isinstance(sharding, NamedSharding):
             spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
@@ -132,6 +133,7 @@ def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
     pieces: dict[Any, np.ndarray] = {}  # devices that hold the same shard share one read
 
     def piece(index: Any) -> np.ndarray:
+        """Return the shard of a device."""
         index = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
@@ -139,15 +141,15 @@ def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
         return pieces[key]
 
     array = jax.make_array_from_callback(shape, stored, piece)
-    if not turned and array.dtype == parameter.dtype:
+    if not transpose and array.dtype == parameter.dtype:
         return array
-    return turn(turned, jnp.dtype(parameter.dtype), sharding)(array)
+    return converter(transpose, jnp.dtype(parameter.dtype), sharding)(array)
 
 
 @functools.lru_cache(maxsize=64)
-def turn(turned: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return the device program that moves the input axis to the front, if `turned`, and converts the dtype."""
-    return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if turned else x).astype(dtype), out_shardings=sharding)
+def converter(transpose: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return the device program that moves the input axis to the front, if `transpose`, and converts the dtype."""
+    return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if transpose else x).astype(dtype), out_shardings=sharding)
 
 
 def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndarray:

@@ -131,6 +131,7 @@ def read_header(path: Path) -> Header:
 
 @functools.lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, _mtime: int) -> Header:
+    """Parse a header. A file that changes is parsed again, because its size and time are part of the cache's key."""
     with told(path), path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{path} is no GGUF file")
@@ -146,6 +147,7 @@ def _read_header(path: Path, size: int, _mtime: int) -> Header:
 
 
 def _parse(cursor: Cursor) -> Header:
+    """Parse a header. Raises: UserError for another version; struct.error where it is damaged."""
     cursor.at = len(MAGIC)
     (version,) = cursor.take("I")
     tensors, keys = cursor.take("Q", 2)
@@ -218,7 +220,9 @@ def load_params(
     interleaved = families.GGUF[config.family].interleaved
 
     def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
-        return halves(x, config.head_dim) if interleaved and part in ("q", "k") else x
+        if interleaved and part in ("q", "k"):
+            return halves(x, config.head_dim)
+        return x
 
     return assemble(config, abstract, GGUF, Weights(path), edit=edit, progress=progress)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -44,16 +45,7 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
     if family not in tuple(GGUF):
         raise UnsupportedError(f"GGUF architecture {short(family)}: jaxspec reads {', '.join(GGUF)}")
     files = GGUF[family]
-
-    def get(key: str, what: str, default: Any = None) -> Any:
-        """Return the number under a key of the architecture. what: the entry of LIMITS that bounds it."""
-        value = meta.get(f"{family}.{key}", default)
-        if value is None:
-            raise UserError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
-        if isinstance(value, list):
-            raise UnsupportedError(f"{family}.{key} has a value for each layer: one for all is supported")
-        return number(what, value, f"{family}.{key}")
-
+    get = functools.partial(number_of, meta, family)
     for key, only in GGUF_FIXED.items():
         if (value := meta.get(f"{family}.{key}", only)) != only:
             raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
@@ -76,16 +68,7 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
         if factors:
             raise UnsupportedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
         factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
-    window = 0
-    local = [False] * layers  # for each layer, whether it has the sliding window
-    if files.period:  # the file may give another period, or a flag for each layer
-        window = get("attention.sliding_window", "window")
-        flags = meta.get(f"{family}.attention.sliding_window_pattern")
-        if isinstance(flags, list):
-            local = flags
-        else:
-            period = get("attention.sliding_window_pattern", "num_layers", files.period)
-            local = [bool((i + 1) % period) for i in range(layers)]
+    windows = sliding_windows(meta, family, layers) if files.period else (None,) * layers
     theta, local_theta = files.theta, files.local_theta
     return ModelConfig(
         family=family,
@@ -97,7 +80,7 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
         num_kv_heads=get("attention.head_count_kv", "num_kv_heads", heads),
         head_dim=head_dim,
         max_model_len=get("context_length", "max_model_len"),
-        windows=tuple(window if sliding else None for sliding in local),
+        windows=windows,
         rope=Rope(float(get("rope.freq_base", "theta", theta)), factors),
         local_rope=Rope(float(get("rope.freq_base_swa", "theta", local_theta))) if local_theta else None,
         norm_eps=get("attention.layer_norm_rms_epsilon", "norm_eps"),
@@ -107,3 +90,30 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
         bos_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_ids=tuple(dict.fromkeys(i for key in GGUF_ENDS for i in token_ids(meta.get(key), key))),
     )
+
+
+def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default: Any = None) -> Any:
+    """Return the number under a key of the architecture. what: the entry of LIMITS that bounds it.
+
+    Raises: UserError where it is missing or out of bounds; UnsupportedError for a list.
+    """
+    value = meta.get(f"{family}.{key}", default)
+    if value is None:
+        raise UserError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
+    if isinstance(value, list):
+        raise UnsupportedError(f"{family}.{key} has a value for each layer: one for all is supported")
+    return number(what, value, f"{family}.{key}")
+
+
+def sliding_windows(meta: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, None for full attention.
+
+    The last of every `Gguf.period` layers has full attention, unless the file gives another period or a flag a layer.
+    """
+    window = number_of(meta, family, "attention.sliding_window", "window")
+    key = "attention.sliding_window_pattern"
+    flags = meta.get(f"{family}.{key}")
+    if not isinstance(flags, list):
+        period = number_of(meta, family, key, "num_layers", GGUF[family].period)
+        flags = [bool((i + 1) % period) for i in range(layers)]
+    return tuple(window if flag else None for flag in flags)

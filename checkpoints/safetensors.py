@@ -172,7 +172,7 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
-        self._home: dict[str, Any] = {}  # tensor name -> open file
+        self._home: dict[str, Any] = {}  # the open file of each tensor
         for path in files_of(folder):
             file = opened(path)
             self._home |= dict.fromkeys(file.keys(), file)

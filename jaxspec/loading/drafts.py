@@ -54,7 +54,10 @@ def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str],
     if not differing:
         return draft
     draft = reread(draft, differing)
-    if draft.reading and draft.target and (refused := sorted(differing - draft.reading.names.keys())):
+    assert draft.reading is not None
+    assert draft.target is not None
+    refused = sorted(differing - draft.reading.names.keys())
+    if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise MisfitError(
             f"the draft {draft.name!r} was made beside another target than {draft.target.name!r}: its tensor "
