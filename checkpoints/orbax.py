@@ -70,8 +70,8 @@ def save(
 def appearing(folder: Path, replaced: Collection[str] = ()) -> Iterator[Path]:
     """Yield a temporary folder to fill, and rename it to `folder` at the end unless there was an error.
 
-    replaced: names of entries to delete in an existing `folder`, before the new entries are moved into it. Its other
-      entries stay.
+    replaced: names of the entries that the new ones replace in an existing `folder`. Its other entries stay. If empty,
+      the folder must not exist yet or be empty.
     Raises: DiskError where it cannot be written.
     """
     partial = folder.parent / f".{folder.name}.partial"

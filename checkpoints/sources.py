@@ -150,8 +150,9 @@ def local_folder(path: Path, model: str) -> Source:
     path = path.resolve()
     if there(path / CONFIG_FILE):
         return Source("orbax", path, path.name)
-    if any(there(file) for patterns in WEIGHT_FILES for pattern in patterns for file in path.glob(pattern)):
-        return Source("hf", path, path.name)  # some heads come without a configuration
+    patterns = [pattern for group in WEIGHT_FILES for pattern in group]
+    if any(there(file) for pattern in patterns for file in path.glob(pattern)):
+        return Source("hf", path, path.name)  # some heads have no configuration
     files = sorted(file for file in path.glob("*.gguf") if there(file))
     if len(files) == 1:
         return Source("gguf", files[0], files[0].stem)
@@ -213,8 +214,10 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
 def weight_files(files: list[str]) -> list[str]:
     """Return the patterns of the weight files to fetch from a repository: those of the preferred format that it has."""
     own = [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in UNWANTED_FILES)]
-    found = (patterns for patterns in WEIGHT_FILES if any(fnmatch.filter(own, pattern) for pattern in patterns))
-    return next(found, WEIGHT_FILES[0])
+    for patterns in WEIGHT_FILES:
+        if any(fnmatch.filter(own, pattern) for pattern in patterns):
+            return patterns
+    return WEIGHT_FILES[0]
 
 
 def embedded(name: str) -> Path:
