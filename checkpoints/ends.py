@@ -14,10 +14,10 @@ from checkpoints.reading import read_config, told
 from checkpoints.sources import Source
 from jaxspec.models.limits import token_ids
 
-ENDS = re.compile(
-    r"(eos|eot|eom|eod|stop)(_token)?_ids?"
-)  # keys that name stop ids in config.json, generation_config.json
-TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "decoder")  # within config.json, may name stop ids too
+# Keys that name stop ids in config.json and generation_config.json.
+ENDS = re.compile(r"(eos|eot|eom|eod|stop)(_token)?_ids?")
+# Nested configurations in config.json that may name stop ids too.
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "decoder")
 SPECIAL_TOKENS = ("eos_token", "eot_token", "eom_token", "eod_token")  # attributes of a tokenizer
 ANSWER = "answer4711"  # a text that no chat template contains
 MOST_LINES = 10_000  # lines that a chat template may execute; usual ones execute some hundred

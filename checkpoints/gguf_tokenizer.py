@@ -22,6 +22,7 @@ ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 LONGEST_PIECE = 1024  # characters; every way to split a SentencePiece token in two is tried
 SPACE = "▁"  # represents a space in SentencePiece tokens
 
+# Regular expressions of pre-tokenizers, put together from those for words, numbers and the rest.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST

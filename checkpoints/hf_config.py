@@ -154,9 +154,8 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
     known = {key: raw[key] for key in READ if key in raw}
-    if (
-        known.get("num_key_value_heads", 0) is None
-    ):  # null means as many as query heads; transformers refuses it for some families
+    # Null means as many as query heads; transformers refuses it for some families.
+    if known.get("num_key_value_heads", 0) is None:
         known["num_key_value_heads"] = known.get("num_attention_heads")
     return known
 

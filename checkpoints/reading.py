@@ -15,6 +15,7 @@ from jaxspec.common.errors import MisfitError, UnsupportedError, UserError
 
 LONGEST = 400  # characters kept of a library's error message; some are paragraphs
 MOST_JSON = 2**28  # bytes that a JSON file may have
+# Kinds of files that are never opened.
 SPECIAL = {
     stat.S_IFIFO: "a fifo",
     stat.S_IFSOCK: "a socket",

@@ -47,7 +47,7 @@ def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str],
     if draft.reading is None or draft.target is None:
         return draft
     target = draft.target.config
-    # Within the target's checkpoint the target's own tensors are not copies.
+    # A head within the target's checkpoint shares the target's tensors, which need no comparison.
     own = names.hf(target.family).places if draft.within else ()
     copies = {name: place for name, place in draft.reading.copies.items() if re.sub(r"\d+", "{}", name) not in own}
     differing = heads.differing_copies(draft.source.path, copies, target, parameters(target), target_parameter)

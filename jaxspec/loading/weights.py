@@ -59,7 +59,7 @@ def load(model: ResolvedModel, dtype: Any, placement: Any, target: Model | None 
 def check_finite(name: str, weights: dict[str, jax.Array]) -> None:
     """Raise UserError for a weight of the output head that is not finite.
 
-    All logits would be NaN, which a caller that sees only the argmax token would not notice.
+    Logits would be NaN, which a caller that sees only the argmax token would not notice.
     """
     for where, is_finite in jax.device_get(finite(weights)).items():
         if not is_finite:
