@@ -1,9 +1,9 @@
-"""Named tensors in a file's layout -> parameters on their devices, in the decoder's layout.
+"""Build sharded parameters in the decoder's layout from the named tensors of a file.
 
-Files store a product's weights output-first, [O, I]; the decoder wants them input-first. Each device's part is read
-in the file's order, merged there by copying whole rows (`LayerConfig.qkv_parts`), sent to the device as it is stored,
-and only there transposed and converted. Transposing bfloat16 in numpy is a slow strided copy (over a
-minute for 8B parameters); the device does it two to five times faster even where it is a CPU.
+Files store the matrix of a product output-first, [O, I]; the decoder needs it input-first, [I, O]. The host reads each
+device's shard in the file's layout and merges the parts of a merged parameter by copying whole rows
+(`LayerConfig.qkv_parts`). The device then transposes the shard and converts its dtype. Transposing bfloat16 in numpy is
+a slow strided copy (over a minute for 8B parameters); the device does it two to five times faster, even if it is a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Read = Callable[[str, Index], np.ndarray]
 
 
 def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
-    """The shape that a file's tensor must have to be `part` of a parameter, or all of it."""
+    """Return the shape that the file's tensor for `part` of a parameter must have. "" is the part that is the whole."""
     if not part:
         return parameter.shape[::-1] if parameter.kind == "matrix" else parameter.shape
     columns = dict(parameter.parts)
@@ -40,14 +40,19 @@ def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
 
 
 def copying(parameter: Parameter, read: Read) -> Read:
-    """Return `read` as if each group of a part's rows stood in the file as often as in the parameter."""
-    sizes, copies = dict(parameter.parts), dict(parameter.copies)
+    """Wrap `read` so that it returns each group of rows as often as the parameter repeats it (`Parameter.copies`).
+
+    The indices given to the returned function count rows of the parameter, copies included.
+    """
+    sizes = dict(parameter.parts)
+    copies = dict(parameter.copies)
 
     def copied(part: str, index: Index) -> np.ndarray:
-        if (n := copies.get(part, 1)) == 1:
+        n = copies.get(part, 1)
+        if n == 1:
             return read(part, index)
         rows, size = index[0], sizes[part]
-        first, last = rows.start // size, rows.stop // size
+        first, last = rows.start // size, rows.stop // size  # groups of the parameter
         x = read(part, (slice(first // n * size, -(-last // n) * size), *index[1:]))
         groups = np.repeat(x.reshape(-1, size, *x.shape[1:]), n, axis=0)[first % n :][: last - first]
         return groups.reshape(-1, *x.shape[1:])
@@ -56,11 +61,12 @@ def copying(parameter: Parameter, read: Read) -> Read:
 
 
 def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, file: TensorFile) -> None:
-    """Compares what the file holds with what the model needs, before anything is read.
+    """Compare the names and shapes of the file's tensors with those that the model needs, before any tensor is read.
 
     Raises: UserError that names the first tensor that is missing, of a wrong shape, or not part of the model.
     """
-    found, used = file.shapes(), set()
+    found = file.shapes()
+    used: set[str] = set()
     for where, parameter in abstract.items():
         for part, name in table.sources(where).items():
             expected = stored_shape(parameter, part)
@@ -85,11 +91,12 @@ def assemble(
     edit: Callable[[Parameter, str, np.ndarray], np.ndarray],
     progress: bool = True,
 ) -> dict[str, jax.Array]:
-    """Every parameter of `abstract`, read from `file`, with the dtype and sharding that `abstract` asks for.
+    """Read every parameter of `abstract` from `file`, with the dtype and sharding given there.
 
-    edit(parameter, part, rows): undoes what the format did to values or rows; it sees whole heads of q and k.
-    Raises: UserError as `check` does; UnsupportedError as `check_repeats` and `check_frequencies` do, and for integers
-      where numbers are stored, or the other way.
+    edit(parameter, part, rows): undoes a transformation that the format applied to values or rows. The rows of q and k
+      that it gets are whole heads.
+    Raises: UserError as `check` does; UnsupportedError as `check_repeats` and `check_frequencies` do, and for a tensor
+      of integers where floating point is needed, or the reverse.
     """
     check(config, abstract, table, file)
     check_repeats(table, file)
@@ -113,18 +120,20 @@ def assemble(
 
 
 def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
-    """One parameter: read in the file's order by each device's part, then turned and converted on the devices."""
-    turned = parameter.kind == "matrix"  # tables and vectors are stored as they are
+    """Read one parameter shard by shard in the file's layout, then transpose and convert it on its devices."""
+    transpose = parameter.kind == "matrix"  # tables and vectors have the same layout in the file
     sharding = parameter.sharding or SingleDeviceSharding(jax.devices()[0])
-    shape, stored = parameter.shape, sharding
-    if turned:
+    shape = parameter.shape  # in the file's layout, like `stored`
+    stored = sharding
+    if transpose:
         shape = (*shape[1:], shape[0])
         if isinstance(sharding, NamedSharding):
             spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
             stored = NamedSharding(sharding.mesh, P(*spec[1:], spec[0]))
-    pieces: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
+    pieces: dict[Any, np.ndarray] = {}  # devices that hold the same shard share one read
 
     def piece(index: Any) -> np.ndarray:
+        """Return the shard of a device."""
         index = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
@@ -132,22 +141,23 @@ def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
         return pieces[key]
 
     array = jax.make_array_from_callback(shape, stored, piece)
-    if not turned and array.dtype == parameter.dtype:
+    if not transpose and array.dtype == parameter.dtype:
         return array
-    return turn(turned, jnp.dtype(parameter.dtype), sharding)(array)
+    return converter(transpose, jnp.dtype(parameter.dtype), sharding)(array)
 
 
 @functools.lru_cache(maxsize=64)
-def turn(turned: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
-    """The device program that moves the input axis to the front and converts."""
-    return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if turned else x).astype(dtype), out_shardings=sharding)
+def converter(transpose: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return the device program that moves the input axis to the front, if `transpose`, and converts the dtype."""
+    return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if transpose else x).astype(dtype), out_shardings=sharding)
 
 
 def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndarray:
-    """The slice `index` of a parameter in the file's order; of a merged one, its parts in groups of rows."""
+    """Return the slice `index` of a parameter in the file's layout, the parts of a merged one interleaved by group."""
     if not parameter.parts:
         return read("", index)
-    sizes, rows, rest = dict(parameter.parts), index[0], index[1:]
+    sizes = dict(parameter.parts)
+    rows, rest = index[0], index[1:]
     group = sum(sizes.values())
     if rows.start % group or rows.stop % group:
         raise UserError(f"the mesh cuts through a group of {where}: its size must divide the number of groups")

@@ -1,4 +1,4 @@
-"""Tensors that are not read because something else stands in their place: each is compared with that, as a whole."""
+"""Redundant tensors of a checkpoint, which are not loaded: each is compared in full with what is used instead."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from jaxspec.common.errors import UnsupportedError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
 
-PIECE = 1 << 26  # bytes of a tensor that are compared at a time
+PIECE = 1 << 26  # bytes of a float32 tensor that are compared at a time
 
 
 @jax.jit
 def same(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Compare two arrays: whether the numbers of one are the other's, rounded to its dtype."""
-    # By their bits: where numbers are compared, a compiler may leave the rounding out.
-    bits = lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    """Return whether one of two arrays is the other, rounded to its dtype."""
+
+    def bits(x: jax.Array) -> jax.Array:
+        # Comparing floats instead would allow the compiler to skip the rounding.
+        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
     return jnp.all((bits(x.astype(y.dtype)) == bits(y)) | (bits(y.astype(x.dtype)) == bits(x)))
 
 
 def check_repeats(table: Table, file: TensorFile) -> None:
-    """Raises UnsupportedError where a tensor is not the one that is read in its place: some versions of transformers
-    would take the one, others the other."""
+    """Check that each tensor of `table.repeats` equals the tensor that is read instead.
+
+    Raises: UnsupportedError where they differ: versions of transformers disagree about which of the two they use.
+    """
     for name, read in table.repeats.items():
         if name in file.shapes() and not repeats(file, name, read):
             raise UnsupportedError(
@@ -39,7 +44,7 @@ def check_repeats(table: Table, file: TensorFile) -> None:
 
 
 def repeats(file: TensorFile, name: str, read: str) -> bool:
-    """Compare two tensors of a file, some rows at a time."""
+    """Return whether two tensors of a file are the same floats. They are compared some rows at a time."""
     shape = file.shapes()[name]
     if shape != file.shapes().get(read):
         return False
@@ -51,13 +56,22 @@ def repeats(file: TensorFile, name: str, read: str) -> bool:
 
 
 def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> None:
-    """Raises UnsupportedError where a file's rotary frequencies are not those that its configuration gives."""
-    known = [ways for rope in (config.rope, config.local_rope) if rope for ways in frequencies(rope, config.head_dim)]
-    for name in [name for name in file.shapes() if any(fnmatch.fnmatchcase(name, p) for p in table.frequencies)]:
+    """Check the rotary frequencies that a file stores against those that follow from its configuration.
+
+    Raises: UnsupportedError where they differ.
+    """
+    known = []
+    for rope in (config.rope, config.local_rope):
+        if rope:
+            known += frequencies(rope, config.head_dim)
+    for name in file.shapes():
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in table.frequencies):
+            continue
         fits = file.shapes()[name] == known[0].shape
         x = file.read(name, (slice(0, len(known[0])),)) if fits else np.zeros(0)
         rtol = 1e-5 if x.dtype.itemsize > 2 else 1e-2
-        near = (np.allclose(x.astype(np.float64), wanted, rtol, atol=1e-7) for wanted in known)  # float16's least step
+        atol = 1e-7  # the least step of float16
+        near = (np.allclose(x.astype(np.float64), wanted, rtol, atol=atol) for wanted in known)
         if not (fits and any(near)):
             raise UnsupportedError(
                 f"{file.where}: tensor {name} holds other rotary frequencies than rope_theta gives: mend rope_theta in "
@@ -66,6 +80,6 @@ def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> No
 
 
 def frequencies(rope: Rope, head_dim: int) -> list[Any]:
-    """Return the frequencies of a rotary embedding, without its factors and with them."""
+    """Return the frequencies of a rotary embedding: without its scaling factors and, if it has any, with them."""
     plain = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     return [plain, plain / np.asarray(rope.factors)] if rope.factors else [plain]

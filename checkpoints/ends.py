@@ -1,4 +1,4 @@
-"""Token ids that end a text: every id that some part of a checkpoint calls an end, and which part that is."""
+"""Stop ids: every token id that some part of a checkpoint names as the end of a text, and the parts that name it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from checkpoints.reading import read_config, told
 from checkpoints.sources import Source
 from jaxspec.models.limits import token_ids
 
-ENDS = re.compile(r"(eos|eot|eom|eod|stop)(_token)?_ids?")  # keys of config.json and generation_config.json
-TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "decoder")  # of config.json, which name ends too
-SPECIAL_TOKENS = ("eos_token", "eot_token", "eom_token", "eod_token")  # of a tokenizer
-ANSWER = "answer4711"  # a text that no template has
-MOST_LINES = 10_000  # of its own that a template may run; it runs some hundred
+# Keys that name stop ids in config.json and generation_config.json.
+ENDS = re.compile(r"(eos|eot|eom|eod|stop)(_token)?_ids?")
+# Nested configurations in config.json that may name stop ids too.
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "decoder")
+SPECIAL_TOKENS = ("eos_token", "eot_token", "eom_token", "eod_token")  # attributes of a tokenizer
+ANSWER = "answer4711"  # a text that no chat template contains
+MOST_LINES = 10_000  # lines that a chat template may execute; usual ones execute some hundred
 
 
 def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
-    """Return the token ids that end a text, without repetitions. Arguments and errors as those of `load_ends`."""
+    """Return the token ids that end a text, each once. Arguments and errors are those of `load_ends`."""
     return tuple(load_ends(source, tokenizer))
 
 
 def load_ends(source: Source, tokenizer: Any = None) -> dict[int, tuple[str, ...]]:
     """Return the token ids that end a text, each with the parts of the checkpoint that name it.
 
-    tokenizer: loaded from the source where not given.
-    Raises: UserError naming the file for what is no id of 31 bits.
+    tokenizer: the source's tokenizer; loaded if not given.
+    Raises: UserError, naming the file, for a value that is not a token id of at most 31 bits.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
     found: dict[int, tuple[str, ...]] = {}
@@ -47,33 +49,34 @@ def load_ends(source: Source, tokenizer: Any = None) -> dict[int, tuple[str, ...
 
 
 def add(found: dict[int, tuple[str, ...]], ids: tuple[int, ...], part: str) -> None:
-    """Note that a part of the checkpoint names these ids."""
+    """Record in `found` that a part of the checkpoint names these ids."""
     for i in ids:
         found[i] = (*found.get(i, ()), part)
 
 
 def named(source: Source) -> dict[str, list[tuple[str, Any]]]:
-    """Return the keys that name ends, with their values, by file."""
+    """Return for each file the keys that name stop ids, with their values."""
     if source.kind == "orbax":
         return {orbax.CONFIG_FILE: [("eos_ids", load_config(source).eos_ids)]}
     if source.kind == "gguf":
         meta = gguf.read_header(source.path).meta
         return {"": [(key, meta[key]) for key in GGUF_ENDS if key in meta]}
-    load_config(source)  # refuses what is no model's
+    load_config(source)  # raises for a folder that is not a supported model
     own = read_config(source.path / "config.json")
     return {GENERATION_CONFIG: list(ends_of(load_generation_config(source))), "config.json": list(ends_of(own))}
 
 
 def ends_of(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that name ends, with their values; those of nested configurations of text models too."""
+    """Yield the keys that name stop ids, with their values; also those of nested configurations of text models."""
     yield from ((key, value) for key, value in raw.items() if ENDS.fullmatch(key))
     for name in TEXT_CONFIGS:
-        if isinstance(part := raw.get(name), Mapping):
+        part = raw.get(name)
+        if isinstance(part, Mapping):
             yield from ((f"{name}.{key}", value) for key, value in ends_of(part))
 
 
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Return the control token that the chat template writes after an answer, if there is one."""
+    """Return the id of the control token that the chat template writes after an answer, () if there is none."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     tokens = getattr(tokenizer, "added_tokens_decoder", {})
     control = {token.content: i for i, token in tokens.items() if token.special and token.content in template}
@@ -85,12 +88,12 @@ def turn_ends(tokenizer: Any) -> tuple[int, ...]:
 
 
 def rendered(tokenizer: Any) -> str:
-    """Render a question and its answer by the chat template; "" where it does not take them, or runs for too long."""
+    """Render a question and its answer with the chat template; return "" if the template fails or runs too long."""
     lines = 0
 
     def count(frame: Any, event: str, arg: Any) -> Any:
         nonlocal lines
-        if frame.f_code.co_filename != "<template>":  # as jinja calls what it makes of one
+        if frame.f_code.co_filename != "<template>":  # the file name that jinja gives to compiled templates
             return None
         lines += 1
         if lines > MOST_LINES:
@@ -98,7 +101,7 @@ def rendered(tokenizer: Any) -> str:
         return count
 
     before = sys.gettrace()
-    sys.settrace(count)  # a template is a program of the model's, and may have no end
+    sys.settrace(count)  # a template is a program from the checkpoint and may never end
     try:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
         return str(tokenizer.apply_chat_template(messages, tokenize=False))

@@ -1,8 +1,8 @@
 """GGUF files: metadata, configuration and weights, dequantised while they are read.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here because gguf.GGUFReader
-makes several numpy views per vocabulary entry (seconds for a large vocabulary); the arithmetic of the quantisations is
-gguf.quants'.
+makes several numpy views per vocabulary entry, which takes seconds for a large vocabulary. The gguf package's `quants`
+dequantises the weights.
 """
 
 from __future__ import annotations
@@ -33,53 +33,67 @@ from jaxspec.models.parameters import Parameter
 
 QuantType = gguf.GGMLQuantizationType
 FLOATS = {QuantType.F32: "float32", QuantType.F16: "float16", QuantType.BF16: "bfloat16"}
-# GGUF value type -> struct code; 8 is a string, 9 an array.
+# The struct code of each scalar value type.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-MAGIC = b"GGUF"  # a file's first bytes
-# What a header may hold; the largest vocabularies have a million entries of several kinds.
-MOST_VALUES, DEEPEST, MOST_DIMS, MOST_ALIGNMENT = 2**25, 4, 4, 2**20
+STRING, ARRAY = 8, 9  # the other value types
+MAGIC = b"GGUF"  # the first bytes of a file
+# Limits on what a header may hold. A header beyond them is damaged.
+MOST_VALUES = 2**25  # values in all arrays; the largest vocabularies have a million entries in several arrays
+DEEPEST = 4  # levels of arrays within arrays
+MOST_DIMS = 4  # dimensions of a tensor
+MOST_ALIGNMENT = 2**20  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    shape: tuple[int, ...]  # as numpy orders it: [O, I]
+    """The place and form of a tensor in the file."""
+
+    shape: tuple[int, ...]  # in numpy's order: [O, I]
     kind: QuantType
     offset: int  # bytes from the start of the file
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row along the last axis."""
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         return self.shape[-1] // block * size
 
     @property
     def end(self) -> int:
+        """Offset of the first byte after the tensor."""
         return self.offset + math.prod(self.shape[:-1]) * self.row_bytes
 
 
 class Cursor:
-    """Reads little-endian values one after the other."""
+    """A reader of consecutive little-endian values."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at, self.values = data, 0, 0
+        self.data = data
+        self.at = 0  # bytes read so far
+        self.values = 0  # values of arrays read so far
 
     def take(self, code: str, count: int = 1) -> tuple:
+        """Read `count` scalars of a struct code."""
         values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
         self.at += struct.calcsize(f"<{count}{code}")
         return values
 
     def string(self) -> str:
+        """Read a string. Raises: struct.error where it runs past the end of the file."""
         (size,) = self.take("Q")
         if self.at + size > len(self.data):
             raise struct.error("a string runs past the end of the file")
-        start, self.at = self.at, self.at + size
+        start = self.at
+        self.at += size
         return self.data[start : self.at].decode("utf-8", errors="replace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
+        """Read a value of a GGUF type. depth: number of arrays around it. Raises: struct.error beyond the limits."""
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
-            inner, size = *self.take("I"), *self.take("Q")
+            (inner,) = self.take("I")
+            (size,) = self.take("Q")
             self.values += size
             if self.values > MOST_VALUES:
                 raise struct.error(f"its arrays hold more than {MOST_VALUES} values")
@@ -92,6 +106,7 @@ class Cursor:
 
 
 def scalar(kind: int) -> str:
+    """Return the struct code of a scalar type. Raises: struct.error for another type."""
     if kind not in SCALARS:
         raise struct.error(f"a value of type {kind}, which GGUF does not have")
     return SCALARS[kind]
@@ -99,14 +114,14 @@ def scalar(kind: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What stands before the weights."""
+    """The part of a file before the weights: metadata and the table of tensors."""
 
     meta: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
 
 def read_header(path: Path) -> Header:
-    """Metadata and tensor table of a file; kept, so that configuration, tokenizer and weights parse it once.
+    """Return the header of a file. It is cached, so that configuration, tokenizer and weights parse it once.
 
     Raises: UserError, naming the file, where it is no GGUF file (version 2 or 3), truncated or damaged.
     """
@@ -116,6 +131,7 @@ def read_header(path: Path) -> Header:
 
 @functools.lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, _mtime: int) -> Header:
+    """Parse a header. A file that changes is parsed again, because its size and time are part of the cache's key."""
     with told(path), path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{path} is no GGUF file")
@@ -131,8 +147,10 @@ def _read_header(path: Path, size: int, _mtime: int) -> Header:
 
 
 def _parse(cursor: Cursor) -> Header:
+    """Parse a header. Raises: UserError for another version; struct.error where it is damaged."""
     cursor.at = len(MAGIC)
-    (version,), (tensors, keys) = cursor.take("I"), cursor.take("Q", 2)
+    (version,) = cursor.take("I")
+    tensors, keys = cursor.take("Q", 2)
     if version not in (2, 3):
         raise UserError(f"GGUF version {version}: little-endian files of version 2 and 3 are read")
     meta: dict[str, Any] = {}
@@ -140,13 +158,17 @@ def _parse(cursor: Cursor) -> Header:
         name = cursor.string()
         if name in meta:
             raise struct.error(f"{short(name)} stands twice in it")
-        meta[name] = cursor.value(cursor.take("I")[0])
+        (kind,) = cursor.take("I")
+        meta[name] = cursor.value(kind)
     found: dict[str, TensorInfo] = {}
     for _ in range(tensors):
-        name, (dims,) = cursor.string(), cursor.take("I")
+        name = cursor.string()
+        (dims,) = cursor.take("I")
         if name in found or not 1 <= dims <= MOST_DIMS:
             raise struct.error(f"tensor {short(name)} stands twice in it, or has {dims} dimensions")
-        shape, (kind,), (offset,) = cursor.take("Q", dims)[::-1], cursor.take("I"), cursor.take("Q")
+        shape = cursor.take("Q", dims)[::-1]
+        (kind,) = cursor.take("I")
+        (offset,) = cursor.take("Q")  # from the start of the weights
         found[name] = TensorInfo(shape, quant_type(name, kind, shape), offset)
     align = meta.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if type(align) is not int or not 1 <= align <= MOST_ALIGNMENT or align & (align - 1):
@@ -156,7 +178,7 @@ def _parse(cursor: Cursor) -> Header:
 
 
 def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
-    """How a tensor of this shape is stored. Raises: struct.error where it cannot be."""
+    """Return the storage type of a number. Raises: struct.error if there is none or it cannot hold the shape."""
     try:
         found = QuantType(kind)
         block, _ = gguf.GGML_QUANT_SIZES[found]
@@ -168,14 +190,17 @@ def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
 
 
 def load_config(path: Path) -> ModelConfig:
-    """ModelConfig of a file. Raises: UnsupportedError for an architecture that `gguf_config.model_config` refuses."""
-    header, weights = read_header(path), Weights(path)
-    factors = "rope_freqs.weight"  # Llama 3.1's stretched frequencies come as a tensor
+    """Return the ModelConfig of a file. Raises as `gguf_config.model_config` does; UserError for a damaged file."""
+    header = read_header(path)
+    weights = Weights(path)
+    factors = "rope_freqs.weight"  # the frequency factors of Llama 3.1 are a tensor
     with told(path):
         if "token_embd.weight" not in header.tensors:
             raise UserError("tensor token_embd.weight is missing")
-        if factors in header.tensors and len(shape := header.tensors[factors].shape) > 1:
-            raise UserError(f"tensor {factors} has shape {shape}: one factor a frequency is needed")
+        if factors in header.tensors:
+            shape = header.tensors[factors].shape
+            if len(shape) > 1:
+                raise UserError(f"tensor {factors} has shape {shape}: one factor a frequency is needed")
         return gguf_config.model_config(
             header.meta,
             vocab_size=header.tensors["token_embd.weight"].shape[0],
@@ -187,7 +212,7 @@ def load_config(path: Path) -> ModelConfig:
 def load_params(
     path: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """Dequantised parameters with the shapes, dtypes and shardings of `abstract`.
+    """Load dequantised parameters with the shapes, dtypes and shardings of `abstract`.
 
     Raises: UserError for a missing, extra or misshapen tensor or a truncated file; UnsupportedError for a
     quantisation that gguf.quants does not know.
@@ -195,19 +220,25 @@ def load_params(
     interleaved = families.GGUF[config.family].interleaved
 
     def edit(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
-        return halves(x, config.head_dim) if interleaved and part in ("q", "k") else x
+        if interleaved and part in ("q", "k"):
+            return halves(x, config.head_dim)
+        return x
 
     return assemble(config, abstract, GGUF, Weights(path), edit=edit, progress=progress)
 
 
 def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of whole heads from (pair, half) order, which rotates neighbours, to (half, pair), which rotates halves."""
+    """Reorder the rows of whole heads for a rotary embedding that rotates halves.
+
+    In the file the two rows that are rotated together are neighbours: order (pair, half). In the result they are half a
+    head apart: order (half, pair).
+    """
     rest = x.shape[1:]
     return x.reshape(-1, head_dim // 2, 2, *rest).swapaxes(1, 2).reshape(-1, *rest)
 
 
 def stored_dtype(path: Path) -> str:
-    """The float dtype of the largest tensor, or bfloat16 where that is quantised."""
+    """Return the float dtype of the largest tensor, bfloat16 if that tensor is quantised."""
     largest = max(read_header(path).tensors.values(), key=lambda tensor: math.prod(tensor.shape), default=None)
     if largest is None:
         raise UserError(f"{path} holds no tensor: fetch it again")
@@ -215,7 +246,7 @@ def stored_dtype(path: Path) -> str:
 
 
 class Weights:
-    """The tensors of a file, as float arrays."""
+    """The tensors of a file, read as float arrays."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -226,11 +257,11 @@ class Weights:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """The slice `index` of a tensor: float32, or float16 where it is stored so."""
+        """Return the slice `index` of a tensor as float32, or as float16 if it is stored in that."""
         tensor = self._tensors[name]
         block, size = gguf.GGML_QUANT_SIZES[tensor.kind]
         rows = self._bytes[tensor.offset : tensor.end].reshape(*tensor.shape[:-1], tensor.row_bytes)[index[:-1]]
-        # Columns come in blocks: read those that the slice touches, cut after dequantising.
+        # Columns are stored in blocks. Dequantise all blocks that the slice touches, then cut the slice out.
         start, stop, _ = index[-1].indices(tensor.shape[-1])
         first, last = start // block, -(-stop // block)
         packed = np.ascontiguousarray(rows[..., first * size : last * size])

@@ -1,7 +1,8 @@
-"""The metadata of a GGUF file, parsed."""
+"""The ModelConfig of a GGUF file, parsed from its metadata."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from jaxspec.models.families import FAMILIES, GGUF
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
-# GGUF key, after the architecture's name, that changes what a model computes -> the only value that is supported.
+# GGUF keys, without the architecture's prefix, that change what a model computes, and the only supported value of each.
 GGUF_FIXED: dict[str, Any] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0,
@@ -27,35 +28,33 @@ GGUF_FIXED: dict[str, Any] = {
     "rope.scaling.attn_factor": 1,
 }
 
+# Keys that name stop ids.
 GGUF_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors=()) -> ModelConfig:
     """Parse GGUF metadata (`general.architecture` and `<arch>.*` keys).
 
-    vocab_size: rows of token_embd; tied: no output.weight in the file; rope_factors: rope_freqs.weight if present.
+    vocab_size: number of rows of token_embd.
+    tied: whether the file has no output.weight.
+    rope_factors: the values of rope_freqs.weight, if present.
+    Raises: UnsupportedError for an architecture, or an option that changes what is computed, that is not supported;
+      UserError for a key that is missing or a value that no model has.
     """
     family = meta.get("general.architecture")
     if family not in tuple(GGUF):
         raise UnsupportedError(f"GGUF architecture {short(family)}: jaxspec reads {', '.join(GGUF)}")
     files = GGUF[family]
-
-    def get(key: str, what: str, default: Any = None) -> Any:
-        value = meta.get(f"{family}.{key}", default)
-        if value is None:
-            raise UserError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
-        if isinstance(value, list):
-            raise UnsupportedError(f"{family}.{key} has a value for each layer: one for all is supported")
-        return number(what, value, f"{family}.{key}")
-
+    get = functools.partial(number_of, meta, family)
     for key, only in GGUF_FIXED.items():
         if (value := meta.get(f"{family}.{key}", only)) != only:
             raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
     stretched = f"{family}.rope.scaling.factor" in meta
-    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as llama.cpp has it
+    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as in llama.cpp
     if scaling not in ("none", "linear"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
-    layers, width = get("block_count", "num_layers"), get("embedding_length", "width")
+    layers = get("block_count", "num_layers")
+    width = get("embedding_length", "width")
     heads = get("attention.head_count", "num_heads")
     head_dim = get("attention.key_length", "head_dim", width // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
@@ -69,14 +68,7 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
         if factors:
             raise UnsupportedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
         factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
-    window, local = 0, [False] * layers
-    if files.period:  # the file may give another one, or a flag a layer
-        window = get("attention.sliding_window", "window")
-        if isinstance(flags := meta.get(f"{family}.attention.sliding_window_pattern"), list):
-            local = flags
-        else:
-            period = get("attention.sliding_window_pattern", "num_layers", files.period)
-            local = [bool((i + 1) % period) for i in range(layers)]
+    windows = sliding_windows(meta, family, layers) if files.period else (None,) * layers
     theta, local_theta = files.theta, files.local_theta
     return ModelConfig(
         family=family,
@@ -88,7 +80,7 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
         num_kv_heads=get("attention.head_count_kv", "num_kv_heads", heads),
         head_dim=head_dim,
         max_model_len=get("context_length", "max_model_len"),
-        windows=tuple(window if sliding else None for sliding in local),
+        windows=windows,
         rope=Rope(float(get("rope.freq_base", "theta", theta)), factors),
         local_rope=Rope(float(get("rope.freq_base_swa", "theta", local_theta))) if local_theta else None,
         norm_eps=get("attention.layer_norm_rms_epsilon", "norm_eps"),
@@ -98,3 +90,30 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
         bos_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_ids=tuple(dict.fromkeys(i for key in GGUF_ENDS for i in token_ids(meta.get(key), key))),
     )
+
+
+def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default: Any = None) -> Any:
+    """Return the number under a key of the architecture. what: the entry of LIMITS that bounds it.
+
+    Raises: UserError where it is missing or out of bounds; UnsupportedError for a list.
+    """
+    value = meta.get(f"{family}.{key}", default)
+    if value is None:
+        raise UserError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
+    if isinstance(value, list):
+        raise UnsupportedError(f"{family}.{key} has a value for each layer: one for all is supported")
+    return number(what, value, f"{family}.{key}")
+
+
+def sliding_windows(meta: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, None for full attention.
+
+    The last of every `Gguf.period` layers has full attention, unless the file gives another period or a flag a layer.
+    """
+    window = number_of(meta, family, "attention.sliding_window", "window")
+    key = "attention.sliding_window_pattern"
+    flags = meta.get(f"{family}.{key}")
+    if not isinstance(flags, list):
+        period = number_of(meta, family, key, "num_layers", GGUF[family].period)
+        flags = [bool((i + 1) % period) for i in range(layers)]
+    return tuple(window if flag else None for flag in flags)

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes, built without torch.
 
-Two kinds exist among the supported architectures (`tokenizer.ggml.model`): "gpt2", a byte-level BPE with its merges in
-the file and its pre-tokenizer named by `tokenizer.ggml.pre`; and "llama", a SentencePiece BPE whose merges follow from
-the vocabulary. Each is rebuilt as its makers' own tokenizer.json has it.
+The supported architectures use two kinds (`tokenizer.ggml.model`). "gpt2" is a byte-level BPE: its merges are in the
+file, and `tokenizer.ggml.pre` names its pre-tokenizer. "llama" is a SentencePiece BPE: its merges follow from the
+vocabulary. Each is rebuilt as in the tokenizer.json of the model's makers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
 
-CONTROL, USER_DEFINED = 3, 4  # token types
+CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
-LONGEST_PIECE = 1024  # characters; every way to cut a SentencePiece token in two is tried
-SPACE = "▁"
+LONGEST_PIECE = 1024  # characters; every way to split a SentencePiece token in two is tried
+SPACE = "▁"  # represents a space in SentencePiece tokens
 
+# Regular expressions of pre-tokenizers, put together from those for words, numbers and the rest.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
 _QWEN2 = _WORDS + r"|\p{N}" + _REST
-# tokenizer.ggml.pre -> how text is cut before merging: a regular expression, or what stands before GPT-2's.
+# For each tokenizer.ggml.pre, how text is split before merging: a regular expression, or a list of pre-tokenizers that
+# run before GPT-2's.
 PRE_TOKENIZERS: dict[str, Any] = {
     "default": [],
     "gpt-2": [],
@@ -37,7 +39,7 @@ PRE_TOKENIZERS: dict[str, Any] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }
-# Key -> the types that its value may have; in a list, those of a list's entries.
+# For each key the types that its value may have; in a list, the types of the entries of a list.
 TYPES: dict[str, Any] = {
     "ggml.model": (str,),
     "ggml.pre": (str,),
@@ -53,23 +55,24 @@ TYPES: dict[str, Any] = {
 
 
 def build_tokenizer(meta: Mapping[str, Any]):
-    """A transformers.PreTrainedTokenizerFast from GGUF metadata.
+    """Build a transformers.PreTrainedTokenizerFast from GGUF metadata.
 
-    Adds BOS and EOS as the file says; carries the chat template where there is one.
+    The tokenizer adds BOS and EOS as the file says, and has the file's chat template.
     Raises: UnsupportedError for a kind of tokenizer or pre-tokenizer that is not supported; UserError where the
-    file holds none, or one that cannot be.
+      metadata describe no tokenizer, or an impossible one.
     """
     check(meta)
-    kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
+    kind = meta.get("tokenizer.ggml.model")
+    pre = meta.get("tokenizer.ggml.pre", "default")
     if kind is None or "tokenizer.ggml.tokens" not in meta:
         raise UserError("the GGUF file holds no tokenizer")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
     tokens = list(meta["tokenizer.ggml.tokens"])
     gemma = GGUF.get(str(meta["general.architecture"]), Gguf()).gemma_tokens
-    if gemma and kind != "gpt2":  # runs of spaces are stored as such, but matched as the normalizer spells them
+    if gemma and kind != "gpt2":  # the file holds runs of spaces, the normalizer turns spaces into SPACE
         tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
-    vocab = named(tokens, meta)
+    vocab = vocabulary(tokens, meta)
     if kind == "gpt2":
         tokenizer = byte_level(vocab, meta["tokenizer.ggml.merges"], pre)
     else:
@@ -77,11 +80,12 @@ def build_tokenizer(meta: Mapping[str, Any]):
         if len(scores) != len(tokens):
             raise UserError(f"{len(scores)} scores for {len(tokens)} tokens: one a token is needed")
         prefix = not gemma and meta.get("tokenizer.ggml.add_space_prefix", True)
-        unknown = name(tokens, meta, "unknown")
+        unknown = token_of(tokens, meta, "unknown")
         tokenizer = sentence_piece(vocab, scores, unknown, prefix)
     add_special_tokens(tokenizer, vocab, meta.get("tokenizer.ggml.token_type", ()))
-    bos, eos = name(tokens, meta, "bos"), name(tokens, meta, "eos")
-    # Files that do not say: llama.cpp gives SentencePiece vocabularies and Llama 3 a BOS.
+    bos = token_of(tokens, meta, "bos")
+    eos = token_of(tokens, meta, "eos")
+    # By default llama.cpp adds a BOS for SentencePiece vocabularies and for Llama 3.
     add_bos = meta.get("tokenizer.ggml.add_bos_token", kind == "llama" or PRE_TOKENIZERS.get(pre) is _LLAMA3)
     add_eos = meta.get("tokenizer.ggml.add_eos_token", False)
     around = [(bos, bool(add_bos)), ("$A", True), (eos, bool(add_eos))]
@@ -93,41 +97,49 @@ def build_tokenizer(meta: Mapping[str, Any]):
         tokenizer_object=tokenizer,
         bos_token=bos,
         eos_token=eos,
-        unk_token=name(tokens, meta, "unknown"),
-        pad_token=name(tokens, meta, "padding"),
+        unk_token=token_of(tokens, meta, "unknown"),
+        pad_token=token_of(tokens, meta, "padding"),
         chat_template=meta.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
     )
 
 
 def check(meta: Mapping[str, Any]) -> None:
-    """Raises: UserError for a value of another type than its key is for."""
+    """Check the type of every value that is read. Raises: UserError for a wrong one."""
     for key, kind in TYPES.items():
         value = meta.get(f"tokenizer.{key}")
-        values = value if isinstance(kind, list) and isinstance(value, list) else [value]
-        wanted = kind[0] if isinstance(kind, list) else kind
-        lacks = isinstance(kind, list) and not isinstance(value, list)
-        if value is not None and (lacks or any(type(v) not in wanted for v in values)):
-            many = "a list, each " if isinstance(kind, list) else ""
-            raise UserError(f"tokenizer.{key}={short(value)} must be {many}{' or '.join(t.__name__ for t in wanted)}")
+        if value is None:
+            continue
+        if isinstance(kind, list):
+            wanted, of = kind[0], "a list, each "
+            right = isinstance(value, list) and all(type(v) in wanted for v in value)
+        else:
+            wanted, of = kind, ""
+            right = type(value) in wanted
+        if not right:
+            raise UserError(f"tokenizer.{key}={short(value)} must be {of}{' or '.join(t.__name__ for t in wanted)}")
 
 
-def name(tokens: list[str], meta: Mapping[str, Any], role: str) -> str | None:
+def token_of(tokens: list[str], meta: Mapping[str, Any], role: str) -> str | None:
+    """Return the token of a role such as "bos", None if the file names none. Raises: UserError for an impossible id."""
     index = meta.get(f"tokenizer.ggml.{role}_token_id")
     if index is not None and (type(index) is not int or not 0 <= index < len(tokens)):
         raise UserError(f"tokenizer.ggml.{role}_token_id={short(index)} must be an id in 0..{len(tokens) - 1}")
     return None if index is None else tokens[index]
 
 
-def named(tokens: list[str], meta: Mapping[str, Any]) -> dict[str, int]:
-    """Token -> id, without what converters call the rows of a padded table: [PAD7], where 7 is its own id and nothing
-    else refers to it. The same tokenizer has more of these beside a larger model."""
+def vocabulary(tokens: list[str], meta: Mapping[str, Any]) -> dict[str, int]:
+    """Return the id of each token, without the tokens that only pad the embedding table.
+
+    Converters name such a token after its id, for example [PAD7], and no role refers to it. Their number depends on the
+    size of the model, so they would make the tokenizers of a target and its draft differ.
+    """
     wanted = [meta.get(f"tokenizer.ggml.{role}_token_id") for role in ROLES]
     return {token: i for i, token in enumerate(tokens) if token != f"[PAD{i}]" or i in wanted}
 
 
 def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokenizer:
-    """GPT-2's BPE over bytes spelled as printable characters."""
+    """Build GPT-2's BPE over bytes, in which printable characters represent the bytes. pre: a key of PRE_TOKENIZERS."""
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedError(f"GGUF pre-tokenizer {pre!r}: {', '.join(PRE_TOKENIZERS)} are supported")
     cut = PRE_TOKENIZERS[pre]
@@ -135,7 +147,7 @@ def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokeniz
         models.BPE(
             vocab=dict(vocab),
             merges=[(a, b) for a, _, b in (merge.partition(" ") for merge in merges)],
-            ignore_merges=cut is _LLAMA3,  # Llama 3 takes a word that is a token as it is
+            ignore_merges=cut is _LLAMA3,  # Llama 3 does not split a word that is a token
         )
     )
     if cut is _QWEN2:
@@ -151,7 +163,10 @@ def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokeniz
 
 
 def sentence_piece(vocab: Mapping[str, int], scores: Any, unknown: str | None, prefix: bool) -> Tokenizer:
-    """A SentencePiece BPE: spaces spelled as ▁, unknown characters as bytes, a space before the text where `prefix`."""
+    """Build a SentencePiece BPE: ▁ represents a space, and unknown characters become bytes.
+
+    prefix: whether a space is put before the text.
+    """
     tokenizer = Tokenizer(
         models.BPE(
             vocab=dict(vocab),
@@ -169,7 +184,7 @@ def sentence_piece(vocab: Mapping[str, int], scores: Any, unknown: str | None, p
 
 
 def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE: every way to make a token of two others, best score first."""
+    """Return the merges of a SentencePiece BPE: every way to join two tokens into a third, the best score first."""
     ranked = []
     for token, index in vocab.items():
         if len(token) > LONGEST_PIECE:
@@ -180,11 +195,14 @@ def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str
 
 
 def add_special_tokens(tokenizer: Tokenizer, vocab: Mapping[str, int], types: Any) -> None:
-    """Tokens that the file marks as control or user-defined are matched whole in the text, never cut into pieces."""
+    """Make the tokenizer match control and user-defined tokens whole in the text, never split into pieces.
+
+    types: the type of each token by id, from the file.
+    """
     marked = [
-        AddedToken(token, normalized=False, special=kind == CONTROL)
-        for token, kind in ((token, types[i]) for token, i in vocab.items() if i < len(types))
-        if kind in (CONTROL, USER_DEFINED)
+        AddedToken(token, normalized=False, special=types[i] == CONTROL)
+        for token, i in vocab.items()
+        if i < len(types) and types[i] in (CONTROL, USER_DEFINED)
     ]
     if marked:
         tokenizer.add_tokens(marked)

@@ -1,4 +1,4 @@
-"""Heads beside a target: a folder with a config.json and tensors, which the head's own method understands."""
+"""Folders of drafting heads: a config.json and tensors, whose meaning depends on the head's method."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from checkpoints.orbax import FINGERPRINT, appearing
 from checkpoints.reading import read_config, there
 from checkpoints.safetensors import FLOATS, Shards, edit
 from checkpoints.sources import TOKENIZER_FILES
+from checkpoints.tensor_file import Index
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
@@ -32,20 +33,27 @@ from jaxspec.models.reading import Reading
 
 
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
-    """(config.json, {} where there is none; tensor -> shape). Raises as `checkpoints.safetensors` does."""
+    """Return the config.json of a folder, {} where there is none, and the shapes of its tensors by name.
+
+    Raises as `checkpoints.safetensors` does.
+    """
     path = folder / "config.json"
-    return read_config(path) if there(path) else {}, Shards(folder).shapes()
+    config = read_config(path) if there(path) else {}
+    return config, Shards(folder).shapes()
 
 
 def convert(folder: Path, dst: Path, dtype: str | None = None, weight_bits: int | None = None) -> None:
-    """Writes a head's folder anew, its tensors in safetensors; dtype: of its floats, None as they are stored;
-    weight_bits: as `write` takes it. Raises as `checkpoints.safetensors` does."""
+    """Write a copy of a head's folder with its tensors in safetensors.
+
+    dtype, weight_bits: as in `write`.
+    Raises as `checkpoints.safetensors` does.
+    """
     shards = Shards(folder)
     write(dst, {name: whole(shards, name) for name in shards.shapes()}, folder, dtype, weight_bits=weight_bits)
 
 
 def whole(shards: Shards, name: str) -> np.ndarray:
-    """A tensor as it is stored."""
+    """Return all of a tensor, as it is stored."""
     return shards.read(name, (slice(None),) * len(shards.shapes()[name]))
 
 
@@ -57,106 +65,127 @@ def write(
     config: Mapping[str, Any] | None = None,
     weight_bits: int | None = None,
 ) -> None:
-    """A head's folder with these tensors, and what stands beside those of another one.
+    """Write a head's folder with these tensors, and with copies of the other files of `folder`.
 
-    dtype: of the floats, None as they are; config: config.json, None for that of `folder`; weight_bits: 8 for matrices
-    of `eight_bits`, None for what dtype says.
+    dtype: dtype that floats are converted to; None keeps theirs.
+    config: content of config.json; None copies that of `folder`.
+    weight_bits: 8 to store matrices in the form of `eight_bits`; None to store all tensors in their dtype.
     """
     if dtype is not None:
-        floating = lambda x: x.dtype.kind not in "iub"
-        tensors = {name: x.astype(jnp.dtype(dtype)) if floating(x) else x for name, x in tensors.items()}
+        floats = {name: x for name, x in tensors.items() if x.dtype.kind not in "iub"}
+        tensors = {**tensors, **{name: x.astype(jnp.dtype(dtype)) for name, x in floats.items()}}
     if weight_bits is not None:
         tensors = eight_bits.split(tensors)
     beside = [path for pattern in (*TOKENIZER_FILES, FINGERPRINT) for path in folder.glob(pattern) if there(path)]
     with appearing(dst) as partial:
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial / "model.safetensors")
         for path in beside:
-            if not path.name.endswith(".index.json"):  # of the shards, which are one now
+            if not path.name.endswith(".index.json"):  # the tensors are in one file now
                 shutil.copyfile(path, partial / path.name)
         if config is not None:
             (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def table_of(how: Reading) -> Table:
-    """Return the names of a head's tensors. Its copies of the target's have been compared with these before."""
-    return Table(dict(how.names), (*how.ignored, *how.copies, *how.ones), repeats=how.repeats, tied_by="tie_weights")
+def table_of(reading: Reading) -> Table:
+    """Return the table of a head's tensors. Copies of the target's tensors are ignored: they were compared before."""
+    ignored = (*reading.ignored, *reading.copies, *reading.ones)
+    return Table(dict(reading.names), ignored, repeats=reading.repeats, tied_by="tie_weights")
 
 
 def load(
-    folder: Path, how: Reading, abstract: Mapping[str, Parameter], *, progress: bool = True
+    folder: Path, reading: Reading, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """The parameters, of a reduced vocabulary both ways of naming ids; how: a `Reading`. Raises as
-    `checkpoints.load_params` does; UserError for tensors that contradict each other."""
-    file, stored = Shards(folder), {name: p for name, p in abstract.items() if name != "t2d"}
-    params = assemble(how.config, stored, table_of(how), file, edit=edit(how.norm_plus_one), progress=progress)
-    check_ones(how, file)
-    theirs = np.arange(how.config.vocab_size)
+    """Load the parameters of a head. With a reduced vocabulary they include the id tables of both directions.
+
+    reading: how the head's checkpoint is read.
+    Raises as `checkpoints.load_params` does; UserError for tensors that contradict each other.
+    """
+    file = Shards(folder)
+    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # t2d is computed from d2t
+    undo = edit(reading.norm_plus_one)
+    params = assemble(reading.config, stored, table_of(reading), file, edit=undo, progress=progress)
+    check_ones(reading, file)
+    target_ids = np.arange(reading.config.vocab_size)  # the target's id for each of the head's own
     if "t2d" in abstract:
-        theirs = np.asarray(params["d2t"], np.int64)
-        theirs = theirs if how.absolute_ids else theirs + np.arange(len(theirs))
-        params |= both_ways(folder, theirs, abstract)
-    check_t2d(file, theirs, how.config.vocab_size)
+        target_ids = np.asarray(params["d2t"], np.int64)
+        if not reading.absolute_ids:
+            target_ids = target_ids + np.arange(len(target_ids))
+        params |= id_tables(folder, target_ids, abstract)
+    check_t2d(file, target_ids, reading.config.vocab_size)
     return params
 
 
-def check_ones(how: Reading, file: Shards) -> None:
-    """Raises UnsupportedError for a norm that the head has no place for, unless it changes nothing."""
-    for name in how.ones:
+def check_ones(reading: Reading, file: Shards) -> None:
+    """Raise UnsupportedError for a norm that the head's architecture lacks, unless all its weights are 1."""
+    for name in reading.ones:
         if name in file.shapes() and not (whole(file, name) == 1).all():
+            method = draft_spec(reading.config).method
             raise UnsupportedError(
-                f"{file.where}: tensor {name} is a norm that a head of method {draft_spec(how.config).method!r} lacks: "
-                "take it out where it is not meant"
+                f"{file.where}: tensor {name} is a norm that a head of method {method!r} lacks: take it out where it "
+                "is not meant"
             )
 
 
-def check_t2d(file: Shards, theirs: np.ndarray, all_ids: int) -> None:
-    """Raises UserError where t2d, which is found anew from d2t, does not name the target's ids that d2t does."""
+def check_t2d(file: Shards, target_ids: np.ndarray, all_ids: int) -> None:
+    """Raise UserError where a file's t2d marks other ids of the target than d2t names.
+
+    target_ids: the target's ids that d2t names; all_ids: size of the target's vocabulary.
+    """
     if "t2d" not in file.shapes():
         return
-    found, wanted = whole(file, "t2d"), np.isin(np.arange(all_ids), theirs)
+    found = whole(file, "t2d")
+    wanted = np.isin(np.arange(all_ids), target_ids)
     if found.shape != wanted.shape or (found.astype(bool) != wanted).any():
         raise UserError(f"{file.where}: t2d does not name the ids that d2t does: fetch it again")
 
 
-def differing(
+def differing_copies(
     folder: Path,
     copies: Mapping[str, Place],
     target: ModelConfig,
     known: Mapping[str, Parameter],
-    theirs: Callable[[str], jax.Array],
+    target_parameter: Callable[[str], jax.Array],
 ) -> frozenset[str]:
-    """Return the tensors of a folder that are not what stands in their place, each compared as a whole.
+    """Return the names of the tensors in a head's folder that differ from the target's parameters they copy.
 
-    copies: tensor -> the target's parameter, and which part of it; "d2t": the ids that this names. known: the target's
-    parameters; theirs(name): the numbers of one.
+    copies: for each tensor the target's parameter and the part of it; part "d2t" means only the ids that d2t names.
+    known: the declarations of the target's parameters.
+    target_parameter(name): the values of a parameter of the target.
     """
-    file, plus_one = Shards(folder), FAMILIES[target.family].norm_plus_one
+    file = Shards(folder)
+    plus_one = FAMILIES[target.family].norm_plus_one
     found: set[str] = set()
-    for where, names in grouped(copies):
-        parameter, their = known[where], theirs(where)
+    for where, names in by_parameter(copies):
+        parameter = known[where]
+        values = target_parameter(where)
         if "d2t" in names:
-            own = whole(file, "d2t")
-            ids, axis = own.astype(np.int64) + np.arange(len(own)), parameter.axes.index("vocab")
-            names, their = {"": names["d2t"]}, jnp.take(their, ids, axis=axis)
-            parameter = dataclasses.replace(parameter, shape=their.shape)
-        shapes = {part: stored_shape(parameter, part) for part in dict(parameter.parts) or [""]}
-        fits = shapes == {part: file.shapes()[name] for part, name in names.items()}
-        if not (fits and same(one(file, where, parameter, names, plus_one, their.sharding), their)):
+            offsets = whole(file, "d2t")
+            ids = offsets.astype(np.int64) + np.arange(len(offsets))
+            names = {"": names["d2t"]}
+            values = jnp.take(values, ids, axis=parameter.axes.index("vocab"))
+            parameter = dataclasses.replace(parameter, shape=values.shape)
+        expected = {part: stored_shape(parameter, part) for part in dict(parameter.parts) or [""]}
+        fits = expected == {part: file.shapes()[name] for part, name in names.items()}
+        if not fits or not same(read_parameter(file, where, parameter, names, plus_one, values.sharding), values):
             found.update(names.values())
     return frozenset(found)
 
 
-def of_target(folder: Path, config: ModelConfig, parameter: Parameter, where: str) -> jax.Array:
-    """Read a parameter of a target as its folder has it stored. Raises: UserError where it lacks that."""
-    file, names = Shards(folder), hf(config.family).sources(where)
+def read_target_parameter(folder: Path, config: ModelConfig, parameter: Parameter, where: str) -> jax.Array:
+    """Read a parameter of a target from its folder, in the stored dtype. Raises: UserError where it is missing."""
+    file = Shards(folder)
+    names = hf(config.family).sources(where)
     for name in names.values():
         if name not in file.shapes():
             raise UserError(f"{folder}: tensor {name} is missing, and the head's folder has a copy of it")
-    return one(file, where, parameter, names, FAMILIES[config.family].norm_plus_one)
+    return read_parameter(file, where, parameter, names, FAMILIES[config.family].norm_plus_one)
 
 
-def grouped(copies: Mapping[str, Place]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (parameter, part -> tensor): the parts of a merged one together, all others each alone."""
+def by_parameter(copies: Mapping[str, Place]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the parameters that tensors copy, each with the tensor of each part.
+
+    The parts of a merged parameter come together. Several copies of another parameter come one by one.
+    """
     merged: dict[str, dict[str, str]] = {}
     for name, (where, part) in copies.items():
         if part in ("", "d2t"):
@@ -166,7 +195,7 @@ def grouped(copies: Mapping[str, Place]) -> Iterator[tuple[str, dict[str, str]]]
     yield from merged.items()
 
 
-def one(
+def read_parameter(
     file: Shards,
     where: str,
     parameter: Parameter,
@@ -174,15 +203,19 @@ def one(
     norm_plus_one: bool,
     sharding: Any = None,
 ) -> jax.Array:
-    """Read one parameter as it is stored. names: part -> tensor."""
+    """Read one parameter in the stored dtype; norms in their own. names: the tensor of each part."""
     dtype = parameter.dtype if parameter.kind == "norm" else FLOATS[file.dtype(next(iter(names.values())))]
-    parameter, undo = dataclasses.replace(parameter, dtype=jnp.dtype(dtype), sharding=sharding), edit(norm_plus_one)
-    read = lambda part, index: undo(parameter, part, file.read(names[part], index))
+    parameter = dataclasses.replace(parameter, dtype=jnp.dtype(dtype), sharding=sharding)
+    undo = edit(norm_plus_one)
+
+    def read(part: str, index: Index) -> np.ndarray:
+        return undo(parameter, part, file.read(names[part], index))
+
     return place(where, parameter, copying(parameter, read))
 
 
 def layers(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a head's layers, which are a Llama's or a Qwen3's."""
+    """Return the keys of config.json for a head's layers, which have the form of Llama's or Qwen3's."""
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
         "vocab_size": config.vocab_size,
@@ -202,10 +235,14 @@ def layers(config: ModelConfig) -> dict[str, Any]:
 def tensors(
     known: Mapping[str, Parameter], params: Mapping[str, jax.Array], names: Mapping[str, Place]
 ) -> dict[str, np.ndarray]:
-    """The parameters as tensors of these names: what `load` reads back."""
+    """Return the parameters as tensors in the form that `load` reads.
+
+    known: declarations of the parameters; names: the place of each tensor.
+    """
 
     def stored(where: str, part: str) -> np.ndarray:
-        x, columns = np.asarray(params[where]), dict(known[where].parts)
+        x = np.asarray(params[where])
+        columns = dict(known[where].parts)
         if part:
             order = list(columns)
             start = sum(columns[name] for name in order[: order.index(part)])
@@ -217,24 +254,30 @@ def tensors(
 
 
 def save(folder: Path, config: Mapping[str, Any], named: Mapping[str, np.ndarray], fingerprint: str) -> None:
-    """A head's folder, or these files of one; fingerprint: of its target's tokenizer."""
+    """Write a head's folder, or replace these files of an existing one.
+
+    config: content of config.json; named: the tensors; fingerprint: digest of the target's tokenizer.
+    """
     with appearing(folder, replaced=("model.safetensors", "config.json", FINGERPRINT)) as partial:
         save_file(dict(named), partial / "model.safetensors")
         (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         (partial / FINGERPRINT).write_text(fingerprint + "\n", encoding="utf-8")
 
 
-def both_ways(folder: Path, theirs: np.ndarray, abstract: Mapping[str, Parameter]) -> dict[str, jax.Array]:
-    """d2t and t2d of a reduced vocabulary, from the target's id of each of its own."""
+def id_tables(folder: Path, target_ids: np.ndarray, abstract: Mapping[str, Parameter]) -> dict[str, jax.Array]:
+    """Return d2t and t2d of a reduced vocabulary, given the target's id for each of the head's own ids.
+
+    t2d holds the head's own id for each of the target's, or the number of own ids where the head has none.
+    """
     own, all_ids = abstract["d2t"].shape[0], abstract["t2d"].shape[0]
-    check_ids(folder, theirs, all_ids)
-    back = np.full(all_ids, own)
-    back[theirs] = np.arange(own)
-    place = lambda name, x: jax.device_put(jnp.asarray(x, jnp.int32), abstract[name].sharding)
-    return {"d2t": place("d2t", theirs), "t2d": place("t2d", back)}
+    check_ids(folder, target_ids, all_ids)
+    own_ids = np.full(all_ids, own)
+    own_ids[target_ids] = np.arange(own)
+    tables = {"d2t": target_ids, "t2d": own_ids}
+    return {name: jax.device_put(jnp.asarray(x, jnp.int32), abstract[name].sharding) for name, x in tables.items()}
 
 
-def check_ids(folder: Path, theirs: np.ndarray, all_ids: int) -> None:
-    """Raises UserError for what are not different ids of a target with so many."""
-    if theirs.min() < 0 or theirs.max() >= all_ids or len(np.unique(theirs)) < len(theirs):
+def check_ids(folder: Path, target_ids: np.ndarray, all_ids: int) -> None:
+    """Raise UserError unless these are distinct ids of a target with `all_ids` ids."""
+    if target_ids.min() < 0 or target_ids.max() >= all_ids or len(np.unique(target_ids)) < len(target_ids):
         raise UserError(f"{folder}: d2t names ids twice, or beyond the target's {all_ids}: it is for another target")

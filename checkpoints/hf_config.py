@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, parsed: kinds of models, numbers, options that change what is computed."""
+"""Parsing of Hugging Face's config.json, and checks of it: kind of model, numbers, unsupported options."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
-# Hugging Face model_type -> family. Multimodal wrappers are refused by name instead of guessed at.
+# The family of each Hugging Face model_type. Multimodal wrappers are refused by name.
 MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()}
-# Number -> what it is in LIMITS.
+# The entry of LIMITS that bounds each number of a config.json.
 NUMBERS = {
     "vocab_size": "vocab_size",
     "num_hidden_layers": "num_layers",
@@ -35,11 +35,11 @@ NUMBERS = {
     "bos_token_id": "bos_id",
     "pard_token": "token_id",
 }
-# Option that changes what a model computes -> the only value of it that is supported (null is that too), but in the
-# families that take any: see `Family.takes`.
+# Options that change what a model computes, and the only supported value of each; null is supported too. Families take
+# other values of the options in `Family.takes`.
 FIXED: dict[str, Any] = {
     "attention_bias": False,
-    "attn_logit_softcapping": None,  # Gemma 3's configurations have it, and nothing reads it
+    "attn_logit_softcapping": None,  # present in Gemma 3's configurations, unused
     "final_logit_softcapping": None,
     "query_pre_attn_scalar": None,
     "mlp_bias": False,
@@ -53,6 +53,7 @@ FIXED: dict[str, Any] = {
     "logits_scaling": 1,
     "logit_scale": 1,
 }
+# Keys that a config.json must have.
 NEEDED = (
     "vocab_size",
     "num_hidden_layers",
@@ -61,32 +62,36 @@ NEEDED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+# Keys that are read.
 READ = (
     *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
     *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
     *NUMBERS,
     *FIXED,
 )
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config.json's -> ours
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in a config.json
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Parse a Hugging Face config, given as a dict (`transformers.AutoConfig...to_dict()`, which fills the defaults).
+    """Parse a Hugging Face config.
 
+    raw: the config as a dict with defaults filled in, such as `transformers.AutoConfig...to_dict()`.
     Raises: UnsupportedError as `check_supported` does, and for an activation or a kind of layer that no
-    supported family has; UserError for a value that no model has.
+      supported family has; UserError for a value that no model has.
     """
     check_supported(raw)
     name = MODEL_TYPES[raw["model_type"]]
     family = FAMILIES[name]
     for key in NEEDED:
         number(NUMBERS[key], raw.get(key), key)
-    layers, heads, kv_heads = raw["num_hidden_layers"], raw["num_attention_heads"], raw.get("num_key_value_heads")
+    layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads")
     head_dim = raw["hidden_size"] // heads if raw.get("head_dim") is None else raw["head_dim"]
     number("head_dim", head_dim)
     ropes = rope_tables(raw, head_dim)
-    activation, scaled = raw.get(family.activation_key, "silu"), "query_pre_attn_scalar" in family.takes
-    if activation not in tuple(ACTIVATIONS):  # what a file says need not be hashable
+    activation = raw.get(family.activation_key, "silu")
+    scaled = "query_pre_attn_scalar" in family.takes
+    if activation not in tuple(ACTIVATIONS):  # a tuple because the value may not be hashable
         raise UnsupportedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
     if scaled:
         number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar")
@@ -119,11 +124,11 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Looks at a raw config.json before anything is computed from it. Returns the options that are read.
+    """Check a raw config.json before anything is computed from it. Return the options that are read.
 
     Raises: UnsupportedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
-    a rotary embedding that no supported family has, or another option that changes what is computed and is not
-    supported; UserError for a number that no model has.
+      a rotary embedding that no supported family has, or another unsupported option that changes what is computed;
+      UserError for a number that no model has.
     """
     kind = raw.get("model_type", "")
     if not isinstance(kind, str):
@@ -149,14 +154,19 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
     known = {key: raw[key] for key in READ if key in raw}
-    if known.get("num_key_value_heads", 0) is None:  # as many as query heads, which some families' readers refuse
+    # Null means as many as query heads; transformers refuses it for some families.
+    if known.get("num_key_value_heads", 0) is None:
         known["num_key_value_heads"] = known.get("num_attention_heads")
     return known
 
 
 def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer, from `layer_types` where the config has them."""
-    window, kinds, which = raw.get("sliding_window"), raw.get("layer_types"), FAMILIES[family].windows
+    """Return the sliding window of each layer, None for full attention; from `layer_types` if the config has them.
+
+    Raises: UnsupportedError for a kind of layer that is not supported; UserError where the window is missing.
+    """
+    window, kinds = raw.get("sliding_window"), raw.get("layer_types")
+    which = FAMILIES[family].windows
     if kinds is None:
         kinds = ["sliding_attention" if which == "all" and window else "full_attention"] * layers
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
@@ -166,15 +176,17 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     sliding = "sliding_attention" in kinds
     if sliding and window is None:
         raise UserError("layer_types name sliding_attention, but sliding_window is missing")
-    # transformers does not look at their layer_types: these say what is done, or the checkpoint is of another kind.
+    # For these families transformers ignores layer_types. If they contradict it, the checkpoint is of another kind.
     if (which == "none" and sliding) or (which == "all" and window and "full_attention" in kinds):
         raise UnsupportedError(f"layer_types of a {family} checkpoint must be those of {family}: one kind in all")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of its rotary embedding, in whichever of the two spellings. Raises: UserError where that is
-    no object; UnsupportedError for a kind of embedding that is not supported."""
+    """Return the options of the rotary embedding, from the older keys or from rope_parameters.
+
+    Raises: UserError where they are not an object; UnsupportedError for a kind of embedding that is not supported.
+    """
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(key) or {}, Mapping):
             raise UserError(f"{key}={short(raw[key])} must be an object")
@@ -187,7 +199,7 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     context = raw.get("original_max_position_embeddings")
     if context is not None and parameters.get("rope_type", parameters.get("type")) == "llama3":
-        parameters = {**parameters, "original_max_position_embeddings": context}  # it comes first in transformers
+        parameters = {**parameters, "original_max_position_embeddings": context}  # transformers prefers this value
     by_kind = [parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters]
     for table in by_kind or [parameters]:
         if not isinstance(table, Mapping):
@@ -204,7 +216,7 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | None]:
-    """(global, local) rotary tables; local is None where all layers share one."""
+    """Return the rotary embeddings (global, local). The local one is None if layers with a window have no own one."""
     parameters = rope_parameters(raw)
     if "full_attention" not in parameters and "sliding_attention" not in parameters:
         return rope_table(parameters, head_dim), None
@@ -215,7 +227,7 @@ def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | Non
 
 
 def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
-    """One Hugging Face rope dict as a Rope."""
+    """Parse the options of one rotary embedding."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = float(number("theta", parameters.get("rope_theta"), "rope_theta"))
     if kind == "linear":
@@ -224,7 +236,10 @@ def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
 
 
 def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    """Return Llama 3.1's scaling factor of each frequency.
+
+    Long wavelengths are stretched by `factor`, short ones stay, and those between are interpolated.
+    """
     factor, low, high = (
         float(number("factor", parameters.get(key), f"rope's {key}"))
         for key in ("factor", "low_freq_factor", "high_freq_factor")

@@ -1,4 +1,4 @@
-"""transformers, of which tokenizers and configurations are used."""
+"""Access to the transformers library, which provides tokenizers and configurations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 
 def transformers() -> Any:
-    """The library, which is slow to import. Where torch is missing it would say that no model can be used."""
+    """Import transformers, which is slow, and return it.
+
+    Suppress its advice that no model can be used without torch: jaxspec does not use its models.
+    """
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    told = os.environ.get(name)
-    os.environ[name] = "1" if told is None else told
+    before = os.environ.get(name)
+    os.environ[name] = "1" if before is None else before
     try:
         return importlib.import_module("transformers")
     finally:
-        if told is None:
+        if before is None:
             os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""Whatever the format: configuration, weights and tokenizer of a Source."""
+"""Configuration, weights and tokenizer of a Source of any format."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from jaxspec.models.parameters import Parameter
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
 GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = "additional_chat_templates/*"
-# In a tokenizer's configuration null is a value: no such token, where absence is the default of the tokenizer's class.
+# Keys of a tokenizer's configuration whose null means that there is no such token. A missing key means the default of
+# the tokenizer's class.
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def load_config(source: Source) -> ModelConfig:
-    """The model's configuration.
+    """Return the model's configuration.
 
     Raises: UnsupportedError for an unsupported architecture; FileNotFoundError or UserError, naming the file, where
       it is missing, truncated or damaged.
@@ -43,11 +44,11 @@ def load_config(source: Source) -> ModelConfig:
 def load_params(
     source: Source, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """The parameters, read slice by slice onto their devices.
+    """Load the parameters, reading slice by slice onto their devices.
 
     Args:
-      abstract: name -> parameter, with dtype and sharding, as `jaxspec.models.decoder.abstract_params` gives them.
-      progress: shows on standard error how far it is, where loading takes its time.
+      abstract: the parameters by name, with dtype and sharding, from `jaxspec.models.decoder.abstract_params`.
+      progress: whether to show progress on standard error if loading takes long.
 
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
       FileNotFoundError naming a missing shard; UnsupportedError for a dtype or quantisation that is not read.
@@ -56,16 +57,16 @@ def load_params(
 
 
 def stored_dtype(source: Source) -> str:
-    """The float dtype of most of the weights; bfloat16 where they are quantised. Raises as `load_params` does."""
+    """Return the float dtype of most weights, bfloat16 where they are quantised. Raises as `load_params` does."""
     return FORMATS[source.kind].stored_dtype(source.path)
 
 
 def load_tokenizer(source: Source) -> Any:
-    """A transformers tokenizer: the folder's own, or one built from a GGUF file's metadata.
+    """Load the tokenizer of a folder, or build one from a GGUF file's metadata. Return it as a transformers tokenizer.
 
-    Nothing that a checkpoint brings is run.
+    No code from the checkpoint is run.
     Raises: FileNotFoundError for a folder without tokenizer files; UnsupportedError for a kind of GGUF tokenizer
-      that is not supported, or one that wants its own code to be run; UserError naming the file or folder where its
+      that is not supported, or a tokenizer that is code of its own; UserError, naming the file or folder, where its
       tokenizer is damaged.
     """
     if source.kind == "gguf":
@@ -75,8 +76,9 @@ def load_tokenizer(source: Source) -> Any:
         raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
     if not has_tokenizer(source):
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
-    for file in (file for pattern in (*TOKENIZER_FILES, TEMPLATES) for file in source.path.glob(pattern)):
-        there(file)  # transformers opens some of them
+    for pattern in (*TOKENIZER_FILES, TEMPLATES):
+        for file in source.path.glob(pattern):
+            there(file)  # refuse a fifo or device, which transformers might open
     with told(source.path):
         try:
             return of_folder(source.path)
@@ -90,8 +92,11 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def of_folder(folder: Path) -> Any:
-    """Read the tokenizer of a folder; without the keys that are null, where transformers refuses some of them."""
-    read = lambda folder: transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    """Read the tokenizer of a folder. If transformers fails, try again without the keys whose value is null."""
+
+    def read(folder: Path) -> Any:
+        return transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
     try:
         return read(folder)
     except Exception:
@@ -105,14 +110,17 @@ def of_folder(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
-    """Make a folder of links to the files of this one. Configurations with keys that are null are written there without
-    these; None where there are no such."""
+    """Yield a temporary folder that links to the files of this one, its configurations rewritten without null keys.
+
+    Yield None where no configuration has such keys.
+    """
     rewritten: dict[str, Any] = {}
     for name, kept in (("config.json", ()), ("tokenizer_config.json", SPECIAL_TOKENS)):
         if there(folder / name):
             raw = read_json(folder / name)
-            if (said := without_nulls(raw, kept)) != raw:
-                rewritten[name] = said
+            cleaned = without_nulls(raw, kept)
+            if cleaned != raw:
+                rewritten[name] = cleaned
     if not rewritten:
         yield None
         return
@@ -120,24 +128,27 @@ def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
         for path in folder.iterdir():
             if path.name not in rewritten:
                 (Path(links) / path.name).symlink_to(path.resolve())
-        for name, said in rewritten.items():
-            (Path(links) / name).write_text(json.dumps(said), encoding="utf-8")
+        for name, cleaned in rewritten.items():
+            (Path(links) / name).write_text(json.dumps(cleaned), encoding="utf-8")
         yield Path(links)
 
 
 def has_tokenizer(source: Source) -> bool:
-    """Whether the source brings one of its own."""
+    """Return whether the source has a tokenizer of its own."""
     known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return source.kind == "gguf" or any(there(source.path / name) for name in known)
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A digest of what each id means."""
+    """Return a SHA-256 digest of the tokenizer's vocabulary: its tokens and their ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def load_fingerprint(source: Source) -> str | None:
-    """That of the tokenizer which a draft was trained for; None where the source has a tokenizer of its own."""
+    """Return the fingerprint of the tokenizer that a draft was trained for, None where the source has no such file.
+
+    Raises: UserError, naming the file, where it holds no digest.
+    """
     path = source.path / orbax.FINGERPRINT
     if not there(path):
         return None
@@ -149,6 +160,6 @@ def load_fingerprint(source: Source) -> str | None:
 
 
 def load_generation_config(source: Source) -> dict[str, Any]:
-    """What a Hugging Face folder's generation_config.json holds; {} where there is none."""
+    """Return the generation_config.json of a Hugging Face folder, {} where there is none."""
     path = source.path / GENERATION_CONFIG
     return read_config(path) if source.kind == "hf" and there(path) else {}

@@ -1,8 +1,8 @@
-"""Tensor names as data: what a file calls a tensor -> where it goes in the parameter dict.
+"""Tables of tensor names: the place in the parameter dict for each tensor name of a file format.
 
-A `{}` stands for the layer's number. The second entry of a place names the part of a merged parameter
-("q" of "qkv"); it is empty where one tensor fills the whole parameter. One table a format, shared by all families;
-where one calls a tensor otherwise, its entry in `jaxspec.models.families` says so.
+A `{}` represents the layer's number. A place is a pair: the parameter, and the part of a merged parameter ("q" of
+"qkv"). The part is "" where one tensor fills the whole parameter. Each format has one table for all families. Names in
+which a family differs are in its entry in `jaxspec.models.families`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from jaxspec.models.families import FAMILIES, Place, layer_names
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One format's names.
+    """The tensor names of one file format.
 
-    ignored: shell patterns of tensors that are part of something else.
-    frequencies: shell patterns of rotary frequencies, which the configuration gives.
-    repeats: tensor -> the one that is read in its place, as `tied_by` in the configuration says.
+    places: the place of each tensor, by name.
+    ignored: shell patterns of tensors that belong to something else.
+    frequencies: shell patterns of rotary frequencies. They are not loaded, because the configuration defines them.
+    repeats: for a redundant tensor, the name of the tensor that is read instead.
+    tied_by: the key of the configuration that makes the tensors in `repeats` redundant.
     """
 
     places: dict[str, Place]
@@ -31,16 +33,20 @@ class Table:
     tied_by: str = "tie_word_embeddings"
 
     def sources(self, parameter: str) -> dict[str, str]:
-        """Part -> tensor name, for one parameter such as "layers.3.qkv"."""
+        """Return the tensor name for each part of one parameter, such as "layers.3.qkv"."""
         layer = re.search(r"\d+", parameter)
-        pattern = re.sub(r"\d+", "{}", parameter)
-        fill = lambda name: name.format(layer.group()) if layer else name
-        of = lambda wanted: {part: fill(name) for name, (place, part) in self.places.items() if place == wanted}
-        return of(parameter) or of(pattern)  # one layer may be called otherwise than the others
+
+        def find(wanted: str) -> dict[str, str]:
+            names = {part: name for name, (place, part) in self.places.items() if place == wanted}
+            return {part: name.format(layer.group()) for part, name in names.items()} if layer else names
+
+        # An entry for this very layer comes before the entry for all layers.
+        return find(parameter) or find(re.sub(r"\d+", "{}", parameter))
 
     def unknown(self, names: Iterable[str], used: Iterable[str]) -> list[str]:
-        """The names that are neither used nor otherwise known, sorted."""
-        spare, known = set(names) - set(used) - self.repeats.keys(), (*self.ignored, *self.frequencies)
+        """Return the names that are neither used nor otherwise known, sorted."""
+        spare = set(names) - set(used) - self.repeats.keys()
+        known = (*self.ignored, *self.frequencies)
         return sorted(n for n in spare if not any(fnmatch.fnmatchcase(n, pattern) for pattern in known))
 
 
@@ -56,7 +62,7 @@ HF = Table(
 
 
 def hf(family: str) -> Table:
-    """HF, but for what a family calls otherwise."""
+    """Return HF with the names in which a family differs."""
     return dataclasses.replace(HF, places={**HF.places, **FAMILIES[family].names})
 
 
@@ -82,6 +88,6 @@ GGUF = Table(
         "blk.{}.ffn_down.weight": ("layers.{}.down", ""),
         "blk.{}.post_ffw_norm.weight": ("layers.{}.post_mlp_norm", ""),
     },
-    ignored=("rope_freqs.weight",),  # which is read into ModelConfig.rope
+    ignored=("rope_freqs.weight",),  # read into ModelConfig.rope
     frequencies=("blk.*.attn_rot_embd.weight",),
 )

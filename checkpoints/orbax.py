@@ -1,9 +1,9 @@
-"""Self-contained folders: parameters as orbax wrote them, the ModelConfig as JSON, the tokenizer's own files.
+"""Self-contained orbax folders, the format that jaxspec writes.
 
-folder/jaxspec.json      ModelConfig, stop ids included
-folder/params/           the flat dict of parameters
-folder/tokenizer*.json   as transformers' save_pretrained writes them; or, of a draft, which uses its target's,
-folder/tokenizer.sha256  only that tokenizer's fingerprint
+folder/jaxspec.json      ModelConfig as JSON, stop ids included
+folder/params/           the flat dict of parameters, written by orbax
+folder/tokenizer*.json   the tokenizer, written by transformers' save_pretrained
+folder/tokenizer.sha256  in a draft's folder instead: the fingerprint of its target's tokenizer
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from jaxspec.models.parameters import Parameter
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
 FINGERPRINT = "tokenizer.sha256"
-UNFINISHED, LAST_WRITER = "*.orbax-checkpoint-tmp", "serialize_shardings"  # orbax's folders; one of its threads
+UNFINISHED = "*.orbax-checkpoint-tmp"  # folders that orbax has not finished
+LAST_WRITER = "serialize_shardings"  # name of the orbax thread that may go on after another has failed
 PATIENCE = 10  # seconds, for orbax to notice that its folder is gone
-CHUNK = 1 << 22  # bytes that are read at a time: a device that needs a part of an array reads no more than that
+CHUNK = 1 << 22  # bytes of a stored chunk of an array: a device that needs a part of the array reads only its chunks
 
 
 def save(
@@ -47,10 +48,11 @@ def save(
     fingerprint: str | None = None,
     replace: bool = False,
 ) -> None:
-    """Writes a checkpoint folder; it appears under its name only when it is complete.
+    """Write a checkpoint folder. The folder appears under its name only when it is complete.
 
-    fingerprint: of the tokenizer, in its place; replace: an earlier checkpoint in the folder, whose other files stay.
-    Raises: FileExistsError where the folder exists and is not empty, unless it is to be replaced.
+    fingerprint: digest of the tokenizer, written in place of the tokenizer for a draft.
+    replace: whether to replace an earlier checkpoint in the folder. Other files in the folder stay.
+    Raises: FileExistsError where the folder exists and is not empty, unless `replace`.
     """
     folder = Path(folder).expanduser().absolute()
     if not replace:
@@ -66,8 +68,12 @@ def save(
 
 @contextlib.contextmanager
 def appearing(folder: Path, replaced: Collection[str] = ()) -> Iterator[Path]:
-    """A folder to fill, which has the name `folder` afterwards, unless there was an error. replaced: where that one is
-    there already, what is deleted of it; what else it holds stays. Raises DiskError where it cannot be written."""
+    """Yield a temporary folder to fill, and rename it to `folder` at the end unless there was an error.
+
+    replaced: names of the entries that the new ones replace in an existing `folder`. Its other entries stay. If empty,
+      the folder must not exist yet or be empty.
+    Raises: DiskError where it cannot be written.
+    """
     partial = folder.parent / f".{folder.name}.partial"
     try:
         with disk_errors(folder):
@@ -87,17 +93,20 @@ def appearing(folder: Path, replaced: Collection[str] = ()) -> Iterator[Path]:
 
 
 def remove(partial: Path) -> None:
+    """Delete a temporary folder, or the file that `end_writing` left in its place."""
     shutil.rmtree(partial, ignore_errors=True)
     with contextlib.suppress(OSError):
-        partial.unlink()  # what `end_writing` left in its place
+        partial.unlink()
 
 
 def check_free(folder: Path) -> None:
+    """Raise FileExistsError unless the folder is missing or empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not empty: choose another place, or remove it first")
 
 
 def load_config(folder: Path) -> ModelConfig:
+    """Return the ModelConfig of a folder. Raises: FileNotFoundError or UserError, naming the file."""
     raw = read_json(folder / CONFIG_FILE)
     with told(folder / CONFIG_FILE):
         return ModelConfig.from_json(raw)
@@ -106,9 +115,10 @@ def load_config(folder: Path) -> ModelConfig:
 def load_params(
     folder: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """Parameters with the shapes, dtypes and shardings of `abstract`.
+    """Load parameters with the shapes, dtypes and shardings of `abstract`.
 
-    Raises: UserError where key-value heads were to be copied, else as `load_arrays` does.
+    Raises: UserError where the configuration repeats key-value heads, which this format cannot; else as `load_arrays`
+      does.
     """
     layer = config.layers[0]
     if layer.kv_copies > 1:
@@ -122,17 +132,21 @@ def load_params(
 
 
 def stored_dtype(folder: Path) -> str:
-    """That of the largest array."""
+    """Return the name of the largest array's dtype."""
     with told(folder / PARAMS):
-        return max(stored_arrays(folder / PARAMS).values(), key=lambda array: math.prod(array.shape)).dtype.name
+        arrays = stored_arrays(folder / PARAMS).values()
+        return max(arrays, key=lambda array: math.prod(array.shape)).dtype.name
 
 
-# The only place that knows orbax's API.
+# Only the code below knows orbax's API.
 
 
 def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Write a flat dict of arrays. Orbax does so in a thread, so that an interrupt does not leave its writers at work:
-    they would make the folder again."""
+    """Write a flat dict of arrays.
+
+    Orbax runs in a thread of its own. An interrupt can then stop its writers, which would otherwise create the folder
+    again.
+    """
     import orbax.checkpoint.experimental.v1 as ocp
 
     saved: Future[None] = Future()
@@ -158,7 +172,7 @@ def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
 
 
 def end_writing(folder: Path) -> None:
-    """Put a file in the folder's place: whoever still writes there fails."""
+    """Replace the folder by an empty file, so that threads that still write there fail."""
     while not folder.is_file():
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -167,7 +181,7 @@ def end_writing(folder: Path) -> None:
 
 @contextlib.contextmanager
 def last_writer() -> Iterator[None]:
-    """Wait for the thread of orbax that goes on after another has failed."""
+    """Wait at the end for the orbax thread that goes on after another one has failed."""
     try:
         yield
     finally:
@@ -178,8 +192,10 @@ def last_writer() -> Iterator[None]:
 
 @functools.cache
 def quiet() -> None:
-    """Keep orbax's threads from logging the tracebacks of errors, which are raised here. Some log theirs after another
-    has failed and its error was raised, so that this is for good."""
+    """Stop orbax's threads from logging tracebacks of errors, because the errors are raised here as well.
+
+    The filter is never removed: some threads log after another one has failed and its error was raised.
+    """
 
     def is_news(record: logging.LogRecord) -> bool:
         return not (record.exc_info and "orbax" in record.pathname)
@@ -188,7 +204,10 @@ def quiet() -> None:
 
 
 def stored_arrays(path: Path) -> dict[str, Any]:
-    """Name -> shape and dtype of what is stored."""
+    """Return the stored arrays by name: orbax's metadata, with shape and dtype.
+
+    Raises: FileNotFoundError without a complete checkpoint; UserError where it is damaged.
+    """
     import orbax.checkpoint.experimental.v1 as ocp
 
     with told(path):
@@ -200,16 +219,16 @@ def stored_arrays(path: Path) -> dict[str, Any]:
 
 
 def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """A flat dict of arrays, restored onto the shapes, dtypes and shardings of `abstract`.
+    """Load a flat dict of arrays with the shapes, dtypes and shardings of `abstract`.
 
-    Raises: UserError for an array that is missing, of a wrong shape or not asked for; FileNotFoundError without a
+    Raises: UserError for an array that is missing, of a wrong shape or not in `abstract`; FileNotFoundError without a
       checkpoint.
     """
     import orbax.checkpoint.experimental.v1 as ocp
 
     path = Path(path).expanduser().absolute()
     stored = stored_arrays(path)
-    # Compared here: orbax itself would fail halfway, with coroutines left behind.
+    # Compared here because orbax would fail halfway and leave coroutines behind.
     for name, leaf in abstract.items():
         if name not in stored:
             raise UserError(f"{path}: array {name} is missing")
@@ -223,19 +242,21 @@ def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.
 
 
 def sharded(leaf: Any, default: Any) -> jax.ShapeDtypeStruct:
+    """Return the leaf's shape and dtype, with its sharding or else the default."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
 
 
 class History:
-    """The checkpoints of a training run, written in the background: the last one and the one whose `metric` is best."""
+    """The checkpoints of a training run, written in the background: the last, and the one with the highest `metric`."""
 
     def __init__(self, folder: str | Path, metric: str) -> None:
         import orbax.checkpoint.experimental.v1 as ocp
 
         quiet()
-        self.folder, self.metric = Path(folder).expanduser().absolute(), metric
+        self.folder = Path(folder).expanduser().absolute()
+        self.metric = metric
         policies = ocp.training.preservation_policies
-        # What has no metrics is a checkpoint that a killed run was removing.
+        # A checkpoint without metrics is one that a killed run was deleting.
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics[metric], n=1, keep_checkpoints_without_metrics=False
         )
@@ -246,28 +267,28 @@ class History:
 
     @property
     def last(self) -> int | None:
-        """The step of the last checkpoint."""
+        """The step of the last checkpoint, None if there is none."""
         latest = self.checkpointer.latest
         return None if latest is None else latest.step
 
     @property
     def best(self) -> float | None:
-        """The best metric so far."""
+        """The highest metric so far, None if there is no checkpoint."""
         known = (c.metrics for c in self.checkpointer.checkpoints)
         return max((metrics[self.metric] for metrics in known if metrics), default=None)
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
-        """Raises DiskError where this step, or the one before, cannot be written."""
+        """Start to save a step. Raises: DiskError where this step, or the one before it, cannot be written."""
         with disk_errors(self.folder):
             self.checkpointer.save_async(step, state, metrics=dict(metrics), force=True)
 
     def load(self, step: int, like: Any) -> Any:
-        """The state of a step, with the shapes, dtypes and shardings of `like`."""
-        abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        return self.checkpointer.load(step, jax.tree.map(abstract, like))
+        """Return the state of a step, with the shapes, dtypes and shardings of `like`."""
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+        return self.checkpointer.load(step, abstract)
 
     def close(self) -> None:
-        """Wait for what is being written. Raises DiskError where it cannot be; nothing half is left."""
+        """Wait until everything is written, and delete incomplete checkpoints. Raises: DiskError if writing failed."""
         try:
             with disk_errors(self.folder), last_writer():
                 self.checkpointer.close()

@@ -1,4 +1,4 @@
-"""Reading files that may be damaged: whatever goes wrong is told in one line that names the file."""
+"""Reading files that may be damaged: every failure is reported in one line that names the file."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import jax
 
 from jaxspec.common.errors import MisfitError, UnsupportedError, UserError
 
-LONGEST = 400  # characters of what a library says; some answer with a paragraph
-MOST_JSON = 2**28  # bytes
+LONGEST = 400  # characters kept of a library's error message; some are paragraphs
+MOST_JSON = 2**28  # bytes that a JSON file may have
+# Kinds of files that are never opened.
 SPECIAL = {
     stat.S_IFIFO: "a fifo",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-# Keys of a configuration whose null is a value: no window, and as many key-value heads as query heads.
+# Keys of a configuration whose null has a meaning: no window; as many key-value heads as query heads.
 NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads")
 
 
 def there(path: Path) -> bool:
-    """Whether there is a regular file of this name. Every file is asked about before it is opened.
+    """Return whether a regular file of this name exists. Call it before a file is opened.
 
-    Raises: UserError for a fifo, socket or device, which might never end.
+    Raises: UserError for a fifo, socket or device: reading one might never end.
     """
     if not path.exists():
         return False
@@ -40,24 +41,25 @@ def there(path: Path) -> bool:
 
 @contextlib.contextmanager
 def told(where: Path | str) -> Iterator[None]:
-    """Makes of any error in the block a UserError, UnsupportedError or OSError of one line that names `where`.
+    """Turn any error in the block into a UserError, UnsupportedError or OSError of one line that names `where`.
 
-    Libraries raise what they like over damaged files, MemoryError and RecursionError included. The cause stays
-    attached. Devices' own errors, such as too little memory, pass, as do those of files made for something else.
+    Libraries raise errors of any class over damaged files, even MemoryError and RecursionError. The original error is
+    attached as the cause. Two kinds pass unchanged: errors of devices, such as too little memory, and MisfitError, for
+    files made for something else.
     """
     try:
         yield
-    except (jax.errors.JaxRuntimeError, MisfitError):  # the file is not to be mended
+    except (jax.errors.JaxRuntimeError, MisfitError):  # mending the file would not help
         raise
     except NotImplementedError as error:
         raise UnsupportedError(line(where, error)) from error
     except OSError as error:
-        if error.errno is not None:  # the system's own, which names the file
+        if error.errno is not None:  # raised by the operating system, with the file's name
             raise
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
         raise kind(line(where, error)) from error
     except BaseException as error:
-        # What Rust calls a panic, in tokenizers, is no Exception in Python.
+        # A panic of Rust code, as in tokenizers, is not a subclass of Exception in Python.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         text = line(where, error)
@@ -69,18 +71,18 @@ def told(where: Path | str) -> Iterator[None]:
 
 
 def line(where: Path | str, error: BaseException) -> str:
+    """Return the error's message as one line that names `where`, shortened to LONGEST characters of its own."""
     text = " ".join(str(error).split())
     if str(where) in text and len(text) <= LONGEST + len(str(where)):
         return text
-    if not isinstance(
-        error, ValueError | NotImplementedError | OSError
-    ):  # "KeyError: 'model'" says more than "'model'"
+    if not isinstance(error, ValueError | NotImplementedError | OSError):
+        # "KeyError: 'model'" says more than "'model'".
         text = f"{type(error).__name__}: {text}"
     return f"{where}: {text if len(text) <= LONGEST else text[:LONGEST] + '…'}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: FileNotFoundError, or UserError where the file holds no JSON object; both name it."""
+    """Read a JSON object. Raises: FileNotFoundError; UserError if the file holds no JSON object. Both name the file."""
     if not there(path):
         raise FileNotFoundError(f"{path} is missing")
     if (size := path.stat().st_size) > MOST_JSON:
@@ -95,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a configuration, in which null means absent. Raises as `read_json` does."""
+    """Read a configuration without its keys that are null: there null means absent. Raises as `read_json` does."""
     try:
         found: dict[str, Any] = without_nulls(read_json(path))
     except RecursionError:
@@ -104,7 +106,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def without_nulls(value: Any, kept: Collection[str] = NULL_IS_A_VALUE) -> Any:
-    """Return the value without the keys of its objects that are null, but for those `kept`."""
+    """Return a JSON value without the keys of its objects whose value is null, except the keys `kept`."""
     if not isinstance(value, dict):
         return value
     return {key: without_nulls(x, kept) for key, x in value.items() if x is not None or key in kept}

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and safetensors, in one file or in shards with an index; else torch's files."""
+"""Hugging Face folders: config.json, and weights in safetensors or, if there are none, in torch's files."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import short
 from jaxspec.models.parameters import Parameter
 
+# Keys that a config.json must have.
 SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+# Dtypes of integer tensors, in the notation of safetensors.
 INTEGERS = ("I64", "I32", "BOOL")
 INDEX = "model.safetensors.index.json"
-# Where a folder's tensors may be, the preferred first: in one file, which transformers takes whatever an index beside
-# it says, in the shards of an index, in files like these.
+# Where a folder's tensors may be: in one file, in the shards that an index names, or in all files of a pattern. The
+# first that exists is used. Like transformers, prefer the one file over an index beside it.
 LAYOUTS = (
     ("model.safetensors", INDEX, "*.safetensors"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt"),
 )
+# Dtypes of floating-point tensors, in the notation of safetensors, and their names.
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """ModelConfig of a folder.
+    """Return the ModelConfig of a folder.
 
     Raises: FileNotFoundError without a config.json; UnsupportedError and UserError as `hf_config.model_config` does.
     """
@@ -49,35 +52,40 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def parse(raw: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a config.json. Raises as `hf_config.model_config` does; UserError for one that lacks a size."""
-    # Before transformers, which answers unknown kinds with a paragraph, and makes 10**9 labels where that is asked.
+    """Parse a config.json. Raises as `hf_config.model_config` does; UserError where a key of SIZES is missing."""
+    # Checked before transformers sees it: its errors are paragraphs, and it would make a billion labels if asked to.
     known = hf_config.check_supported(raw)
-    for key in SIZES:  # not taken from transformers, where they are those of another model
+    for key in SIZES:  # the defaults of transformers are those of some other model
         if key not in known:
             raise UserError(f"{key} is missing")
-    # AutoConfig fills the defaults that a family's config.json leaves out, and spells old options the new way. Ids it
-    # does not know: those are what the file says, or none.
-    kind, reads_as = raw["model_type"], {family.model_type: family.reads_as for family in FAMILIES.values()}
+    # AutoConfig fills in the defaults that a family's config.json leaves out, and renames old options.
+    kind = raw["model_type"]
+    reads_as = {family.model_type: family.reads_as for family in FAMILIES.values()}
     filled = transformers().AutoConfig.for_model(**known | {"model_type": reads_as.get(kind) or kind}).to_dict()
-    ids = {key: known.get(key) for key in ("bos_token_id", "eos_token_id")}
+    ids = {key: known.get(key) for key in ("bos_token_id", "eos_token_id")}  # never transformers' defaults
     return hf_config.model_config(filled | ids | {"model_type": kind})
 
 
 def parse_layers(raw: Mapping[str, Any]) -> ModelConfig:
-    """Parse the config.json of a Llama that leaves nothing out. Transformers, which takes seconds to import, is asked
-    only where it is needed: it knows how all have spelled what becomes of rope. Raises as `parse` does."""
-    return parse(raw) if raw.keys() & {"rope_scaling", "rope_parameters"} else hf_config.model_config(raw)
+    """Parse a complete config.json of a Llama. Raises as `parse` does.
+
+    Transformers, which takes seconds to import, is used only where the rotary embedding is scaled: it knows all
+    spellings of these options.
+    """
+    if raw.keys() & {"rope_scaling", "rope_parameters"}:
+        return parse(raw)
+    return hf_config.model_config(raw)
 
 
 def load_params(
     folder: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """Parameters with the shapes, dtypes and shardings of `abstract`; each device reads only its part.
+    """Load parameters with the shapes, dtypes and shardings of `abstract`. Each device's shard is read on its own.
 
     Raises: UserError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
     """
-
-    shards, table = Shards(folder), hf(config.family)
+    shards = Shards(folder)
+    table = hf(config.family)
     heads = table.sources("head").values() if config.tied else ()  # some files repeat the embedding table as a head
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
     table = dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
@@ -85,20 +93,25 @@ def load_params(
 
 
 def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarray]:
-    """What undoes what a file did to the numbers of its norms; norm_plus_one: it holds what is added to 1."""
-    # In float32: bfloat16 has too few bits near 1 for Gemma's small w.
-    return lambda parameter, part, x: x.astype(np.float32) + 1 if norm_plus_one and parameter.kind == "norm" else x
+    """Return the `edit` for `assemble`. norm_plus_one: whether a norm in the file holds w, for a factor of 1 + w."""
+
+    def add_one(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
+        if norm_plus_one and parameter.kind == "norm":
+            return x.astype(np.float32) + 1  # bfloat16 has too few bits near 1 for Gemma's small w
+        return x
+
+    return add_one
 
 
 def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
-    """Patterns of the tensors of drafting heads that stand in the model's own checkpoint: they are read by name."""
-    last = ".eh_proj.weight"  # DeepSeek's kind counts its heads on after the model's layers
+    """Return patterns of the tensors of drafting heads in a model's own checkpoint. The model does not read them."""
+    last = ".eh_proj.weight"  # heads in DeepSeek's format are numbered on after the model's layers
     after = [name.removesuffix(last) for name in tensors if re.fullmatch(rf"model\.layers\.\d+{re.escape(last)}", name)]
     return ("model.mtp_layers.*", "mtp.*", "medusa_head.*", *(f"{layer}.*" for layer in after))
 
 
 def stored_dtype(folder: Path) -> str:
-    """The dtype most of the weights are stored in: that of the largest tensor."""
+    """Return the dtype that most weights are stored in: that of the largest tensor."""
     shards = Shards(folder)
     sizes = shards.shapes()
     largest = max(sizes, key=lambda name: math.prod(sizes[name]), default=None)
@@ -108,10 +121,10 @@ def stored_dtype(folder: Path) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a folder's tensors: the single one, else those that its index names, else all.
+    """Return the files of a folder's tensors, as LAYOUTS orders them.
 
-    Raises: FileNotFoundError naming the missing shard, or the folder that holds none; UserError for an index that
-    names none, or one outside the folder.
+    Raises: FileNotFoundError naming the missing shard, or the folder that holds no such file; UserError for an index
+      that names no shard, or a shard outside the folder.
     """
     for single, index, others in LAYOUTS:
         if there(folder / single):
@@ -125,10 +138,11 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def shards_of(index: Path, suffix: str) -> list[Path]:
+    """Return the shards that an index names. Raises as `files_of` does."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise UserError(f"{index} has no weight_map (an object: tensor -> shard): fetch it again")
-    # The name, not where it leads: the hub's cache links a snapshot's files to others outside its folder.
+    # Check the name, not the file that it links to: in the hub's cache that is outside the folder.
     for name in found.values():
         if not isinstance(name, str) or not re.fullmatch(rf"[^/\\\0]+\{suffix}", name):
             raise UserError(
@@ -143,7 +157,7 @@ def shards_of(index: Path, suffix: str) -> list[Path]:
 
 
 def opened(path: Path) -> Any:
-    """The file, mapped: names, shapes, slices."""
+    """Open a file of tensors, mapped into memory. Raises: UserError where it is truncated or damaged."""
     if path.suffix != ".safetensors":
         return TorchFile(path)
     with told(path):
@@ -154,45 +168,51 @@ def opened(path: Path) -> Any:
 
 
 class Shards:
-    """The tensors of all shards under one roof. Files are mapped, not loaded."""
+    """The tensors of all shards of a folder. The files are mapped into memory, not loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
-        self._home: dict[str, Any] = {}  # tensor name -> open file
+        self._home: dict[str, Any] = {}  # the open file of each tensor
         for path in files_of(folder):
             file = opened(path)
             self._home |= dict.fromkeys(file.keys(), file)
-        every = {name: tuple(self.slice(name).get_shape()) for name in self._home}
-        narrow = {name for name in every if name + SCALE in every and self.slice(name).get_dtype() == "I8"}
-        self._groups = {name: self.group(every[name], every[name + SCALE], name) for name in narrow}
-        scales = {name + SCALE for name in narrow}
-        self._shapes = {name: shape for name, shape in every.items() if name not in scales}
+        stored = {name: tuple(self.slice(name).get_shape()) for name in self._home}
+        quantised = {name for name in stored if name + SCALE in stored and self.slice(name).get_dtype() == "I8"}
+        self._groups = {name: self.group(stored[name], stored[name + SCALE], name) for name in quantised}
+        scales = {name + SCALE for name in quantised}
+        self._shapes = {name: shape for name, shape in stored.items() if name not in scales}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def slice(self, name: str) -> Any:
+        """Return the library's slice of a tensor, which is read when it is indexed."""
         return self._home[name].get_slice(name)
 
     def group(self, shape: tuple[int, ...], scales: tuple[int, ...], name: str) -> int:
-        """How many integers of 8 bits a scale counts for."""
+        """Return the number of integers of 8 bits that share a scale. Raises: UserError where the shapes do not fit."""
         if not shape or not scales or shape[:-1] != scales[:-1] or not scales[-1] or shape[-1] % scales[-1]:
             raise UserError(f"{self.where}: tensor {name} has shape {shape}, its scales {scales}: fetch it again")
         return shape[-1] // scales[-1]
 
     def dtype(self, name: str) -> str:
-        """A key of FLOATS; of integers with scales, that of these. Raises: UnsupportedError where it is stored as
-        something else."""
-        if (found := self.slice(name + SCALE if name in self._groups else name).get_dtype()) not in FLOATS:
+        """Return the key of FLOATS for a tensor's dtype. An 8-bit tensor has the dtype of its scales.
+
+        Raises: UnsupportedError for a tensor that is stored in another dtype.
+        """
+        found = self.slice(name + SCALE if name in self._groups else name).get_dtype()
+        if found not in FLOATS:
             raise UnsupportedError(f"{self.where}: tensor {name} is stored as {found}: {', '.join(FLOATS)} are read")
         return found
 
     def read(self, name: str, index: Index) -> np.ndarray:
+        """Return the slice `index` of a tensor, dequantised. Raises as `dtype` does; UserError for a damaged file."""
         if self.slice(name).get_dtype() not in INTEGERS:
             self.dtype(name)
         with told(self.where):
             x = self.slice(name)[index]
-            if (size := self._groups.get(name)) is None:
+            size = self._groups.get(name)
+            if size is None:
                 return x
             first, last, _ = index[-1].indices(self._shapes[name][-1])
             scale = self.slice(name + SCALE)[(*index[:-1], slice(first // size, -(-last // size)))]

@@ -1,4 +1,4 @@
-"""What the user typed -> files on this machine: a hub id, a local folder, a .gguf file or the embedded model."""
+"""Find the files of a model that a user names: a hub id, a local folder, a .gguf file or the embedded model."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ from jaxspec.models.limits import short
 
 logger = logging.getLogger(__name__)
 
-# The tokenizer's vocabulary comes in several spellings; so do weights, of which only the first that are there count.
+# A tokenizer's vocabulary may be in any of several files. Of the formats of weights only the first that exists is used.
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = (["*.safetensors"], ["pytorch_model*.bin", "medusa_lm_head.pt"])
 UNWANTED_FILES = ["*/*", "consolidated*", "*.safetensors.index.*.json"]  # second copies of the weights
 
-LONGEST_NAME = 4096  # characters; no system has longer paths
-DOWNLOAD_LIMIT = 1800  # seconds that one download may take in all
+LONGEST_NAME = 4096  # characters, the longest path of any system
+DOWNLOAD_LIMIT = 1800  # seconds that one download may take
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A checkpoint on this machine.
 
-    path: a folder ("hf", "orbax") or a file ("gguf").
-    name: as the user knows it.
+    kind: format of the checkpoint.
+    path: folder ("hf", "orbax") or file ("gguf") on this machine.
+    name: name of the model for messages, as the user knows it.
     """
 
     kind: Literal["hf", "gguf", "orbax"]
@@ -55,9 +56,9 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Embedded:
-    """A model file that comes inside a package."""
+    """A model file that is distributed inside a Python package."""
 
-    package: str  # with its version
+    package: str  # name and version
     file: str
     size: int  # bytes
     sha256: str
@@ -71,28 +72,28 @@ EMBEDDED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
-DRAFTS = {MODEL: DRAFT}  # target -> the draft that this project trained for it
+DRAFTS = {MODEL: DRAFT}  # for each target, the draft that this project trained for it
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Source:
-    """Finds a model, and fetches it where it is not on this machine yet.
+    """Find a model, and fetch it if it is not on this machine yet.
 
     Args:
       model: a local folder (safetensors or orbax), a GGUF file, `"smollm2-135m-instruct"` (the embedded model,
         98 MB, kept in the cache folder), `"smollm2-135m-eagle3"` (its head, part of this package) or a hub id,
         "org/name".
       revision: branch, tag or commit of a hub id.
-      weights: False fetches a hub id's configuration and tokenizer only.
+      weights: whether to fetch a hub id's weights as well as its configuration and tokenizer.
 
-    Raises: FileNotFoundError for a path or an id that does not exist; ConnectionError, within seconds, where something
-      has to be fetched and cannot be; UserError for a folder that holds no checkpoint, or what is no name at all.
+    Raises: FileNotFoundError for a path or an id that does not exist; ConnectionError, within seconds, where a file
+      must be fetched and cannot be; UserError for a folder that holds no checkpoint, or a value that cannot be a name.
     """
     model = name_of("model", os.fspath(model) if isinstance(model, os.PathLike) else model)
     if revision is not None:
         name_of("revision", revision)
     try:
         path = Path(model).expanduser()
-    except RuntimeError as error:  # ~someone
+    except RuntimeError as error:  # "~name" of an unknown user
         raise FileNotFoundError(f"{model} does not exist: {error}") from None
     if path.is_dir():
         return local_folder(path, model)
@@ -108,14 +109,17 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         raise FileNotFoundError(f"{model} does not exist: no such file or folder")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         known = (*EMBEDDED, *DRAFTS.values())
-        give = f"give a folder, a .gguf file, a hub id (org/name) or {', '.join(known)}"
-        near = [f"did you mean {name!r}?" for name in difflib.get_close_matches(model, known, n=1)]
-        raise FileNotFoundError(f"no model {model!r}: {(near or [give])[0]}")
+        near = difflib.get_close_matches(model, known, n=1)
+        names = ", ".join(known)
+        remedy = (
+            f"did you mean {near[0]!r}?" if near else f"give a folder, a .gguf file, a hub id (org/name) or {names}"
+        )
+        raise FileNotFoundError(f"no model {model!r}: {remedy}")
     return Source("hf", from_hub(model, revision, weights=weights), model)
 
 
 def name_of(what: str, value: Any) -> str:
-    """The value, where it is a name. Raises: UserError."""
+    """Return the value if it can be a name. Raises: UserError, naming the option `what`, otherwise."""
     if (
         not isinstance(value, str)
         or not value.strip()
@@ -127,6 +131,7 @@ def name_of(what: str, value: Any) -> str:
 
 
 def looks_like_path(model: str) -> bool:
+    """Return whether a name must be meant as a path, not as a hub id."""
     return (
         model.endswith((".gguf", ".safetensors", os.sep))
         or model.startswith((".", "~", "/"))
@@ -135,17 +140,19 @@ def looks_like_path(model: str) -> bool:
 
 
 def begins(path: Path, magic: bytes) -> bool:
-    """Whether the file's first bytes are these."""
+    """Return whether the file begins with these bytes."""
     with path.open("rb") as file:
         return file.read(len(magic)) == magic
 
 
 def local_folder(path: Path, model: str) -> Source:
+    """Return the checkpoint in a folder. Raises: UserError where there is none, or several GGUF files."""
     path = path.resolve()
     if there(path / CONFIG_FILE):
         return Source("orbax", path, path.name)
-    if any(there(file) for patterns in WEIGHT_FILES for pattern in patterns for file in path.glob(pattern)):
-        return Source("hf", path, path.name)  # some heads come without a configuration
+    patterns = [pattern for group in WEIGHT_FILES for pattern in group]
+    if any(there(file) for pattern in patterns for file in path.glob(pattern)):
+        return Source("hf", path, path.name)  # some heads have no configuration
     files = sorted(file for file in path.glob("*.gguf") if there(file))
     if len(files) == 1:
         return Source("gguf", files[0], files[0].stem)
@@ -157,6 +164,7 @@ def local_folder(path: Path, model: str) -> Source:
 
 
 def shipped(name: str) -> Source:
+    """Return a draft that is part of this package. Raises: FileNotFoundError where the installation lacks it."""
     path = Path(__file__).parent / name
     if not there(path / "config.json"):
         raise FileNotFoundError(f"{name} is missing from this installation ({path}): install jaxspec again")
@@ -164,27 +172,27 @@ def shipped(name: str) -> Source:
 
 
 def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
-    """The folder of a hub id's snapshot, fetched where it is not cached."""
+    """Return the folder of a hub id's snapshot, fetched if it is not cached. Raises as `resolve` does."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
     at = f" at revision {revision!r}" if revision else ""
     missing = f"the hub has no model {model!r}{at} that you may read: check the name, or log in with `hf auth login`"
-    there: list[str] = []
+    files: list[str] = []
     try:
-        try:  # asked first because snapshot_download waits for this very answer without a limit
+        try:  # the first request, with a time limit: snapshot_download makes the same request without one
             found = HfApi().model_info(model, revision=revision, timeout=patience)
             online, reason = True, ""
-            there = [file.rfilename for file in found.siblings or ()]
+            files = [file.rfilename for file in found.siblings or ()]
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             raise
-        except Exception as error:  # whatever the HTTP library of this version raises; a cached snapshot will do
+        except Exception as error:  # any error of the HTTP library's; a cached snapshot may exist
             online, reason = False, type(error).__name__
         return Path(
             snapshot_download(
                 model,
                 revision=revision,
-                allow_patterns=TOKENIZER_FILES + (weight_files(there) if weights else []),
+                allow_patterns=TOKENIZER_FILES + (weight_files(files) if weights else []),
                 ignore_patterns=UNWANTED_FILES,
                 etag_timeout=patience,
                 local_files_only=not online,
@@ -203,23 +211,26 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
         ) from None
 
 
-def weight_files(there: list[str]) -> list[str]:
-    """The patterns of a repository's weights: of what it has in two formats, only the preferred one is fetched."""
-    own = [name for name in there if not any(fnmatch.fnmatch(name, pattern) for pattern in UNWANTED_FILES)]
-    found = (patterns for patterns in WEIGHT_FILES if any(fnmatch.filter(own, pattern) for pattern in patterns))
-    return next(found, WEIGHT_FILES[0])
+def weight_files(files: list[str]) -> list[str]:
+    """Return the patterns of the weight files to fetch from a repository: those of the preferred format that it has."""
+    own = [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in UNWANTED_FILES)]
+    for patterns in WEIGHT_FILES:
+        if any(fnmatch.filter(own, pattern) for pattern in patterns):
+            return patterns
+    return WEIGHT_FILES[0]
 
 
 def embedded(name: str) -> Path:
-    """The file of an embedded model, fetched into the cache folder on first use.
+    """Return the file of an embedded model, fetched into the cache folder on first use.
 
-    Only a complete file whose digest is right ever gets the final name, and processes that fetch at the same time do
-    each other no harm: the last one's rename wins.
+    The file gets its final name only when it is complete and its digest is right. Several processes may fetch it at the
+    same time: the last rename wins.
 
-    Raises: ConnectionError where it cannot be fetched, saying which file to place where; OSError where it cannot be
-      written.
+    Raises: ConnectionError where it cannot be fetched, naming the file and where to place it; OSError where it cannot
+      be written.
     """
-    wanted, folder = EMBEDDED[name], cache_folder()
+    wanted = EMBEDDED[name]
+    folder = cache_folder()
     target = folder / wanted.file
     if intact(target, wanted):
         return target
@@ -246,7 +257,7 @@ def embedded(name: str) -> Path:
 
 
 def intact(path: Path, wanted: Embedded) -> bool:
-    """Return whether this is the model's file, and no other user can change it."""
+    """Return whether the file has the digest of `wanted` and no other user can change it. Warn if it is damaged."""
     try:
         with trusted(path, closed=True) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -258,7 +269,7 @@ def intact(path: Path, wanted: Embedded) -> bool:
 
 
 def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
-    """Asks pip for one wheel, without its dependencies. Raises: ConnectionError(problem)."""
+    """Download one wheel with pip, without its dependencies. Raises: ConnectionError(problem)."""
     if importlib.util.find_spec("pip") is None:
         raise ConnectionError(f"{problem} (this environment has no pip to fetch it with: python -m ensurepip)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -288,16 +299,17 @@ def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
 
 
 def patience(pip: list[str]) -> list[str]:
-    """Options that make pip give up at once where there is no network, as far as the user did not choose otherwise."""
+    """Return options that make pip give up quickly without a network, except those that the user has set."""
     chosen = subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout
     options = []
     for option, value in (("retries", "0"), ("timeout", "5")):
-        if not re.search(rf"[.-]{option}=", chosen):  # the listing has files and environment, default-timeout too
+        if not re.search(rf"[.-]{option}=", chosen):  # lists settings of files and environment, also default-timeout
             options += [f"--{option}", value]
     return options
 
 
 def pip_version() -> tuple[int, ...]:
+    """Return the major and minor version of pip, (0,) if it is unknown."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,8 +1,8 @@
-"""Heads in the format of the speculators library, as its version 0.9.0 reads them: a config.json that names the target,
-the layers' own configuration within it, and tensors.
+"""Writing of heads in the format of the speculators library, version 0.9.0.
 
-That library takes embedding table and head from the target, but for EAGLE-3: there what a folder lacks stays undefined,
-so copies stand in the folder.
+A folder holds tensors and a config.json, which names the target and contains the configuration of the head's layers.
+For most kinds of heads that library takes the embedding table and the output head from the target. For EAGLE-3 it
+leaves them undefined where the folder lacks them, so the folder gets copies.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
 
 VERSION = "0.9.0"
-TOKENS = 3  # drafts of a round, where the head tells neither a number nor a limit
+TOKENS = 3  # draft tokens a round, for a head whose configuration has neither their number nor a limit
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of head there.
+    """A kind of head in the speculators library.
 
-    architecture: what config.json calls it; said: key of config.json -> field of the head's configuration.
-    copies: whether the target's table, and its head where the head has none, have to stand in its folder.
+    architecture: its name in config.json.
+    fields: for each key of config.json the field of the head's configuration.
+    copies: whether the folder needs copies of the target's embedding table and, if the draft has none, output head.
     """
 
     architecture: str
-    said: Mapping[str, str]
+    fields: Mapping[str, str]
     copies: bool = False
 
 
@@ -60,30 +61,35 @@ KINDS = {
     "dflash": Kind("DFlashSpeculator", DFLASH),
     "dspark": Kind("DSparkSpeculator", DFLASH | {"markov_rank": "markov_rank", "markov_head_type": "markov_kind"}),
 }
-METHODS = ("eagle3", "dflash", "dspark")  # of `jaxspec.drafters.methods`: those of KINDS
+METHODS = ("eagle3", "dflash", "dspark")  # the methods of `jaxspec.drafters.methods` that KINDS covers
 
-# How other writers begin a tensor's name -> how it begins there.
+# For each prefix of tensor names in other formats, the library's prefix.
 STARTS = {
     "midlayer.": "layers.0.",
     **{f"aux_norm_{name}.": f"fc_norm.{i}." for i, name in enumerate(("low", "mid", "high"))},
 }
 TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
-# DSpark's table of the token before: what makes it of the target's, and as it is there.
+# DSpark's table of the previous token. jaxspec stores a projection of the target's embedding table, the library the
+# projected table.
 OWN_TABLE, THEIR_TABLE = "markov_head.embed_in.weight", "markov_head.markov_w1.weight"
-CONFIDENCE = "confidence_head."  # of DSpark, which jaxspec does not read
+CONFIDENCE = "confidence_head."  # prefix of tensors of DSpark that jaxspec copies but does not use
 
 
 def kind(head: Any) -> str:
-    """The name in KINDS of a head of this configuration, whose method is one of METHODS."""
+    """Return the name in KINDS for a head of one of METHODS. head: its configuration."""
     method = draft_spec(head).method
     return "peagle" if method == "eagle3" and head.mask_id is not None else method
 
 
 def check(name: str, head: Any, target: ModelConfig) -> None:
-    """Raises UnsupportedError for what that library has no way to say of a head beside this target; name, head: what to
-    call it, and its configuration."""
-    blocks, taps, reduced = not KINDS[kind(head)].copies, list(head.taps), head.reduced_vocab_size
-    refusals = (  # whether it is so, what it has, what could be read
+    """Raise UnsupportedError for a head that the library cannot represent beside this target.
+
+    name: the head's name for messages; head: its configuration.
+    """
+    blocks = not KINDS[kind(head)].copies
+    taps = list(head.taps)
+    reduced = head.reduced_vocab_size
+    refusals = (  # each: whether it applies, what the head has, what the library reads instead
         (head.width != target.width, f"width {head.width}", f"the target's width, {target.width}"),
         (len(set(taps)) < len(taps), f"layers {taps} to read", "each layer of the target once"),
         (reduced == target.vocab_size, f"d2t for all {reduced} ids", "fewer ids, or all in the target's order"),
@@ -105,18 +111,21 @@ def check(name: str, head: Any, target: ModelConfig) -> None:
 
 
 def verifier(target: Source) -> dict[str, Any]:
-    """What config.json says of the target: a hub id, or the place of a folder on this machine."""
-    name = target.name if "/" in target.name else str(target.path)  # a folder's own name alone would not find it
+    """Return the keys of config.json for the target: its hub id, or the path of its folder, and its architectures."""
+    name = target.name if "/" in target.name else str(target.path)  # a folder is found by its path only
     return {"name_or_path": name, "architectures": read_json(target.path / "config.json").get("architectures") or []}
 
 
 def config(
     head: Any, shapes: Mapping[str, tuple[int, ...]], target: Source, rope: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """config.json of a head.
+    """Return the config.json of a head.
 
-    head: its configuration; shapes: of its tensors there; target: the checkpoint that it drafts for; rope: what a
-    config.json says of its layers' rotary embedding; before: what one of this format said already, of proposals.
+    head: its configuration.
+    shapes: shapes of its tensors, by the library's names.
+    target: the checkpoint that it drafts for.
+    rope: the keys of config.json for the rotary embedding of its layers.
+    before: speculators_config of the head's original config.json, {} if it has none; its proposals are kept.
     """
     name = kind(head)
     proposals = {
@@ -125,51 +134,55 @@ def config(
     }
     confidence = shapes.get(f"{CONFIDENCE}proj.weight", (0,))[-1]
     switches = {"enable_confidence_head": confidence > 0, "confidence_head_with_markov": confidence > head.width}
-    kept = {key: before[key] for key in proposals if proposals.keys() <= before.keys()}
+    if proposals.keys() <= before.keys():
+        proposals = {key: before[key] for key in proposals}
     return {
         "speculators_model_type": name,
         "speculators_version": VERSION,
         "architectures": [KINDS[name].architecture],
         "draft_vocab_size": head.head_size,
-        **{key: getattr(head, field) for key, field in KINDS[name].said.items()},
+        **{key: getattr(head, field) for key, field in KINDS[name].fields.items()},
         **(switches if name == "dspark" else {}),
         "tie_word_embeddings": False,
         "transformer_layer_config": {**heads.layers(head), "attention_bias": False, **rope},
-        "speculators_config": {"algorithm": name, **proposals, **kept, "verifier": verifier(target)},
+        "speculators_config": {"algorithm": name, **proposals, "verifier": verifier(target)},
     }
 
 
 def renamed(name: str) -> str:
-    """As a tensor of this name is called there."""
+    """Return the library's name for a tensor of this name."""
     name = name.removeprefix("model.")
     start = next((start for start in STARTS if name.startswith(start)), "")
     return STARTS.get(start, "") + name.removeprefix(start)
 
 
 def tensors(
-    source: Source, how: heads.Reading, known: Mapping[str, Parameter], target: Source, of_target: ModelConfig
+    source: Source, reading: heads.Reading, known: Mapping[str, Parameter], target: Source, of_target: ModelConfig
 ) -> dict[str, np.ndarray]:
-    """All tensors of a head's folder, as they are stored but for their names; known: its parameters.
+    """Return all tensors of a head's folder under the library's names, as they are stored.
 
-    d2t i64[_] holds what is added to an own id, t2d bool[V] which of the target's ids it has.
-    Raises: UserError where one is missing, or d2t is for another target; else as reading does.
+    known: declarations of the head's parameters.
+    Two tensors are written anew for a reduced vocabulary: d2t i64[_] holds the difference between the target's id and
+    the head's own id, for each own id; t2d bool[V] marks the target's ids that the head has.
+    Raises: UserError where a tensor is missing, or d2t is for another target; else as reading does.
     """
-    file, table = Shards(source.path), heads.table_of(how)
+    file = Shards(source.path)
+    table = heads.table_of(reading)
     stored = {where: p for where, p in known.items() if where != "t2d"}
-    check_tensors(how.config, stored, table, file)
+    check_tensors(reading.config, stored, table, file)
     wanted = [name for where in stored for name in table.sources(where).values()]
     wanted += [name for name in file.shapes() if name.startswith(CONFIDENCE)]
     found = {renamed(name): heads.whole(file, name) for name in wanted}
     if OWN_TABLE in found:
-        way = found.pop(OWN_TABLE)
-        channels = copies({TABLE}, target, of_target, np.float32)[TABLE] @ way.astype(np.float32).T
-        found[THEIR_TABLE] = channels.astype(way.dtype)
+        projection = found.pop(OWN_TABLE)
+        table_of_target = copies({TABLE}, target, of_target, np.float32)[TABLE]
+        found[THEIR_TABLE] = (table_of_target @ projection.astype(np.float32).T).astype(projection.dtype)
     if "d2t" in found:
         ids = found["d2t"].astype(np.int64) + np.arange(len(found["d2t"]))
         heads.check_ids(source.path, ids, of_target.vocab_size)
         heads.check_t2d(file, ids, of_target.vocab_size)
         found |= {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(of_target.vocab_size), ids)}
-    if KINDS[kind(how.config)].copies:
+    if KINDS[kind(reading.config)].copies:
         own = [name for name in file.shapes() if renamed(name) == TABLE]
         found |= {renamed(name): heads.whole(file, name) for name in own}
         found |= copies({TABLE, HEAD} - found.keys(), target, of_target, found["fc.weight"].dtype)
@@ -177,10 +190,14 @@ def tensors(
 
 
 def copies(names: Set[str], target: Source, of_target: ModelConfig, dtype: Any) -> dict[str, np.ndarray]:
-    """The target's table and head, as far as these names ask for them. Raises: UserError where it lacks one."""
-    file, where = Shards(target.path), {TABLE: "embed", HEAD: "embed" if of_target.tied else "head"}
-    theirs = {name: hf(of_target.family).sources(where[name])[""] for name in names}
-    for name in theirs.values():
-        if name not in file.shapes():
-            raise UserError(f"{target.path}: tensor {name} is missing: the head's folder needs a copy of it")
-    return {name: heads.whole(file, there).astype(dtype) for name, there in theirs.items()}
+    """Return copies of the target's embedding table, output head or both. names: those of TABLE and HEAD to return.
+
+    Raises: UserError where the target lacks one.
+    """
+    file = Shards(target.path)
+    where = {TABLE: "embed", HEAD: "embed" if of_target.tied else "head"}
+    sources = {name: hf(of_target.family).sources(where[name])[""] for name in names}
+    for source in sources.values():
+        if source not in file.shapes():
+            raise UserError(f"{target.path}: tensor {source} is missing: the head's folder needs a copy of it")
+    return {name: heads.whole(file, source).astype(dtype) for name, source in sources.items()}

@@ -1,4 +1,4 @@
-"""A file of named tensors, whatever its format."""
+"""The interface through which weights are read from a file of any format."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Index = tuple[slice, ...]
 
 
 class TensorFile(Protocol):
-    """What a format offers: names and shapes at no cost, and slices of one tensor."""
+    """A file of named tensors: their shapes, known without reading them, and slices of one tensor."""
 
-    where: str  # for messages
+    where: str  # the path, for messages
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 

@@ -1,6 +1,6 @@
-"""Files that torch.save wrote, such as pytorch_model.bin: read by torch's loader of tensors alone.
+"""Files written by torch.save, such as pytorch_model.bin, read by torch's loader for files of tensors only.
 
-They are pickles, which can run code. Where torch is not installed they are refused; nothing here unpickles.
+Such a file is a pickle, which can run code. jaxspec never unpickles one itself: without torch it refuses the file.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from checkpoints.reading import told
 from jaxspec.common.errors import UnsupportedError, UserError, quoted
 
-# torch's name of a dtype -> that of a safetensors file.
+# torch's name of each dtype, and the name in a safetensors file.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
-SAFE = (2, 6)  # what older versions call weights_only can be made to run code (CVE-2025-32434)
-WITHIN = ("state_dict", "model", "module")  # where a training's file has the weights
+SAFE = (2, 6)  # in older versions even weights_only=True can be made to run code (CVE-2025-32434)
+WITHIN = ("state_dict", "model", "module")  # keys under which training programs store the weights
 
 
 def loader(what: str) -> Any:
-    """torch. Raises UnsupportedError, saying that `what` needs it, where it is missing or too old."""
+    """Import and return torch. Raises: UnsupportedError, naming `what` needs it, where torch is missing or too old."""
     install = "install torch, or convert it once with `jaxspec convert` where torch is"
     try:
         import torch
@@ -38,7 +38,10 @@ def loader(what: str) -> Any:
 
 
 class TorchFile:
-    """As an open safetensors file: names, shapes, slices. A zip, which is what torch writes today, is mapped."""
+    """A torch file with the methods of an open safetensors file.
+
+    A zip archive, the format that torch writes today, is mapped into memory.
+    """
 
     def __init__(self, path: Path) -> None:
         torch = loader(str(path))
@@ -47,7 +50,7 @@ class TorchFile:
                 zipped = file.read(4) == b"PK\x03\x04"
             try:
                 found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped)
-            except (pickle.UnpicklingError, OSError) as error:  # of a half file torch says: invalid argument
+            except (pickle.UnpicklingError, OSError) as error:  # torch reports a truncated file as OSError
                 raise UserError(
                     f"{path} is damaged, or holds more than tensors, and nothing else is unpickled: fetch it again, or "
                     "take a checkpoint in safetensors"
@@ -62,7 +65,12 @@ class TorchFile:
 
 
 def state_dict(path: Path, found: Any, kind: Any) -> Mapping[str, Any]:
-    """The tensors by name, which may stand one level down. Raises UserError where there are none, or not only such."""
+    """Return the tensors by name from the top level of a file or from one of the keys WITHIN.
+
+    kind: torch's class of tensors.
+    Raises: UserError where there are no tensors, or other values beside them; UnsupportedError for a tensor that is
+      sparse, quantised or without data.
+    """
     if isinstance(found, Mapping):
         found = next((found[key] for key in WITHIN if isinstance(found.get(key), Mapping)), found)
     if not isinstance(found, Mapping) or not found:
@@ -77,6 +85,8 @@ def state_dict(path: Path, found: Any, kind: Any) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
+    """A tensor with the methods of a slice of a safetensors file."""
+
     tensor: Any
 
     def get_shape(self) -> list[int]:
@@ -88,7 +98,7 @@ class Slice:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         part = self.tensor.detach()[index]
-        if self.get_dtype() == "BF16":  # numpy has none of its own
+        if self.get_dtype() == "BF16":  # numpy has no bfloat16
             import torch
 
             return part.view(torch.int16).numpy().view(jnp.bfloat16)

@@ -1,5 +1,8 @@
-"""Any model -> an orbax folder of its own: weights, configuration and tokenizer. A head -> a folder of safetensors, in
-its own format or in that of the speculators library."""
+"""Conversion of models and heads.
+
+A model becomes a self-contained orbax folder: weights, configuration and tokenizer. A head becomes a folder of
+safetensors, in its own format or in that of the speculators library.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from checkpoints.hf_config import rope_parameters
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
 from jaxspec.drafters.heads import flattened
-from jaxspec.loading.drafts import compared
+from jaxspec.loading.drafts import with_compared_copies
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.models.decoder import parameters
 from jaxspec.models.limits import short
@@ -35,18 +38,17 @@ def convert(
     weight_bits: int | None = None,
     progress: bool = True,
 ) -> Path:
-    """Writes a model or a head anew.
+    """Convert a model or a head, and return the new folder.
 
-    to: "jaxspec": any model as a self-contained orbax folder, and a head that drafts for one in safetensors, which need
-      no torch; "speculators": a head in the format of the speculators library.
-    target: that a head is written for, where the format names it: a hub id or a folder of safetensors.
-    dtype: of the weights (a model's norms stay float32); None keeps the one that they are stored in, and takes bfloat16
-      where they are quantised.
-    weight_bits: 8 for matrices that are rounded to integers of 8 bits and a power of two for every 32 of them: half of
-      the file. A draft may then be accepted a little less often; the target's output does not depend on it.
-    Returns the folder.
+    to: "jaxspec" writes any model as a self-contained orbax folder, and a head in safetensors, which need no torch;
+      "speculators" writes a head in the format of the speculators library.
+    target: the target of a head, for a format that names it: a hub id or a folder of safetensors.
+    dtype: dtype of the weights (a model's norms stay float32); None keeps the stored one, and means bfloat16 where the
+      weights are quantised.
+    weight_bits: 8 rounds matrices to integers of 8 bits and a power of two for every 32 of them, which halves the file.
+      A draft's tokens may then be accepted a little less often; the target's output does not depend on it.
     Raises: FileExistsError where `dst` exists and is not empty; UserError for a format that is unknown or needs a
-      target; UnsupportedError, which names the method or the option, for a head that the format cannot say; else as
+      target; UnsupportedError, naming the method or the option, for a head that the format cannot represent; else as
       loading does.
     """
     if to not in FORMATS:
@@ -62,15 +64,18 @@ def convert(
 def as_jaxspec(
     src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
 ) -> None:
+    """Write a model as an orbax folder, or a head in safetensors. Arguments and errors as of `convert`."""
     if target is not None:
         raise UserError(f"target={short(target)} is of to='speculators', the format 'jaxspec' names none: leave it out")
     source = checkpoints.resolve(src)
     if method_of(source) != "draft_model":
         heads.convert(source.path, dst, dtype, weight_bits)
         return
-    config, fingerprint = checkpoints.load_config(source), checkpoints.load_fingerprint(source)
+    config = checkpoints.load_config(source)
+    fingerprint = checkpoints.load_fingerprint(source)
     tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft uses its target's
-    known, here = parameters(config, dtype or checkpoints.stored_dtype(source)), SingleDeviceSharding(host_device())
+    known = parameters(config, dtype or checkpoints.stored_dtype(source))
+    here = SingleDeviceSharding(host_device())
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.borrowed}
     params = checkpoints.load_params(source, config, own, progress=progress)
     if weight_bits is not None:
@@ -81,7 +86,7 @@ def as_jaxspec(
 
 
 def rounded(name: str, parameter: Parameter, x: jax.Array) -> Any:
-    """A matrix or table, rounded to 8 bits along what products sum over."""
+    """Round a matrix or table to 8 bits along the axis that products sum over. Return other parameters unchanged."""
     if parameter.kind not in ("matrix", "table"):
         return x
     return eight_bits.rounded(np.asarray(x), axis=0 if parameter.kind == "matrix" else -1, name=name)
@@ -90,12 +95,15 @@ def rounded(name: str, parameter: Parameter, x: jax.Array) -> Any:
 def as_speculators(
     src: str, dst: Path, target: str | None, dtype: str | None, weight_bits: int | None, progress: bool
 ) -> None:
+    """Write a head in the format of the speculators library. Arguments and errors as of `convert`."""
     if weight_bits is not None:
         raise UserError(f"weight_bits={weight_bits} is of to='jaxspec', 'speculators' keeps all bits: leave it out")
     if target is None:
         raise UserError("to='speculators' needs the head's target, which its config.json names: give target")
-    source, own = checkpoints.resolve(src), ", ".join(speculators.METHODS)
-    if (method := method_of(source)) == "draft_model":
+    source = checkpoints.resolve(src)
+    own = ", ".join(speculators.METHODS)
+    method = method_of(source)
+    if method == "draft_model":
         raise UserError(f"{source.name} is a model of its own, speculators has heads only: convert one of {own}")
     if method not in speculators.METHODS:
         raise UnsupportedError(
@@ -110,37 +118,44 @@ def as_speculators(
     found = resolved(beside)
     of_target = found.config
     known = parameters(of_target)
-    theirs = lambda where: heads.of_target(beside.path, of_target, known[where], where)
-    how: Any = compared(resolved_draft(source, found), theirs).reading
-    speculators.check(source.name, how.config, of_target)
-    tensors = speculators.tensors(source, how, parameters(how.config), beside, of_target)
+
+    def target_parameter(where: str) -> jax.Array:
+        return heads.read_target_parameter(beside.path, of_target, known[where], where)
+
+    reading: Any = with_compared_copies(resolved_draft(source, found), target_parameter).reading
+    speculators.check(source.name, reading.config, of_target)
+    tensors = speculators.tensors(source, reading, parameters(reading.config), beside, of_target)
     raw = heads.contents(source.path)[0]
     shapes = {name: x.shape for name, x in tensors.items()}
-    config = speculators.config(how.config, shapes, beside, rope(flattened(raw)), raw.get("speculators_config") or {})
+    before = raw.get("speculators_config") or {}
+    config = speculators.config(reading.config, shapes, beside, rope(flattened(raw)), before)
     heads.write(dst, tensors, source.path, dtype, config)
 
 
-# Name -> what writes it, by the arguments of `convert`.
+# The function that writes each format.
 FORMATS = {"jaxspec": as_jaxspec, "speculators": as_speculators}
 
 
 def method_of(source: checkpoints.Source) -> str:
-    """The method of a head; "draft_model" of any model, whatever is within its checkpoint."""
+    """Return the method of a head, "draft_model" for any model, even if its checkpoint contains a head."""
     if source.kind != "hf":
         return "draft_model"
     return methods.of_checkpoint(*heads.contents(source.path))
 
 
 def rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding of a head with this config.json in the older of its two spellings, which all versions of
-    transformers read; where nothing is said, Llama's default."""
-    said = dict(rope_parameters(raw))
-    theta, kind = said.pop("rope_theta", 1e4), said.get("rope_type", said.get("type", "default"))
-    return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": said})
+    """Return the rotary embedding of a head's config.json in the older keys, which all versions of transformers read.
+
+    A config.json without these options means Llama's default.
+    """
+    scaling = dict(rope_parameters(raw))
+    theta = scaling.pop("rope_theta", 1e4)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return {"rope_theta": theta} if kind == "default" else {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def host_device() -> jax.Device:
-    """A CPU device where there is one: converting needs no accelerator's memory."""
+    """Return a CPU device if there is one, because conversion needs no accelerator; else any device of this process."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

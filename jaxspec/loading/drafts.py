@@ -1,4 +1,4 @@
-"""Drafts: their weights, and whether they fit their target."""
+"""Loading a draft, and checking that it fits its target."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def load_draft(draft: ResolvedModel, dtype: Any, placement: Any, target: Model) -> Model:
-    """Load a draft for this target, of whichever method it is. Raises: UserError where it does not fit, else as
-    `checkpoints.load_params` does."""
-    draft = compared(draft, lambda name: dense(target.params[name]))
+    """Load a draft of any method for this target.
+
+    Raises: UserError where it does not fit the target, else as `checkpoints.load_params` does.
+    """
+    draft = with_compared_copies(draft, lambda name: dense(target.params[name]))
     if draft.reading is None:
         return load(draft, dtype, placement, target)
     if draft.reading.remark:
@@ -35,18 +37,27 @@ def load_draft(draft: ResolvedModel, dtype: Any, placement: Any, target: Model) 
     return Model(draft.config, heads.load(draft.source.path, draft.reading, abstract))
 
 
-def compared(draft: ResolvedModel, theirs: Callable[[str], jax.Array]) -> ResolvedModel:
-    """Compare a head's copies of the target's tensors with these. A copy that differs is used where the head has a use
-    for it, and refused elsewhere. theirs(name): a parameter of the target."""
+def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str], jax.Array]) -> ResolvedModel:
+    """Compare a head's copies of the target's tensors with the target, and return how the head is to be read.
+
+    A copy that differs becomes a parameter of the head, if the head's architecture has one for it.
+    target_parameter(name): a parameter of the target.
+    Raises: MisfitError for another copy that differs.
+    """
     if draft.reading is None or draft.target is None:
         return draft
     target = draft.target.config
+    # A head within the target's checkpoint shares the target's tensors, which need no comparison.
     own = names.hf(target.family).places if draft.within else ()
     copies = {name: place for name, place in draft.reading.copies.items() if re.sub(r"\d+", "{}", name) not in own}
-    if not (differing := heads.differing(draft.source.path, copies, target, parameters(target), theirs)):
+    differing = heads.differing_copies(draft.source.path, copies, target, parameters(target), target_parameter)
+    if not differing:
         return draft
     draft = reread(draft, differing)
-    if draft.reading and draft.target and (refused := sorted(differing - draft.reading.names.keys())):
+    assert draft.reading is not None
+    assert draft.target is not None
+    refused = sorted(differing - draft.reading.names.keys())
+    if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise MisfitError(
             f"the draft {draft.name!r} was made beside another target than {draft.target.name!r}: its tensor "
@@ -57,10 +68,15 @@ def compared(draft: ResolvedModel, theirs: Callable[[str], jax.Array]) -> Resolv
 
 
 def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None:
-    """A draft must mean the same by an id. Vocabularies padded to different sizes are fine. A head that brings no
-    tokenizer is for its target's, as far as can be known."""
-    if (wanted := checkpoints.load_fingerprint(draft_source)) is not None:
-        if wanted != (found := checkpoints.fingerprint(tokenizer)):
+    """Raise UserError where a draft's token ids do not mean the same as the target's.
+
+    Vocabularies that are padded to different sizes are the same. A draft without a tokenizer or fingerprint is assumed
+    to use its target's.
+    """
+    wanted = checkpoints.load_fingerprint(draft_source)
+    if wanted is not None:
+        found = checkpoints.fingerprint(tokenizer)
+        if wanted != found:
             raise UserError(
                 f"the draft {draft_source.name!r} was trained for another tokenizer than that of the target "
                 f"{source.name!r} (fingerprint {wanted[:12]}, found {found[:12]}): train one for this target"
@@ -68,10 +84,11 @@ def check_same_tokenizer(source: Any, tokenizer: Any, draft_source: Any) -> None
         return
     if not checkpoints.has_tokenizer(draft_source):
         return
-    mine, theirs = tokenizer.get_vocab(), checkpoints.load_tokenizer(draft_source).get_vocab()
-    if mine != theirs:
-        tokens = mine.keys() | theirs.keys()
-        differing = sum(mine.get(token) != theirs.get(token) for token in tokens)
+    own = tokenizer.get_vocab()
+    others = checkpoints.load_tokenizer(draft_source).get_vocab()
+    if own != others:
+        tokens = own.keys() | others.keys()
+        differing = sum(own.get(token) != others.get(token) for token in tokens)
         raise UserError(
             f"the draft {draft_source.name!r} has another tokenizer than the target {source.name!r} "
             f"({differing} of {len(tokens)} tokens differ): choose a draft of the same family"

@@ -1,4 +1,4 @@
-"""The devices that a target and its draft lie on."""
+"""Placement of a target and its draft on devices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def placed(draft: ResolvedModel | None, config: EngineConfig, speculative: SpeculativeConfig | None) -> Placement:
-    """Return where a target lies, and by its axes the draft, as was asked for or is expected to be fastest."""
-    degree, asked = config.tensor_parallel_size, speculative.draft_tensor_parallel_size if speculative else None
+    """Return the placement of a target, whose axes also define the placement of its draft.
+
+    The number of shards of the draft is the option's, else the one that is expected to be fastest.
+    """
+    degree = config.tensor_parallel_size
+    asked = speculative.draft_tensor_parallel_size if speculative else None
     if speculative is None or draft is None or not (degree > 1 or asked):
         return make_placement(degree)
     device = here()
@@ -34,10 +38,13 @@ def placed(draft: ResolvedModel | None, config: EngineConfig, speculative: Specu
 
 
 def draft_degree(config: ModelConfig, degree: int, dtype: Any, device: Device) -> int:
-    """Into how many parts a draft beside a target of this degree is best cut: what a part saves of reading weights
-    against the two sums a layer that it costs."""
-    known, able = facts(device.platform), divisors(math.gcd(degree, *itertools.chain(*divided_sizes(config).values())))
+    """Return the number of shards that is expected to be fastest for a draft beside a target of `degree` shards.
+
+    More shards save time for reading weights. Any sharding costs two all-reduces a layer.
+    """
+    platform = facts(device.platform)
+    possible = divisors(math.gcd(degree, *itertools.chain(*divided_sizes(config).values())))
     shapes: Any = parameters(config, dtype)
     read = weight_bytes(config, shapes)
-    sums = 2 * config.num_layers * known.all_reduce
-    return min(able, key=lambda d: read / d / known.bandwidth + (sums if d > 1 else 0.0))
+    sums = 2 * config.num_layers * platform.all_reduce
+    return min(possible, key=lambda d: read / d / platform.bandwidth + (sums if d > 1 else 0.0))

@@ -1,4 +1,4 @@
-"""Names of models, resolved: all that is known of a model before its weights are read."""
+"""Resolved models: all that is known of a model before its weights are read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from jaxspec.options.speculative import SpeculativeConfig
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedModel:
-    """A model whose name was looked up, and whose configuration was parsed, once.
+    """A model whose name was looked up and whose configuration was parsed.
 
-    config: of a head, what it is beside its target.
+    source: its checkpoint.
+    config: its configuration; that of a head depends on its target.
     reading: how the checkpoint of a head is read; None for a model of its own.
-    target: of a draft, the model that it is to draft for.
-    method: of a draft, the method that was asked for; None for whichever its checkpoint is for.
+    target: for a draft, the model that it drafts for.
+    method: for a draft, the requested method; None for the method that its checkpoint is for.
     """
 
     source: checkpoints.Source
@@ -41,7 +42,7 @@ class ResolvedModel:
 
     @property
     def within(self) -> bool:
-        """Whether a draft stands in the checkpoint of its target."""
+        """Return whether a draft is part of its target's checkpoint."""
         return self.target is not None and self.source.path == self.target.source.path
 
 
@@ -51,7 +52,7 @@ def resolved(source: checkpoints.Source) -> ResolvedModel:
 
 
 def asked_draft(speculative: SpeculativeConfig | None, target: ResolvedModel) -> ResolvedModel | None:
-    """Resolve the draft that speculation asks for; None where that has no parameters. Raises as `resolved_draft`."""
+    """Resolve the draft of the options, None for a method without parameters. Raises as `resolved_draft` does."""
     if speculative is None or not speculative.has_parameters:
         return None
     source = target.source
@@ -61,7 +62,7 @@ def asked_draft(speculative: SpeculativeConfig | None, target: ResolvedModel) ->
 
 
 def resolved_draft(source: checkpoints.Source, target: ResolvedModel, method: str | None = None) -> ResolvedModel:
-    """Find out what a draft is beside its target. method: the one that it should be for.
+    """Resolve a draft for its target. method: the requested method, None for that of its checkpoint.
 
     Raises: UserError where it is for another method or does not fit, else as `checkpoints.load_config` does.
     """
@@ -71,7 +72,7 @@ def resolved_draft(source: checkpoints.Source, target: ResolvedModel, method: st
 
 
 def reread(draft: ResolvedModel, differing: frozenset[str]) -> ResolvedModel:
-    """Resolve a head again, now that some of its copies of the target's tensors are known to differ from these."""
+    """Resolve a head again, now that some of its copies are known to differ from the target's tensors."""
     assert draft.target is not None
     reading = read(draft.source, draft.target, draft.method, differing)
     assert reading is not None
@@ -81,35 +82,47 @@ def reread(draft: ResolvedModel, differing: frozenset[str]) -> ResolvedModel:
 def read(
     source: checkpoints.Source, target: ResolvedModel, method: str | None, differing: frozenset[str] = frozenset()
 ) -> Reading | None:
-    """Find out how a head is read; None for a draft that is a model of its own. differing: as `Found` has it."""
+    """Return how a head is read, None for a draft that is a model of its own.
+
+    differing: names of the head's copies that are known to differ from the target's tensors.
+    Raises as `resolved_draft` does.
+    """
     raw, shapes = heads.contents(source.path) if source.kind == "hf" else ({}, {})
-    found, wanted = methods.of_checkpoint(raw, shapes), methods.split(method)[1] if method else None
-    inner = methods.within(shapes)
+    found = methods.of_checkpoint(raw, shapes)
+    wanted = methods.split(method)[1] if method else None
+    inner = methods.within(shapes)  # the method of a head within a model's checkpoint
     if wanted and methods.METHODS[wanted].parameters == "target":
         found = wanted
-    elif not wanted and found == "draft_model" and inner and as_large(checkpoints.load_config(source), target.config):
-        found = inner  # a draft as large as its target would gain nothing: its heads are meant
+    elif not wanted and found == "draft_model" and inner and same_size(checkpoints.load_config(source), target.config):
+        found = inner  # a draft model as large as its target would gain nothing, so its head is meant
     if wanted not in (None, found):
         raise UserError(f"method={wanted!r}, but {source.name!r} is a checkpoint of method {found!r}: leave method out")
     if methods.METHODS[found].parameters == "model":
         return None
     beside = for_degree(target.config, 1)
-    parse = checkpoints.parse_layers
-    checkpoint = Found(source.name, flattened(raw), shapes, beside, target.name, parse, differing=differing)
+    checkpoint = Found(
+        source.name, flattened(raw), shapes, beside, target.name, checkpoints.parse_layers, differing=differing
+    )
     with told(source.path):
         reading = methods.implementation(found).read(checkpoint)
-    return with_rest(reading, beside) if reading.rest else reading
+    return with_model_tensors(reading, beside) if reading.rest else reading
 
 
-def as_large(draft: ModelConfig, target: ModelConfig) -> bool:
-    """Whether the draft has the target's layers."""
+def same_size(draft: ModelConfig, target: ModelConfig) -> bool:
+    """Return whether the draft has as many layers as the target, and their width."""
     return (draft.num_layers, draft.width) == (target.num_layers, target.width)
 
 
-def with_rest(reading: Reading, target: ModelConfig) -> Reading:
-    """Add the tensors of the model in whose checkpoint a head stands. They should be the target's, or other heads'."""
-    table, rest = names.hf(target.family), set(reading.rest)
-    places = {name: (where, part) for where in parameters(target) for part, name in table.sources(where).items()}
+def with_model_tensors(reading: Reading, target: ModelConfig) -> Reading:
+    """Extend the reading of a head within a model's checkpoint by the tensors of that model (`Reading.rest`).
+
+    Those that the target has become copies, which are compared with the target. Those of other heads are ignored.
+    """
+    table = names.hf(target.family)
+    rest = set(reading.rest)
+    places: dict[str, tuple[str, str]] = {}
+    for where in parameters(target):
+        places |= {name: (where, part) for part, name in table.sources(where).items()}
     if target.tied:
         places |= dict.fromkeys(table.sources("head").values(), ("embed", ""))
     copies = {name: place for name, place in places.items() if name in rest}

@@ -1,4 +1,4 @@
-"""Weights of a model, loaded and checked: their dtype, and where they lie."""
+"""Loading a model: the dtype and sharding of its weights, and checks of them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ from pallas_kernels.weights import dense
 
 
 def compute_dtype(name: str, device: Device) -> Any:
-    """ "auto" is the platform's own, and float32 on a GPU that has no bfloat16: float16, which it has, ends at 65,504,
-    and the activations of some models do not (Gemma's, Qwen's)."""
+    """Return the dtype to compute in. "auto" means the platform's default, or float32 on a GPU without bfloat16.
+
+    Such a GPU has float16, but activations of some models (Gemma's, Qwen's) exceed its largest value, 65,504.
+    """
     auto = "float32" if device.lacks_bfloat16 else facts(device.platform).dtype
     return jnp.dtype(auto if name == "auto" else name)
 
 
 def load(model: ResolvedModel, dtype: Any, placement: Any, target: Model | None = None) -> Model:
-    """Load a model, or a draft that is one. target: the draft's, in whose table it may read ids.
+    """Load a model, or a draft that is a model of its own.
 
-    Raises: UserError where the two do not fit, else as `checkpoints.load_params` does.
+    target: the target of a draft, which may share the target's embedding table.
+    Raises: UserError where draft and target do not fit, else as `checkpoints.load_params` does.
     """
     check_divides(model.config, placement.degree, of_draft=target is not None)
     config = for_degree(model.config, placement.degree)
-    abstract, theirs = abstract_params(config, dtype, placement), {}
+    abstract = abstract_params(config, dtype, placement)
+    shared: dict[str, jax.Array] = {}
     if borrowed := [name for name, p in abstract.items() if p.borrowed]:
         if target is None:
             raise UserError(
@@ -42,20 +46,23 @@ def load(model: ResolvedModel, dtype: Any, placement: Any, target: Model | None 
                 "this as the draft"
             )
         check_table(target.config, model.name, config)
-        own = None if target.dtype == dtype else dtype  # one that lies in bfloat16 on a CPU may stay so
-        as_mine = lambda name: jax.device_put(jnp.asarray(target.params[name], own), abstract[name].sharding)
-        theirs = {name: as_mine(name) for name in borrowed}  # no copy where they agree
-        abstract = {name: p for name, p in abstract.items() if name not in theirs}
+        other = None if target.dtype == dtype else dtype  # None keeps the stored dtype, bfloat16 perhaps on a CPU
+        for name in borrowed:  # no copy where dtype and sharding agree
+            shared[name] = jax.device_put(jnp.asarray(target.params[name], other), abstract[name].sharding)
+        abstract = {name: p for name, p in abstract.items() if name not in shared}
     params = checkpoints.load_params(model.source, config, abstract)
     if target is None:
         check_finite(model.name, {name: params[name] for name, p in abstract.items() if p.head})
-    return Model(config, params | theirs)
+    return Model(config, params | shared)
 
 
 def check_finite(name: str, weights: dict[str, jax.Array]) -> None:
-    """Raises UserError where a logit would be no number: whoever is told the largest only would not see it."""
-    for where, known in jax.device_get(finite(weights)).items():
-        if not known:
+    """Raise UserError for a weight of the output head that is not finite.
+
+    Logits would be NaN, which a caller that sees only the argmax token would not notice.
+    """
+    for where, is_finite in jax.device_get(finite(weights)).items():
+        if not is_finite:
             raise UserError(
                 f"{name}: {where}, of which all logits are made, holds numbers that are not finite: fetch the model "
                 "again, or take another dtype"
@@ -64,11 +71,12 @@ def check_finite(name: str, weights: dict[str, jax.Array]) -> None:
 
 @jax.jit
 def finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return for each array whether all its elements are finite."""
     return {name: jnp.isfinite(x).all() for name, x in arrays.items()}
 
 
 def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
-    """Raises UserError where the draft `name` reads ids in a table that is not the target's."""
+    """Raise UserError where the draft `name` needs an embedding table of another size than the target's."""
     wanted, found = (draft.vocab_size, draft.embed_width), (target.vocab_size, target.width)
     if draft.embed_width and wanted != found:
         raise UserError(
@@ -78,9 +86,11 @@ def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
 
 
 def laid(model: Model, placement: Placement) -> Model:
-    """The model as it lies there: no copy where it does already."""
-    if placement.alone:  # its matrices may be turned for the CPU, too
+    """Return the model with the shardings of a placement. Arrays that are sharded so already are not copied."""
+    if placement.alone:  # on one device matrices may keep a form that is stored for the CPU
         return model
     known = abstract_params(model.config, model.dtype, placement)
-    moved = lambda x, p: jax.device_put(jnp.asarray(dense(x), p.dtype), p.sharding)
-    return Model(model.config, {name: moved(x, known[name]) for name, x in model.params.items()})
+    params: dict[str, Any] = {}
+    for name, x in model.params.items():
+        params[name] = jax.device_put(jnp.asarray(dense(x), known[name].dtype), known[name].sharding)
+    return Model(model.config, params)

@@ -1,5 +1,7 @@
-"""The weights of a small quantised model, widened once and kept on disk: to read four times as much takes less time
-than to widen them again."""
+"""A cache on disk of the dequantised weights of small quantised models.
+
+Reading four times as many bytes takes less time than dequantising the weights again.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from jaxspec.parallel.placement import Placement
 from jaxspec.runtime.stored import keep, sources
 from pallas_kernels.weights.output_first import Streamed
 
-LARGEST = 1 << 27  # bytes of the model's file: widened, it is several times as large
+LARGEST = 1 << 27  # bytes of the model's file; dequantised weights are several times as large
 
 
 def load_widened(
@@ -35,16 +37,20 @@ def load_widened(
     folder: Path,
     load: Callable[[], Model],
 ) -> Model:
-    """What `load` gives, stored for this backend; from the folder where it is there, else put there for the next time.
-    Only models that programs read output-first, which is a CPU's float32, that come from a GGUF file, and whose numbers
-    bfloat16 does not hold."""
-    source, wide = found.source, backend.streams and dtype == np.float32 and placement.alone
-    if source.kind != "gguf" or not wide or source.path.stat().st_size > LARGEST:
+    """Return the model that `load` returns: from the cache if it is there, else loaded and written to the cache.
+
+    The cache is used only for GGUF files of at most LARGEST bytes, and only where programs read float32 matrices
+    output-first, which is on a CPU. A model whose weights bfloat16 holds exactly is not written to it.
+    """
+    source = found.source
+    streamed = backend.streams and dtype == np.float32 and placement.alone
+    if source.kind != "gguf" or not streamed or source.path.stat().st_size > LARGEST:
         return load()
     path = folder / f"{hashlib.sha256(str(source.path.resolve()).encode()).hexdigest()}.safetensors"
     wanted = fingerprint(source.path)
-    if (stored := read(path, wanted)) is not None:
-        known = abstract_params(found.config, dtype, placement)  # in the order of load's: programs go by it
+    stored = read(path, wanted)
+    if stored is not None:
+        known = abstract_params(found.config, dtype, placement)  # the order of its names is part of compiled programs
         arrays = {name: jax.device_put(stored[name], p.sharding) for name, p in known.items()}
         matrices = {name: Streamed(arrays[name]) for name, p in known.items() if p.kind == "matrix"}
         return Model(found.config, arrays | matrices)
@@ -56,13 +62,16 @@ def load_widened(
 
 
 def fingerprint(path: Path) -> str:
-    """Of the file, and of what reads it."""
-    known = path.stat()
-    return json.dumps([str(path.resolve()), known.st_size, known.st_mtime_ns, sources()])
+    """Return a description of the file and of the code that reads it, to detect a cache that is stale."""
+    stat = path.stat()
+    return json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, sources()])
 
 
 def read(path: Path, wanted: str) -> dict[str, np.ndarray] | None:
-    """Return None where it is missing, damaged, of another file, or another user can have written it."""
+    """Return the cached arrays by name.
+
+    Return None where the cache is missing, damaged or of another file, or where another user can have written it.
+    """
     try:
         with trusted(path) as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="numpy") as file:
             if (file.metadata() or {}).get("of") != wanted:
