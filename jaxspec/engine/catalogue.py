@@ -17,7 +17,7 @@ from jaxspec.runtime.programs import Variants
 from jaxspec.verify import rules
 
 Passes = Literal["prefill", "catch_up"]
-FEWEST_ROWS = 16  # rows of the smallest launch to warm up, except that of a single row or where max_num_seqs is smaller
+FEWEST_ROWS = 16  # the row counts to warm up are quartered until one is at most this
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,7 +194,7 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     if speculative.tree:
         return tree(speculative, models, methods.implementation(method), k)
 
-    def make(name: str) -> Drafter:
+    def make(name: str) -> Any:
         return methods.implementation(name).drafter(k, most, models, speculative)
 
     return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
