@@ -206,8 +206,8 @@ class LLM:
         """Yield pieces of the completions as they are made. Several prompts are decoded together. Tokens that come
         within a twentieth of a second may come as one piece.
 
-        A piece's prompt_index and sample tell which completion it belongs to. All prompts are checked before the first
-        piece. Dropping the iterator ends the requests that have not ended.
+        A piece's prompt_index and sample identify its completion. All prompts are checked before the first piece.
+        Dropping the iterator ends the requests that have not ended.
         """
         return self._pieces(self._prepare(prompts, sampling_params))
 

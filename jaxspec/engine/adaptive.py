@@ -153,7 +153,7 @@ class Controller:
 
     @property
     def likely_k(self) -> int:
-        """The most likely k of the next launch, before it is chosen."""
+        """The expected k of the next launch, before it is chosen."""
         return self.choices[-1] if self.best is None or not self.adaptive else self.best
 
     def expected(self, rows: Sequence[tuple[int, Acceptance]]) -> dict[int, float]:

@@ -178,7 +178,7 @@ class Engine:
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
-        if decoding:  # empty if all were preempted for an older request in prefill
+        if decoding:  # else all were preempted for an older request in prefill
             took_part += decoding
             with self.roster.blame(decoding):
                 self.decode(decoding, num_rounds, streaming)

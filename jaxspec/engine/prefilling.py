@@ -25,7 +25,7 @@ class Prefilling:
     shape: the shape of a pass.
     lag: the distance by which the draft may trail.
     timed: the engine's stopwatch for a field of its timing.
-    queued: passes that nobody has waited for yet, with the requests that they are for.
+    queued: passes that were not waited for yet, each with the requests that it is for.
     """
 
     roster: Roster

@@ -22,13 +22,12 @@ class Roster:
     any point, and the next step starts again from the requests' tokens, which are always complete."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
-        self.scheduler, self.runner = scheduler, runner
+        self.scheduler = scheduler
+        self.runner = runner
         self.open: dict[int, Request] = {}  # by id: every request that was not removed yet
         self.failed: list[Request] = []  # those that failed in this step, or in an interrupted one
         self.midway = False  # whether a change has begun that leaves queues, pages and caches undefined if interrupted
-        self.inside = (
-            False  # whether that change is running: calls from within, by the garbage collector, change nothing
-        )
+        self.inside = False  # whether that change is running: calls from within, by garbage collection, do nothing
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue these requests."""
@@ -41,7 +40,7 @@ class Roster:
         """End a request that has not ended, and free its pages."""
         if request.finish_reason is None:
             request.finish_reason, request.times.finished = "abort", time.perf_counter()
-        if request.id not in self.open or self.inside:  # the step under way, or the next one, releases it
+        if request.id not in self.open or self.inside:  # removed already, or released by the step under way
             return
         if self.midway:
             self.recover()
@@ -114,8 +113,7 @@ class Roster:
             self.inside = outer[1]
 
     def recover(self) -> None:
-        """Recover from an interrupt. Queues, pages and caches may be in any state; the requests' tokens are
-        complete."""
+        """Recover from an interrupt. Queues, pages and caches may be in any state; requests' tokens are complete."""
         self.lose_caches()
         self.midway = False
 

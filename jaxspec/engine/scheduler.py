@@ -16,6 +16,12 @@ class Scheduler:
 
     A request gets pages for its prompt when it is admitted, and more as it grows. If none are left, the youngest
     running request is preempted: it waits again, and is recomputed later.
+
+    num_drafts: K, the maximum number of drafts of a round.
+    reuse: whether pages are reused for requests with the same first tokens.
+    lookahead: as in `Drafter`.
+    reach: positions after the pending token's that a round may write, if these are more than num_drafts.
+    longest: maximum number of positions that `reach` extends a row to.
     """
 
     def __init__(
@@ -30,10 +36,6 @@ class Scheduler:
         reach: int = 0,
         longest: int = 0,
     ) -> None:
-        """num_drafts: K, the maximum number of drafts of a round.
-        reach: positions after the pending token's that a round may write, if these are more than num_drafts.
-        longest: maximum number of positions that `reach` extends a row to.
-        """
         self.allocator = allocator
         self.page_size = page_size
         self.lookahead = lookahead
@@ -53,6 +55,7 @@ class Scheduler:
         return [r for r in self.running if r.prefilled and r.finish_reason is None]
 
     def pages_for(self, num_positions: int) -> int:
+        """Return the number of pages for this many positions."""
         return -(-num_positions // self.page_size)
 
     def most_positions(self, max_len: int) -> int:
@@ -148,6 +151,7 @@ class Scheduler:
         return next((s for s in running if s.prefilled), running[0] if running else None)
 
     def common_pages(self, request: Request, sibling: Request) -> list[int]:
+        """Return the sibling's pages that are filled by the prompt, up to the pending token."""
         return sibling.pages[: (len(request.prompt) - 1) // self.page_size]
 
     def share_prompt(
@@ -240,5 +244,6 @@ class Scheduler:
         self.drop_pages(request)
 
     def drop_pages(self, request: Request) -> None:
+        """Release the request's pages."""
         self.allocator.release(request.pages)
         request.lose_pages()
