@@ -30,7 +30,7 @@ PREFIX = 8  # bytes of a message to the child that hold its length
 class TemplateProcess:
     """A child process that renders one conversation at a time, and is replaced when it ends.
 
-    seconds: limit of processor time for one conversation; a busy machine does not count.
+    seconds: limit of processor time for one conversation; time spent waiting for the processor does not count.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:

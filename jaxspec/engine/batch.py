@@ -191,10 +191,11 @@ class Piece(NamedTuple):
 def pieces(
     requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape, *, ends: Sequence[int] | None = None
 ) -> list[Piece]:
-    """Return the rows of the next prefill pass, those of the first requests first.
+    """Return the rows of the next prefill pass, those of the first requests first. A request may have several rows,
+    because a row can attend to what the rows before it write.
 
-    starts, ends: which tokens of each request are to be read; the default end excludes the last (pending) token. A
-      request may have several rows, because a row can attend to what the rows before it write.
+    starts, ends: bounds of the tokens that each request has left to read; the default end excludes the last (pending)
+      token.
     """
     if ends is None:
         ends = [request.num_tokens - 1 for request in requests]
