@@ -10,7 +10,7 @@ A probe is a short launch that measures whether another k has become better.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -125,13 +125,9 @@ class Controller:
             best = held
         if best != self.best:
             self.best, self.rounds, self.pause = best, 0, FIRST_PAUSE
-        # Measurements grow old, and drafts may be accepted more often in another text, or for a new row.
-        rivals = [k for k in value if k != best and (k or plain_may_win)]
-        if best == 0:
-            rival = max(rivals, key=value.__getitem__)
-        else:
-            rival = min(rivals, key=lambda k: self.last_run.get((kind, k), 0.0), default=best)
+        rival = self.rival(kind, value, best, plain_may_win=plain_may_win)
         worth = {k: self.cost(kind, k, full) / self.costs[kind, 0] if k else 0.0 for k in (best, rival)}
+        # Drafts may do better for a new row.
         has_new_row = any(most and not acceptance.tries.any() for most, acceptance in rows)
         pause = FIRST_PAUSE if has_new_row and best == 0 else self.pause
         if best and self.overall.tries[0] < THIN:
@@ -146,6 +142,16 @@ class Controller:
         self.rounds, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
         self.rate_without_probe = value[best]
         return Choice(rival, PROBE_ROUNDS, worth[rival])
+
+    def rival(self, kind: Hashable, value: Mapping[int, float], best: int, *, plain_may_win: bool) -> int:
+        """Return the k to probe next; `best` if there is none. value: tokens a second that each k promises.
+
+        Probes are needed because measurements grow old, and because drafts may be accepted more often in another text.
+        """
+        rivals = [k for k in value if k != best and (k or plain_may_win)]
+        if best == 0:
+            return max(rivals, key=value.__getitem__)
+        return min(rivals, key=lambda k: self.last_run.get((kind, k), 0.0), default=best)
 
     def measurement(self, kind: Hashable, k: int) -> Choice:
         """Return a launch that measures k. The first launch does not count, so that one round of it is enough."""
