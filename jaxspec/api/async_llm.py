@@ -1,4 +1,4 @@
-"""AsyncLLM: many callers in one event loop, one engine that decodes them together."""
+"""AsyncLLM: many callers in one event loop, and one engine that decodes their requests together."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from jaxspec.options.speculative import SpeculativeConfig
 
 
 class AsyncLLM:
-    """An LLM for asyncio: the same arguments, one prompt a call; calls that overlap share the engine's batches.
+    """An LLM for asyncio: the same arguments, one prompt a call. Calls that overlap share the engine's batches.
 
-    A thread owns the engine and sleeps while nothing is asked of it. Leaving a stream (break, cancellation, an
-    exception) or cancelling a generate ends that request and no other. (A stream that is kept in a variable is left by
-    its aclose(), or contextlib.aclosing.) If the engine itself fails, every open call raises RuntimeError with that
+    A thread owns the engine and sleeps while there is no request. Leaving a stream (break, cancellation, an exception)
+    or cancelling a generate ends that request and no other. (A stream that is kept in a variable is left by its
+    aclose(), or contextlib.aclosing.) If the engine itself fails, every open call raises RuntimeError with that
     failure, and so does every later one.
 
     Close it with shutdown(), or use it in `async with`. `llm` is the LLM inside: read its tokenizer; its generate and
@@ -56,20 +56,20 @@ class AsyncLLM:
         if options.get("rounds_per_launch") is None:  # other requests may come while a launch runs
             options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
-        self.llm.engine.runner.programs.watch = functools.partial(compiling, bar=False)  # others may write meanwhile
+        self.llm.engine.runner.programs.watch = functools.partial(compiling, bar=False)  # others may print meanwhile
         self._thread = EngineThread(self.llm)
         self._thread.start()
         self.templates = TemplateProcess()
-        self._calls: dict[str, Call] = {}  # those under way, by request_id
-        # Runs when this is dropped and, at the latest, before the interpreter ends.
+        self._calls: dict[str, Call] = {}  # calls under way, by request_id
+        # Runs when this object is garbage-collected, and at the latest before the interpreter ends.
         self._finalizer = weakref.finalize(self, end, self._thread, self.templates)
 
     def shutdown(self) -> None:
-        """Ends open calls with RuntimeError, then the thread. May be called again."""
+        """End open calls with RuntimeError, then the thread. May be called again."""
         self._finalizer()
 
     async def check_health(self) -> None:
-        """Raises RuntimeError where no call can be served any more: the engine failed, or this was shut down."""
+        """Raise RuntimeError if no call can be served any more: the engine failed, or was shut down."""
         self._thread.check_open()
 
     @property
@@ -92,22 +92,21 @@ class AsyncLLM:
     def stream(
         self, prompt: Prompt | Ask, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[StreamOutput, None]:
-        """Yields pieces of a prompt's completion as they are made, of each of its n samples. What is wrong with the
-        prompt or the parameters is raised here, before anything is queued.
+        """Yield pieces of a prompt's completion as they are made, for each of its n samples. An invalid prompt or
+        parameter raises UserError at once, before anything is queued.
 
-        request_id: a name for `abort` and for the pieces; one is made where none is given. It is in use from the first
-        piece that is asked for to the last; one that is in use is refused.
+        request_id: a name for `abort` and for the pieces; by default one is made. It is in use from the first piece
+          that is asked for to the last; a name in use is refused.
         """
         return self._results(self._prepare(prompt, sampling_params, request_id), Job.pieces, streaming=True)
 
     async def generate(
         self, prompt: Prompt | Ask, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> RequestOutput:
-        """Completes a prompt. Raises UserError for one that cannot be served; an output whose completion failed on the
-        way has finish_reason "error". request_id: as of `stream`."""
-        whole = lambda job: [job.output()] if job.ended else []
-        asked = self._prepare(prompt, sampling_params, request_id)
-        async with contextlib.aclosing(self._results(asked, whole)) as results:
+        """Complete a prompt. Raises UserError for a prompt that cannot be served. If a completion fails on the way, its
+        output has finish_reason "error". request_id: as in `stream`."""
+        ask = self._prepare(prompt, sampling_params, request_id)
+        async with contextlib.aclosing(self._results(ask, Job.final_output)) as results:
             return await anext(results)
 
     async def chat(
@@ -117,24 +116,26 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
-        """Answers a conversation (a list of {"role", "content"}) as `generate` completes a prompt. To read along,
-        stream what render_chat makes of it. options: as of LLM.render_chat."""
+        """Answer a conversation (a list of {"role", "content"}) as `generate` completes a prompt. For a stream, give
+        `stream` the prompt that render_chat returns. options: as in LLM.render_chat."""
         prompts: Any = [await self.render_chat(conversation, **options) for conversation in conversations(messages)]
-        return await self.generate(prompts, sampling_params, request_id)  # of which one is taken
+        return await self.generate(prompts, sampling_params, request_id)  # refuses more than one
 
     async def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
-        """Render as LLM.render_chat does, in another process: a template without an end is refused, and holds up
-        nobody."""
+        """Render as LLM.render_chat does, but in another process: a template that never ends is refused, and blocks no
+        other call."""
         tokenizer = self.llm.tokenizer
         return as_prompt(tokenizer, await self.templates.text(rendering(tokenizer, messages, **options)))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request with what there is and finish_reason "abort": its call returns, its stream has a last piece.
-        Does nothing where no such request is under way."""
-        if (call := self._calls.get(request_id)) is not None:
+        """End a request. Its output so far is returned with finish_reason "abort", as a result or as a stream's last
+        piece. Do nothing if no such request is under way."""
+        call = self._calls.get(request_id)
+        if call is not None:
             self._thread.tell(self._thread.abort, call)
 
     def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> Ask:
+        """Return the prompt as an Ask that has a request_id."""
         self._thread.check_open()
         if isinstance(prompt, Ask) and sampling_params is not None:
             raise UserError("sampling_params belong to `prepare` where the prompt is prepared: leave them out here")
@@ -148,13 +149,13 @@ class AsyncLLM:
     async def _results(
         self, ask: Ask, take: Callable[[Job], list[Any]], *, streaming: bool = False
     ) -> AsyncGenerator[Any, None]:
-        """Yields what `take` finds in the job after each step, until the job has ended."""
+        """Yield what `take` finds in the job after each step, until the job has ended."""
         call = Call(ask, take, streaming, asyncio.get_running_loop())
         if self._calls.setdefault(ask.request_id, call) is not call:
             raise UserError(f"request_id={quoted(ask.request_id)} is in use: choose another, or give none")
         try:
             self._thread.tell(self._thread.open, call)
-            self._thread.check_open()  # afterwards: a thread that ended before does not hear this call
+            self._thread.check_open()  # only now: a thread that ended before does not see this call
             while (result := await call.results.get()) is not None:
                 if isinstance(result, Exception):
                     raise result
@@ -179,9 +180,9 @@ def end(thread: EngineThread, templates: TemplateProcess) -> None:
 class Call:
     """One caller's request, and the way back to its event loop.
 
-    take: what of the job is handed over after a step.
-    streaming: launches are to be short meanwhile.
-    results: read in the caller's loop, an exception or None is the last.
+    take: function that returns the job's results to hand over after a step.
+    streaming: whether launches have to be short meanwhile.
+    results: queue that the caller's loop reads; an exception or None is the last entry.
     """
 
     ask: Ask
@@ -192,7 +193,7 @@ class Call:
     job: Job | None = None
 
     def send(self, *results: Any) -> bool:
-        """From the engine's thread; False: the caller's loop is closed, nobody listens."""
+        """Send results from the engine's thread to the caller's loop. Return False if the loop is closed."""
         try:
             self.loop.call_soon_threadsafe(self.receive, results)
         except RuntimeError:
@@ -205,28 +206,30 @@ class Call:
 
 
 class EngineThread(threading.Thread):
-    """Owns the engine, which is not made for several threads. The others reach it through its inbox of functions, which
-    it calls between steps."""
+    """The thread that owns the engine, which is not thread-safe. Other threads put functions in its inbox, which it
+    calls between steps."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(name="jaxspec-engine", daemon=True)
         self.llm = llm
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.calls: dict[Request, Call] = {}  # of every sample that is under way
+        self.calls: dict[Request, Call] = {}  # by sample that is under way
         self.stopping = False
-        self.ended: tuple[str, BaseException | None] | None = None  # why it hears nothing any more
+        self.ended: tuple[str, BaseException | None] | None = None  # why the thread ended, and the error
 
     # For any thread.
 
     def tell(self, function: Callable[..., None], *args: Any) -> None:
+        """Have the thread call this function between two steps."""
         self.inbox.put(functools.partial(function, *args))
 
     def check_open(self) -> None:
-        """Raises RuntimeError where the thread has ended."""
+        """Raise RuntimeError if the thread has ended."""
         if self.ended:
             raise self.refusal()
 
     def refusal(self) -> RuntimeError:
+        """Return the error of calls that come after the thread has ended."""
         reason, cause = self.ended or ("", None)
         error = RuntimeError(reason)
         error.__cause__ = cause
@@ -234,7 +237,7 @@ class EngineThread(threading.Thread):
 
     def stop(self) -> None:
         self.tell(setattr, self, "stopping", True)
-        if threading.current_thread() is not self:  # where garbage is collected in this very thread
+        if threading.current_thread() is not self:  # garbage collection may call this in the thread itself
             self.join()
 
     # For this thread.
@@ -244,23 +247,23 @@ class EngineThread(threading.Thread):
         try:
             while self.listen():
                 self.advance()
-        except BaseException as error:  # whatever it was, nobody may wait for ever
+        except BaseException as error:  # whatever the error, no caller may wait forever
             ended = (f"the engine failed: {error!r}", error)
         self.ended = ended
-        # What failed may fail again, at every step of this; each caller is told nevertheless.
+        # Any of these calls may fail again; each caller gets the error nevertheless.
         for call in dict.fromkeys(self.calls.values()):
             with contextlib.suppress(BaseException):
                 call.send(self.refusal())
             with contextlib.suppress(BaseException):
                 self.close(call)
-        while not self.inbox.empty():  # only now: who is told after `ended` was set looks at it
+        while not self.inbox.empty():  # only now that `ended` is set: `open` refuses the calls left
             with contextlib.suppress(BaseException):
                 self.inbox.get_nowait()()
         if self.llm._warming is not None:
             self.llm._warming.stop()
 
     def listen(self) -> bool:
-        """Does what it is told, waiting for it where nothing is under way. False: to stop."""
+        """Call the functions in the inbox; without open calls, wait for one. Return False to stop."""
         while not self.stopping:
             try:
                 self.inbox.get(block=not self.calls)()
@@ -274,13 +277,13 @@ class EngineThread(threading.Thread):
             return
         try:
             call.job = self.llm._submit(call.ask)
-        except Exception as error:  # this call's own
+        except Exception as error:  # concerns this call only
             call.send(error)
             return
         self.calls |= dict.fromkeys(call.job.requests, call)
 
     def close(self, call: Call) -> None:
-        """Ends what the caller does not wait for any more."""
+        """End the samples of a call that the caller no longer waits for."""
         if call.job is None:
             return
         for request in call.job.requests:
@@ -288,22 +291,23 @@ class EngineThread(threading.Thread):
         self.llm._abort(call.job)
 
     def abort(self, call: Call) -> None:
-        """Ends a call, and gives the caller what there is."""
+        """End a call, and give the caller its output so far."""
         if call.job is not None and not call.job.ended:
             self.llm._abort(call.job)
             self.hand_over(call)
 
     def advance(self) -> None:
-        """One step, and to every call what is new in its job."""
+        """Run one step, and give each call the new results of its job."""
         ran = self.llm._step(streaming=any(call.streaming for call in self.calls.values()))
         for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
             self.hand_over(call)
 
     def hand_over(self, call: Call) -> None:
+        """Give a call the new results of its job, and close a call that has ended or that nobody listens to."""
         assert call.job is not None
         try:
             results = call.take(call.job)
-        except Exception as error:  # this call's own
+        except Exception as error:  # concerns this call only
             call.send(error)
             self.close(call)
             return

@@ -1,4 +1,4 @@
-"""Conversations -> prompts, through the model's chat template."""
+"""Chat: conversations become prompts through the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxspec.options.keywords import ChatOptions
 
 
 def conversations(messages: Any) -> list[Any]:
-    """One conversation or several as a list of conversations. Raises UserError for what is none."""
+    """Return one conversation, or several, as a list of conversations. Raises UserError for anything else."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
         raise UserError(f'{quoted(messages)} is no conversation: give a list of {{"role": ..., "content": ...}}')
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -25,10 +25,12 @@ def conversations(messages: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Rendering:
-    """A call of a chat template.
+    """One call of a chat template.
 
-    template, special_tokens: the tokenizer's, as its chat_template and special_tokens_map are.
-    options: of transformers' apply_chat_template, and variables of the template.
+    template: the tokenizer's chat_template.
+    special_tokens: the tokenizer's special_tokens_map.
+    messages: the conversation.
+    options: options of transformers' apply_chat_template, and variables of the template.
     """
 
     template: Any
@@ -37,7 +39,7 @@ class Rendering:
     options: Mapping[str, Any]
 
     def text(self) -> str:
-        """The text that the template makes. Raises UserError where it does not take the messages."""
+        """Return the text that the template makes. Raises UserError if the template fails on the messages."""
         from transformers import PreTrainedTokenizerBase as Base
 
         apply: Any = Base.apply_chat_template
@@ -45,7 +47,7 @@ class Rendering:
         tokenizer.get_chat_template = functools.partial(Base.get_chat_template, tokenizer)
         try:
             return apply(tokenizer, self.messages, tokenize=False, **self.options)
-        except Exception as error:  # the template is a program of the model's, and raises what it likes
+        except Exception as error:  # the template is a program of the model's, and may raise anything
             raise UserError(f"{quoted(self.messages)} does not fit the model's chat template: {said(error)}") from error
 
 
@@ -59,34 +61,34 @@ def rendering(
 ) -> Rendering:
     """Prepare a call of the model's chat template, which writes its own BOS.
 
-    chat_template_kwargs: what the template reads besides.
-    add_generation_prompt: whether the prompt ends with the opening of an answer; by default it does, unless the final
-      message is continued.
-    continue_final_message: leaves the final message open, so that the output continues it.
+    chat_template_kwargs: further variables of the template.
+    add_generation_prompt: whether the prompt ends with the opening of an answer. Default: unless the final message is
+      continued.
+    continue_final_message: whether the final message is left open, so that the output continues it.
 
-    Raises: UserError where there is no template, or it is not told such a thing.
+    Raises: UserError if there is no template, or if it reads no such variable.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise UserError("this model has no chat template: use generate with a plain prompt")
-    named = {} if chat_template_kwargs is None else chat_template_kwargs
-    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"chat_template_kwargs={quoted(named)} must map names to values")
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise UserError(f"chat_template_kwargs={quoted(variables)} must map names to values")
     own = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in named:
+    for name in variables:
         if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise UserError(f"chat_template_kwargs: {quoted(name)} is nothing that the model's chat template is told")
-    options = {**named, **opening(add_generation_prompt, continue_final_message)}
+    options = {**variables, **opening(add_generation_prompt, continue_final_message)}
     return Rendering(template, tokenizer.special_tokens_map, flattened(messages), options)
 
 
 def as_prompt(tokenizer: Any, text: str) -> Mapping[str, Any]:
-    """A text that a chat template made as a prompt of token ids. Raises UserError for what is no text."""
+    """Return a template's text as a prompt of token ids. Raises UserError for what is not Unicode text."""
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(readable(text), add_special_tokens=False)}
 
 
 def opening(add_generation_prompt: Any = None, continue_final_message: Any = False) -> ChatOptions:
-    """Both options with their defaults. Raises UserError where they exclude each other."""
+    """Return both options with their defaults. Raises UserError if they exclude each other."""
     continues = flag("continue_final_message", continue_final_message)
     opens = not continues if add_generation_prompt is None else flag("add_generation_prompt", add_generation_prompt)
     if opens and continues:
@@ -99,17 +101,20 @@ def opening(add_generation_prompt: Any = None, continue_final_message: Any = Fal
 
 
 def flattened(messages: Iterable[Any]) -> list[Any]:
-    """The messages, their contents as text: parts of it are joined by line breaks, as in vLLM. Raises UserError for a
-    content that is none: templates would show it as Python does."""
+    """Return the messages with their contents as text. Parts of a content are joined by line breaks, as in vLLM. Raises
+    UserError for a content that is not text: a template would print its Python representation."""
     return [{**m, "content": content_of(i, m)} if isinstance(m, Mapping) else m for i, m in enumerate(messages)]
 
 
 def content_of(index: int, message: Mapping[str, Any]) -> str:
+    """Return the text of a message."""
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         raise UserError(f"messages[{index}].tool_calls is not supported without a content: no tool is called")
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | BYTES) else [content]
-    texts: list[Any] = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else p for p in parts]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts
+    ]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f"messages[{index}] has content={quoted(content)}: give a string, or a list of text parts")
     return "\n".join(texts)

@@ -1,7 +1,7 @@
-"""Chat templates in a process of its own, within limits that the kernel enforces.
+"""Chat templates rendered in a process of their own, within limits that the kernel enforces.
 
-A template is a program of the checkpoint. No thread can stop one that never ends, or one that computes 10**(10**10) in
-a single instruction; its process can be ended.
+A template is a program from the checkpoint. A thread cannot stop a program that never ends, or one that computes
+10**(10**10) in a single instruction; its process can be killed.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from jaxspec.api.chat import Rendering
 from jaxspec.common.errors import UserError, said
 
 SECONDS = 2.0
-MEMORY = 1 << 30  # bytes beside those that the process holds when it has started
-ADDED = 1_000_000  # characters of output beside as many as the input has bytes
-PREFIX = 8  # bytes that hold the length of a message to the child
+MEMORY = 1 << 30  # bytes, in addition to those that the process has at its start
+ADDED = 1_000_000  # characters of output, in addition to the number of bytes of the input
+PREFIX = 8  # bytes of a message to the child that hold its length
 
 
 class TemplateProcess:
-    """Renders one conversation at a time in a child process, which is replaced where it ends.
+    """A child process that renders one conversation at a time, and is replaced when it ends.
 
-    seconds: of processor time that one may take; a busy machine does not count.
+    seconds: limit of processor time for one conversation; time spent waiting for the processor does not count.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
         self.thread = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-chat")
-        self.lock = threading.RLock()  # guards the two below
+        self.lock = threading.RLock()  # guards `child` and `closed`
         self.child: subprocess.Popen[bytes] | None = None
         self.closed = False
 
     async def text(self, rendering: Rendering) -> str:
-        """The text that the template makes. Raises UserError as Rendering.text does, and beyond a limit."""
+        """Return the text that the template makes. Raises UserError as Rendering.text does, and beyond a limit."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, self.render, rendering)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The child, which is started where there is none and ready a second later."""
+        """Return the child. Start one if there is none; it is ready about a second later."""
         with self.lock:
             if self.closed:
                 raise RuntimeError("the process of chat templates was shut down")
@@ -57,14 +57,15 @@ class TemplateProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     env=os.environ | {"PYTHONPATH": paths, "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
-                    start_new_session=True,  # an interrupt at the terminal is the parent's
+                    start_new_session=True,  # an interrupt at the terminal goes to the parent only
                 )
             return self.child
 
     def render(self, rendering: Rendering) -> str:
+        """Send a rendering to the child and return its text. Raises as `text` does."""
         try:
             sent = pickle.dumps(rendering)
-        except Exception as error:  # whatever an object of the caller's raises
+        except Exception as error:  # pickling calls the caller's objects, which may raise anything
             raise UserError(f"the conversation cannot be sent to another process: {said(error)}") from error
         child = self.start()
         assert child.stdin is not None
@@ -82,7 +83,7 @@ class TemplateProcess:
         return found["text"]
 
     def ended(self, child: subprocess.Popen[bytes]) -> Exception:
-        """Explain why the child gave no reply, and start another one for the next conversation."""
+        """Return the reason why the child gave no reply, and start another child for the next conversation."""
         status = child.wait()
         if not self.closed:
             self.start()
@@ -94,7 +95,7 @@ class TemplateProcess:
         return RuntimeError(f"the process of chat templates ended with status {status}")
 
     def close(self) -> None:
-        """Ends the child, and with it what is being rendered."""
+        """End the child, and with it any rendering under way."""
         with self.lock:
             self.closed = True
         self.thread.shutdown(wait=False, cancel_futures=True)
@@ -106,7 +107,7 @@ class TemplateProcess:
 def release(child: subprocess.Popen[bytes] | None) -> None:
     """Wait for a child that has ended or was killed, and close its pipes."""
     if child is not None:
-        with contextlib.suppress(BrokenPipeError), child:  # what it did not read is dropped
+        with contextlib.suppress(BrokenPipeError), child:  # input that the child did not read is dropped
             pass
 
 
@@ -114,10 +115,10 @@ def release(child: subprocess.Popen[bytes] | None) -> None:
 
 
 def main(seconds: float) -> None:
-    """Reads renderings from standard input, and writes a line of JSON for each, until the parent closes it."""
+    """Read renderings from standard input, and write a line of JSON for each, until the parent closes it."""
     with os.fdopen(os.dup(1), "w") as replies:
-        os.dup2(2, 1)  # what a library prints is no reply
-        import transformers.tokenization_utils_base  # noqa: F401  # before anything is limited
+        os.dup2(2, 1)  # libraries may print to standard output
+        import transformers.tokenization_utils_base  # noqa: F401  # imported before the limits apply
 
         limit_memory()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
@@ -131,9 +132,11 @@ def main(seconds: float) -> None:
 
 
 def answer(sent: bytes) -> str:
+    """Return the reply to one rendering, as JSON: its text, or why it is refused."""
     try:
         text = pickle.loads(sent).text()
-        if len(text) > (most := len(sent) + ADDED):
+        most = len(sent) + ADDED
+        if len(text) > most:
             raise UserError(
                 f"the model's chat template made {len(text)} characters of these messages, at most {most} may be: "
                 "shorten them, or change chat_template_kwargs"
@@ -144,6 +147,7 @@ def answer(sent: bytes) -> str:
 
 
 def limit_memory() -> None:
+    """Limit the memory of this process."""
     import resource
 
     statm = Path("/proc/self/statm")

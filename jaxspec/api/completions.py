@@ -1,4 +1,4 @@
-"""A prompt on its way through the engine: its samples, their text as it grows, and the result."""
+"""A prompt on its way through the engine: its samples, their growing text, and the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Sample:
     """One sample's text, and how much of it a stream has shown."""
 
     def __init__(self, tokenizer: Any, ask: Ask, request: Request) -> None:
-        self.ask, self.request, self.params = ask, request, request.params
+        self.ask = ask
+        self.request = request
+        self.params = request.params
         self.detokenizer = Detokenizer(
             tokenizer,
             stop=tuple(self.params.stop),
@@ -32,11 +34,13 @@ class Sample:
             request.find_stop = self.detokenizer.find_stop
         if not self.params.include_stop_str_in_output:
             self.detokenizer.hidden = frozenset(request.stop_ids)
-        self.shown = self.sent = 0  # characters and ids that pieces have had
-        self.streamed = False  # whether the last piece is out
+        self.shown = 0  # characters in the pieces so far
+        self.sent = 0  # ids in the pieces so far
+        self.streamed = False  # whether the last piece was returned
 
     def text_so_far(self) -> str:
-        """Text that will not change any more. A tokenizer that fails ends this sample with an error, and no other."""
+        """Return the text that will not change any more. A tokenizer that fails ends this sample with an error, and no
+        other."""
         try:
             return self.read()
         except Exception as error:
@@ -44,46 +48,51 @@ class Sample:
             return self.detokenizer.text
 
     def read(self) -> str:
+        """Return the text that will not change any more. Raises what the tokenizer raises."""
         if self.request.finish_reason is not None:
             text = self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
             if self.request.finish_reason == "length" and self.detokenizer.stop_string is not None:
-                self.request.finish_reason = "stop"  # as where the last id completes a stop string
+                self.request.finish_reason = "stop"  # the same reason as when the last id completes a stop string
             return text
         if not self.params.stop:
             self.detokenizer.feed(self.request.output)
         return self.detokenizer.text[: self.detokenizer.settled()]
 
     def piece(self) -> StreamOutput | None:
-        """What is new since the last piece, or None."""
-        request, ask = self.request, self.ask
+        """Return what is new since the last piece, or None."""
+        request = self.request
+        ask = self.ask
         if self.streamed or not (request.finish_reason or len(request.output) > self.sent):
             return None
-        text, ids = self.text_so_far()[self.shown :], request.output[self.sent :]
+        text = self.text_so_far()[self.shown :]
+        ids = request.output[self.sent :]
         ended = request.finish_reason is not None
         piece = StreamOutput(text, ids, request.finish_reason, ask.index, request.index, request.error, ask.request_id)
         if ended:
             piece.stop_reason = self.stop_reason()
-        if (asked := self.params.logprobs) is not None:
-            piece.logprobs = self.described(self.sent, asked)
+        if self.params.logprobs is not None:
+            piece.logprobs = self.described(self.sent, self.params.logprobs)
         self.shown, self.sent, self.streamed = self.shown + len(text), self.sent + len(ids), ended
         return piece
 
     def described(self, start: int, most: int) -> list[dict[int, Logprob]]:
-        """Return the log-probabilities of the output's tokens from index start on."""
+        """Return the log-probabilities of the output's tokens from index start on, each with up to `most` top ids."""
         request = self.request
         tokens = self.detokenizer.tokens(request.output, start, ended=request.finish_reason is not None)
         return described(self.detokenizer.known, request.output[start:], tokens, request.logprobs[start:], most)
 
     def stop_reason(self) -> str | int | None:
-        """The stop string that ended it, or which of the ids that were asked for; as in vLLM None for the model's own
-        end."""
+        """Return what ended the sample: the stop string, or the id of stop_token_ids. Return None for the model's own
+        end, as vLLM does."""
         last = self.request.output[-1:]
         if self.detokenizer.stop_string is None and self.request.finish_reason == "stop":
             return last[0] if last[0] in self.params.stop_token_ids else None
         return self.detokenizer.stop_string
 
     def completion(self) -> CompletionOutput:
-        request, asked, text = self.request, self.params.logprobs, self.text_so_far()
+        """Return the sample's result."""
+        request = self.request
+        text = self.text_so_far()
         output = CompletionOutput(
             request.index,
             text,
@@ -92,39 +101,45 @@ class Sample:
             self.stop_reason(),
             request.error,
         )
-        if asked is not None:
-            output.logprobs = self.described(0, asked)
+        if self.params.logprobs is not None:
+            output.logprobs = self.described(0, self.params.logprobs)
             output.cumulative_logprob = sum(entry.logprob for entry in request.logprobs)
         return output
 
 
 class Job:
-    """One prompt with its n samples. request: sample 0's, as the engine gave it."""
+    """One prompt with its n samples. request: the request of sample 0, as the engine returned it."""
 
     def __init__(self, tokenizer: Any, ask: Ask, request: Request) -> None:
-        self.tokenizer, self.ask = tokenizer, ask
+        self.tokenizer = tokenizer
+        self.ask = ask
         self.samples = [Sample(tokenizer, ask, sample) for sample in request.samples]
 
     @property
     def requests(self) -> list[Request]:
+        """The requests of all samples."""
         return [sample.request for sample in self.samples]
 
     @property
     def ended(self) -> bool:
+        """Return whether all samples have ended."""
         return all(request.finish_reason is not None for request in self.requests)
 
     @property
     def streamed(self) -> bool:
-        """Whether every sample's last piece is out."""
+        """Return whether every sample's last piece was returned."""
         return all(sample.streamed for sample in self.samples)
 
     def pieces(self) -> list[StreamOutput]:
-        """What is new since the last call, of every sample that has something."""
+        """Return what is new since the last call, a piece for each sample that has something new."""
         return [piece for sample in self.samples if (piece := sample.piece())]
 
+    def final_output(self) -> list[RequestOutput]:
+        """Return the result in a list, which is empty until all samples have ended."""
+        return [self.output()] if self.ended else []
+
     def output(self) -> RequestOutput:
-        """The result; to be asked for when all samples have ended."""
-        first, params = self.requests[0], self.ask.params
+        """Return the result. All samples must have ended."""
         metrics = SpecDecodeMetrics()
         for request in self.requests:
             metrics += request.metrics
@@ -136,46 +151,57 @@ class Job:
             metrics,
             timing=timing_of(self.requests),
         )
-        if params.prompt_logprobs is not None:
-            ids, detokenizer = self.ask.ids, Detokenizer(self.tokenizer, skip_special_tokens=False, placed=True)
-            with contextlib.suppress(Exception):  # a tokenizer that fails at an id: each token is described by itself
-                detokenizer.feed(ids)
-            tokens, most = detokenizer.tokens(ids, 1, ended=True), params.prompt_logprobs
-            entries = described(detokenizer.known, ids[1:], tokens, first.prompt_logprobs, most)
-            output.prompt_logprobs = [None, *entries]
+        most = self.ask.params.prompt_logprobs
+        if most is not None:
+            output.prompt_logprobs = [None, *self.prompt_logprobs(most)]
         return output
+
+    def prompt_logprobs(self, most: int) -> list[dict[int, Logprob]]:
+        """Return the log-probabilities of the prompt's tokens but the first, each with up to `most` top ids."""
+        ids = self.ask.ids
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False, placed=True)
+        with contextlib.suppress(Exception):  # after an id at which the tokenizer fails, tokens have their own texts
+            detokenizer.feed(ids)
+        tokens = detokenizer.tokens(ids, 1, ended=True)
+        return described(detokenizer.known, ids[1:], tokens, self.requests[0].prompt_logprobs, most)
 
 
 def described(
     known: Vocabulary, ids: Sequence[int], tokens: Sequence[Token], entries: Iterable[TokenLogprobs], most: int
 ) -> list[dict[int, Logprob]]:
-    """Return for each id of the text a dict by id: its own Logprob first, then those of the `most` likeliest. tokens:
-    what each id adds to the text; the others are described by themselves. A request that failed may have fewer entries
-    than ids."""
+    """Return for each id of the text a dict by id: its own Logprob first, then those of the top ids. A request that
+    failed may have fewer entries than ids.
+
+    tokens: what each id adds to the text. Ids that are not in the text are described by themselves.
+    most: maximum number of top ids.
+    """
     found = []
     for chosen, token, entry in zip(ids, tokens, entries, strict=False):
-        likeliest = itertools.islice(zip(entry.top_ids, entry.top_logprobs, itertools.count(1)), most)
+        top = itertools.islice(zip(entry.top_ids, entry.top_logprobs, itertools.count(1)), most)
         row = {chosen: logprob_of(token, entry.logprob, entry.rank)}
-        row |= {i: logprob_of(known[i], logprob, rank) for i, logprob, rank in likeliest if i != chosen}
+        row |= {i: logprob_of(known[i], logprob, rank) for i, logprob, rank in top if i != chosen}
         found.append(row)
     return found
 
 
 def logprob_of(token: Token, logprob: float, rank: int) -> Logprob:
+    """Return a token's Logprob."""
     return Logprob(logprob, rank, token.text, None if token.data is None else tuple(token.data))
 
 
 def timing_of(requests: Sequence[Request]) -> RequestTiming:
-    """A request's moments are those of the first of its samples to reach them; its end is the last one's."""
+    """Return the durations of a prompt with these samples. Its end is that of the last sample; each other event is that
+    of the first sample to reach it."""
     moments: dict[str, Any] = {}
     for name, chosen in {"admitted": min, "prefilled": min, "first_token": min, "finished": max}.items():
-        reached = [at for r in requests if (at := getattr(r.times, name)) is not None]
+        times = [getattr(request.times, name) for request in requests]
+        reached = [time for time in times if time is not None]
         moments[name] = chosen(reached) if reached else None
     return Times(requests[0].times.arrived, **moments).timing(max(len(r.output) for r in requests))
 
 
 def failures(outputs: Iterable[RequestOutput]) -> str | None:
-    """One line on the completions that ended with an error, or None."""
+    """Return one line about the completions that ended with an error, or None."""
     completions = [completion for output in outputs for completion in output.outputs]
     failed = [completion for completion in completions if completion.finish_reason == "error"]
     if not failed:

@@ -1,4 +1,4 @@
-"""Token ids -> text as it grows, what each adds to it, and where a stop string cuts it."""
+"""The detokenizer: the growing text of token ids, what each id adds to it, and where a stop string cuts it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxspec.api.tokens import Token, Window, vocabulary
 
 
 class Detokenizer:
-    """Text of one request's output.
+    """The text of one request's output.
 
     placed: whether `tokens` will be asked for what each id adds to the text.
     hidden: ids that end the output and are not part of its text.
-    text: what is certain of it.
-    stop_string, stop_at: the stop string that was found, and where in the text it begins.
+    text: the part of the text that is certain.
+    stop_string, stop_at: the stop string that was found, and the index in the text at which it begins.
     """
 
     def __init__(
@@ -27,32 +27,36 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         placed: bool = False,
     ) -> None:
-        self.tokenizer, self.stop, self.min_tokens = tokenizer, stop, min_tokens
-        self.skip_special_tokens, self.placed = skip_special_tokens, placed
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.min_tokens = min_tokens
+        self.skip_special_tokens = skip_special_tokens
+        self.placed = placed
         self.known = vocabulary(tokenizer)
         self.special = self.known.special if skip_special_tokens else {}
         self.hidden: frozenset[int] = frozenset()
-        # A stop string that the text would not show.
+        # Special tokens that are stop strings, though the text does not show them.
         self.stop_ids = {i: text for i, text in self.special.items() if text in stop} if stop else {}
         self.begin()
 
     def begin(self) -> None:
         """Forget all ids."""
-        self.num_fed = -1  # until the last line: after an interrupt nothing is known
-        self.text, self.reader = "", self.known.reader(self.known, self.skip_special_tokens)
+        self.num_fed = -1  # invalid until the last line, in case of an interrupt
+        self.text = ""
+        self.reader = self.known.reader(self.known, self.skip_special_tokens)
         self.ends: list[int] = []  # the length of `text` after each id
         self.stop_string: str | None = None
         self.stop_at = 0
         self.num_fed = 0
 
     def shown(self, i: int) -> bool:
-        """Whether the text has this id's."""
+        """Return whether this id has a part in the text."""
         return i not in self.hidden and i not in self.special
 
     def find_stop(self, ids: list[int], start: int) -> int | None:
-        """Feed ids one by one from index start on. Return how many to keep once a stop string is complete. One that is
-        complete within the first min_tokens ids ends nothing."""
-        if start != self.num_fed:  # the last ones were fed by a call that was interrupted before they were kept
+        """Feed ids one by one from index start on. Return how many ids to keep once a stop string is complete, else
+        None. A stop string that is complete within the first min_tokens ids is ignored."""
+        if start != self.num_fed:  # an interrupted call has fed ids that were not kept
             self.begin()
             start = 0
         for end in range(start + 1, len(ids) + 1):
@@ -60,7 +64,8 @@ class Detokenizer:
             self.feed(ids, end)
             if end <= self.min_tokens:
                 continue
-            if (string := self.stop_ids.get(ids[end - 1])) is not None:
+            string = self.stop_ids.get(ids[end - 1])
+            if string is not None:
                 text = self.text + self.reader.rest()
                 if not self.contains_stop(text, known):
                     self.stop_string, self.stop_at = string, len(text)
@@ -70,7 +75,8 @@ class Detokenizer:
         return None
 
     def contains_stop(self, text: str, known: int) -> bool:
-        """Find a stop string in a text that had `known` characters when it was last searched."""
+        """Find a stop string in a text of which the first `known` characters were searched before. Return whether there
+        is one."""
         for string in self.stop:
             at = text.find(string, max(0, known - len(string) + 1))
             if at >= 0:
@@ -79,34 +85,37 @@ class Detokenizer:
         return False
 
     def feed(self, ids: Sequence[int], end: int | None = None) -> None:
-        """Bring the text up to ids[:end]: those so far and new ones."""
+        """Bring the text up to ids[:end]. The ids begin with those fed before."""
         if self.num_fed < 0:
             self.begin()
-        start, end = self.num_fed, len(ids) if end is None else end
-        self.num_fed = -1  # an interrupt from here on leaves nothing that is known
-        for new in ([i] for i in ids[start:end]) if self.placed else [ids[start:end]]:
+        start = self.num_fed
+        end = len(ids) if end is None else end
+        self.num_fed = -1  # invalid until all ids are fed, in case of an interrupt
+        new_ids = ids[start:end]
+        for new in [[i] for i in new_ids] if self.placed else [new_ids]:
             self.text += self.reader.read([i for i in new if self.shown(i)])
             if self.placed:
                 self.ends.append(len(self.text))
         self.num_fed = end
 
     def finish(self, ids: Sequence[int], *, include_stop: bool) -> str:
-        """Return the final text, cut at the stop string. The end of the output can complete one."""
+        """Return the final text, cut at the stop string. The end of the output can complete a stop string."""
         if self.stop_string is None:
             self.feed(ids)
             text = self.text + self.reader.rest()
             if len(ids) <= self.min_tokens or not self.contains_stop(text, len(self.text)):
                 return text
         text = self.text + self.reader.rest()
-        return text[: self.stop_at] + (self.stop_string or "") * include_stop
+        cut = text[: self.stop_at]
+        return cut + (self.stop_string or "") if include_stop else cut
 
     def settled(self) -> int:
-        """Return how much of the text can be shown. What may be the beginning of a stop string is held back."""
+        """Return how many characters of the text can be shown. A possible beginning of a stop string is held back."""
         return len(self.text) - max((overlap(self.text, string) for string in self.stop), default=0)
 
     def tokens(self, ids: Sequence[int], start: int = 0, *, ended: bool) -> list[Token]:
         """Return what each id from index start on adds to the text. A token that the text leaves out has its own text,
-        and no bytes. ended: no id follows, so that an unfinished character is the last token's."""
+        and no bytes. ended: whether no id follows, so that an unfinished character belongs to the last token."""
         added = [self.added(ids, at) for at in range(start, len(ids))]
         last = next((at for at in reversed(range(len(added))) if added[at] is not None), -1)
         if ended and last >= 0:
@@ -114,14 +123,15 @@ class Detokenizer:
         return [self.token(ids, at, text) for at, text in enumerate(added, start)]
 
     def added(self, ids: Sequence[int], at: int) -> str | None:
-        """Return what the id at this index adds to the text; None for one that the text leaves out."""
+        """Return what the id at this index adds to the text; None for an id that the text leaves out."""
         if not self.shown(ids[at]):
             return None
-        if at >= len(self.ends):  # the tokenizer failed before
+        if at >= len(self.ends):  # the tokenizer failed at an earlier id
             return self.known[ids[at]].text
         return self.text[self.ends[at - 1] if at else 0 : self.ends[at]]
 
     def token(self, ids: Sequence[int], at: int, text: str | None) -> Token:
+        """Return the id at this index as a Token. text: what it adds to the text, or None."""
         own = self.known[ids[at]]
         if text is None:
             return Token(own.text, None)
@@ -132,10 +142,10 @@ class Detokenizer:
 
 
 def overlap(text: str, string: str) -> int:
-    """Return with how many of the string's first characters the text ends, but not with all of them."""
+    """Return the length of the longest beginning of the string that the text ends with, the whole string excluded."""
     size = min(len(string) - 1, len(text))
     while size > 0:
-        size = string.rfind(text[-1], 0, size) + 1  # it can only end where this character is
+        size = string.rfind(text[-1], 0, size) + 1  # the beginning can only end at this character
         if text.endswith(string[:size]):
             break
         size -= 1

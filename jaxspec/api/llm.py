@@ -1,4 +1,4 @@
-"""LLM: strings or token ids in, RequestOutput out."""
+"""LLM: takes strings or token ids, and returns RequestOutputs."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ class LLM:
 
     Args:
       model: hub id, local folder (safetensors or orbax), .gguf file, or the name of an embedded model.
-      speculative_config: a SpeculativeConfig or a dict of its options; None decodes plainly.
-      options: those of EngineConfig (dtype, max_model_len, max_num_seqs, tensor_parallel_size, ...).
+      speculative_config: a SpeculativeConfig or a dict of its options; None decodes without speculation.
+      options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, tensor_parallel_size, ...).
 
-    In a job of several processes (jaxspec.join_hosts) it is made with the same arguments in each. Process 0 gets a
-    model over the devices of all; in the others it does not return: they do what process 0 decides, and end with it.
+    In a job of several processes (jaxspec.join_hosts), make the LLM with the same arguments in each process. Process 0
+    gets a model over the devices of all processes. In the others the constructor does not return: they do what process
+    0 decides, and end with it.
 
-    What else it holds (engine, target, stop_ids, observers) are parts that may change.
+    Other attributes (engine, target, stop_ids, observers) are internal and may change.
 
     Raises: UserError or OSError with one line that names what is wrong.
 
@@ -75,7 +76,8 @@ class LLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         started = time.perf_counter()
-        self.config, speculative = EngineConfig(**options), SpeculativeConfig.of(speculative_config)
+        self.config = EngineConfig(**options)
+        speculative = SpeculativeConfig.of(speculative_config)
         self._kept = enable_compilation_cache() if self.config.compilation_cache else None
         leave_out_absent_tpu()
         with together(lambda: listed(model, self.config, speculative)) as self._peers:
@@ -93,10 +95,10 @@ class LLM:
                 self._peers.agree({"its configuration": self.engine.runner.configs, "pages": self.engine.layout})
         if self._peers and self._peers.rank:
             self._peers.follow(self.engine.runner.execute)
-            raise SystemExit  # process 0 is done: whatever comes next is for that one
+            raise SystemExit  # what follows this LLM in the program is for process 0 only
 
     def _begin(self, speculative: SpeculativeConfig | None, draft: ResolvedModel | None, started: float) -> None:
-        """Make the engine, and what belongs to one."""
+        """Make the engine, and the attributes that belong to one engine."""
         self.engine = Engine(
             self.target,
             self.config,
@@ -114,9 +116,13 @@ class LLM:
         self._warming = warming.begin(self.engine, warm_up_progress, alone=self._peers is None)
 
     def _load(self) -> Model:
-        backend = Backend(here(), self._placement, self.config.kernels)  # refuses before anything is loaded
+        """Return the target model."""
+        backend = Backend(here(), self._placement, self.config.kernels)  # may refuse, so before the loading
         dtype = compute_dtype(self.config.dtype, backend.device)
-        read = lambda: load(self._resolved, dtype, self._placement).stored_for(backend)
+
+        def read() -> Model:
+            return load(self._resolved, dtype, self._placement).stored_for(backend)
+
         if self._kept is None:
             return read()
         return load_widened(self._resolved, dtype, backend, self._placement, self._kept / "widened", read)
@@ -130,11 +136,13 @@ class LLM:
         )
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
-        """Another LLM on the same target, whose weights the two share, that speculates in another way. Raises UserError
-        where the devices are those of several processes."""
+        """Return another LLM that speculates in another way and shares this target's weights. Raises UserError in a job
+        of several processes."""
         if self._peers:
             raise UserError("several processes run one engine: start them anew with the other speculative_config")
-        started, other, speculative = time.perf_counter(), copy.copy(self), SpeculativeConfig.of(speculative_config)
+        started = time.perf_counter()
+        other = copy.copy(self)
+        speculative = SpeculativeConfig.of(speculative_config)
         draft = asked_draft(speculative, self._resolved)
         other._placement = placed(draft, self.config, speculative)
         if other._placement != self._placement:
@@ -159,12 +167,14 @@ class LLM:
         progress: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts: a string, a list of strings, a list of token-id lists, or {"prompt_token_ids": [...]}.
+        """Complete prompts: a string, a list of strings, a list of token-id lists, or {"prompt_token_ids": [...]}.
 
-        sampling_params: one for all, or one a prompt. Outputs come in the order of the prompts. All prompts are checked
-        before the first is queued; a bad one is named by its index. A completion that failed on the way has
-        finish_reason "error" and says why in `error`; one warning tells how many did. progress: draws a bar where a
-        person looks at standard error; use_tqdm is vLLM's name of it.
+        sampling_params: one for all prompts, or a list with one for each.
+        progress: whether to draw a bar if standard error is a terminal; use_tqdm is vLLM's name for it.
+
+        Outputs come in the order of the prompts. All prompts are checked before the first is queued; an error names the
+        prompt's index. A completion that failed on the way has finish_reason "error", and the reason in `error`; one
+        warning gives the number of failures.
         """
         progress = wanted(progress, use_tqdm)
         asked = self._prepare(prompts, sampling_params)
@@ -173,15 +183,15 @@ class LLM:
             self._submit_all(asked, jobs)
             self._finish([request for job in jobs for request in job.requests], progress=progress)
         finally:
-            for job in jobs:  # on an exception, nothing stays behind
+            for job in jobs:  # after an exception, no request stays in the engine
                 self._abort(job)
         outputs = [job.output() for job in jobs]
-        if said := failures(outputs):
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
+        if message := failures(outputs):
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         return outputs
 
     def _finish(self, requests: Sequence[Request], *, progress: bool) -> None:
-        """Steps until these requests have ended."""
+        """Run steps until these requests have ended."""
         left = set(requests)
         with generation_progress(len(left), self.metrics, enabled=progress) as report:
             while left and self.engine.busy:
@@ -193,18 +203,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Yields pieces of the completions as they are made: of one prompt or, decoded together, of several. What
-        comes within a twentieth of a second may come as one piece.
+        """Yield pieces of the completions as they are made. Several prompts are decoded together. Tokens that come
+        within a twentieth of a second may come as one piece.
 
-        A piece says by prompt_index and sample whose it is. All prompts are checked at once, before the first piece.
-        Dropping the iterator ends what has not ended.
+        A piece's prompt_index and sample identify its completion. All prompts are checked before the first piece.
+        Dropping the iterator ends the requests that have not ended.
         """
         return self._pieces(self._prepare(prompts, sampling_params))
 
     def _pieces(self, asked: Sequence[Ask]) -> Iterator[StreamOutput]:
         jobs: list[Job] = []
         try:
-            self._submit_all(asked, jobs)  # not earlier: an iterator that never started frees nothing
+            self._submit_all(asked, jobs)  # not before the iterator starts: only then is `finally` certain to run
             left = jobs
             while left:
                 # Steps of other requests advance these too, so there may be something to show already.
@@ -226,36 +236,36 @@ class LLM:
         use_tqdm: bool | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answers a conversation (a list of {"role", "content"}), or several, through the model's chat template.
-        options: as of render_chat."""
+        """Answer a conversation (a list of {"role", "content"}), or several, through the model's chat template.
+        options: as in render_chat."""
         prompts = [self.render_chat(conversation, **options) for conversation in conversations(messages)]
         return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
 
     def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
-        """A conversation as a prompt of token ids. The template writes its own BOS; none is added.
+        """Return a conversation as a prompt of token ids. The template writes its own BOS; none is added.
 
-        chat_template_kwargs: what the template reads besides, such as {"enable_thinking": False}.
+        chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
         add_generation_prompt: whether the prompt opens an answer. Default: unless the final message is continued.
-        continue_final_message: leaves the final message open, so that the output continues it.
+        continue_final_message: whether the final message is left open, so that the output continues it.
         """
         return as_prompt(self.tokenizer, rendering(self.tokenizer, messages, **options).text())
 
-    # What generate, stream and AsyncLLM are made of.
+    # Shared by generate, stream and AsyncLLM
 
     def _prepare(self, prompts: Any, sampling_params: Any = None) -> list[Ask]:
-        """Prompts as the engine takes them, all checked. Raises UserError for the first that it cannot serve."""
+        """Return the prompts as Asks, all checked. Raises UserError for the first that cannot be served."""
         asked = asks(self.tokenizer, prompts, sampling_params)
         for ask in asked:
             named(ask.index, self.engine.check, ask.ids, ask.params, ask.bad_words, self.stop_ids)
         return [dataclasses.replace(ask, request_id=next(self._request_ids)) for ask in asked]
 
     def _submit(self, ask: Ask) -> Job:
-        """Queues a prompt's samples."""
+        """Queue a prompt's samples."""
         add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=ask.bad_words)
         return Job(self.tokenizer, ask, named(ask.index, add, ask.ids, ask.params))
 
     def _submit_all(self, asked: Sequence[Ask], jobs: list[Job]) -> None:
-        """Adds a job for each to `jobs`; where that is interrupted, nothing is queued that is not in there."""
+        """Append a job for each prompt to `jobs`. After an interrupt, nothing is queued that is not in `jobs`."""
         known = set(self.engine.roster.open)
         try:
             for ask in asked:
@@ -267,43 +277,44 @@ class LLM:
             raise
 
     def _step(self, *, streaming: bool = False) -> list[Request]:
-        """One step of the engine: the requests, one a sample, that ran or ended."""
+        """Run one step of the engine. Return the requests, one a sample, that took part or ended."""
         ran = self.engine.step(streaming=streaming)
-        self._tell(request for request in ran if request.finish_reason is not None)
+        self._notify(request for request in ran if request.finish_reason is not None)
         return ran
 
     def _abort(self, job: Job) -> None:
-        """Ends the samples of a job that have not ended, and frees those that ended by no step's doing."""
+        """End the samples of a job that have not ended, and free those that ended outside a step."""
         left = [request for request in job.requests if request.finish_reason is None]
         for request in job.requests:
             self.engine.abort(request)
-        self._tell(left)
+        self._notify(left)
 
-    def _tell(self, ended: Iterable[Request]) -> None:
+    def _notify(self, ended: Iterable[Request]) -> None:
+        """Call the observers with each of these requests."""
         for request in ended:
             for observe in self.observers:
                 try:
                     observe(request)
-                except Exception:  # who looks on is not to end what he looks at
+                except Exception:  # an observer must not end the requests it observes
                     logger.exception("an observer failed, and missed a request")
 
     # Profiles
 
     def start_profile(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Begin a trace of host and devices for TensorBoard or Perfetto. Return the folder it will be written to.
+        """Begin a trace of host and devices for TensorBoard or Perfetto. Return the folder that it will be written to.
 
-        folder: by default a new one, named by the time, under the cache folder. Raises RuntimeError where a trace is
-        being taken already.
+        folder: by default a new one, named by the time, under the cache folder. Raises RuntimeError if a trace is being
+          taken already.
         """
         return self._profile.start(folder)
 
     def stop_profile(self) -> Path:
-        """Write the trace and return its folder. Raise RuntimeError where none was started."""
+        """Write the trace and return its folder. Raise RuntimeError if none was started."""
         return self._profile.stop()
 
 
 def listed(model: str, config: EngineConfig, speculative: SpeculativeConfig | None) -> dict[str, Any]:
-    """What every process of a job has to be given alike, by name."""
+    """Return the values that must be the same in every process of a job, by name."""
     drafts = dataclasses.asdict(speculative) if speculative else {}
     own = {f"speculative_config.{name}": value for name, value in drafts.items()}
     return {"model": model, **dataclasses.asdict(config), **own, "source code": sources()}

@@ -1,4 +1,4 @@
-"""What an LLM does, for Prometheus. Needs jaxspec's extra "metrics"."""
+"""Metrics of an LLM for Prometheus. Needs jaxspec's extra "metrics"."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ try:
 except ImportError as error:
     raise ImportError("jaxspec.api.metrics needs prometheus-client: install jaxspec's extra 'metrics'") from error
 
-# Fields of SpecDecodeMetrics -> what they count.
+# By field of SpecDecodeMetrics.
 COUNTERS = {
     "num_drafts": "Rounds that proposed something.",
     "num_draft_tokens": "Draft tokens proposed.",
     "num_accepted_tokens": "Draft tokens kept in the output.",
     "num_emitted_tokens": "Output tokens.",
 }
-# Fields of RequestTiming -> (the metric's name, what it measures, the buckets' upper bounds in seconds).
+# By field of RequestTiming: the metric's name, its help text, the buckets' upper bounds in seconds.
 STAGE = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 HISTOGRAMS = {
@@ -35,13 +35,14 @@ HISTOGRAMS = {
 
 
 class Metrics:
-    """An LLM's counters and gauges, read when they are asked for, and histograms of the requests that end from now on.
+    """Counters and gauges of an LLM, read when they are asked for, and histograms of the requests that end from now on.
 
     All names begin with jaxspec_. A request here is one sample: a prompt with n = 4 counts four times.
 
     Args:
       llm: an LLM or AsyncLLM.
-      registry: where to register; default a new one, in `registry`. Two LLMs cannot share one: their names are alike.
+      registry: the registry to register in; by default a new one, in `registry`. Two LLMs cannot share a registry:
+        their metrics have the same names.
     """
 
     def __init__(self, llm: LLM | AsyncLLM, registry: prometheus.CollectorRegistry | None = None) -> None:
@@ -57,15 +58,16 @@ class Metrics:
         self.llm.observers.append(self.observe)
 
     def observe(self, request: Request) -> None:
-        """Takes a sample in that ended. A moment that it did not reach counts nowhere."""
+        """Count a sample that ended. A stage that it did not reach is not counted."""
         self.requests.labels(request.finish_reason).inc()
         timing = request.times.timing(len(request.output))
         for field, histogram in self.histograms.items():
-            if (seconds := getattr(timing, field)) is not None:
+            seconds = getattr(timing, field)
+            if seconds is not None:
                 histogram.observe(seconds)
 
     def collect(self) -> Iterator[Any]:
-        """Called by the registry at every scrape."""
+        """Yield the counters and gauges. The registry calls this at every scrape."""
         metrics, scheduler = self.llm.metrics, self.llm.engine.scheduler
         for name, help in COUNTERS.items():
             yield CounterMetricFamily(f"jaxspec_{name}", help, value=getattr(metrics, name))
@@ -83,9 +85,10 @@ class Metrics:
 
 
 def serve(llm: LLM | AsyncLLM, port: int, address: str = "127.0.0.1") -> Any:
-    """Serves the metrics over HTTP in a thread. address: "0.0.0.0" for scrapers on other machines.
+    """Serve the metrics over HTTP in a thread. address: "0.0.0.0" for scrapers on other machines.
 
-    Returns the server: `server_port` is the port it got (for port 0 a free one), shutdown() and server_close() end it.
+    Return the server. Its `server_port` is the port it got (for port 0 a free one); shutdown() and server_close() end
+    it.
     """
     server, _ = prometheus.start_http_server(port, address, Metrics(llm).registry)
     return server

@@ -1,4 +1,4 @@
-"""generate(): the one-call form, with transformers' names and defaults."""
+"""generate(): the one-call form, with transformers' option names and defaults."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def generate(
     assistant_model: str | None = None,
     **options: Unpack[GenerateOptions],
 ) -> list[RequestOutput]:
-    """The one-call form: loads `model`, completes the prompts, as transformers' `generate` does with these options.
+    """Load `model` and complete the prompts, as transformers' `generate` does with these options.
 
-    Greedy with 20 new tokens, unless the options or the model's generation_config.json (of a Hugging Face folder) say
-    otherwise: an option that is given comes first, then the model's own, then transformers' default. So a model whose
-    file has do_sample samples, with the temperature, top_k, top_p, min_p and repetition_penalty that stand there;
+    Decoding is greedy with 20 new tokens, unless the options or the model's generation_config.json (of a Hugging Face
+    folder) change that. A given option comes first, then the model's own, then transformers' default. So a model whose
+    file has do_sample samples, with the temperature, top_k, top_p, min_p and repetition_penalty of that file;
     do_sample=False makes it greedy. None turns an option off.
 
     Args:
@@ -48,25 +48,27 @@ def generate(
       options: transformers' do_sample, max_new_tokens, max_length, min_new_tokens, temperature, top_k (50 by default
         when sampling), top_p, min_p, repetition_penalty, num_return_sequences, stop_strings, eos_token_id,
         num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size; and the fields of SamplingParams by
-        their own names. pad_token_id is taken, and nothing is padded.
+        their own names. pad_token_id is accepted and ignored, because nothing is padded.
 
-    Raises: UserError for an unknown option, which names the nearest, or for one that would have no effect;
-      UnsupportedError for what transformers has and this has not.
+    Raises: UserError for an unknown option, which names the nearest known one, or for an option that would have no
+      effect; UnsupportedError for options that only transformers has.
     """
-    given, speculative = renamed(options), speculation(assistant_model, options)
-    checked({"max_length": LARGEST} | given, options)  # before the loading
+    given = renamed(options)
+    speculative = speculation(assistant_model, options)
+    sampling_params({"max_length": LARGEST} | given, options)  # refuses before the loading
     llm = LLM(model, speculative_config=speculative)
-    wishes = settled(given, model_defaults(llm, options))
-    params = checked(wishes, options)
-    if (longest := wishes.get("max_length")) is None:
+    requested = with_defaults(given, model_defaults(llm, options))
+    params = sampling_params(requested, options)
+    longest = requested.get("max_length")
+    if longest is None:
         return llm.generate(prompts, params)
     asked = asks(llm.tokenizer, prompts, params)
     whole = [{"prompt": ask.text, "prompt_token_ids": ask.ids} for ask in asked]
-    return llm.generate(whole, [within(ask, longest) for ask in asked])
+    return llm.generate(whole, [limited(ask, longest) for ask in asked])
 
 
 def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options by our names, do_sample and max_length aside, without those of DRAFTS. None: turned off."""
+    """Return the options by jaxspec's names, do_sample and max_length aside, without those of DRAFTS. None: off."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name not in KNOWN:
@@ -80,7 +82,7 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
             found[ours] = value
     if found.get("do_sample") is not None:
         flag("do_sample", found["do_sample"])
-    if "eos_token_id" in options:  # in place of the model's own
+    if "eos_token_id" in options:  # replaces the model's own
         ids = found["stop_token_ids"]
         found["stop_token_ids"] = ids if ids is None or isinstance(ids, Iterable) else (ids,)
         found.setdefault("ignore_eos", True)
@@ -88,7 +90,7 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculation(assistant_model: str | None, options: Mapping[str, Any]) -> SpeculativeConfig | None:
-    """The speculation that these options ask for."""
+    """Return the speculation that these options ask for."""
     asked = {name: options[name] for name in DRAFTS if options.get(name) is not None}
     lookup = "prompt_lookup_num_tokens" in asked
     if lookup and assistant_model is not None:
@@ -105,19 +107,20 @@ def speculation(assistant_model: str | None, options: Mapping[str, Any]) -> Spec
     if assistant_model is None and not lookup:
         return None
     fields = {DRAFTS[name]: value for name, value in asked.items()}
-    if (longest := asked.get("max_matching_ngram_size")) is not None:
+    longest = asked.get("max_matching_ngram_size")
+    if longest is not None:
         fields["prompt_lookup_min"] = 1 if longest == 1 else None
     with_draft = {"model": assistant_model} if assistant_model is not None else {"method": "ngram"}
-    return told_by(asked, DRAFTS, SpeculativeConfig, with_draft | fields)
+    return with_given_names(asked, DRAFTS, SpeculativeConfig, with_draft | fields)
 
 
 def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model's generation config sets and the caller does not, by our names."""
+    """Return the model's generation options that the caller does not give, by jaxspec's names."""
     config = checkpoints.load_generation_config(llm._resolved.source)
     heeded = OF_THE_MODEL.union(*OF_THE_TEXT.values()) - options.keys()
     try:
         own = renamed({name: config[name] for name in heeded & config.keys()})
-        checked({"max_length": LARGEST} | own, config)
+        sampling_params({"max_length": LARGEST} | own, config)
     except UserError as error:
         raise type(error)(
             f"{error}. The model's generation_config.json asks for it: give the option, or None, to overrule that"
@@ -125,13 +128,13 @@ def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def settled(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """What the caller gives, else the model, else transformers."""
+def with_defaults(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request parameters: the caller's, else the model's, else transformers' defaults."""
     lengths = {"max_tokens", "max_length"}
     if lengths & given.keys():
         own = {name: value for name, value in own.items() if name not in lengths}
     asked = {**own, **given}
-    if asked.get("max_tokens") is not None:  # counts for more, as in transformers
+    if asked.get("max_tokens") is not None:  # takes precedence, as in transformers
         asked.pop("max_length", None)
     if asked.pop("do_sample", None):
         if given.get("do_sample") and given.get("temperature") == 0:
@@ -145,15 +148,17 @@ def settled(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if name not in SAMPLED} | {"temperature": 0.0}
 
 
-def checked(asked: Mapping[str, Any], options: Mapping[str, Any]) -> SamplingParams:
-    """The parameters of these wishes; max_length stands in for max_tokens."""
+def sampling_params(asked: Mapping[str, Any], options: Mapping[str, Any]) -> SamplingParams:
+    """Return these request parameters as SamplingParams. max_length, if given, is used as max_tokens."""
     fields = {name: value for name, value in asked.items() if value is not None and name != "do_sample"}
     longest = fields.pop("max_length", MAX_NEW_TOKENS)
-    return told_by(options, NAMES | {"max_length": "max_tokens"}, SamplingParams, {"max_tokens": longest} | fields)
+    return with_given_names(
+        options, NAMES | {"max_length": "max_tokens"}, SamplingParams, {"max_tokens": longest} | fields
+    )
 
 
-def within(ask: Ask, longest: int) -> SamplingParams:
-    """The parameters of a prompt that may have so many tokens with its output."""
+def limited(ask: Ask, longest: int) -> SamplingParams:
+    """Return the parameters of a prompt that may have `longest` tokens together with its output."""
     left = longest - len(ask.ids)
     if left < 1:
         raise UserError(
@@ -163,8 +168,8 @@ def within(ask: Ask, longest: int) -> SamplingParams:
     return dataclasses.replace(ask.params, max_tokens=left)
 
 
-def told_by(options: Mapping[str, Any], names: Mapping[str, str], cls: Any, fields: Mapping[str, Any]) -> Any:
-    """cls(**fields); what it refuses has the names that the caller used."""
+def with_given_names(options: Mapping[str, Any], names: Mapping[str, str], cls: Any, fields: Mapping[str, Any]) -> Any:
+    """Return cls(**fields). An error names the options as the caller did."""
     try:
         return cls(**fields)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What generation gives back."""
+"""The results of generation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxspec.engine.metrics import RequestTiming, SpecDecodeMetrics
 
 @dataclasses.dataclass(slots=True)  # there may be a million of them
 class Logprob:
-    """Of one token, under the target's raw logits: before temperature, penalties and filters.
+    """The log-probability of one token under the target's raw logits, before temperature, penalties and filters.
 
-    logprob: natural logarithm of its probability.
-    rank: among all ids; 1 is the likeliest.
-    decoded_token: its text. That of a token of the text is what it adds to the text, so that these join to it: "" for a
-        part of a character, and the whole character for the token that completes it. That of any other token, and of
-        one that the text leaves out, is what it says by itself.
-    token_bytes: its bytes, also of a part of a character. None for a token that the text leaves out.
+    logprob: natural logarithm of the probability.
+    rank: rank among all ids; 1 is the most probable.
+    decoded_token: text of the token. For a token of the output this is what it adds to the text, so that these strings
+      join to the text: "" for a part of a character, and the whole character for the token that completes it. For any
+      other token, and for one that the text leaves out, it is the text of the token by itself.
+    token_bytes: bytes of the token, also of a part of a character. None for a token that the text leaves out.
     """
 
     logprob: float
@@ -28,13 +28,13 @@ class Logprob:
 
 @dataclasses.dataclass
 class CompletionOutput:
-    """One sample.
+    """The completion of one sample.
 
     finish_reason: "stop", "length", "abort" or "error".
-    stop_reason: the stop string that ended it, or which of stop_token_ids; None for the model's own end, as in vLLM.
-    error: why it failed.
-    logprobs: for each token id, the chosen one's and the likeliest ones' Logprob by id, where asked for.
-    cumulative_logprob: the sum of the chosen ones'.
+    stop_reason: the stop string or the id of stop_token_ids that ended it; None for the model's own end, as in vLLM.
+    error: the reason why it failed.
+    logprobs: for each token, where asked for, a dict by id with the Logprob of the chosen id and of the top ids.
+    cumulative_logprob: sum of the log-probabilities of the chosen ids.
     """
 
     index: int
@@ -49,13 +49,14 @@ class CompletionOutput:
 
 @dataclasses.dataclass
 class RequestOutput:
-    """A request's result, in the order of the prompts. prompt is None where token ids were given.
+    """The result of one prompt.
 
-    request_id: the caller's, else made.
-    outputs: n samples.
-    prompt_logprobs: as a completion's logprobs, None for the first token, where asked for.
-    metrics: over all samples.
-    timing: until the last of them.
+    request_id: the caller's name for the request, or one that was made.
+    prompt: None if the prompt was given as token ids.
+    outputs: completions of the n samples.
+    prompt_logprobs: like a completion's logprobs, where asked for; None for the first token.
+    metrics: counters summed over all samples.
+    timing: durations until the last sample ended.
     """
 
     request_id: str
@@ -68,28 +69,30 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
+        """Return whether every sample has ended."""
         return all(completion.finish_reason is not None for completion in self.outputs)
 
 
 def whole(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-    """What is measured has to be: raises RuntimeError where a sample failed."""
+    """Return the outputs as a list. Raise RuntimeError if a sample failed, so that no incomplete output is measured."""
     outputs = list(outputs)
     for output in outputs:
-        if failed := next((completion.error for completion in output.outputs if completion.error), None):
-            raise RuntimeError(f"an answer failed: {failed}")
+        for completion in output.outputs:
+            if completion.error:
+                raise RuntimeError(f"an answer failed: {completion.error}")
     return outputs
 
 
 @dataclasses.dataclass
 class StreamOutput:
-    """A piece of a stream: the new text and token ids since the last piece of the same sample. The last one has a
-    finish_reason.
+    """A piece of a stream: the text and token ids that are new since the last piece of the same sample. The last piece
+    has a finish_reason.
 
-    prompt_index: which of the prompts.
-    sample: which of its n samples.
-    request_id: the prompt's.
-    stop_reason, logprobs: as a completion's; logprobs of the new ids.
+    prompt_index: the number of the prompt among the caller's prompts.
+    sample: the number of the sample among the prompt's n.
+    request_id: the name of the prompt's request.
+    stop_reason: as in CompletionOutput.
+    logprobs: as in CompletionOutput, for the new ids.
     """
 
     text: str

@@ -14,13 +14,14 @@ from jaxspec.common.trust import cache_folder
 class Profile:
     """The trace that is being taken, if there is one.
 
-    folder: where it will be written; None while none is taken.
+    folder: the folder that it will be written to; None while no trace is taken.
     """
 
     folder: Path | None = None
 
     def start(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Begin a trace and return its folder, by default a new one under the cache folder, named by the time."""
+        """Begin a trace and return its folder, by default a new one under the cache folder, named by the time. Raise
+        RuntimeError if a trace is being taken already."""
         if self.folder is not None:
             raise RuntimeError(f"a profile is being taken already, into {self.folder}: stop_profile() ends it")
         chosen = Path(folder) if folder else cache_folder() / "profiles" / time.strftime("%Y-%m-%d-%H-%M-%S")
@@ -29,7 +30,7 @@ class Profile:
         return chosen
 
     def stop(self) -> Path:
-        """Write the trace and return its folder."""
+        """Write the trace and return its folder. Raise RuntimeError if no trace is being taken."""
         if self.folder is None:
             raise RuntimeError("no profile is being taken: start_profile() begins one")
         folder, self.folder = self.folder, None

@@ -1,4 +1,4 @@
-"""What a caller gives -> asks: prompts as token ids, each with its own checked parameters."""
+"""Prompts in every form that callers may give, checked and encoded, each with its own parameters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token
 class Ask:
     """One prompt, ready for the engine.
 
-    index: its place among the caller's prompts.
-    text: None where ids were given.
+    index: its number among the caller's prompts.
+    text: the prompt's text; None if it was given as ids.
+    ids: the prompt's token ids.
+    params: the checked parameters of this prompt.
     bad_words: the ids of each of params.bad_words, in its two forms.
-    request_id: the name that the result has.
+    request_id: the name that the result gets.
     """
 
     index: int
@@ -35,8 +37,8 @@ class Ask:
 
 
 def asks(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[Ask]:
-    """Prompts and parameters in any of the forms that LLM.generate takes. Raises UserError, with the prompt's index,
-    for one that is none of them."""
+    """Return prompts and parameters, given in any form that LLM.generate takes, as Asks. Raises UserError with the
+    prompt's index for any other form."""
     listed = as_list(prompts)
     params = spread(sampling_params, len(listed))
     words = {p: named(i, bad_word_ids, tokenizer, p.bad_words) for i, p in enumerate(params) if p.bad_words}
@@ -46,8 +48,13 @@ def asks(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[Ask]:
     ]
 
 
+def is_number(prompt: Any) -> bool:
+    """Return whether this is a token id rather than a prompt. An array has __index__, too."""
+    return hasattr(prompt, "__index__") and getattr(prompt, "ndim", 0) == 0
+
+
 def as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many as a list of prompts."""
+    """Return one prompt, or many, as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, BYTES):
@@ -55,12 +62,11 @@ def as_list(prompts: Any) -> list[Prompt]:
     if not isinstance(prompts, Iterable):
         raise UserError(f"{quoted(prompts)} is no prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
-    number = lambda p: hasattr(p, "__index__") and getattr(p, "ndim", 0) == 0  # arrays have it, too
-    return [prompts] if prompts and all(map(number, prompts)) else prompts
+    return [prompts] if prompts and all(map(is_number, prompts)) else prompts
 
 
 def spread(params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams a prompt."""
+    """Return one SamplingParams for each prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
@@ -71,7 +77,7 @@ def spread(params: Any, count: int) -> list[SamplingParams]:
 
 
 def named(index: int, call: Any, *args: Any) -> Any:
-    """call(*args), with the prompt's index in front of what it refuses."""
+    """Return call(*args). If the call raises UserError, put the prompt's index in front of the message."""
     try:
         return call(*args)
     except UserError as error:
@@ -79,13 +85,14 @@ def named(index: int, call: Any, *args: Any) -> Any:
 
 
 def text_of(prompt: Prompt) -> str | None:
+    """Return the prompt's text, or None if it has only ids."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 
 
 def readable(text: Any, where: str = "") -> str:
-    """The text; where: what the refusal begins with. Raises UserError where it holds half of a surrogate pair, which no
-    tokenizer reads."""
+    """Return the text. Raises UserError if it contains half of a surrogate pair, which no tokenizer reads. where:
+    beginning of the error message."""
     try:
         text.encode()
     except UnicodeError:
@@ -94,7 +101,7 @@ def readable(text: Any, where: str = "") -> str:
 
 
 def encode(tokenizer: Any, prompt: Any) -> list[int]:
-    """The prompt's token ids."""
+    """Return the prompt's token ids."""
     for name in prompt if isinstance(prompt, Mapping) else ():
         if name not in FORMS:
             raise unknown(str(name), "a prompt", FORMS, "key")
@@ -110,12 +117,13 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it reads at the beginning of a text and, where that is another token and as many of them, as it
-    reads after a space. As vLLM does it."""
+    """Return the ids of each word at the beginning of a text. A word's ids after a space are added if they are as many
+    and begin with another token. vLLM does the same."""
     found: list[tuple[int, ...]] = []
     for word in words:
         text = readable(word, "bad_words: ").lstrip()
-        first, spaced = (tuple(tokenizer.encode(space + text, add_special_tokens=False)) for space in ("", " "))
+        first = tuple(tokenizer.encode(text, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(f" {text}", add_special_tokens=False))
         if not first:
             raise UserError(f"bad_words: {word!r} has no tokens: give words that have")
         found.append(first)

@@ -1,4 +1,4 @@
-"""Tokens as text: what each says by itself, and what they say one after the other."""
+"""Tokens as text: the text of each token by itself, and the text of tokens in sequence."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 REPLACEMENT = "\ufffd"
-EACH = "jaxspec.replace_each"  # how a codec treats wrong bytes: each of them is U+FFFD
+EACH = "jaxspec.replace_each"  # error handler that replaces each wrong byte by U+FFFD
 
 
 def replace_each(error: Any) -> tuple[str, int]:
+    """Replace each byte that cannot be decoded by U+FFFD."""
     return REPLACEMENT * (error.end - error.start), error.end
 
 
 codecs.register_error(EACH, replace_each)
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level BPE spells as themselves
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that byte-level BPE writes as themselves
 OTHERS = [b for b in range(256) if b not in PRINTABLE]
 ALPHABET = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(OTHERS)}
 PROBE = " a .\n  it's é€😀 "
 
 
 class Token(NamedTuple):
-    """A token as text.
+    """The text of a token.
 
-    text: U+FFFD stands for bytes that are no character; None where the tokenizer fails.
-    data: its bytes; None where it has no part in a text.
+    text: U+FFFD stands for bytes that are no character; None if the tokenizer fails.
+    data: bytes of the token; None if it has no part in a text.
     is_byte: whether it is SentencePiece's token of one byte.
     """
 
@@ -41,30 +42,32 @@ class Token(NamedTuple):
 
 
 class Vocabulary(dict[int, Token]):
-    """The tokens of a tokenizer, described one by one when they are first asked for: each as it reads after others.
+    """The tokens of a tokenizer, each as it reads after other tokens. A token is described when it is first asked for.
 
-    special: id -> text of the tokens that skip_special_tokens leaves out.
+    special: texts of the tokens that skip_special_tokens leaves out, by id.
     reader: the class that joins tokens.
     strips: whether a text loses a space at its start.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = weakref.proxy(tokenizer)  # the key by which `vocabulary` finds this
+        self.tokenizer = weakref.proxy(tokenizer)  # weak: VOCABULARIES has it as a weak key
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         steps = decoding_steps(self.backend)
-        self.in_alphabet, self.has_byte_tokens = "ByteLevel" in steps, "ByteFallback" in steps
+        self.in_alphabet = "ByteLevel" in steps
+        self.has_byte_tokens = "ByteFallback" in steps
         self.strips = steps[-1:] == ("Strip",)
         self.special = special_tokens(tokenizer, self.backend)
         self.reader: type[Reader] = READERS.get(steps, Window)
-        if self.reader is not Window:  # it may tidy up spaces, or decode in a way of its own
-            ids, joined = tokenizer.encode(PROBE, add_special_tokens=False), self.reader(self, False)
+        if self.reader is not Window:  # the tokenizer may still tidy up spaces, or decode in its own way
+            ids = tokenizer.encode(PROBE, add_special_tokens=False)
+            joined = self.reader(self, False)
             if joined.read(ids) + joined.rest() != tokenizer.decode(ids):
                 self.reader = Window
 
     def __missing__(self, i: int) -> Token:
         try:
             token = self.describe(i)
-        except Exception:  # as some tokenizers raise at ids of a padded table
+        except Exception:  # some tokenizers raise at ids beyond their vocabulary, which a padded table has
             token = Token(None, None)
         self[i] = token
         return token
@@ -81,7 +84,8 @@ class Vocabulary(dict[int, Token]):
             spelled = [ALPHABET.get(character) for character in piece]
             data = bytes(b for b in spelled if b is not None) if None not in spelled else piece.encode()
             return Token(data.decode(errors="replace"), data)
-        if self.has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(piece)):
+        byte = BYTE_TOKEN.fullmatch(piece) if self.has_byte_tokens else None
+        if byte is not None:
             data = bytes.fromhex(byte[1])
             return Token(data.decode(errors="replace"), data, is_byte=True)
         decoder = self.backend.decoder
@@ -90,7 +94,7 @@ class Vocabulary(dict[int, Token]):
 
 
 def vocabulary(tokenizer: Any) -> Vocabulary:
-    """Return the tokens of a tokenizer, of which there is one Vocabulary."""
+    """Return the Vocabulary of a tokenizer, always the same one."""
     found = VOCABULARIES.get(tokenizer)
     if found is None:
         found = VOCABULARIES[tokenizer] = Vocabulary(tokenizer)
@@ -102,7 +106,7 @@ VOCABULARIES: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictio
 
 def decoding_steps(backend: Any) -> tuple[str, ...]:
     """Return the kinds of steps by which a tokenizer of the tokenizers library joins pieces. Replacements at the
-    beginning are left out, as they concern each piece by itself."""
+    beginning are left out, because they change each piece by itself."""
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
         return ()
@@ -112,32 +116,35 @@ def decoding_steps(backend: Any) -> tuple[str, ...]:
 
 
 def special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
+    """Return the texts of the tokenizer's special tokens, by id."""
     if backend is not None:
         return {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    ids, texts = getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ())
+    ids = getattr(tokenizer, "all_special_ids", ())
+    texts = getattr(tokenizer, "all_special_tokens", ())
     return dict(zip(ids, texts, strict=True))
 
 
 class Reader:
-    """Text of tokens that come one after the other: all that `read` returned, and then `rest`."""
+    """The text of tokens in sequence. It consists of all that `read` returned, followed by `rest`."""
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
         self.known = known
 
     def read(self, ids: Sequence[int]) -> str:
-        """Return the text that these ids make certain."""
+        """Return the text that becomes certain with these ids."""
         raise AssertionError
 
     def rest(self) -> str:
-        """Return how the text ends if no id follows."""
+        """Return the end of the text if no id follows."""
         raise AssertionError
 
 
 class Utf8(Reader):
-    """Byte-level BPE: the bytes of all tokens are one UTF-8 text."""
+    """The reader for byte-level BPE: the bytes of all tokens together are UTF-8."""
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
-        self.known, self.utf8 = known, codecs.getincrementaldecoder("utf-8")("replace")
+        self.known = known
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, ids: Sequence[int]) -> str:
         return decoded(self.utf8, b"".join([self.known[i].data or b"" for i in ids]))
@@ -147,21 +154,23 @@ class Utf8(Reader):
 
 
 def decoded(utf8: codecs.IncrementalDecoder, data: bytes) -> str:
-    """Return what is certain. The decoder waits for the third byte of a surrogate, which is never a character."""
+    """Return the text that is certain. The decoder alone would wait for the third byte of a surrogate, which is never a
+    character."""
     text = utf8.decode(data)
     return text + utf8.decode(b"", final=True) if SURROGATE.match(utf8.getstate()[0]) else text
 
 
 class ByteRuns(Reader):
-    """SentencePiece with byte tokens, whose bytes are UTF-8. Each character is certain once it is whole.
+    """The reader for SentencePiece with byte tokens, whose bytes are UTF-8. A character is certain once it is complete.
 
-    Where a byte is wrong, the tokenizers library makes U+FFFD of all bytes around it, back to the last other token.
-    Here the whole characters stay, as a stream has shown them.
+    If a byte is wrong, the tokenizers library replaces all bytes around it, back to the last other token, by U+FFFD.
+    This reader keeps the complete characters, because a stream has shown them already.
     """
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
-        self.known, self.utf8 = known, codecs.getincrementaldecoder("utf-8")(EACH)
-        self.lost = " " if known.strips else ""  # at the start of the text
+        self.known = known
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(EACH)
+        self.lost = " " if known.strips else ""  # what the text loses at its start
 
     def read(self, ids: Sequence[int]) -> str:
         text = "".join([self.add(self.known[i]) for i in ids])
@@ -170,9 +179,10 @@ class ByteRuns(Reader):
         return certain
 
     def add(self, token: Token) -> str:
+        """Return the text that becomes certain with this token."""
         if token.is_byte:
             return decoded(self.utf8, token.data or b"")
-        # An id without a token ends no character.
+        # An id without text does not end a run of bytes.
         return self.utf8.decode(b"", final=True) + token.text if token.text else ""
 
     def rest(self) -> str:
@@ -180,28 +190,32 @@ class ByteRuns(Reader):
 
 
 class Window(Reader):
-    """Any other tokenizer: the last few ids are decoded again with each new one. Up to three U+FFFD at the end wait,
-    because a character has at most four bytes."""
+    """The reader for any other tokenizer: the last few ids are decoded again with each new id. Up to three U+FFFD at
+    the end are held back, because a character has at most four bytes."""
 
     span = 8  # ids
 
     def __init__(self, known: Vocabulary, skip_special_tokens: bool) -> None:
-        self.known, self.skip_special_tokens = known, skip_special_tokens
+        self.known = known
+        self.skip_special_tokens = skip_special_tokens
         self.ids: list[int] = []
-        self.text, self.certain = "", 0  # of these ids; how many of its characters were returned
+        self.text = ""  # text of these ids
+        self.certain = 0  # characters of it that were returned
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the tokenizer's text of these ids."""
         return self.known.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
 
     def read(self, ids: Sequence[int]) -> str:
-        if self.known.backend is not None:  # an id without a token is no context
+        if self.known.backend is not None:  # ids without text are no context
             ids = [i for i in ids if self.known[i].text]
         return "".join([self.add(ids[at : at + self.span]) for at in range(0, len(ids), self.span)])
 
     def add(self, ids: Sequence[int]) -> str:
+        """Return the text that becomes certain with these ids."""
         text = self.decode([*self.ids, *ids])
         unfinished = min(3, len(text) - len(text.rstrip(REPLACEMENT)))
-        if self.ids and text == self.text and not unfinished:  # these ids say nothing, and are no context
+        if self.ids and text == self.text and not unfinished:  # these ids have no text, and are no context
             return ""
         new = text[self.certain : len(text) - unfinished]
         self.ids, self.text, self.certain = [*self.ids, *ids], text, self.certain + len(new)
@@ -210,7 +224,7 @@ class Window(Reader):
         return new
 
     def shorten(self) -> None:
-        """Keep the last ids alone, where some text before the unfinished one is among theirs."""
+        """Keep only the last ids, if their text reaches back beyond the unfinished one."""
         ids = self.ids[-self.span :]
         text = self.decode(ids)
         certain = self.certain - (len(self.text) - len(text))
@@ -221,7 +235,7 @@ class Window(Reader):
         return self.text[self.certain :]
 
 
-# Decoding steps -> how tokens are joined.
+# Readers by decoding steps.
 READERS: dict[tuple[str, ...], type[Reader]] = {
     ("ByteLevel",): Utf8,
     ("ByteFallback", "Fuse"): ByteRuns,

@@ -1,4 +1,4 @@
-"""Keeping count: what a launch's rounds did, and where the time went."""
+"""Counts of what a launch's rounds did, and of where the time went."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxspec.runtime.programs import Programs
 
 @dataclasses.dataclass
 class stopwatch:
-    """Adds the seconds spent inside to a field of timing, compiling apart.
+    """A context that adds its duration to a field of timing. Time spent compiling is added to compile_seconds instead.
 
-    seconds: the last time's.
+    seconds: the duration of the last use, without compiling.
     """
 
     timing: Timing
@@ -27,7 +27,8 @@ class stopwatch:
     seconds: float = 0.0
 
     def __enter__(self) -> stopwatch:
-        self.started, self.compiled = time.perf_counter(), self.programs.compile_seconds
+        self.started = time.perf_counter()
+        self.compiled = self.programs.compile_seconds
         self.waits = self.programs.num_waits
         return self
 
@@ -40,9 +41,11 @@ class stopwatch:
 
 
 def counters(result: LaunchResult, kept: Sequence[int]) -> list[SpecDecodeMetrics]:
-    """What each row's rounds did, as far as its first kept[row] tokens: what a stop string cut off is not counted."""
+    """Return what each row's rounds did, up to the row's first kept[row] tokens. Tokens that a stop string cut off are
+    not counted."""
     rows = len(kept)
-    emitted, limit = result.emitted[:rows], np.array(kept)[:, None]
+    emitted = result.emitted[:rows]
+    limit = np.array(kept)[:, None]
     start = np.cumsum(emitted, axis=1) - emitted  # tokens before each round
     proposed = np.where(start < limit, result.proposed[:rows], 0)
     accepted = np.minimum(result.accepted[:rows], np.maximum(limit - start, 0))

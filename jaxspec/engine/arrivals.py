@@ -1,4 +1,4 @@
-"""A prompt with its parameters -> the engine's requests, one a sample; and what is refused of them."""
+"""Admission: a prompt with its parameters becomes requests of the engine, one a sample, or is refused."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jaxspec.engine.request import Request
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.verify import rules
 
-MAX_STOP_IDS = 1024  # of a request, the model's own included
-MAX_BAD_WORDS = 256, 32  # how many, and the ids of each
+MAX_STOP_IDS = 1024  # ids that end a request, the model's own included
+MAX_BAD_WORDS = 256, 32  # number of words, and of ids of each
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Of an engine.
+    """The limits that an engine sets to requests.
 
-    num_drafts: K, the most drafts of a round.
+    num_drafts: K, the maximum number of drafts of a round.
     rule: the acceptance rule asked for, or None.
     """
 
@@ -33,10 +33,11 @@ class Limits:
     rule: str | None = None
 
     def no_counts(self) -> SpecDecodeMetrics:
+        """Return metrics that are all zero."""
         return SpecDecodeMetrics(num_accepted_tokens_per_pos=[0] * self.num_drafts)
 
     def max_len(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Of prompt and output."""
+        """Return the maximum number of tokens of prompt and output together."""
         return min(len(prompt) + params.max_tokens, self.max_model_len)
 
 
@@ -47,9 +48,10 @@ def check(
     bad_words: Sequence[Sequence[int]] = (),
     stop_ids: Sequence[int] = (),
 ) -> tuple[list[int], SamplingParams]:
-    """Raises UserError for a prompt or parameters that cannot be served -> both as they were checked, in copies: the
-    caller's own may change."""
-    prompt, params = list(checked_ids("token id", prompt)), dataclasses.replace(params)  # checks once more
+    """Return copies of the prompt and the parameters, checked; the caller may change its own. Raises UserError for
+    those that cannot be served."""
+    prompt = list(checked_ids("token id", prompt))
+    params = dataclasses.replace(params)  # validates again
     checked_ids("the model's own stop id", stop_ids)
     if not prompt:
         raise UserError("the prompt is empty: give at least one token")
@@ -68,17 +70,21 @@ def check(
         "bad word's token id": [i for word in bad_words for i in checked_ids("bad word's token id", word)],
     }
     for kind, ids in kinds.items():
-        if (bad := next((i for i in ids if not 0 <= i < limits.vocab_size), None)) is not None:
+        bad = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
+        if bad is not None:
             raise UserError(f"{kind} {bad} is outside the vocabulary 0..{limits.vocab_size - 1}")
-    if (count := len({*params.stop_token_ids, *stop_ids})) > MAX_STOP_IDS:
+    count = len({*params.stop_token_ids, *stop_ids})
+    if count > MAX_STOP_IDS:
         raise UserError(f"stop_token_ids: {count} ids end the text, at most {MAX_STOP_IDS} may: list fewer")
-    count, longest = len(bad_words), max(map(len, bad_words), default=0)
+    count = len(bad_words)
+    longest = max(map(len, bad_words), default=0)
     if count > MAX_BAD_WORDS[0] or longest > MAX_BAD_WORDS[1]:
         raise UserError(
             f"bad_words: {count} words of up to {longest} tokens, at most {MAX_BAD_WORDS[0]} of {MAX_BAD_WORDS[1]} may "
             "be listed: list fewer, or shorter ones"
         )
-    wanted, most = params.num_speculative_tokens, limits.num_drafts
+    wanted = params.num_speculative_tokens
+    most = limits.num_drafts
     if wanted is not None and wanted > most and most:
         raise UserError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")
     return prompt, params
@@ -92,11 +98,14 @@ def samples(
     bad_words: Sequence[Sequence[int]],
     stop_ids: Sequence[int],
 ) -> list[Request]:
-    """The n requests of what `check` gave, each with all of them as its `samples`."""
-    wanted = limits.num_drafts
+    """Return the n requests of a checked prompt and its parameters. Each lists all n as its `samples`."""
+    num_drafts = limits.num_drafts
     if params.num_speculative_tokens is not None:
-        wanted = min(wanted, params.num_speculative_tokens)
-    seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0]) if params.seed is None else params.seed
+        num_drafts = min(num_drafts, params.num_speculative_tokens)
+    seed = params.seed
+    if seed is None:
+        seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+    own_stop_ids = () if params.ignore_eos else stop_ids
     found = [
         Request(
             id=next(ids),
@@ -104,9 +113,9 @@ def samples(
             params=params,
             seed=sample_seed(seed, index),
             rule=rules.of_request(limits.rule, greedy=params.greedy, seeded=params.seed is not None),
-            stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else stop_ids)])),
+            stop_ids=tuple(dict.fromkeys([*params.stop_token_ids, *own_stop_ids])),
             max_len=limits.max_len(prompt, params),
-            num_speculative_tokens=wanted,
+            num_speculative_tokens=num_drafts,
             bad_words=tuple(tuple(word) for word in bad_words),
             index=index,
             metrics=limits.no_counts(),
@@ -120,5 +129,7 @@ def samples(
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Of the index-th sample; the first one's is the request's own."""
-    return int(np.random.SeedSequence([seed % (1 << 64), index]).generate_state(1, np.uint64)[0]) if index else seed
+    """Return the seed of the index-th sample. The first sample has the request's own seed."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed % (1 << 64), index]).generate_state(1, np.uint64)[0])

@@ -1,6 +1,6 @@
-"""Requests -> the arrays that the programs take; nobody else makes them.
+"""The packing of requests into the arrays that the programs take.
 
-The host's lists are the truth; every launch is packed afresh.
+The host's lists are the source of truth; every launch is packed afresh.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from jaxspec.sampling.rng import seed_words
 from jaxspec.verify import rules
 
 FEW_LOGPROBS = 5
-COPIES = 16  # of pages, by one run of a program
-NEVER = LARGEST  # a number of rows that no launch has
+COPIES = 16  # pages copied by one run of the program
+NEVER = LARGEST  # more rows than any launch has
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """How many ids a row may list, so that programs are few whatever requests list.
+    """The number of ids that a row may list. Few such sizes keep the programs few.
 
-    biased: allowed ids, and likewise biased ones; None: any number, as the rows of a dense array.
-    bad_words: how many, and the ids of each.
+    biased: maximum number of allowed ids, and likewise of biased ids; None: no maximum, because the rows are dense.
+    bad_words: maximum number of words, and of ids of each.
     """
 
     stop_ids: int
@@ -44,6 +44,7 @@ class Room:
     bad_words: tuple[int, int]
 
     def holds(self, request: Request) -> bool:
+        """Return whether the request's lists fit."""
         params, words = request.params, request.bad_words
         biased = max(len(params.allowed_token_ids or ()), len(params.logit_bias))
         longest = max(map(len, words), default=0)
@@ -61,8 +62,11 @@ MANY = Room(stop_ids=arrivals.MAX_STOP_IDS, biased=None, bad_words=arrivals.MAX_
 
 @dataclasses.dataclass(frozen=True)
 class ChunkShape:
-    """Of a prefill pass: at most `rows` of `width` tokens each, no program being made for fewer than least_rows. finer:
-    as `Platform` has it."""
+    """The shape of a prefill pass: at most `rows` rows of `width` tokens each.
+
+    least_rows: the fewest rows that a program is compiled for.
+    finer: as in `Platform`.
+    """
 
     rows: int
     width: int
@@ -70,7 +74,7 @@ class ChunkShape:
     finer: bool = False
 
     def padded(self, count: int) -> int:
-        """The rows of the pass that takes so many: few programs serve all."""
+        """Return the rows of the pass that takes `count` rows. Counts are rounded up so that few programs serve all."""
         whole = power_of_two(count)
         if self.finer and whole >= 8 and count <= whole * 3 // 4:
             whole = whole * 3 // 4
@@ -78,7 +82,7 @@ class ChunkShape:
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two that is at least n and at least `least`."""
+    """Return the smallest power of two that is at least n and at least `least`."""
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
@@ -99,11 +103,18 @@ def launch_input(
     rule_options: Sequence[float] = (),
     vocab_size: int = 0,
 ) -> LaunchInput:
-    """k: drafts a round of the program, used: its variant, shape: its (B, N); rows beyond the requests are not live.
-    num_rounds, max_ends, worth: of Control; rule_options: of the rule asked for; vocab_size: V, where lists are
-    long."""
-    params, (rows, row_pages), room = [r.params for r in requests], shape, MANY if used.long_lists else FEW
+    """Return the arrays of a launch. Rows beyond the requests are not live.
 
+    k: drafts a round of the program.
+    used: the program's variant.
+    shape: the program's (B, N).
+    num_rounds, max_ends, worth: as in `Control`.
+    rule_options: options of the acceptance rule.
+    vocab_size: V, which long lists need.
+    """
+    params = [r.params for r in requests]
+    rows, row_pages = shape
+    room = MANY if used.long_lists else FEW
     column = functools.partial(filled, rows)
 
     return LaunchInput(
@@ -133,23 +144,26 @@ def launch_input(
 
 
 def check(request: Request, layout: CacheLayout, vocab_size: int) -> None:
-    """Raises whatever keeps a request from being packed."""
-    row_pages, k = len(request.pages), request.num_speculative_tokens
+    """Raise the error, if any, that keeps a request from being packed."""
+    row_pages = len(request.pages)
     used = dataclasses.replace(variant([request]), processors=True)
     prefill_variant([request])
     shape = ChunkShape(1, 16)
     chunk_input(pieces([request], [request.target_len], shape), layout, shape, row_pages=row_pages)
-    launch_input([request], k, used, layout, (1, row_pages), num_rounds=1, vocab_size=vocab_size)
+    launch_input(
+        [request], request.num_speculative_tokens, used, layout, (1, row_pages), num_rounds=1, vocab_size=vocab_size
+    )
 
 
 def most_logprobs(asked: Sequence[int | None]) -> int | None:
-    """How many likeliest ids a program has to find: one of two numbers, so that few programs serve all."""
+    """Return how many top ids a program has to find, or None. There are two such numbers, so that few programs serve
+    all."""
     wanted = [n for n in asked if n is not None]
     return next(n for n in (FEW_LOGPROBS, MAX_LOGPROBS) if n >= max(wanted)) if wanted else None
 
 
 def variant(requests: Sequence[Request]) -> Variant:
-    """The code paths that these requests need."""
+    """Return the code paths that these requests need."""
     long_lists = not all(map(FEW.holds, requests))
     return Variant(
         rules=frozenset(r.rule for r in requests) - {rules.GREEDY},
@@ -161,12 +175,13 @@ def variant(requests: Sequence[Request]) -> Variant:
 
 
 def prefill_variant(requests: Sequence[Request]) -> Variant:
-    """Nothing is sampled; only log-probabilities of the prompt may be asked for."""
+    """Return the code paths of a prefill pass. Nothing is sampled, but requests may want log-probabilities of their
+    prompts."""
     return Variant(logprobs=most_logprobs([r.params.prompt_logprobs for r in requests if r.wants_prompt_logprobs]))
 
 
 class Piece(NamedTuple):
-    """The tokens [start, start + length) of a request: one row of a prefill pass."""
+    """One row of a prefill pass: the tokens [start, start + length) of a request."""
 
     request: Request
     start: int
@@ -176,36 +191,48 @@ class Piece(NamedTuple):
 def pieces(
     requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape, *, ends: Sequence[int] | None = None
 ) -> list[Piece]:
-    """The next tokens of each request from its start to its end, by default up to the last (pending) token: as many as
-    a pass takes, those of the first requests first. A row reads what the rows before it write, so that a prompt may
-    have several."""
-    ends = [request.num_tokens - 1 for request in requests] if ends is None else ends
-    cut = (
+    """Return the rows of the next prefill pass, those of the first requests first. A request may have several rows,
+    because a row can attend to what the rows before it write.
+
+    starts, ends: bounds of the tokens that each request has left to read; the default end excludes the last (pending)
+      token.
+    """
+    if ends is None:
+        ends = [request.num_tokens - 1 for request in requests]
+    all_pieces = (
         Piece(request, at, min(chunk.width, end - at))
         for request, start, end in zip(requests, starts, ends, strict=True)
         for at in range(start, end, chunk.width)
     )
-    return list(itertools.islice(cut, chunk.rows))
+    return list(itertools.islice(all_pieces, chunk.rows))
 
 
 def chunk_input(
     rows: Sequence[Piece], layout: CacheLayout, chunk: ChunkShape, *, row_pages: int, following: bool = False
 ) -> Chunk:
-    """The pass over these pieces. following: with each token's next, as where some request wants their
-    log-probabilities."""
+    """Return the arrays of a pass over these pieces.
+
+    following: whether to pass each token's next token, too. This is done anyway if a request wants log-probabilities of
+      its prompt.
+    """
     count, width = chunk.padded(len(rows)), chunk.width
-    listed = lambda ahead: [r.ids[start + ahead : start + ahead + n] for r, start, n in rows]
+
+    def tokens(ahead: int) -> list[np.ndarray]:
+        return [r.ids[start + ahead : start + ahead + n] for r, start, n in rows]
+
     following |= any(piece.request.wants_prompt_logprobs for piece in rows)
     return Chunk(
-        tokens=padded(listed(0), count, width, 0),
+        tokens=padded(tokens(0), count, width, 0),
         start=filled(count, [piece.start for piece in rows], np.int32),
         length=filled(count, [piece.length for piece in rows], np.int32),
         block_table=padded([piece.request.pages for piece in rows], count, row_pages, layout.num_pages),
-        next_tokens=padded(listed(1), count, width, 0) if following else None,
+        next_tokens=padded(tokens(1), count, width, 0) if following else None,
     )
 
 
 def copied_pages(copies: Sequence[tuple[int, int]], layout: CacheLayout) -> tuple[Any, Any]:
-    """(sources, targets) of at most COPIES pages to be copied, filled up with targets that are dropped."""
-    sources, targets = [source for source, _ in copies], [target for _, target in copies]
-    return filled(COPIES, sources, np.int32), filled(COPIES, targets, np.int32, layout.num_pages)
+    """Return (sources, targets) of at most COPIES pages to copy. Both are padded, with targets that the program
+    drops."""
+    sources = filled(COPIES, [source for source, _ in copies], np.int32)
+    targets = filled(COPIES, [target for _, target in copies], np.int32, layout.num_pages)
+    return sources, targets

@@ -1,4 +1,4 @@
-"""The engine: requests come and go between launches of the device program. It sees token ids only."""
+"""The engine schedules requests between launches of the device program. It sees token ids only."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from jaxspec.runtime.programs import Programs
 from jaxspec.verify.rules import RULES
 from pallas_kernels.device import CPU, Device
 
-AHEAD = 8  # for so many rows the prompt of one request more is read, which takes over where a row ends
-FEWER_ROUNDS = 16  # of a launch that the host may have to act on before all its rows have ended
-SHOWN_EVERY = 1 / 20  # seconds: a stream's launch, so that its pieces come as if one by one
+AHEAD = 8  # rows for which one more request is prefilled, to take over when a row ends
+FEWER_ROUNDS = 16  # rounds of a launch that may need the host before all its rows have ended
+SHOWN_EVERY = 1 / 20  # seconds of a stream's launch, so that its tokens seem to come one by one
 
 
 class Engine:
-    """Serves requests with a target and, where speculative is given, a drafter, whose model is `draft`.
+    """An engine that serves requests with a target and, where speculative is given, a drafter whose model is `draft`.
 
-    device: what programs are compiled for.
-    programs: compiled ones, and where lowered ones are kept; others' may be shared.
-    peers: the processes that run what this one does.
-    timing: the seconds that were spent before.
+    device: the device that programs are compiled for.
+    programs: the compiled programs and the folder of lowered ones; engines may share them.
+    peers: the processes that run the same plans.
+    timing: the seconds spent before the engine was made.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Engine:
         peers: Peers | None = None,
         timing: Timing | None = None,
     ) -> None:
-        self.config, self.speculative = config, speculative
+        self.config = config
+        self.speculative = speculative
         models = {"target": target} | ({"draft": draft} if draft else {})
         self.runner = Runner(models, config, speculative, placement, device, programs or Programs(placement), peers)
         self.layout = layout = self.runner.decoding.target.layout
@@ -79,8 +80,8 @@ class Engine:
             longest=self.limits.max_model_len,
         )
         self.roster = Roster(self.scheduler, self.runner)
-        longest, lags = self.limits.max_model_len + self.num_drafts, self.lag.most is not None
-        self.catalogue = setup.catalogue(config, speculative, device, longest, lags=lags)
+        longest = self.limits.max_model_len + self.num_drafts
+        self.catalogue = setup.catalogue(config, speculative, device, longest, lags=self.lag.most is not None)
         chunk = setup.chunk_shape(config, device.platform)
         self.prefilling = Prefilling(self.roster, self.catalogue, chunk, self.lag, self.timed)
         self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
@@ -95,22 +96,20 @@ class Engine:
 
     @property
     def num_drafts(self) -> int:
-        """K, the most drafts of a round."""
+        """K, the maximum number of drafts of a round."""
         return self.limits.num_drafts
 
     @property
     def num_pages(self) -> int:
-        """P, of the pool."""
+        """P, the number of pages in the pool."""
         return self.layout.num_pages
 
     def no_counts(self) -> SpecDecodeMetrics:
         return self.limits.no_counts()
 
     def reset_metrics(self) -> None:
-        """Count from now on."""
+        """Set all counters to zero."""
         self.metrics = self.no_counts()
-
-    # Requests come.
 
     def add(
         self,
@@ -120,10 +119,9 @@ class Engine:
         stop_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> Request:
-        """Queues the n samples of a request and returns the first, whose `samples` are all of them; nothing runs before
-        the next step.
+        """Queue the n samples of a request and return the first, whose `samples` lists all n. Nothing runs yet.
 
-        stop_ids: the model's own end ids; bad_words: params.bad_words as ids. See `check` for what is refused.
+        stop_ids: the model's own end ids; bad_words: params.bad_words as ids. Raises UserError as `check` does.
         """
         checked = self.check(prompt, params, bad_words, stop_ids)
         samples = arrivals.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
@@ -137,7 +135,7 @@ class Engine:
         bad_words: Sequence[Sequence[int]] = (),
         stop_ids: Sequence[int] = (),
     ) -> tuple[list[int], SamplingParams]:
-        """Raises UserError for a prompt or a request that cannot be served -> both, as they were checked."""
+        """Return the prompt and the parameters, checked. Raises UserError for those that cannot be served."""
         checked = arrivals.check(self.limits, prompt, params, bad_words, stop_ids)
         self.scheduler.check(self.limits.max_len(*checked))
         return checked
@@ -146,51 +144,49 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.roster.open)
 
-    # A step.
-
     def step(self, num_rounds: int | None = None, *, streaming: bool = False) -> list[Request]:
-        """Admits, prefills one chunk, launches once; returns the requests that took part, those that ended with a
-        finish_reason. A pass that fails ends its requests with finish_reason "error" and raises nothing. streaming:
-        somebody reads along, so that the launch is to be short."""
+        """Admit requests, prefill one chunk, launch once. Return the requests that took part.
+
+        Those that ended have a finish_reason. A pass that fails ends its requests with finish_reason "error", and
+        raises nothing. streaming: whether a client reads along, so that the launch must be short.
+        """
         took_part: list[Request] = []
         with self.roster.step():
             try:
                 self.advance(num_rounds, streaming, took_part)
             except CachesLost:
                 self.roster.lose_caches()
-            failed = self.roster.leave_ended()
+            failed = self.roster.take_failed()
         return sorted({*took_part, *failed}, key=lambda r: r.id)
 
     def advance(self, num_rounds: int | None, streaming: bool, took_part: list[Request]) -> None:
-        """Do what a step does, and list the requests that take part. Raises: CachesLost."""
-        self.prefilling.queued.clear()  # of a step that was interrupted
+        """Do the work of one step, and append the requests that take part to took_part. Raises: CachesLost."""
+        self.prefilling.queued.clear()  # left over from an interrupted step
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()
-        ready = lambda: [r for r in self.scheduler.running if r.prefilled and r.finish_reason is None]
-        due = lambda: self.prefilling.is_due(self.scheduler.running, has_room=len(ready()) < self.config.max_num_seqs)
         took_part += [r for r in self.scheduler.running if not r.prefilled]
-        if due():
+        if self.prefilling.is_due(self.config.max_num_seqs):
             self.prefill(took_part)
-        while (rest := list(self.scheduler.running)) and not ready():  # nobody waits for a launch
-            self.prefill(rest)
-        own = FEWER_ROUNDS if any(r.find_stop for r in ready()) else MAX_ROUNDS
-        num_rounds = num_rounds or self.config.rounds_per_launch or own
-        if due():  # they want their next pass soon
+        while self.scheduler.running and not self.scheduler.ready:
+            self.prefill(list(self.scheduler.running))
+        default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
+        num_rounds = num_rounds or self.config.rounds_per_launch or default
+        if self.prefilling.is_due(self.config.max_num_seqs):  # prompts should not wait for a long launch
             num_rounds = min(num_rounds, self.rounds_per_chunk)
-        decoding = ready()
+        decoding = self.scheduler.ready
         if decoding:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
-        if decoding:  # or all have given way to an older one in prefill
+        if decoding:  # else all were preempted for an older request in prefill
             took_part += decoding
             with self.roster.blame(decoding):
                 self.decode(decoding, num_rounds, streaming)
         self.prefilling.settle()
 
     def admit(self) -> None:
-        """Lets waiting requests in, and copies what samples of one prompt share in part. Each is packed by itself once:
-        what no device takes must not spoil the others' launch."""
+        """Admit waiting requests, and copy the partly filled page that samples of one prompt share. A request is first
+        packed alone: one that cannot be packed must not fail the launch of the others."""
         admitted, copies = self.scheduler.admit()
         for at in range(0, len(copies), batch.COPIES):
             owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
@@ -201,48 +197,50 @@ class Engine:
                 batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """One pass over the next tokens of these requests' prompts. Where nothing is drafted the draft does not read
-        them: where speculation does not pay, neither does that, and where it comes to, the draft catches up."""
+        """Run one pass over the next prompt tokens of these requests. The draft skips it while nothing is drafted: its
+        prefill pays only where speculation does, and it can catch up later."""
         pages = self.grown_shape(self.scheduler.running)[1]
         self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
-        """One launch over these requests, whose prompts are in the caches, or will be when the device comes to it."""
+        """Launch once over these requests. Their prompts are in the caches, or will be when the device gets there."""
         short = streaming or num_rounds < PROBE_ROUNDS
-        kind = self.grown_shape(requests)[0], short  # a short launch costs more a round
+        kind = (self.grown_shape(requests)[0], short)  # a round of a short launch takes longer
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
-        # Tokens of a seed that are drawn with a round's own numbers depend on the number of drafts.
+        # Where noise is drawn by round, a seeded request's tokens depend on the number of drafts.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
         limit = self.speculative.disable_by_batch_size if self.speculative else None
         if limit is not None and len(self.scheduler.running) >= limit and not pinned:
             rows = []
         choice = self.controller.choose(kind, rows, pinned=pinned)
-        if streaming:  # what is first is shown at once
+        if streaming:
             first = any(not r.output for r in requests)
             num_rounds = 1 if first else min(num_rounds, self.controller.rounds_within(SHOWN_EVERY, kind, choice.k))
         num_rounds = min(num_rounds, choice.num_rounds or num_rounds)
-        reading = self.catch_up(requests) if choice.k else 0.0
+        catch_up_seconds = self.catch_up(requests) if choice.k else 0.0
         plan = self.launch(requests, choice.k, num_rounds, choice.worth)
-        self.prefilling.settle()  # only now: the device has come to it while the launch was packed
+        self.prefilling.settle()  # only now, so that the device prefilled while the launch was packed
         with self.timed("decode_seconds") as watch:
             result = self.runner.fetch(self.runner.start(plan))
-        rounds, tokens = int(result.num_rounds), int(np.sum(result.num_new))
-        self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=reading)
+        rounds = int(result.num_rounds)
+        tokens = int(np.sum(result.num_new))
+        self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=catch_up_seconds)
         self.absorb(requests, result, watch.seconds)
 
     def catch_up(self, requests: Sequence[Request]) -> float:
-        """The draft reads what it lacks of these requests -> the seconds that this took."""
+        """Prefill the draft with what it lacks of these requests. Return the seconds that this took."""
         if not any(map(self.lag.too_far, requests)):
             return 0.0
-        self.prefilling.settle()  # others' prompts are not to count
+        self.prefilling.settle()  # prompts of other requests do not count
         before = self.timing.prefill_seconds
         self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
         self.prefilling.settle()
         return self.timing.prefill_seconds - before
 
     def launch(self, requests: list[Request], k: int, num_rounds: int, worth: float = 0.0) -> Plan:
-        """One launch of the device program over these requests."""
-        program, spec = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests)), self.speculative
+        """Return the plan of one launch over these requests."""
+        program = self.catalogue.launch(k, self.grown_shape(requests), batch.variant(requests))
+        spec = self.speculative
         others_wait = self.scheduler.waiting or len(self.scheduler.running) > len(requests)
         inputs = batch.launch_input(
             requests,
@@ -251,7 +249,7 @@ class Engine:
             self.layout,
             (program.rows, program.row_pages),
             num_rounds=num_rounds,
-            # While others wait a row that has ended is wasted, and so is a launch for each that ends.
+            # While others wait, an ended row is wasted; but so is a launch for every single row that ends.
             max_ends=-(-len(requests) // 16) if others_wait else batch.NEVER,
             worth=worth,
             rule_options=spec.rule_options if spec else (),
@@ -260,19 +258,19 @@ class Engine:
         return Plan("launch", (inputs,), k=program.k, variant=program.variant)
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """(B, N) of the next launch. N has room for what the rows may come to hold: for what they hold now it would
-        soon be another program."""
+        """Return (B, N) of the next launch. N has room for all the pages that the rows may come to hold: sized for the
+        present ones, another program would soon be needed."""
         return self.catalogue.shape(
             min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
         )
 
     def absorb(self, requests: Sequence[Request], result: LaunchResult, seconds: float = 0.0) -> None:
-        """Takes the result of a launch of so many seconds in: tokens, lengths, counters, reasons to end. What has
-        ended leaves."""
+        """Apply the result of a launch, which took this many seconds: tokens, lengths, counters, finish reasons.
+        Release the requests that ended."""
         kept = [0] * len(requests)
         for row, request in enumerate(requests):
             with self.roster.blame([request], device=False):
-                if request.finish_reason is None:  # else it was given up while the launch ran
+                if request.finish_reason is None:  # else it was aborted while the launch ran
                     kept[row] = results.absorb_row(request, row, result, self.lag)
         self.timing.num_tokens += sum(kept)
         results.keep_count(requests, kept, result, self.metrics, self.controller.overall, seconds)
@@ -281,10 +279,10 @@ class Engine:
                 if request.finish_reason != "error":
                     self.scheduler.register(request)
             if request.finish_reason:
-                self.roster.leave(request)
+                self.roster.remove(request)
 
     def abort(self, request: Request) -> None:
-        """Ends a request (one sample) and frees its pages. Does nothing to one that has ended."""
+        """End a request (one sample) and free its pages. Do nothing if it has ended already."""
         self.roster.abort(request)
 
     def timed(self, field: str) -> stopwatch:

@@ -1,4 +1,4 @@
-"""Prompts into the caches, by passes over pieces of several; and what the draft has to read of them."""
+"""Prefill: passes over pieces of several prompts, for the target and for the draft."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ Timed = Callable[[str], AbstractContextManager[Any]]
 
 @dataclasses.dataclass
 class Prefilling:
-    """A pass is queued: the device comes to it while the host packs what follows, and `settle` waits for it.
+    """Prefill passes, which overlap with the host: the device runs a queued pass while the host packs what follows, and
+    `settle` waits for it.
 
-    shape: of a pass; lag: how far the draft may be behind; timed: the engine's clock of a field of its timing.
-    queued: passes that nobody has waited for yet, with the requests that they are for.
+    shape: the shape of a pass.
+    lag: the distance by which the draft may trail.
+    timed: the engine's stopwatch for a field of its timing.
+    queued: passes that were not waited for yet, each with the requests that it is for.
     """
 
     roster: Roster
@@ -32,18 +35,24 @@ class Prefilling:
     timed: Timed
     queued: list[tuple[list[Request], Any]] = dataclasses.field(default_factory=list)
 
-    def is_due(self, requests: Sequence[Request], *, has_room: bool) -> bool:
-        """Whether these requests' prompts are to have a pass now. Where there is no room for them among the rows that
-        decode nobody waits for them, and a pass is to be full."""
-        unread = [r for r in requests if not r.prefilled]
-        return bool(unread) and (has_room or len(self.pieces(unread)) == self.shape.rows)
+    def is_due(self, max_num_seqs: int) -> bool:
+        """Return whether the running requests' prompts should have a pass now. If max_num_seqs requests decode already,
+        the prompts can wait until they fill a pass."""
+        scheduler = self.roster.scheduler
+        unread = [r for r in scheduler.running if not r.prefilled]
+        if not unread:
+            return False
+        has_room = len(scheduler.ready) < max_num_seqs
+        return has_room or len(self.pieces(unread)) == self.shape.rows
 
     def pieces(self, requests: Sequence[Request]) -> list[batch.Piece]:
         return batch.pieces(requests, [r.target_len for r in requests], self.shape)
 
     def prefill(self, requests: Sequence[Request], row_pages: int, *, drafted: bool) -> None:
-        """One pass: the next tokens of these requests, those of the first first; drafted: the draft is to read them,
-        too."""
+        """Run one pass over the next prompt tokens of these requests, the first requests first.
+
+        drafted: whether the draft reads them, too.
+        """
         requests = [r for r in requests if r.finish_reason is None and not r.prefilled]
         if not requests:
             return
@@ -64,7 +73,8 @@ class Prefilling:
                     self.roster.scheduler.register(request)
 
     def catch_up(self, requests: Sequence[Request], row_pages: int) -> None:
-        """The draft reads what the target has read without it, but for what its first pass in the loop reads."""
+        """Prefill the draft with what only the target has read, except for what the draft's first pass in the loop
+        reads."""
         while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
             starts = [r.draft_len + self.lag.lookahead for r in behind]
             rows = batch.pieces(behind, starts, self.shape, ends=[r.target_len for r in behind])
@@ -76,14 +86,14 @@ class Prefilling:
                 request.draft_len += length
 
     def queue(self, requests: Sequence[Request], plan: Plan) -> Any:
-        """Has the device run a plan for these requests -> what comes back."""
+        """Start a plan on the device for these requests. Return its result, which is still on the device."""
         with self.timed("prefill_seconds"):
             started = self.roster.runner.start(plan)
         self.queued.append((list(requests), started))
         return started
 
     def settle(self) -> None:
-        """Waits for what is queued. What fails there is the trouble of the requests that it was for."""
+        """Wait for the queued passes. A failure ends the requests that the pass was for."""
         while self.queued:
             requests, started = self.queued.pop(0)
             with self.roster.blame(requests), self.timed("prefill_seconds"):
@@ -94,6 +104,7 @@ class Prefilling:
                     request.times.prefilled = request.times.prefilled or now
 
     def plan(self, program: Prefill, rows: Sequence[batch.Piece]) -> Plan:
+        """Return the plan of a pass over these pieces."""
         layout = self.roster.runner.decoding.target.layout
         chunk = batch.chunk_input(rows, layout, program.shape, row_pages=program.row_pages)
         return Plan(program.name, (chunk,), variant=program.variant)

@@ -1,4 +1,4 @@
-"""One request's life: what was asked, what has been decoded, which pages it holds."""
+"""One request: its parameters, the tokens decoded so far, the pages it holds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.metrics import RequestTiming, SpecDecodeMetrics
 from jaxspec.options.sampling_params import SamplingParams
 
-# Looks at the output ids from this index on; returns how many output ids to keep, or None to go on.
+# find_stop(output ids, start) looks at the ids from index start on. It returns how many output ids to keep if a stop
+# string is complete, else None.
 FindStop = Callable[[list[int], int], int | None]
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token: its log-probability and rank, and the likeliest ids with theirs, best first."""
+    """The log-probability and rank of one token, and the top ids with their log-probabilities, best first."""
 
     logprob: float
     rank: int
@@ -26,9 +27,13 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: list[float]
 
 
+def between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
 @dataclasses.dataclass
 class Times:
-    """Moments of a request's life, in seconds of time.perf_counter; None: not yet."""
+    """The times of a request's events, in seconds of time.perf_counter. None: not reached yet."""
 
     arrived: float = dataclasses.field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -37,7 +42,7 @@ class Times:
     finished: float | None = None
 
     def timing(self, num_output: int) -> RequestTiming:
-        between = lambda a, b: None if a is None or b is None else b - a
+        """Return the durations between these times. num_output: number of output tokens."""
         rest = between(self.first_token, self.finished)
         return RequestTiming(
             queue_seconds=between(self.arrived, self.admitted),
@@ -53,19 +58,22 @@ class Request:
     """One sample of one prompt.
 
     prompt: token ids.
-    seed: 64 bits, fixed for the request's life.
-    rule: the acceptance rule that it is under.
-    stop_ids: ids that end it.
-    max_len: prompt + output at most.
+    seed: 64 bits, the same for the request's whole life.
+    rule: the acceptance rule of the request.
+    stop_ids: ids that end the output.
+    max_len: maximum number of tokens of prompt and output together.
     bad_words: id sequences that never occur in the output.
-    index: which of the n samples.
-    samples: all of them, this one included.
-
-    pages hold positions [0, len(pages) * page_size); the target's cache is valid for [0, target_len), the draft's for
-    [0, draft_len).
-
-    logprobs: one entry an output token.
-    prompt_logprobs: one for each prompt token but the first.
+    index: the number of this sample among the n samples.
+    samples: all n samples, this one included.
+    pages: ids of its pages, for positions [0, len(pages) * page_size).
+    target_len: the target's cache is valid for positions [0, target_len).
+    draft_len: the draft's cache is valid for positions [0, draft_len).
+    logprobs: one entry for each output token.
+    prompt_logprobs: one entry for each prompt token but the first.
+    digests: digests of its full pages, as far as computed.
+    num_registered: number of its pages registered for reuse.
+    num_drafted: number of its pages registered as read by the draft.
+    packed: the array behind `ids`.
     """
 
     id: int
@@ -91,44 +99,47 @@ class Request:
     metrics: SpecDecodeMetrics = dataclasses.field(default_factory=SpecDecodeMetrics)
     times: Times = dataclasses.field(default_factory=Times)
     samples: list[Request] = dataclasses.field(default_factory=list, repr=False)
-    digests: list[bytes] = dataclasses.field(default_factory=list, repr=False)  # of its full pages, as computed so far
-    num_registered: int = 0  # pages that others can find already
-    num_drafted: int = 0  # of which the draft was known to have read so many
+    digests: list[bytes] = dataclasses.field(default_factory=list, repr=False)
+    num_registered: int = 0
+    num_drafted: int = 0
     acceptance: Acceptance = dataclasses.field(default_factory=lambda: Acceptance(0))
-    packed: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32), repr=False)  # see `ids`
+    packed: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
 
     def __post_init__(self) -> None:
         self.samples = self.samples or [self]
 
     @property
     def ids(self) -> np.ndarray:
-        """Its tokens, i32[num_tokens]. Only what came since the last time is made an array: a launch takes thousands
-        of which few are new."""
-        known, count = len(self.packed), self.num_tokens
-        if known < len(self.prompt) or known > count:  # none yet, or a stop string took some back
+        """The tokens of prompt and output, i32[num_tokens]. Only tokens new since the last call are converted to an
+        array: a launch needs thousands of tokens of which few are new."""
+        known = len(self.packed)
+        count = self.num_tokens
+        if known < len(self.prompt) or known > count:  # nothing packed yet, or a stop string removed tokens
             self.packed = np.array(self.tokens, np.int32)
         elif known < count:
             self.packed = np.concatenate([self.packed, np.array(self.output[known - len(self.prompt) :], np.int32)])
         return self.packed
 
     def lose_pages(self) -> None:
-        """Nothing of it is in the caches."""
+        """Record that nothing of the request is in the caches."""
         self.pages = []
         self.target_len = self.draft_len = self.num_registered = self.num_drafted = 0
 
     @property
     def prefilled(self) -> bool:
-        """Whether only the pending token is left to compute."""
+        """Return whether only the pending token is left to compute."""
         return self.target_len >= self.num_tokens - 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """They come from computing the prompt, once for all samples."""
+        """Return whether log-probabilities of the prompt are still to be computed. The first of the n samples computes
+        them for all."""
         asked = self.index == 0 and self.params.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def tokens(self) -> list[int]:
+        """The tokens of prompt and output."""
         return self.prompt + self.output
 
     @property

@@ -1,4 +1,4 @@
-"""What a device program brings back -> requests: tokens, lengths, log-probabilities, reasons to end, counters."""
+"""Results of device programs, applied to requests: tokens, lengths, log-probabilities, finish reasons, counters."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ERRORS = {NO_ID: NO_ID_ALLOWED, NO_LAW: NO_NUMBERS}
 
 @dataclasses.dataclass(frozen=True)
 class Lag:
-    """How far the draft's cache may be behind the target's.
+    """The distance by which the draft's cache may trail the target's.
 
-    limit: the most positions that it may hold.
-    most: as `Drafter.max_lag`; None: there is no such cache, and nothing could lag.
-    lookahead: as `Drafter.lookahead`.
+    limit: maximum number of positions in the draft's cache.
+    most: `Drafter.max_lag`; None if the draft has no cache, which could not trail.
+    lookahead: `Drafter.lookahead`.
     """
 
     limit: int
@@ -40,24 +40,25 @@ class Lag:
 
     @classmethod
     def of(cls, config: DecodeConfig) -> Lag:
-        """As the drafter of these programs has it."""
+        """Return the lag of the drafter of these programs."""
         drafter = config.drafter
         most, lookahead = (drafter.max_lag, drafter.lookahead) if drafter else (None, 0)
         return cls(config.position_limit, most, lookahead)
 
     def held(self, length: int, target_len: int) -> int:
-        """Positions that the draft's cache holds, where the device counted so many."""
+        """Return how many positions the draft's cache holds if the device counted `length`."""
         return target_len if self.most is None else max(min(length, self.limit), 0)
 
     def too_far(self, request: Request) -> bool:
-        """Whether the draft is further behind the target than a round's first pass reads."""
+        """Return whether the draft trails the target by more than a round's first pass reads."""
         if self.most is None or request.num_tokens >= self.limit:
             return False
         return request.draft_len < request.target_len - self.most
 
 
 def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag) -> None:
-    """length more tokens of the request are in the target's cache; scores: log-probabilities of the chunk, or None."""
+    """Record that `length` more tokens of the request are in the target's cache. scores: log-probabilities of the
+    chunk, or None."""
     if request.wants_prompt_logprobs:
         n = request.params.prompt_logprobs or 0
         request.prompt_logprobs[request.target_len :] = token_logprobs(scores, row, length, n)
@@ -66,19 +67,24 @@ def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag)
 
 
 def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> int:
-    """The tokens that this launch added to the output; below 0 where a stop string took back earlier ones."""
-    count, known, finish = int(result.num_new[row]), len(request.output), int(result.finish[row])
+    """Apply a launch's result to the request in this row. Return the number of output tokens gained; it is negative if
+    a stop string removed earlier ones."""
+    count = int(result.num_new[row])
+    finish = int(result.finish[row])
     output = request.output + result.new_tokens[row, :count].tolist()
-    reason, error = FINISH_REASONS[finish], ERRORS.get(finish)
-    if request.find_stop and (keep := request.find_stop(output, known)) is not None:
+    reason = FINISH_REASONS[finish]
+    error = ERRORS.get(finish)
+    keep = request.find_stop(output, len(request.output)) if request.find_stop else None
+    if keep is not None:
         count -= len(output) - keep
         reason, error = "stop", None
         del output[keep:]
-    logprobs, asked = request.logprobs, request.params.logprobs
+    logprobs = request.logprobs
+    asked = request.params.logprobs
     if asked is not None:  # a stop string may have begun in an earlier launch
         logprobs = [*logprobs, *token_logprobs(result.logprobs, row, max(count, 0), asked)][: len(output)]
     target_len = len(request.prompt) + len(output) - 1
-    # All or nothing: an interrupt cannot come within one call.
+    # One call, so that an interrupt leaves either the old state or the new one.
     vars(request).update(
         output=output,
         logprobs=logprobs,
@@ -91,7 +97,7 @@ def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> in
 
 
 def token_logprobs(scores: Any, row: int, count: int, n: int) -> list[TokenLogprobs]:
-    """The first `count` of a row, with their n likeliest ids."""
+    """Return the log-probabilities of a row's first `count` tokens, each with its n top ids."""
     arrays = (scores.chosen, scores.rank, scores.top_ids[..., :n], scores.top[..., :n])
     return [TokenLogprobs(*values) for values in zip(*(x[row, :count].tolist() for x in arrays), strict=True)]
 
@@ -104,26 +110,30 @@ def keep_count(
     overall: Acceptance,
     seconds: float = 0.0,
 ) -> None:
-    """Adds what a launch did to the requests' own counters and to those of all, `metrics` and `overall`. kept: tokens
-    that each request gained. seconds: how long the launch took; each of its rounds is taken to be as long."""
-    now, size = time.perf_counter(), result.num_speculative_tokens
-    a_round = seconds / max(int(result.num_rounds), 1)
-    rounds_before = np.argmax(result.emitted[: len(requests)] > 0, axis=1).tolist()  # the first token's
-    for request, seen, before in zip(requests, counters(result, kept), rounds_before, strict=True):
+    """Add the counts of a launch to the requests' own counters, to `metrics` and to `overall`.
+
+    kept: output tokens that each request gained.
+    seconds: how long the launch took. All its rounds are assumed to take equally long.
+    """
+    now = time.perf_counter()
+    size = result.num_speculative_tokens
+    round_seconds = seconds / max(int(result.num_rounds), 1)
+    rounds_before = np.argmax(result.emitted[: len(requests)] > 0, axis=1).tolist()  # before the first token's
+    for request, counted, before in zip(requests, counters(result, kept), rounds_before, strict=True):
         if request.output and request.times.first_token is None:
-            request.times.first_token = now - seconds + (before + 1) * a_round
+            request.times.first_token = now - seconds + (before + 1) * round_seconds
         if request.finish_reason:
             request.times.finished = now
-        request.metrics += seen
-        metrics += seen
+        request.metrics += counted
+        metrics += counted
     if not size:
         return
-    gained, accepted, position = result.emitted[: len(requests)] > 0, result.accepted[: len(requests)], np.arange(size)
-    count = lambda kept: np.sum(kept & gained[:, :, None], axis=1)
-    rounds, tries, hits = (
-        gained.sum(axis=1),
-        *map(count, (accepted[..., None] >= position, accepted[..., None] > position)),
-    )
+    gained = result.emitted[: len(requests)] > 0
+    accepted = result.accepted[: len(requests), :, None]
+    position = np.arange(size)
+    rounds = gained.sum(axis=1)
+    tries = np.sum((accepted >= position) & gained[:, :, None], axis=1)
+    hits = np.sum((accepted > position) & gained[:, :, None], axis=1)
     own = np.array([min(size, request.num_speculative_tokens) for request in requests])
     for row, (request, k) in enumerate(zip(requests, own.tolist(), strict=True)):
         if k:

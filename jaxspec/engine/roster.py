@@ -1,4 +1,4 @@
-"""Who is here: the engine's requests from when they come to when they leave, whatever goes wrong in between."""
+"""The open requests, from when they are added until they are removed, and recovery from errors and interrupts."""
 
 from __future__ import annotations
 
@@ -13,93 +13,97 @@ from jaxspec.engine.scheduler import Scheduler
 
 
 class CachesLost(Exception):
-    """A program failed on the device, so that what the caches hold is unknown. It ends a step: all requests wait, and
-    are computed again."""
+    """The failure of a program on the device, after which the contents of the caches are unknown. It ends the step: all
+    requests wait again, and are recomputed."""
 
 
 class Roster:
-    """An error ends the requests that it hit. An interrupt ends nobody: it may come anywhere, and the next step begins
-    again with what is known to be whole."""
+    """The engine's open requests. An error ends the requests that it concerns. An interrupt ends none: it may come at
+    any point, and the next step starts again from the requests' tokens, which are always complete."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
-        self.scheduler, self.runner = scheduler, runner
-        self.open: dict[int, Request] = {}  # by id: what has not left yet, wherever it is
-        self.failed: list[Request] = []  # in this step, or ended in one that was interrupted
-        self.midway = False  # in a change that, interrupted, leaves queues, pages and caches in no known state
-        self.inside = False  # ... which is under way: who is called within, by the garbage collector, changes nothing
+        self.scheduler = scheduler
+        self.runner = runner
+        self.open: dict[int, Request] = {}  # by id: every request that was not removed yet
+        self.failed: list[Request] = []  # those that failed in this step, or in an interrupted one
+        self.midway = False  # whether a change has begun that leaves queues, pages and caches undefined if interrupted
+        self.inside = False  # whether that change is running: calls from within, by garbage collection, do nothing
 
     def add(self, requests: Sequence[Request]) -> None:
-        with self.whole():
+        """Queue these requests."""
+        with self.change():
             for request in requests:
                 self.scheduler.add(request)
             self.open.update({request.id: request for request in requests})
 
     def abort(self, request: Request) -> None:
-        """Ends a request, where it has not ended, and frees its pages."""
+        """End a request that has not ended, and free its pages."""
         if request.finish_reason is None:
             request.finish_reason, request.times.finished = "abort", time.perf_counter()
-        if request.id not in self.open or self.inside:  # a step lets go of what has ended
+        if request.id not in self.open or self.inside:  # removed already, or released by the step under way
             return
         if self.midway:
-            self.begin_again()
+            self.recover()
         else:
-            with self.whole():
-                self.let_go(request)
+            with self.change():
+                self.release(request)
 
-    def let_go(self, request: Request) -> None:
-        """Of one that has ended; where the engine did not end it, as where its text cannot be read, it is told of."""
+    def release(self, request: Request) -> None:
+        """Release a finished request. Report it if it failed outside the engine, for example in its tokenizer."""
         if request.finish_reason == "error" and request not in self.failed:
             self.failed.append(request)
-        self.leave(request)
+        self.remove(request)
 
-    def let_go_of_ended(self) -> None:
+    def release_ended(self) -> None:
+        """Release all finished requests."""
         for request in [r for r in self.open.values() if r.finish_reason]:
-            self.let_go(request)
+            self.release(request)
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
+        """Remove a request, and free its pages."""
         self.open.pop(request.id, None)
         self.scheduler.remove(request)
 
-    def leave_ended(self) -> list[Request]:
-        """Lets go of what has ended, by whatever; those that failed."""
-        self.let_go_of_ended()
+    def take_failed(self) -> list[Request]:
+        """Release all finished requests. Return those that failed since the last call."""
+        self.release_ended()
         failed, self.failed = self.failed, []
         return failed
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """The engine's step is done inside. Where the last one did not come to its end, all pages are computed anew.
-        What ended since is let go of first: nobody waits for a row of it."""
-        self.inside = False  # an interrupt may have come where that was to be set
+        """Return the context of one step of the engine. If the last step was interrupted, all pages are recomputed.
+        Requests that have ended since are released first, so that none of them holds a row."""
+        self.inside = False  # an interrupt may have come before this was reset
         if self.midway or self.runner.lost:
-            self.begin_again()
-        with self.whole():
-            self.let_go_of_ended()
+            self.recover()
+        with self.change():
+            self.release_ended()
             yield
 
     @contextlib.contextmanager
     def blame(self, requests: Sequence[Request], *, device: bool = True) -> Iterator[None]:
-        """End these requests with an error that says why where something goes wrong inside; the others go on.
+        """Return a context in which an error ends these requests, with its reason; other requests go on.
 
-        device: it may go wrong on the device. Raises: CachesLost where it did.
+        device: whether the error may come from the device. Raises: CachesLost if it may.
         """
         try:
             yield
-        except CachesLost:  # others' trouble, which somebody inside has blamed
+        except CachesLost:  # an inner `blame` has ended the requests concerned
             raise
         except Exception as error:
             for request in requests:
                 if request.finish_reason is None:
                     request.error, request.finish_reason = said(error), "error"
                     request.times.finished = time.perf_counter()
-                    self.leave(request)
+                    self.remove(request)
                     self.failed.append(request)
             if device:
                 raise CachesLost from error
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """What is done inside is done wholly, or undone by `begin_again`."""
+    def change(self) -> Iterator[None]:
+        """Return the context of a change that is either completed, or undone by `recover` after an interrupt."""
         outer = self.midway, self.inside
         try:
             self.midway = self.inside = True
@@ -108,13 +112,13 @@ class Roster:
         finally:
             self.inside = outer[1]
 
-    def begin_again(self) -> None:
-        """After an interrupt: queues, pages and caches may be in any state, tokens are whole."""
+    def recover(self) -> None:
+        """Recover from an interrupt. Queues, pages and caches may be in any state; requests' tokens are complete."""
         self.lose_caches()
         self.midway = False
 
     def lose_caches(self) -> None:
-        """Empty pages, and all requests wait: what they have said stays, and is computed again."""
+        """Empty the caches and let all requests wait again. Their output is kept and recomputed."""
         ended = [r for r in self.open.values() if r.finish_reason]
         self.failed += [r for r in ended if r not in self.failed]
         for request in ended:

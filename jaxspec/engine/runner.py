@@ -1,6 +1,7 @@
-"""The device side of an engine: parameters, caches, programs. It runs what the engine planned; it knows no request.
+"""The device side of an engine: parameters, caches, programs. It runs the engine's plans and knows no requests.
 
-Of several processes that of rank 0 has the engine, and tells its plans to the others' runners before it runs them.
+In a job of several processes rank 0 has the engine. It sends each plan to the other ranks' runners before it runs the
+plan itself.
 """
 
 from __future__ import annotations
@@ -35,34 +36,35 @@ RENEW = Plan("renew")
 
 
 def fetch(result: Packed) -> Any:
-    """The one transfer from device to host of a launch. What failed on the device fails here."""
+    """Transfer a launch's result from device to host, in one transfer. An error on the device is raised here."""
     return jax.device_get(result).unpack()
 
 
 def wait(result: Packed) -> None:
-    """Until the device has done what was started. What failed there fails here."""
+    """Wait until the device has computed this result. An error on the device is raised here."""
     jax.block_until_ready(result)
 
 
-def lent(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
-    """Of the target's tables those that a head beside it reads, in a copy that lies as the draft does; none where the
-    two lie alike."""
+def shared_tables(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
+    """Return copies, placed like the draft, of those target tables that a draft head reads. Return none if target and
+    draft are sharded over the same number of devices."""
     if not setup.features_width(models):
         return {}
     target, draft = models["target"], models["draft"].config
     if places["draft"].degree == places["target"].degree:
         return {}
     tables = () if getattr(draft, "has_table", False) else ("embed", "embed_in")
-    wanted = lambda name, p: name in tables or (p.head and draft_spec(draft).borrows_head)
-    return {
-        name: jax.device_put(target.params[name], places["draft"].of_parameter(p.axes, p.shape))
-        for name, p in parameters(target.config).items()
-        if wanted(name, p)
-    }
+    borrows_head = draft_spec(draft).borrows_head
+    copies = {}
+    for name, parameter in parameters(target.config).items():
+        if name in tables or (parameter.head and borrows_head):
+            place = places["draft"].of_parameter(parameter.axes, parameter.shape)
+            copies[name] = jax.device_put(target.params[name], place)
+    return copies
 
 
 class Runner:
-    """Runs plans. models: "target" and, for a method that has one, "draft"."""
+    """A runner of plans. models: "target" and, for a method that has one, "draft"."""
 
     def __init__(
         self,
@@ -80,11 +82,11 @@ class Runner:
         self.params: dict[str, Any] = {}
         for name, model in models.items():
             self.use(name, model.params)
-        if tables := lent(models, setup.placements(models, placement)):
+        if tables := shared_tables(models, setup.placements(models, placement)):
             self.params["lent"] = tables
         self.layouts = setup.cache_layouts(paged, models["target"].dtype)
         self.cache = self.empty_cache()
-        # For programs that are made while a launch takes the caches: an array that is gone has no layout any more.
+        # Programs are also compiled while a launch has the caches: a donated array no longer has a layout.
         self.pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format), self.cache)
         self.drafters = setup.drafters(speculative, paged)
         drafter = self.drafters[max(self.drafters)]
@@ -96,60 +98,65 @@ class Runner:
             reader=drafter if drafter and drafter.features_width else None,
             greedy_draft=speculative is not None and speculative.draft_sample_method == "greedy",
         )
-        self.programs, self.peers = programs, peers
+        self.programs = programs
+        self.peers = peers
         self.draft_cost = setup.draft_cost(models)
 
     def use(self, name: str, params: Params) -> None:
-        """The model `name` has these parameters from now on."""
+        """Replace the parameters of the model `name`."""
         self.params[name] = stored_for(self.paged[name].backend, self.configs[name], dict(params))
 
     def start(self, plan: Plan) -> Packed:
-        """Has the device run a plan behind what it was told before -> what comes back: `fetch` waits for it."""
+        """Start a plan on the device, after those started before. Return its result, which `fetch` waits for."""
         packed = plan.arrays if isinstance(plan.arrays, Packed) else pack(plan.arrays)
         with TraceAnnotation(plan.program), self.together():
-            self.tell(plan, packed)
+            self.send(plan, packed)
             config = self.config(plan)
             self.cache, result = self.programs.run(plan.program, config, self.params, self.cache, packed)
         return result
 
     def fetch(self, result: Packed) -> Any:
+        """Transfer a launch's result to the host, as the function `fetch` does."""
         with self.together():
             return fetch(result)
 
     def wait(self, result: Packed) -> None:
+        """Wait for a result, as the function `wait` does."""
         with self.together():
             wait(result)
 
-    def tell(self, plan: Plan, packed: Packed) -> None:
+    def send(self, plan: Plan, packed: Packed) -> None:
+        """Send a plan to the other processes, if there are any."""
         if self.peers is not None:
             self.peers.tell(wire.to_bytes(plan, packed))
 
     def together(self) -> AbstractContextManager[None]:
-        """What a device does is done by those of all processes, and what fails on one fails for all."""
+        """Return a context in which an error ends all processes: each runs the same programs, and none can go on
+        alone."""
         return contextlib.nullcontext() if self.peers is None else self.peers.together()
 
-    def execute(self, told: bytes) -> None:
-        """Does what another process does, too."""
-        plan = wire.from_bytes(told)
+    def execute(self, message: bytes) -> None:
+        """Execute a plan that process 0 sent."""
+        plan = wire.from_bytes(message)
         if plan.program == RENEW.program:
             self.renew()
         else:
             self.start(plan)
 
     def begin(self, plan: Plan) -> None:
-        """Lower the plan's program, and run nothing. For any thread, as `compile`."""
-        self.programs.begin(*self.described(plan))
+        """Lower the plan's program without running it. May be called from any thread."""
+        self.programs.begin(*self.program_arguments(plan))
 
     def compile(self, plan: Plan) -> None:
-        """Make the plan's program, and run nothing."""
-        self.programs.compile(*self.described(plan))
+        """Compile the plan's program without running it. May be called from any thread."""
+        self.programs.compile(*self.program_arguments(plan))
 
-    def described(self, plan: Plan) -> tuple[str, DecodeConfig | None, Any, Any, Packed]:
-        """What its program is made for."""
+    def program_arguments(self, plan: Plan) -> tuple[str, DecodeConfig | None, Any, Any, Packed]:
+        """Return the arguments that the plan's program is compiled for."""
         return plan.program, self.config(plan), self.params, self.pages, pack(plan.arrays)
 
     def config(self, plan: Plan) -> DecodeConfig | None:
-        """The static description of the plan's program."""
+        """Return the static description of the plan's program; None for a copy of pages."""
         if plan.program == "copy_pages":
             return None
         drafter = self.decoding.drafter if plan.program == "catch_up" else self.drafters[plan.k]
@@ -161,13 +168,13 @@ class Runner:
 
     @property
     def lost(self) -> bool:
-        """Whether a program that did not end has taken the caches."""
+        """Return whether the caches were donated to a program that failed."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.cache))
 
     def renew(self) -> None:
-        """Empty caches in place of what is there."""
-        self.tell(RENEW, pack(()))
+        """Replace the caches by empty ones."""
+        self.send(RENEW, pack(()))
         for leaf in jax.tree.leaves(self.cache):
             if not leaf.is_deleted():
-                leaf.delete()  # before new pages take the same space
+                leaf.delete()  # frees the memory that the new pages need
         self.cache = self.empty_cache()

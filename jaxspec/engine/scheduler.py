@@ -1,4 +1,4 @@
-"""Which requests run, and which pages they hold: first come, first served, the youngest gives way."""
+"""The scheduler of requests and pages: first come, first served; the youngest is preempted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from jaxspec.engine.request import Request
 
 
 class Scheduler:
-    """Rows and pages for requests. A request gets pages for its prompt when it is admitted and more as it grows; where
-    there are none left, the youngest running request is put back to wait and computed again later."""
+    """Rows and pages for requests.
+
+    A request gets pages for its prompt when it is admitted, and more as it grows. If none are left, the youngest
+    running request is preempted: it waits again, and is recomputed later.
+
+    num_drafts: K, the maximum number of drafts of a round.
+    reuse: whether pages are reused for requests with the same first tokens.
+    lookahead: as in `Drafter`.
+    reach: positions after the pending token's that a round may write, if these are more than num_drafts.
+    longest: maximum number of positions that `reach` extends a row to.
+    """
 
     def __init__(
         self,
@@ -27,46 +36,57 @@ class Scheduler:
         reach: int = 0,
         longest: int = 0,
     ) -> None:
-        """num_drafts: K, the most drafts of a round; reach: positions after the pending token's that a round may write,
-        where these are more, up to `longest` of a row."""
-        self.allocator, self.page_size, self.lookahead = allocator, page_size, lookahead
-        self.max_num_seqs, self.num_drafts, self.reuse = max_num_seqs, num_drafts, reuse
-        self.reach, self.longest = max(reach, num_drafts), longest
+        self.allocator = allocator
+        self.page_size = page_size
+        self.lookahead = lookahead
+        self.max_num_seqs = max_num_seqs
+        self.num_drafts = num_drafts
+        self.reuse = reuse
+        self.reach = max(reach, num_drafts)
+        self.longest = longest
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self.undrafted: set[int] = set()  # known pages that the draft has not read
+        self.undrafted: set[int] = set()  # registered pages that the draft has not read
         self.num_preemptions = 0
 
+    @property
+    def ready(self) -> list[Request]:
+        """The running requests that can decode: their prompts are in the caches, or queued for prefill."""
+        return [r for r in self.running if r.prefilled and r.finish_reason is None]
+
     def pages_for(self, num_positions: int) -> int:
+        """Return the number of pages for this many positions."""
         return -(-num_positions // self.page_size)
 
     def most_positions(self, max_len: int) -> int:
-        """Positions that a request of up to max_len tokens may come to hold."""
+        """Return the maximum number of positions that a request of up to max_len tokens may hold."""
         return max(max_len + self.num_drafts, min(max_len + self.reach, self.longest))
 
     @property
     def longest_request(self) -> int:
-        """The most tokens of a request that the whole pool has room for."""
+        """The maximum number of tokens of a request that fits in the whole pool."""
         room = self.allocator.num_pages * self.page_size
-        return max(room - (self.num_drafts if room >= self.longest else self.reach), 0)
+        reserved = self.num_drafts if room >= self.longest else self.reach
+        return max(room - reserved, 0)
 
     def most_pages(self, request: Request) -> int:
-        """Pages that it may come to hold."""
+        """Return the maximum number of pages that the request may hold."""
         return self.pages_for(self.most_positions(request.max_len))
 
     def positions(self, request: Request, num_rounds: int) -> int:
-        """Positions that num_rounds more rounds may write, the drafts of a last one included."""
+        """Return how many positions num_rounds more rounds may write, the drafts of the last round included."""
         most = request.num_tokens + (num_rounds - 1) * (self.num_drafts + 1) + self.reach
         return min(most, self.most_positions(request.max_len))
 
     def add(self, request: Request) -> None:
-        """Queues a request. See `check` for what is refused."""
+        """Queue a request. Raises UserError as `check` does."""
         self.check(request.max_len)
         self.waiting.append(request)
 
     def check(self, max_len: int) -> None:
-        """Raises UserError where the pool could never hold a request that may grow to max_len tokens."""
-        need, room = self.pages_for(self.most_positions(max_len)), self.allocator.num_pages
+        """Raise UserError if the pool could never hold a request that may grow to max_len tokens."""
+        need = self.pages_for(self.most_positions(max_len))
+        room = self.allocator.num_pages
         if need > room:
             raise UserError(
                 f"a request of {max_len} tokens needs {need} pages of {self.page_size}, the pool has {room}, so this "
@@ -75,7 +95,7 @@ class Scheduler:
             )
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """These requests wait, oldest first, without pages; whatever was before."""
+        """Forget all queues and pages, and queue these requests, oldest first."""
         self.num_preemptions += len(self.running)
         self.running.clear()
         self.allocator.reset()
@@ -85,18 +105,20 @@ class Scheduler:
             request.lose_pages()
 
     def admit(self) -> tuple[list[Request], list[tuple[Request, tuple[int, int]]]]:
-        """Moves waiting requests to running while there are rows, and pages for what they hold and one more round
-        -> (the newcomers, of pages to be copied for whom, and (source, target))."""
+        """Move waiting requests to running while there are rows, and pages for what they hold and for one more round.
+
+        Return the admitted requests, and the pages to copy for them as (request, (source, target)).
+        """
         admitted: list[Request] = []
         copies: list[tuple[Request, tuple[int, int]]] = []
-        # A page for each that runs already and may grow, or they would soon push the newcomers out again.
+        # One page for each running request that may grow: without it they would soon preempt the admitted ones.
         spare = sum(len(r.pages) < self.most_pages(r) for r in self.running) if self.waiting else 0
         for request in list(self.waiting):
             if len(self.running) >= self.max_num_seqs:
                 break
             sibling = self.sibling(request)
             if sibling is not None and not sibling.prefilled:
-                continue  # it will share what is being computed
+                continue  # wait for the sibling's prompt, which it will share
             known = self.known_pages(request) if sibling is None else self.common_pages(request, sibling)
             self.allocator.share(known)
             need = self.pages_for(self.positions(request, 1)) - len(known)
@@ -105,8 +127,9 @@ class Scheduler:
                 break
             self.waiting.remove(request)
             request.pages = known + self.allocator.allocate(need)
-            drafted = next((i for i, page in enumerate(known) if page in self.undrafted), len(known))
-            request.target_len, request.draft_len = len(known) * self.page_size, drafted * self.page_size
+            num_drafted = next((i for i, page in enumerate(known) if page in self.undrafted), len(known))
+            request.target_len = len(known) * self.page_size
+            request.draft_len = num_drafted * self.page_size
             request.num_registered = len(known) if sibling is None else 0
             if sibling is not None:
                 source = {target: page for _, (page, target) in copies}
@@ -121,20 +144,24 @@ class Scheduler:
         return admitted, copies
 
     def sibling(self, request: Request) -> Request | None:
-        """Another sample of the same prompt that runs, one that has its prompt in the caches if there is any."""
+        """Return another running sample of the same prompt, if possible one whose prompt is in the caches."""
         if request.output or request.wants_prompt_logprobs:
             return None
-        running = [s for s in self.running if s.samples is request.samples]  # n may be large, the rows are few
+        running = [s for s in self.running if s.samples is request.samples]  # not request.samples: n may be large
         return next((s for s in running if s.prefilled), running[0] if running else None)
 
     def common_pages(self, request: Request, sibling: Request) -> list[int]:
+        """Return the sibling's pages that are filled by the prompt, up to the pending token."""
         return sibling.pages[: (len(request.prompt) - 1) // self.page_size]
 
     def share_prompt(
         self, request: Request, sibling: Request, num_shared: int, source: dict[int, int]
     ) -> list[tuple[int, int]]:
-        """The request begins where its sibling's prompt ends; the page that ends it only in part is copied. source: of
-        pages that are still to be filled by a copy of the same moment."""
+        """Start the request at the end of its sibling's prompt. Return the copy of the page that the prompt fills only
+        in part.
+
+        source: for each page that another copy of this step will fill, the page that it is copied from.
+        """
         request.target_len = len(request.prompt) - 1
         request.draft_len = min(sibling.draft_len, request.target_len)
         partial = request.target_len % self.page_size
@@ -144,16 +171,18 @@ class Scheduler:
         return [(source.get(page, page), request.pages[num_shared])]
 
     def known_pages(self, request: Request) -> list[int]:
-        """Pages in the pool that hold the request's first tokens already. The pending token is always left over."""
+        """Return the pages of the pool that already hold the request's first tokens, never the pending token."""
         if not self.reuse or request.wants_prompt_logprobs:
             return []
         full = (request.num_tokens - 1) // self.page_size
         return self.allocator.lookup(self.digests(request, full))
 
     def digests(self, request: Request, count: int, first: int = 0) -> Iterator[bytes]:
-        """Of the request's first `count` full pages, or from the page `first` on, each computed once. A page's digest
-        covers all tokens that its content depends on: with a lookahead some of the next page's too, up to the pending
-        one at most."""
+        """Yield the digests of the request's full pages from `first` up to `count`. Each is computed once.
+
+        A page's digest covers all tokens that its content depends on. With a lookahead these include tokens of the next
+        page, at most up to the pending token.
+        """
         tokens = request.tokens
         for i in range(first, count):
             if i == len(request.digests):
@@ -162,8 +191,9 @@ class Scheduler:
             yield request.digests[i]
 
     def register(self, request: Request) -> None:
-        """Makes the request's full pages known, and which of them the draft has read."""
-        full, drafted = (length // self.page_size for length in (request.target_len, request.draft_len))
+        """Register the request's full pages for reuse, and which of them the draft has read."""
+        full = request.target_len // self.page_size
+        drafted = request.draft_len // self.page_size
         if not self.reuse or (full <= request.num_registered and drafted <= request.num_drafted):
             return
         known = request.num_registered
@@ -171,11 +201,15 @@ class Scheduler:
             if self.allocator.register(page, name):
                 self.undrafted.add(page)
         self.undrafted.difference_update(request.pages[:drafted])
-        request.num_registered, request.num_drafted = full, drafted
+        request.num_registered = full
+        request.num_drafted = drafted
 
     def grow(self, num_rounds: int) -> list[Request]:
-        """Pages for the next rounds of all running requests: for one round at least, preempting the youngest where
-        there are too few, then, oldest first, for as many of num_rounds as there are. Returns who was preempted."""
+        """Allocate pages for the next rounds of all running requests. Return the preempted requests.
+
+        Each request gets pages for one round; if there are too few, the youngest request is preempted. The oldest
+        requests then get pages for as many of num_rounds as there are.
+        """
         preempted: list[Request] = []
         for request in list(self.running):
             while request.pages and not self.extend(request, self.positions(request, 1)):
@@ -186,7 +220,7 @@ class Scheduler:
         return preempted
 
     def extend(self, request: Request, num_positions: int) -> bool:
-        """Lets the request hold num_positions, if there are pages for all of them."""
+        """Let the request hold num_positions if there are enough pages for all of them. Return whether there are."""
         need = max(self.pages_for(num_positions) - len(request.pages), 0)
         if need > self.allocator.num_free:
             return False
@@ -194,7 +228,7 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> Request:
-        """Back to the head of the queue, without pages; what it has said stays."""
+        """Move the request to the head of the queue. It loses its pages and keeps its output."""
         self.running.remove(request)
         self.drop_pages(request)
         self.waiting.appendleft(request)
@@ -202,7 +236,7 @@ class Scheduler:
         return request
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, wherever it is, and frees its pages."""
+        """Remove a request from either queue and free its pages."""
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
@@ -210,5 +244,6 @@ class Scheduler:
         self.drop_pages(request)
 
     def drop_pages(self, request: Request) -> None:
+        """Release the request's pages."""
         self.allocator.release(request.pages)
         request.lose_pages()

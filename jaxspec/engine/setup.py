@@ -1,4 +1,4 @@
-"""What an engine is made of: models with their page layouts, the size of the pool, drafters."""
+"""The parts of an engine: models with their page layouts, the size of the pool, drafters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Speculation = SpeculativeConfig | None
 def paged_models(
     models: dict[str, Model], config: EngineConfig, speculative: Speculation, placement: Placement, device: Device
 ) -> dict[str, PagedModel]:
-    """The models over pages, with as many for each as memory allows. Raises UserError for what does not fit."""
+    """Return the models over pages; each has as many pages as memory allows. Raises UserError for what does not fit."""
     own = models["target"].config.max_model_len
     longest = config.max_model_len or own
     if longest > own:
@@ -58,12 +58,12 @@ def paged_models(
 
 
 def placements(names: Iterable[str], placement: Placement) -> dict[str, Placement]:
-    """Where each part of a PagedKVCache lies: features as the draft, which reads them."""
+    """Return the placement of each part of a PagedKVCache. Features are placed like the draft, which reads them."""
     return {name: placement if name == "target" else placement.draft for name in names}
 
 
 def context(name: str, model: ModelConfig, speculative: Speculation, longest: int) -> int:
-    """Longest context of the target or the draft."""
+    """Return the longest context of the target or the draft."""
     own = speculative.max_model_len if name == "draft" and speculative else None
     return min(longest, own or model.max_model_len, model.max_model_len)
 
@@ -76,34 +76,36 @@ def page_layouts(
     platform: str,
     longest: int,
 ) -> dict[str, CacheLayout]:
+    """Return the page layout of each model. Unless num_pages is given, memory decides how many pages there are."""
     page_size = config.page_size or facts(platform).page_size
 
-    def layout(model: Model, pages: int) -> CacheLayout:
+    def layout_of(model: Model, num_pages: int) -> CacheLayout:
         dtype = model.dtype
-        return cache_layout(model.config, page_size=page_size, num_pages=pages, dtype=dtype, platform=platform)
+        return cache_layout(model.config, page_size=page_size, num_pages=num_pages, dtype=dtype, platform=platform)
 
-    pages = config.num_pages
-    if pages is None:
-        each = [(name, layout(m, 1)) for name, m in models.items()]
+    num_pages = config.num_pages
+    if num_pages is None:
+        one_page = [(name, layout_of(model, 1)) for name, model in models.items()]
         if width := features_width(models):
             dtype = models["target"].dtype
-            each.append(("draft", features_layout(width, page_size=page_size, num_pages=1, dtype=dtype)))
-        page_bytes = [layout.stored_bytes(places[name].degree, platform) for name, layout in each]
+            one_page.append(("draft", features_layout(width, page_size=page_size, num_pages=1, dtype=dtype)))
+        page_bytes = [layout.stored_bytes(places[name].degree, platform) for name, layout in one_page]
         temporary = temporary_bytes(models, config, speculative, platform)
         memory = budget.free_memory(places["target"].first_device, config.memory_utilization, temporary)
-        # Beyond what all rows can use, prefix reuse takes as much again.
-        most = config.max_num_seqs * -(-(longest + 64) // page_size) * (2 if config.enable_prefix_caching else 1)
-        pages = budget.least_of_all(min(budget.num_pages(memory, *page_bytes), most))
-    return {name: layout(model, pages) for name, model in models.items()}
+        most = config.max_num_seqs * -(-(longest + 64) // page_size)
+        if config.enable_prefix_caching:
+            most *= 2  # the pages of all rows, and as many for reuse
+        num_pages = budget.least_of_all(min(budget.num_pages(memory, *page_bytes), most))
+    return {name: layout_of(model, num_pages) for name, model in models.items()}
 
 
 def features_width(models: Mapping[str, Model] | Mapping[str, PagedModel]) -> int:
-    """M, of what the draft keeps of each of the target's positions; 0: it reads nothing of them."""
+    """Return M, the width of the features that the draft keeps of each target position; 0 if it keeps none."""
     return draft_spec(models["draft"].config).features_width if "draft" in models else 0
 
 
 def cache_layouts(paged: Mapping[str, PagedModel], dtype: Any) -> dict[str, CacheLayout]:
-    """Return the layout of each part of a PagedKVCache that there is. dtype: of the target's features."""
+    """Return the layout of each part that the PagedKVCache has. dtype: that of the target's features."""
     layouts = {name: model.layout for name, model in paged.items()}
     if width := features_width(paged):
         target = paged["target"].layout
@@ -113,16 +115,23 @@ def cache_layouts(paged: Mapping[str, PagedModel], dtype: Any) -> dict[str, Cach
 
 
 def table_widths(device: Device, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
-    """The widths N, in pages, that block tables come in; the last has room for `most` pages. Each is another program.
-    Attention costs what rows hold, not what a table is wide; but GPU's kernel is faster where all tables are short
-    enough for keys not to be split."""
+    """Return the widths N, in pages, of block tables; the last has room for `most` pages. Each width is another
+    program.
+
+    The cost of attention depends on what rows hold, not on the width of the table. But the GPU kernel is faster where
+    all tables are short enough for it not to split the keys.
+    """
     few = facts(device.platform).short_row // page_size
-    split = PAGED_ATTENTION.choose(kernels, device).name != "reference"
-    return (few, most) if split and 0 < few < most else (most,)
+    has_kernel = PAGED_ATTENTION.choose(kernels, device).name != "reference"
+    return (few, most) if has_kernel and 0 < few < most else (most,)
 
 
 def catalogue(config: EngineConfig, speculative: Speculation, device: Device, longest: int, *, lags: bool) -> Open:
-    """Which programs there are. longest: positions of a row; lags: whether a draft has a cache, which may lag."""
+    """Return the catalogue of programs.
+
+    longest: maximum number of positions of a row.
+    lags: whether the draft has a cache, which may lag behind the target's.
+    """
     page_size = config.page_size or facts(device.platform).page_size
     most = -(-longest // page_size)
     widths = table_widths(device, config.kernels, most, page_size)
@@ -139,7 +148,7 @@ def catalogue(config: EngineConfig, speculative: Speculation, device: Device, lo
 
 
 def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
-    """Of a prefill pass."""
+    """Return the shape of a prefill pass."""
     known = facts(platform)
     tokens = config.prefill_chunk or known.prefill_tokens
     width = min(known.piece, tokens)
@@ -147,8 +156,8 @@ def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
 
 
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
-    """An upper estimate of what the largest programs need beside weights and pages: a few copies of a round's
-    logits in float32, and the activations of a prefill chunk."""
+    """Return an upper estimate of the bytes that the largest programs need beside weights and pages: a few copies of a
+    round's logits in float32, and the activations of a prefill chunk."""
     drafts = speculative.num_speculative_tokens if speculative else 0
     logits = 6 * config.max_num_seqs * (drafts + 1) * models["target"].config.vocab_size * 4
     sizes = [(m.config.width, layer) for m in models.values() for layer in m.config.layers]
@@ -158,18 +167,18 @@ def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative:
 
 
 def drafters(speculative: Speculation, models: Mapping[str, PagedModel]) -> dict[int, Drafter | None]:
-    """Drafts a round -> drafter."""
+    """Return the drafter for each number of drafts a round; None for 0."""
     return {k: drafter(speculative, models, k) if k and speculative else None for k in ks(speculative)}
 
 
 def ks(speculative: Speculation) -> tuple[int, ...]:
-    """Each K that there is: none, half of num_speculative_tokens, all of them."""
+    """Return the values of K that programs are compiled for: 0, num_speculative_tokens, and half of it."""
     full = speculative.num_speculative_tokens if speculative else 0
     return tuple(sorted({0, full // 2, full}))
 
 
 def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k: int) -> Drafter:
-    """Return the drafter of k tokens a round. Raise UserError where the draft is none for the method."""
+    """Return the drafter of k tokens a round. Raise UserError if the method cannot use the draft."""
     if speculative.drafter is not None:
         return with_drafts(speculative.drafter, k)
     own = draft_spec(models["draft"].config).method if "draft" in models else None
@@ -184,7 +193,10 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
         raise UserError(f"{asked}={most}, but the draft proposes at most {limit} a round: lower it")
     if speculative.tree:
         return tree(speculative, models, methods.implementation(method), k)
-    make = lambda name: methods.implementation(name).drafter(k, most, models, speculative)
+
+    def make(name: str) -> Any:
+        return methods.implementation(name).drafter(k, most, models, speculative)
+
     return Combined(k, make("ngram"), make(method)) if looks_up else make(method)
 
 
@@ -201,9 +213,11 @@ def with_drafts(given: Any, k: int) -> Drafter:
 
 
 def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], method: Any, k: int) -> Tree:
-    """Of k drafts, by this method's drafter of as many as the tree is deep. Raises UserError where that grows none."""
+    """Return a drafter of trees with k nodes, based on the method's drafter of `tree_depth` drafts. Raises UserError if
+    the method or the target cannot use such trees."""
     spec: Any = speculative
-    width, depth, choices = spec.tree_width, spec.tree_depth, spec.tree_choices or ()
+    depth = spec.tree_depth
+    choices = spec.tree_choices or ()
     if any(layer.window is not None and layer.window <= depth for layer in models["target"].config.layers):
         raise UserError(f"tree_depth={depth} reaches beyond a sliding window of the target: lower it")
     draft = method.drafter(depth, depth, models, speculative)
@@ -212,11 +226,12 @@ def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], metho
             f"tree_choices needs a drafter that says all places at once, {method.__name__.split('.')[-1]!r} does not: "
             "give tree_width, tree_depth and tree_nodes"
         )
-    return Tree(k, draft, Shape(width, depth, k, choices[:k]))
+    return Tree(k, draft, Shape(spec.tree_width, depth, k, choices[:k]))
 
 
 def draft_cost(models: dict[str, Model]) -> float:
-    """Of a draft step, in target passes, from above: by bytes, but a small model is slower than its bytes."""
+    """Return an upper estimate of the cost of a draft step, in target passes. It is the ratio of the weights' bytes,
+    but at least 0.5: a small model is slower than its bytes suggest."""
     if "draft" not in models:
         return 0.0
     size = {name: weight_bytes(model.config, model.params) for name, model in models.items()}

@@ -1,4 +1,5 @@
-"""Compiling all programs of an engine in advance, several at a time: before its first request, or beside requests."""
+"""Warm-up: all programs of an engine are compiled in advance, several at a time, before its first request or beside
+requests."""
 
 from __future__ import annotations
 
@@ -19,21 +20,24 @@ from jaxspec.runtime.plans import Plan
 
 logger = logging.getLogger(__name__)
 
-Named = Prefill | Launch | str  # a program: its str() is shown
-Report = Callable[[int, int, str], None]  # programs done, of how many, and the last one's name
-COMPILERS = max(2, os.cpu_count() or 1)  # at a time; the compiler uses several threads for one
-THREADS = "jaxspec-compiling"  # what their names begin with
+Named = Prefill | Launch | str  # a program; str() gives the name that is shown
+Report = Callable[[int, int, str], None]  # called with the programs done, their total and the last one's name
+COMPILERS = max(2, os.cpu_count() or 1)  # programs compiled at a time; the compiler uses several threads for each
+THREADS = "jaxspec-compiling"  # prefix of the threads' names
 
 
 class Watch(Protocol):
-    """What a warm-up is done in; it yields its `Report`."""
+    """A function that returns the context of a warm-up. The context yields its `Report`."""
 
     def __call__(self, *, beside: bool) -> contextlib.AbstractContextManager[Report]: ...
 
 
 def begin(engine: Engine, watch: Watch, *, alone: bool) -> Background | None:
-    """Warm up an engine that was made for it; return what does so beside requests, unless that is to be waited for.
-    alone: no other process runs what this one does."""
+    """Warm up the engine if its options ask for it. Return the thread that does so beside requests, or None if nothing
+    is left to do.
+
+    alone: whether no other process runs the same plans.
+    """
     if not engine.config.warm_up:
         return None
     if not alone or engine.config.wait_for_warm_up:
@@ -46,12 +50,14 @@ def begin(engine: Engine, watch: Watch, *, alone: bool) -> Background | None:
 
 
 class Background(threading.Thread):
-    """A warm-up beside requests."""
+    """The thread of a warm-up beside requests."""
 
     def __init__(self, engine: Engine, watch: Watch) -> None:
         super().__init__(name=THREADS, daemon=True)
-        self.engine, self.watch, self.stopped = engine, watch, Future[None]()
-        atexit.register(self.stop)  # a thread that lowers crashes in a Python that is being taken down
+        self.engine = engine
+        self.watch = watch
+        self.stopped = Future[None]()
+        atexit.register(self.stop)  # a thread that is lowering crashes when the interpreter is finalized
 
     def run(self) -> None:
         with contextlib.suppress(CancelledError), self.watch(beside=True) as report:
@@ -59,27 +65,37 @@ class Background(threading.Thread):
         atexit.unregister(self.stop)
 
     def stop(self) -> None:
-        """Begin no other program. What the compiler has begun goes on."""
-        with contextlib.suppress(InvalidStateError):  # it was already
+        """Begin no other program. Programs that the compiler has begun go on."""
+        with contextlib.suppress(InvalidStateError):  # stopped already
             self.stopped.set_result(None)
         if threading.current_thread() is not self:
             self.join()
 
 
-def warm_up(engine: Engine, report: Report = lambda done, total, name: None, beside: Background | None = None) -> None:
-    """Compiles what the engine may need, all of it known where it was made to warm up.
+def no_report(done: int, total: int, name: str) -> None:
+    pass
 
-    beside: runs while requests are served: what one of them waits for goes before everything else, and a program that
-    cannot be made is logged. Raises CancelledError where it was stopped.
+
+def warm_up(engine: Engine, report: Report = no_report, beside: Background | None = None) -> None:
+    """Compile all programs in the engine's catalogue.
+
+    beside: the thread that this runs in while requests are served. A program that a request waits for then goes first,
+      and a program that cannot be compiled is logged. Raises CancelledError if that thread was stopped.
     """
-    # Lowering holds Python, and is done for one after the other, while others compile. So what takes the compiler
-    # longest comes first; beside requests, what most of them need.
-    wanted = sorted(plans(engine), key=lambda each: by_use(each[0])) if beside else list(plans(engine))[::-1]
-    started, programs, catalogue = time.perf_counter(), engine.runner.programs, engine.catalogue
+    # Lowering holds the interpreter's lock, so programs are lowered one after the other, while others compile. Those
+    # that take longest to compile come first; beside requests, those that most requests need.
+    if beside:
+        wanted = sorted(plans(engine), key=lambda each: by_use(each[0]))
+    else:
+        wanted = list(plans(engine))[::-1]
+    to_begin = len(wanted)
+    started = time.perf_counter()
+    programs = engine.runner.programs
+    catalogue = engine.catalogue
     pool = ThreadPoolExecutor(max(COMPILERS - bool(beside), 1), thread_name_prefix=THREADS)
     under_way: dict[Future[None], Named] = {}
 
-    def compile(program: Named, plan: Plan) -> None:
+    def compile_one(program: Named, plan: Plan) -> None:
         programs.calm.wait()
         engine.runner.compile(plan)
         if isinstance(catalogue, Closed) and isinstance(program, Launch):
@@ -88,7 +104,7 @@ def warm_up(engine: Engine, report: Report = lambda done, total, name: None, bes
     def settle(done: Iterable[Future[None]]) -> None:
         for future in done:
             program = under_way.pop(future)
-            with forgiving(program, beside):
+            with log_failure(program, beside):
                 future.result()
             report(len(wanted) - len(under_way) - to_begin, len(wanted), str(program))
 
@@ -99,23 +115,25 @@ def warm_up(engine: Engine, report: Report = lambda done, total, name: None, bes
             if beside and beside.stopped.done():
                 raise CancelledError
             to_begin = len(wanted) - i - 1
-            with forgiving(program, beside):
+            with log_failure(program, beside):
                 engine.runner.begin(plan)
-                under_way[pool.submit(compile, program, plan)] = program
+                under_way[pool.submit(compile_one, program, plan)] = program
             settle([future for future in under_way if future.done()])
         while under_way:
-            done, _ = wait([*under_way, *([beside.stopped] if beside else [])], return_when=FIRST_COMPLETED)
+            awaited = [*under_way, beside.stopped] if beside else list(under_way)
+            done, _ = wait(awaited, return_when=FIRST_COMPLETED)
             if beside and beside.stopped.done():
                 raise CancelledError
             settle(done)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # who interrupts it is not to wait for the compiler
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupt does not wait for the compiler
         engine.timing.warm_up_seconds += time.perf_counter() - started
 
 
 @contextlib.contextmanager
-def forgiving(program: Named, beside: Background | None) -> Iterator[None]:
-    """Let requests be served though a program cannot be made: whoever needs it will hear why."""
+def log_failure(program: Named, beside: Background | None) -> Iterator[None]:
+    """Return a context in which a program's error is logged while requests are served: the request that needs the
+    program gets the error. Otherwise raise it."""
     try:
         yield
     except Exception as error:
@@ -125,8 +143,8 @@ def forgiving(program: Named, beside: Background | None) -> Iterator[None]:
 
 
 def by_use(program: Named) -> tuple[Any, ...]:
-    """Sort key by which the programs that most requests can use come first: passes over prompts, then launches that
-    serve any number of rows."""
+    """Return the sort key that puts the programs that most requests can use first: passes over prompts, then launches
+    that serve any number of rows."""
     if not isinstance(program, Launch):
         return (0,)
     variant = program.variant
@@ -134,7 +152,7 @@ def by_use(program: Named) -> tuple[Any, ...]:
 
 
 def plans(engine: Engine) -> Iterator[tuple[Named, Plan]]:
-    """Each program, with a run of it over nothing."""
+    """Yield each program of the catalogue, with a plan that runs it over no requests."""
     catalogue, layout = engine.catalogue, engine.layout
     if not isinstance(catalogue, Closed):
         return
@@ -145,12 +163,14 @@ def plans(engine: Engine) -> Iterator[tuple[Named, Plan]]:
 
 
 def prefill(engine: Engine, program: Prefill) -> Plan:
+    """Return the plan of a pass over no prompts."""
     following = program.variant.logprobs is not None
     chunk = batch.chunk_input([], engine.layout, program.shape, row_pages=program.row_pages, following=following)
     return Plan(program.name, (chunk,), variant=program.variant)
 
 
 def launch(engine: Engine, program: Launch, rule_options: Any) -> Plan:
+    """Return the plan of a launch over no requests."""
     shape = (program.rows, program.row_pages)
     inputs = batch.launch_input(
         [],

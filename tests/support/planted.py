@@ -89,7 +89,7 @@ FAULTS = (
     ),
     Fault(  # an id that was fed before an interrupt counts as heard of
         "jaxspec/api/detokenizer.py",
-        "        self.num_fed = -1  # an interrupt from here on leaves nothing that is known\n",
+        "        self.num_fed = -1  # invalid until all ids are fed, in case of an interrupt\n",
         "",
         "tests/api/test_detokenizer.py -k interrupt_after",
     ),
