@@ -80,7 +80,8 @@ class Served:
 
         async with self.gate.arriving():
             parsed = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, parse)
-        answer = (ChatAnswer if chat else TextAnswer)(self.model, parsed)
+        kind = ChatAnswer if chat else TextAnswer
+        answer = kind(self.model, parsed)
         request.state.answer = answer  # for the request log
         return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)
 

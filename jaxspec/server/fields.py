@@ -17,6 +17,7 @@ from jaxspec.server.refusal import Refusal, of_user_error
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # names are vLLM's
 OWN = ("model", "stream", "stream_options")
+# Fields of chats besides those in SAMPLING. (A chat's `logprobs` is a flag.)
 CHAT = (
     "messages",
     "chat_template_kwargs",
@@ -24,7 +25,7 @@ CHAT = (
     "continue_final_message",
     "top_logprobs",
     "max_completion_tokens",
-)  # known for chats besides SAMPLING, whose logprobs is a flag in a chat
+)
 HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")  # change no output
 # Unsupported field -> (its values that ask for nothing, which are accepted; what to do instead of using the field).
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -57,11 +58,13 @@ LONGEST = {"stop": 1000, "bad_words": 256}
 class Wish:
     """The parameters of a request, checked.
 
+    params: sampling parameters, the same for all prompts.
     prompts: prompts to complete n times each; None for a chat.
     messages: messages of a chat.
     chat: options of the chat template, as jaxspec.api.chat.rendering takes them.
     source: field of the prompts or messages, for errors.
-    fill: whether the output may take all tokens that the prompt leaves.
+    fill: whether the output may take all of the context that the prompt leaves.
+    stream: whether the answer is sent as events.
     usage: whether a stream ends with the number of tokens.
     running_usage: whether each event has the number of tokens so far.
     """

@@ -28,10 +28,12 @@ class Guard:
         self.hosts = {config.host.lower(), *config.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answering: ASGIApp = self.app
         refusal = self.refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
         if refusal is not None:
             scope.setdefault("state", {})["refusal"] = refusal  # for the request log
-        await (self.app if refusal is None else refusal.response())(scope, receive, send)
+            answering = refusal.response()
+        await answering(scope, receive, send)
 
     def refusal(self, method: str, headers: Headers) -> Refusal | None:
         """Return why a request is refused, or None."""

@@ -90,6 +90,7 @@ class Timing:
 
     started: start of the request.
     first, last: arrival of the first and of the latest piece of text.
+    num_tokens: tokens of the answer, as the server counts them.
     error: message of the error, if the request failed.
     """
 

@@ -16,11 +16,12 @@ Rows = Sequence[Mapping[int, Logprob]]  # for each token, entries by token id
 
 
 def number(entry: Logprob) -> float:
-    """Return the log-probability as JSON can hold it."""
+    """Return the log-probability, or LEAST if it is smaller."""
     return max(entry.logprob, LEAST)
 
 
 def text(entry: Logprob) -> str:
+    """Return the token's text, empty for a token that has none."""
     return entry.decoded_token or ""
 
 

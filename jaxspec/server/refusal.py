@@ -80,4 +80,6 @@ def of_user_error(error: UserError, source: str, given: Collection[str] = (), de
     first = re.match(r"\w*", message)[0]  # type: ignore[index]
     named = first if first in given else default
     param = error.param or next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)
-    return Refusal(400, message, param=source if param == "prompt" else param, code=error.code)
+    if param == "prompt":
+        param = source
+    return Refusal(400, message, param=param, code=error.code)

@@ -75,7 +75,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, limits in COUNTS.items():
-            if (value := getattr(self, name)) is not None or name != "max_connections":
+            value = getattr(self, name)
+            if value is not None or name != "max_connections":
                 object.__setattr__(self, name, whole(name, value, *limits))
         for name, (form, words) in NAMES.items():
             values = tuple(value.lower() for value in strings(name, getattr(self, name)))
