@@ -13,7 +13,7 @@ from jaxspec.common.values import flag, unknown, whole
 from jaxspec.options.keywords import ChatOptions
 from jaxspec.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.server.conversation import conversation
-from jaxspec.server.refusal import Refusal, of_user_error
+from jaxspec.server.refusal import Refusal, refusal_for
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # names are vLLM's
 OWN = ("model", "stream", "stream_options")
@@ -123,7 +123,7 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
         if stream and params.prompt_logprobs is not None:
             raise Refusal(400, "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
     except UserError as error:
-        raise of_user_error(error, source, given) from None
+        raise refusal_for(error, source, given) from None
     return Wish(
         params,
         prompts,

@@ -20,7 +20,7 @@ from jaxspec.server.fields import Wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.offload import LARGE_ANSWER, offload
 from jaxspec.server.prepared import prepared
-from jaxspec.server.refusal import Refusal, of_user_error
+from jaxspec.server.refusal import Refusal, refusal_for
 from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Generation(Response):
         if isinstance(error, TimeoutError) and expired:
             return self.too_late()
         if isinstance(error, UserError):
-            return of_user_error(error, self.request.source, vars(self.request.params))
+            return refusal_for(error, self.request.source, vars(self.request.params))
         return error
 
     def too_late(self) -> Refusal:

@@ -16,7 +16,7 @@ from jaxspec.common.errors import UserError
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server import control_tokens
 from jaxspec.server.fields import Wish
-from jaxspec.server.refusal import of_user_error
+from jaxspec.server.refusal import refusal_for
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ async def prepared(llm: AsyncLLM, request: Wish, room: int, control: Mapping[int
             texts = request.prompts
             as_ids = functools.partial(encoded, tokenizer)
     except UserError as error:
-        raise of_user_error(error, request.source, vars(request.params), request.source) from None
+        raise refusal_for(error, request.source, vars(request.params), request.source) from None
     cost = work(request.params, texts)
     return await in_turn(cost, functools.partial(prepare, llm, request, room, texts, as_ids))
 
@@ -83,7 +83,7 @@ def prepare(
     try:
         prompts = [as_ids(text) for text in texts]
     except UserError as error:
-        raise of_user_error(error, request.source, vars(request.params), request.source) from None
+        raise refusal_for(error, request.source, vars(request.params), request.source) from None
     return [llm.prepare(prompt, fitted(request, len(prompt["prompt_token_ids"]), room)) for prompt in prompts]
 
 

@@ -68,7 +68,7 @@ def readable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def of_user_error(error: UserError, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
+def refusal_for(error: UserError, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
     """Return the refusal for an error of jaxspec. Its param is that of the error, or the field with which the error's
     message begins.
 
