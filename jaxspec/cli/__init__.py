@@ -1,3 +1,3 @@
-"""The command line: a file a command."""
+"""The command line, with a file for each command."""
 
 from jaxspec.cli.app import main as main

@@ -1,5 +1,4 @@
-"""The command line: jaxspec demo | generate | serve | bench | bench-serve | generate-data | train-draft |
-evaluate-draft | info | convert."""
+"""The program `jaxspec`: its commands and its entry point."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from jaxspec.cli.serve import serve
 from jaxspec.cli.train_draft import train_draft
 from jaxspec.parallel.absent import leave_out_absent_tpu
 
-# As --help lists them.
+# In the order of --help.
 COMMANDS = (demo, generate, serve, bench, bench_serve, generate_data, train_draft, evaluate_draft, info, convert)
 
 app = typer.Typer(
@@ -55,7 +54,10 @@ for command in COMMANDS:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point; see exits.py for how a command ends."""
+    """Run a command and end the process. exits.py has the exit statuses.
+
+    arguments: words of the command line; by default those of the process.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
 
     def run() -> None:

@@ -12,8 +12,8 @@ from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.drafters.methods import METHODS
 
-WHAT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "tree", "lengths", "rates", "dtype", "stages")
-HOW = ("temperature", "kernels", "launches", "tensor_parallel_size", "draft_tensor_parallel_size")
+SUBJECT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "tree", "lengths", "rates", "dtype", "stages")
+EXECUTION = ("temperature", "kernels", "launches", "tensor_parallel_size", "draft_tensor_parallel_size")
 OWN = {
     "model": Own(help=MODEL_HELP),
     "batch_sizes": Own(flags=("--batch-size",), kind=str),
@@ -27,7 +27,7 @@ OWN = {
     "stages": Own(kind=str, default=None),
 }
 LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "max_model_len", "runs", "seed")
-# Name, kind and least value of those that are lists.
+# Options that are lists: field, type of the entries, least value.
 LISTS = (
     *(("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("tree", int, 1), ("lengths", float, 1)),
     *(("rates", float, 0), ("prompt_tokens", int, 2), ("output_tokens", int, 1)),
@@ -37,9 +37,9 @@ MAY_REPEAT = ("tree", "rates", "prompt_tokens", "output_tokens")
 
 def bench(
     *,
-    what: Annotated[dict[str, Any], Fields(Options, WHAT, OWN)],
+    subject: Annotated[dict[str, Any], Fields(Options, SUBJECT, OWN)],
     never_slower: Annotated[bool, typer.Option("--never-slower", help="Off, always K and adaptive K.")] = False,
-    how: Annotated[dict[str, Any], Fields(Options, HOW)],
+    execution: Annotated[dict[str, Any], Fields(Options, EXECUTION)],
     workload: Annotated[dict[str, Any], Fields(Load, LOAD, OWN)],
     prompts: Annotated[
         Path | None,
@@ -51,20 +51,20 @@ def bench(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what was measured.")] = None,
 ) -> None:
     """Time every stage beside what the device could do at best."""
-    if not what.keys() & {"preset", "model"}:
-        what["preset"] = "smollm2-135m"
+    if not subject.keys() & {"preset", "model"}:
+        subject["preset"] = "smollm2-135m"
     for name, kind, least in LISTS:
-        for given in (what, workload):
+        for given in (subject, workload):
             if name in given:
                 given[name] = listed(OWN[name].flags[0], given[name], kind, least, repeats=name in MAY_REPEAT)
-    beside = what.get("draft") or what.get("preset", "").partition("+")[2]
-    drafts = bool(beside) and beside not in METHODS  # a head does not decode by itself
-    what["stages"] = stages(what.get("stages"), never_slower=never_slower, draft=drafts)
+    draft = subject.get("draft") or subject.get("preset", "").partition("+")[2]
+    is_model = bool(draft) and draft not in METHODS  # else a method such as a head, which does not decode by itself
+    subject["stages"] = stages(subject.get("stages"), never_slower=never_slower, draft=is_model)
     if prompts is not None:
         from jaxspec.train.evaluate import read_prompts
 
-        workload["texts"] = tuple(text for said in read_prompts(prompts).values() for text in said)
-    chosen = Options(**what, **how, load=Load(**workload))
+        workload["texts"] = tuple(text for texts in read_prompts(prompts).values() for text in texts)
+    chosen = Options(**subject, **execution, load=Load(**workload))
     from jaxspec.bench.measure import bench
 
     bench(chosen, as_json=as_json, plot=plot)

@@ -21,7 +21,7 @@ def demo(
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance and speed.")] = None,
 ) -> None:
-    """Real weights: plain decoding, n-grams and a trained head side by side."""
+    """Compare plain decoding, n-grams and a trained head on real weights."""
     chosen = Options(**options)
     from jaxspec.demo.run import demo
 

@@ -1,10 +1,10 @@
-"""How a command ends: its exit status, and one line on standard error where it is not 0. JAXSPEC_DEBUG=1 shows every
-error's traceback.
+"""The end of a command: its exit status and, if that is not 0, one line on standard error. JAXSPEC_DEBUG=1 shows the
+traceback of every error.
 
-  0         it did what it was asked for
-  1         a fault of the program, shown with its traceback; or nobody reads its output any more
-  2         what it was given is wrong, or more than the machine has room for: the line says what to change
-  130, 143  it was interrupted (SIGINT, SIGTERM): the line says what is kept
+  0         success
+  1         a fault of the program, shown with its traceback; or nobody reads the output any more
+  2         wrong input, or too little memory: the line says what to change
+  130, 143  interruption by SIGINT or SIGTERM: the line says what is kept
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from jaxspec.parallel import hosts
 from jaxspec.parallel.absent import other_platforms
 from jaxspec.parallel.peers import end_at_once
 
-PATIENCE = 1.0  # seconds
+PATIENCE = 1.0  # seconds after a first interrupt in which further ones are ignored
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
-LONGEST = 600  # characters of a line; compilers have a lot to say
-USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's, which typer does not name
-NO_ROOM = "RESOURCE_EXHAUSTED"  # what XLA says where memory is short
+LONGEST = 600  # characters of a line: messages of compilers are long
+USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's UsageError, which typer does not export
+NO_ROOM = "RESOURCE_EXHAUSTED"  # in XLA's errors when memory is short
 OUR_FAULT = "not your input's fault: please report it with the traceback above"
 LESS = "ask for less at a time: a smaller model, fewer rows, a shorter context or fewer drafts"
 
 
 def status(run: Callable[[], Any]) -> int:
-    """Runs a command, and tells how it ended."""
+    """Run a command and return its exit status. Write the line of an error."""
     try:
         with interruptible():
             run()
-            sys.stdout.flush()  # here a closed pipe can still be told from a failure
+            sys.stdout.flush()  # here, so that a closed pipe raises BrokenPipeError before Python exits
         return 0
     except typer.Exit as ended:
         return ended.exit_code
     except BrokenPipeError:
-        # Nothing more can be told. What is left in the buffer has to go somewhere when Python flushes it.
+        # Python flushes the rest of the buffer when it exits, which would fail again: send it to the null device.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -70,9 +70,12 @@ def status(run: Callable[[], Any]) -> int:
 
 
 def leave(code: int, *, at_once: bool) -> NoReturn:
-    """Ends the process. Where it did not end well, at once: threads of the compiler that are still at work crash in a
-    Python that is being taken down, and those of orbax wait ten minutes for what will not come. At once, too, where
-    programs are being compiled that nobody wants any more."""
+    """End the process.
+
+    at_once: whether to skip Python's own exit after an error, or while programs are still compiled in the background.
+      Threads of the compiler crash while Python shuts down. After an error, those of orbax wait ten minutes for a
+      result that never comes.
+    """
     if at_once and code:
         hosts.leave(code)
         end_at_once(code)
@@ -82,48 +85,56 @@ def leave(code: int, *, at_once: bool) -> NoReturn:
 
 
 @contextlib.contextmanager
-def keeping(what: Callable[[], str]) -> Iterator[None]:
-    """Have an interrupt, or a disk that is full, say what is kept, once all that was open is closed."""
+def keeping(describe: Callable[[], str]) -> Iterator[None]:
+    """Add what is kept to the message of an interrupt or a DiskError. `describe` is called once files are closed."""
     try:
         yield
     except DiskError as error:
-        raise DiskError(f"{error}; {what()}") from error
+        raise DiskError(f"{error}; {describe()}") from error
     except KeyboardInterrupt as stop:
-        raise type(stop)(what()) from None
+        raise type(stop)(describe()) from None
 
 
 def tell(line: str) -> None:
+    """Write a line to standard error, even in a process whose progress is not shown."""
     line = " ".join(line.split())
     say("jaxspec: " + (line if len(line) <= LONGEST else line[:LONGEST] + " ..."), always=True)
 
 
 def usage(error: Any) -> str:
+    """Return the line for a wrong use of a command's options."""
     command = error.ctx.command_path if error.ctx else "jaxspec"
     return f"{error.format_message().rstrip('.')} ({command} --help lists the options)"
 
 
 def failure(error: Exception) -> tuple[int, str]:
-    """The status and the line of what a command could not do."""
+    """Return the exit status and the line of an error."""
     text = str(error)
     if isinstance(error, MemoryError) or NO_ROOM in text:
         first, *_ = text.strip().splitlines() or [""]
-        return 2, f"out of memory{f' ({first})' if first else ''}: {LESS}"
+        detail = f" ({first})" if first else ""
+        return 2, f"out of memory{detail}: {LESS}"
     if isinstance(error, (UserError, OSError)) and text:  # OSError: missing files, no connection
         return 2, text
-    if line := other_platforms(error):
+    line = other_platforms(error)
+    if line:
         return 2, line
-    return 1, f"{type(error).__name__}{f': {text}' if text else ''} ({OUR_FAULT})"
+    detail = f": {text}" if text else ""
+    return 1, f"{type(error).__name__}{detail} ({OUR_FAULT})"
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, once. Another one ends the process at once, whatever it is doing; but
-    not directly after the first, which `timeout` and others send to the process and to its group."""
+    """Have the first SIGINT or SIGTERM raise KeyboardInterrupt inside this context, and a later one end the process.
+
+    A signal within PATIENCE of the first is ignored: `timeout` and others send theirs both to the process and to its
+    group.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     kinds = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
-    first: list[float] = []  # when it came
+    first: list[float] = []  # time of the first signal, once it has come
 
     def stop(number: int, frame: Any) -> None:
         if not first:
@@ -133,20 +144,22 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def lost(unraisable: Any) -> None:
-        """Where it comes in a callback of the garbage collector, as JAX has one, Python drops it: it comes again."""
+    def send_again(unraisable: Any) -> None:
+        """Send the signal again if Python dropped its exception, as in a callback of the garbage collector (JAX has
+        one)."""
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             return hook(unraisable)
         first.clear()
         number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT
         threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
 
-    hook, sys.unraisablehook = sys.unraisablehook, lost
+    hook = sys.unraisablehook
+    sys.unraisablehook = send_again
     before = {kind: signal.signal(kind, stop) for kind in kinds}
     try:
         yield
     finally:
         sys.unraisablehook = hook
-        if not first:  # else the process is about to end, and may be sent more of them
+        if not first:  # else the process is about to end, and further signals may come
             for kind, handler in before.items():
                 signal.signal(kind, handler)

@@ -1,4 +1,4 @@
-"""A command's options made from the fields of an option class: name, type, default and help stand there."""
+"""Options of a command that are made from the fields of an option class, with their name, type, default and help."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import typer
 
 from jaxspec.common.errors import UserError
 
-FIELD = inspect.Parameter.empty  # what the field has
+FIELD = inspect.Parameter.empty  # marks what an option takes over from its field
 
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """What a command has other than the field.
+    """The ways in which a command's option differs from its field.
 
-    flags: option names, such as "-k"; those of the field's name where there are none.
-    kind: the option's type.
-    default: the option's; None leaves the field at its own.
-    help, metavar: what --help shows.
+    flags: names of the option, such as "-k"; by default made from the field's name.
+    kind: type of the option.
+    default: default of the option; None leaves the field at its own default.
+    help, metavar: texts for --help.
     """
 
     flags: tuple[str, ...] = ()
@@ -37,10 +37,15 @@ class Own:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The fields of an option class that a command offers, as the annotation of a parameter: Annotated[dict[str, Any],
-    Fields(...)]. The command gets a dict of them, of which what was left at None is missing.
+    """The fields of an option class that a command offers as options.
 
-    also: names that refusals have for some of these fields, with the field that each of them is here.
+    This annotates a parameter: Annotated[dict[str, Any], Fields(...)]. The command receives the options' values in that
+    dict, without those that are None.
+
+    cls: option class.
+    names: fields that become options.
+    own: differences of options from their fields, by field.
+    also: other names by which errors call some of these fields, each with its field here.
     """
 
     cls: type
@@ -49,18 +54,18 @@ class Fields:
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """What typer is shown in its place."""
+        """Yield a parameter for each option, which typer sees in place of the annotated one."""
         kinds, helps = typing.get_type_hints(self.cls), sentences(self.cls)
         fields = {field.name: field for field in dataclasses.fields(self.cls)}
         for name in self.names:
             own = self.own.get(name, Own())
             kept = fields[name].default
             kept = FIELD if kept is dataclasses.MISSING else kept
-            if own.kind is str and isinstance(kept, tuple):  # several values, with commas between them
+            if own.kind is str and isinstance(kept, tuple):  # on the command line, values are separated by commas
                 kept = ",".join(map(str, kept)) or None
             default = kept if own.default is FIELD else own.default
             text = own.help or helps.get(name, "")
-            if default is None and not own.help and kept not in (None, FIELD, ()):  # --help would not show it
+            if default is None and not own.help and kept not in (None, FIELD, ()):  # else --help would show no default
                 text = f"{text.removesuffix('.')}; {kept}."
             flags = own.flags or (("--" + name.replace("_", "-"),) if default is False else ())
             option = typer.Option(*flags, help=text, metavar=own.metavar)
@@ -71,13 +76,13 @@ class Fields:
             )
 
     def taken(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Takes the fields out of what typer found."""
+        """Remove the fields from the values that typer parsed, and return those that are not None."""
         found = {name: given.pop(name) for name in self.names}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each of its Fields' fields."""
+    """Return the command with an option for each field of its Fields, in the form that typer reads."""
     groups: dict[str, Fields] = {}
     parameters: list[inspect.Parameter] = []
     also: dict[str, str] = {}
@@ -108,7 +113,7 @@ def flag_of(name: str) -> str:
 
 
 def flags(parameters: Sequence[inspect.Parameter]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, its longest flag and, of a switch, the one that turns it off) of each option."""
+    """Yield (name, flags) of each option: its longest flag and, for a switch, the flag that turns it off."""
     for parameter in parameters:
         for option in parameter.annotation.__metadata__:
             if isinstance(option, typer.models.OptionInfo):
@@ -121,7 +126,7 @@ def flags(parameters: Sequence[inspect.Parameter]) -> Iterator[tuple[str, tuple[
 
 @contextlib.contextmanager
 def spoken(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
-    """Have refusals name options as the command line does: "--max-tokens 0 is ..." for "max_tokens=0 is ..."."""
+    """Let a UserError name options as on the command line: "--max-tokens 0 is ..." for "max_tokens=0 is ..."."""
     try:
         yield
     except UserError as error:
@@ -130,8 +135,8 @@ def spoken(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
 
 
 def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
-    """Replace options' names in Python by their flags. A name that no value follows has to have an underscore: others
-    are plain words."""
+    """Replace the options' Python names in a text by their flags. A name without a value is replaced only if it has an
+    underscore; else it may be an ordinary word."""
 
     def flag(found: re.Match[str]) -> str:
         name, value = found.groups()
@@ -147,7 +152,7 @@ def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def sentences(cls: type) -> dict[str, str]:
-    """Field -> the first sentence of what the class's docstring says of it under "Args:"."""
+    """Return the first sentence of each field's entry under "Args:" in the class's docstring."""
     _, _, listed = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
     found = {}
     for entry in re.findall(r"^  (\S.*(?:\n    .*)*)", listed.partition("\n\n")[0], re.MULTILINE):

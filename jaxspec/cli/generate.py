@@ -13,7 +13,7 @@ import typer
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import ENGINE, MODEL_HELP, AsJson, HostOptions, join
 from jaxspec.cli.shared import OWN as SHARED
-from jaxspec.cli.speculation import Draft, Drafts, Json, Speculates, speculation
+from jaxspec.cli.speculation import ConfigOption, DraftOption, DraftOptions, MethodOption, speculation
 from jaxspec.common import embedded
 from jaxspec.common.errors import UserError
 from jaxspec.common.progress import say
@@ -43,10 +43,10 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", show_default=False)],
     *,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = embedded.MODEL,
-    draft: Draft = None,
-    method: Speculates = None,
-    drafts: Drafts,
-    speculative_config: Json = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    drafts: DraftOptions,
+    speculative_config: ConfigOption = None,
     sampling: Annotated[dict[str, Any], Fields(SamplingParams, SAMPLING, OWN)],
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put in the template.")] = False,
     as_json: AsJson = False,
@@ -66,7 +66,9 @@ def generate(
 
     say(f"loading {model} ...")
     llm = LLM(model, speculative_config=speculative, **dataclasses.asdict(options))
-    inputs: list[Any] = [llm.render_chat([{"role": "user", "content": p}]) for p in prompts] if chat else list(prompts)
+    inputs: list[Any] = list(prompts)
+    if chat:
+        inputs = [llm.render_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     if len(prompts) * params.n == 1 and not (as_json or no_stream):
         failed = stream(llm, inputs[0], params)
     else:
@@ -77,10 +79,10 @@ def generate(
 
 
 def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> str | None:
-    """Prints the outputs; what failed in them."""
+    """Print the outputs. Return the message of those that failed, or None."""
     from jaxspec.api.completions import failures
 
-    with warnings.catch_warnings():  # said in the end instead
+    with warnings.catch_warnings():  # failures are reported at the end instead
         warnings.simplefilter("ignore", RuntimeWarning)
         outputs = llm.generate(prompts, params)
     if as_json:
@@ -92,15 +94,19 @@ def complete(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool
 
 
 def labelled(outputs: list[RequestOutput]) -> Iterator[tuple[str, str]]:
-    """(label, text) of every sample: "[prompt.sample] ", of which only what tells them apart."""
+    """Yield (label, text) of every sample: label "[prompt.sample] ", without an index that is the same for all."""
     for i, output in enumerate(outputs):
         for completion in output.outputs:
-            places = [i] * (len(outputs) > 1) + [completion.index] * (len(output.outputs) > 1)
-            yield f"[{'.'.join(map(str, places))}] " if places else "", completion.text
+            indices: list[str] = []
+            if len(outputs) > 1:
+                indices.append(str(i))
+            if len(output.outputs) > 1:
+                indices.append(str(completion.index))
+            yield f"[{'.'.join(indices)}] " if indices else "", completion.text
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams) -> str | None:
-    """Prints the text as it comes; what failed."""
+    """Print the text as it comes. Return the message of a failure, or None."""
     error = None
     for piece in llm.stream(prompt, params):
         print(piece.text, end="", flush=True)
@@ -110,12 +116,13 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams) -> str | None:
 
 
 def as_document(outputs: list[RequestOutput], llm: LLM) -> dict[str, Any]:
-    """The JSON document of `generate`."""
+    """Return the JSON document of `generate`."""
     described = [dataclasses.asdict(output) | {"metrics": output.metrics.as_dict()} for output in outputs]
     return {"outputs": described, "timing": llm.timing.as_dict()}
 
 
 def summarise(llm: LLM) -> None:
+    """Write the number of tokens and the times to standard error."""
     timing, metrics = llm.timing, llm.metrics
     drafted = f", acceptance length {metrics.mean_acceptance_length:.2f}" if llm.engine.speculative else ""
     spent = f"loading {timing.load_seconds:.1f} s, compiling {timing.compile_seconds:.1f} s"

@@ -19,7 +19,7 @@ from jaxspec.train.data_options import TEMPERATURES, DataOptions, part_of, share
 
 NAMES = ("tokens", "seed", "length", "shard_size", "mixture", "temperatures", "rows", "part")
 OF_ENGINE = ("tokenizer", "revision", "tensor_parallel_size", "dtype", "kernels", "compilation_cache")
-ALSO = {"max_model_len": "length", "max_num_seqs": "rows"}
+ALSO = {"max_model_len": "length", "max_num_seqs": "rows"}  # the engine's name -> field of DataOptions
 OWN = SHARED | {
     "mixture": Own(kind=str, default=None),
     "temperatures": Own(

@@ -65,13 +65,17 @@ def info(
     from jaxspec.inspect import info
 
     if chips is None:
-        document, show = info.describe(model, draft, device, max_num_seqs), info.show
+        document = info.describe(model, draft, device, max_num_seqs)
+        show = info.show
     else:
-        given |= {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
-        document, show = info.on_chips(model, draft, chips, **given), info.show_chips
+        if max_num_seqs is not None:
+            given["max_num_seqs"] = max_num_seqs
+        document = info.on_chips(model, draft, chips, **given)
+        show = info.show_chips
     if as_json:
         print(json.dumps(document))
     else:
         show(document)
-    if problem := info.problem(document):
+    problem = info.problem(document)
+    if problem:
         raise UserError(problem)

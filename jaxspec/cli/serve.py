@@ -14,12 +14,12 @@ from jaxspec.cli.exits import STOPPED
 from jaxspec.cli.fields import Fields, Own
 from jaxspec.cli.shared import ENGINE, MODEL_HELP, HostOptions, extra, join
 from jaxspec.cli.shared import OWN as SHARED
-from jaxspec.cli.speculation import Draft, Drafts, Json, Speculates, speculation
+from jaxspec.cli.speculation import ConfigOption, DraftOption, DraftOptions, MethodOption, speculation
 from jaxspec.common.progress import say
 from jaxspec.options.engine import EngineConfig
 from jaxspec.server.settings import ServerConfig, is_loopback
 
-API_KEY = "JAXSPEC_API_KEY"  # the option would be seen in the list of processes
+API_KEY = "JAXSPEC_API_KEY"  # environment variable; the option's value can be seen in the list of processes
 SERVER = tuple(field.name for field in dataclasses.fields(ServerConfig))
 OWN = SHARED | {
     "warm_up": Own(flags=("--warm-up/--no-warm-up",), default=True),
@@ -47,26 +47,28 @@ OWN = SHARED | {
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, show_default=False)],
     *,
-    draft: Draft = None,
-    method: Speculates = None,
-    drafts: Drafts,
-    speculative_config: Json = None,
+    draft: DraftOption = None,
+    method: MethodOption = None,
+    drafts: DraftOptions,
+    speculative_config: ConfigOption = None,
     server: Annotated[dict[str, Any], Fields(ServerConfig, SERVER, OWN)],
     engine: Annotated[dict[str, Any], Fields(EngineConfig, ENGINE, OWN)],
     hosts: HostOptions,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
-    # Options, and the socket, are checked before the model is loaded.
+    # Options and the socket are checked before the model is loaded.
     speculative = speculation(model, method, draft, drafts, speculative_config)
-    config, options = ServerConfig(**{"api_key": os.environ.get(API_KEY) or None} | server), EngineConfig(**engine)
+    config = ServerConfig(**{"api_key": os.environ.get(API_KEY) or None} | server)
+    options = EngineConfig(**engine)
     with extra("serve"):
         from jaxspec.server import run
-    with run.bound(config) if join(hosts) else contextlib.nullcontext() as listening:
+    serves = join(hosts)
+    with run.bound(config) if serves else contextlib.nullcontext() as listening:
         from jaxspec.api.async_llm import AsyncLLM
 
         say(f"loading {model} ...")
         llm = AsyncLLM(model, speculative_config=speculative, **dataclasses.asdict(options))
-        assert listening is not None  # else this process has done what another decided, and has ended
+        assert listening is not None  # a process other than 0 follows process 0 inside AsyncLLM, and ends there
         host, port, *_ = listening.getsockname()
         if not is_loopback(config.host) and not config.api_key:
             say(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
@@ -75,5 +77,5 @@ def serve(
     ending = signal.Signals(number)
     say(f"{ending.name}: the server has ended, requests cut off after {config.drain_timeout:g} seconds: {num_cut}")
     if num_cut:
-        raise typer.Exit(STOPPED[ending])  # at once: the engine may be in the middle of something long
+        raise typer.Exit(STOPPED[ending])  # without shutdown, since the engine may be in the middle of a long launch
     llm.shutdown()

@@ -1,4 +1,4 @@
-"""What several commands share."""
+"""Options and helpers of several commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxspec.parallel.hosts import Hosts
 MODEL_HELP = "Hub id, local folder, .gguf file, or an embedded model's name."
 DTYPE_HELP = sentences(EngineConfig)["dtype"]
 
-# What all commands have other than the fields of the option classes.
+# Differences from the option classes' fields that all commands share.
 OWN = {
     "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens"), default=None),
     "tokenizer": Own(help="Where the tokenizer is, if not with the model."),
@@ -32,7 +32,7 @@ OWN = {
     "compilation_cache": Own(flags=("--compilation-cache/--no-compilation-cache",)),
     "wait_for_warm_up": Own(flags=("--wait-for-warm-up/--no-wait-for-warm-up",)),
 }
-NOT_YET = ("enable_lora", "pipeline_parallel_size")
+NOT_YET = ("enable_lora", "pipeline_parallel_size")  # refused by EngineConfig, so not offered
 ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in NOT_YET)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -40,21 +40,25 @@ HostOptions = Annotated[dict[str, Any], Fields(Hosts, tuple(field.name for field
 
 
 def join(given: dict[str, Any]) -> bool:
-    """Makes the command's process one of several, where it is -> whether it is the one that serves and prints."""
+    """Join the job of several processes, if these options or the environment describe one.
+
+    Returns: whether this is process 0, or the only one, which serves and prints.
+    """
     hosts.join(Hosts(**given))
-    if (others := hosts.peers()) is None:
+    others = hosts.peers()
+    if others is None:
         return True
-    # What libraries for collectives say on standard output is not the command's result.
-    own = os.dup(1)
+    # Libraries for collectives write to descriptor 1. It becomes standard error, to keep the command's output clean.
+    stdout = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding)
+    sys.stdout = os.fdopen(stdout, "w", encoding=sys.stdout.encoding)
     progress.quiet = others.rank > 0
     return others.rank == 0
 
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """What is imported here comes with an extra of jaxspec. Raises UserError where it is not there."""
+    """Import packages of one of jaxspec's extras inside this context. Raise UserError if the extra is not installed."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The options of speculation, which every command has that generates."""
+"""Speculation's options, for all commands that generate."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxspec.drafters import methods
 from jaxspec.options.speculative import SpeculativeConfig
 
 Method = enum.StrEnum("Method", {name: name for name in (*methods.NAMES, "none")})  # type: ignore[misc]
-DRAFTED = ("num_speculative_tokens", "draft_tensor_parallel_size")
+DRAFT_FIELDS = ("num_speculative_tokens", "draft_tensor_parallel_size")
 
 
 def from_json(text: str) -> SpeculativeConfig:
-    """The value of --speculative-config. Raises typer.BadParameter."""
+    """Parse the value of --speculative-config. Raise typer.BadParameter if it is wrong."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -32,16 +32,16 @@ def from_json(text: str) -> SpeculativeConfig:
         raise typer.BadParameter(f"{quoted(text)} is no JSON: {error}") from None
 
 
-Draft = Annotated[
+DraftOption = Annotated[
     str | None,
     typer.Option(help="The model or head that drafts, made for this target. The embedded model has one."),
 ]
-Speculates = Annotated[
+MethodOption = Annotated[
     Method | None,
     typer.Option(help="Default: as --draft needs; without one ngram, and the embedded pair's head after it."),
 ]
-Drafts = Annotated[dict[str, Any], Fields(SpeculativeConfig, DRAFTED, OWN)]
-Json = Annotated[
+DraftOptions = Annotated[dict[str, Any], Fields(SpeculativeConfig, DRAFT_FIELDS, OWN)]
+ConfigOption = Annotated[
     SpeculativeConfig | None,
     typer.Option(
         "--speculative-config", parser=from_json, metavar="JSON", help="All options of speculation, as vLLM's object."
@@ -56,10 +56,11 @@ def speculation(
     others: dict[str, Any],
     config: SpeculativeConfig | None = None,
 ) -> SpeculativeConfig | None:
-    """Return the speculation that the options ask for, None for plain decoding. Where they ask for nothing it is prompt
-    lookup, with the trained head of a model that has one.
+    """Return the speculation that the options ask for, or None for plain decoding. Without options it is prompt lookup,
+    followed by the trained head of a model that has one.
 
-    others: the options of DRAFTED; config: all of --speculative-config.
+    others: values of DRAFT_FIELDS.
+    config: value of --speculative-config, which excludes all other options.
     """
     from checkpoints.sources import DRAFTS
 
@@ -73,10 +74,16 @@ def speculation(
         if listed:
             raise UserError(f"--method none decodes plainly: leave {listed} out")
         return None
-    if (k := others.get("num_speculative_tokens", 1)) < 1:
+    k = others.get("num_speculative_tokens", 1)
+    if k < 1:
         raise UserError(f"{flag_of('num_speculative_tokens')} {k} drafts nothing: --method none decodes plainly")
-    needs_draft = method is None or methods.METHODS[methods.split(str(method))[1]].parameters is not None
-    if draft is None and needs_draft and model in DRAFTS:
-        draft, method = DRAFTS[model], method or Method(embedded.METHOD)
+    if method is None:
+        takes_draft = True
+    else:
+        _, name = methods.split(str(method))
+        takes_draft = methods.METHODS[name].parameters is not None
+    if draft is None and takes_draft and model in DRAFTS:
+        draft = DRAFTS[model]
+        method = method or Method(embedded.METHOD)
     with spoken({"model": ("--draft",)}):
         return SpeculativeConfig(method=None if method is None else str(method), model=draft, **others)

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface over AsyncLLM. Needs jaxspec's extra "serve"."""
+"""OpenAI's HTTP API, served by an AsyncLLM. Needs jaxspec's extra "serve"."""

@@ -23,7 +23,7 @@ from jaxspec.common.errors import quoted
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
 from jaxspec.server.control_tokens import control_tokens
-from jaxspec.server.fields import wish
+from jaxspec.server.fields import Wish, wish
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
 from jaxspec.server.guard import Guard
@@ -32,7 +32,7 @@ from jaxspec.server.refusal import Refusal
 from jaxspec.server.request_log import RequestLog
 from jaxspec.server.settings import ANY, ServerConfig
 
-# What pages of allowed origins may send, and which headers they may read beside the usual.
+# Methods and headers that pages of allowed origins may send, and response headers that they may read.
 CORS: dict[str, Any] = {
     "allow_methods": ("GET", "HEAD", "POST"),
     "allow_headers": (ANY,),
@@ -42,10 +42,12 @@ CORS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What an application serves.
+    """The state of an application: its model and what its routes need.
 
-    model: its name for clients; created: when, in seconds; room: tokens of a prompt with its answer; control: the
-    control tokens that texts may not hold, by id.
+    model: name that clients use for the model.
+    created: time at which the application was made, in seconds since the epoch.
+    room: largest number of tokens that a prompt and its output may have together.
+    control: control tokens that texts of clients may not hold, by id.
     """
 
     llm: AsyncLLM
@@ -58,6 +60,7 @@ class Served:
     control: Mapping[int, str]
 
     async def check_alive(self) -> None:
+        """Raise Refusal if the engine has ended."""
         try:
             await self.llm.check_health()
         except RuntimeError:
@@ -65,42 +68,52 @@ class Served:
             raise Refusal(503, message, code="engine_ended") from None
 
     async def generation(self, request: Request, *, chat: bool) -> Generation:
-        self.gate.check()  # before the body is read
+        """Read a request and return the response that generates its answer.
+
+        Raises: Refusal for a request that is invalid or that the server does not admit now.
+        """
+        self.gate.check()  # a busy server refuses before it reads the body
         await self.check_alive()
-        read = lambda body: wish(body, chat=chat, model=self.model, room=self.room)
+
+        def parse(body: dict[str, Any]) -> Wish:
+            return wish(body, chat=chat, model=self.model, room=self.room)
+
         async with self.gate.arriving():
-            wanted = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, read)
-        answer = (ChatAnswer if chat else TextAnswer)(self.model, wanted)
+            parsed = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, parse)
+        kind = ChatAnswer if chat else TextAnswer
+        answer = kind(self.model, parsed)
         request.state.answer = answer  # for the request log
-        return Generation(self.llm, self.gate, wanted, answer, self.room, self.config, self.control)
+        return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)
 
     def described(self) -> dict[str, Any]:
+        """Return the model as OpenAI's object, with vLLM's max_model_len."""
         found = Model(id=self.model, object="model", created=self.created, owned_by="jaxspec")
         return found.model_dump(exclude_unset=True) | {"max_model_len": self.room}
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig, model: str, gate: Gate) -> FastAPI:
-    """The application. model: its name for clients."""
+    """Return the application that serves an LLM. model: name that clients use for it."""
     if getattr(llm.llm.tokenizer, "chat_template", None):
-        llm.templates.start()  # or the first chat would wait for it
-    app = FastAPI(title="jaxspec", openapi_url=None)  # bodies are checked by tables, which no schema here tells
+        llm.templates.start()  # now, else the first chat would wait for it
+    # No OpenAPI document: fields.py checks bodies by its own tables, of which a schema would show nothing.
+    app = FastAPI(title="jaxspec", openapi_url=None)
     control = control_tokens(llm.llm.tokenizer) if config.refuse_control_tokens else {}
     app.state.served = Served(llm, config, model, gate, Metrics(llm), int(time.time()), room_of(llm), control)
     app.include_router(routes)
     if config.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=config.allowed_origins, **CORS)
-    app.add_middleware(Guard, config=config)  # outermost
+    app.add_middleware(Guard, config=config)  # added after CORS, so that it runs first
     if config.enable_log_requests:
         app.add_middleware(RequestLog)
-    for kind, answer in ANSWERS.items():
-        app.add_exception_handler(kind, answer)
+    for kind, handler in HANDLERS.items():
+        app.add_exception_handler(kind, handler)
     return app
 
 
-# The routes know of no model by themselves: FastAPI keeps what it is given as long as the process lives.
+# Routes find the model through the request: FastAPI keeps what a route refers to until the process ends.
 
 routes = APIRouter()
-reading = functools.partial(routes.api_route, methods=["GET", "HEAD"])
+get = functools.partial(routes.api_route, methods=["GET", "HEAD"])
 Key = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 
 
@@ -108,54 +121,56 @@ def served_by(request: Request) -> Served:
     return request.app.state.served
 
 
-Known = Annotated[Served, Depends(served_by)]
+CurrentServed = Annotated[Served, Depends(served_by)]
 
 
-async def allowed(key: Key, served: Known) -> None:
-    wanted, given = served.config.api_key, key.credentials if key else ""
-    if wanted and not hmac.compare_digest(given.encode(), wanted.encode()):
+async def allowed(key: Key, served: CurrentServed) -> None:
+    """Raise Refusal for a request without the server's API key, if it has one."""
+    expected = served.config.api_key
+    given = key.credentials if key else ""
+    if expected and not hmac.compare_digest(given.encode(), expected.encode()):
         headers = {"WWW-Authenticate": "Bearer"}
         raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
 
 
 @routes.post("/v1/completions", dependencies=[Depends(allowed)], response_model=None)
-async def completions(request: Request, served: Known) -> Response:
+async def completions(request: Request, served: CurrentServed) -> Response:
     return await served.generation(request, chat=False)
 
 
 @routes.post("/v1/chat/completions", dependencies=[Depends(allowed)], response_model=None)
-async def chat_completions(request: Request, served: Known) -> Response:
+async def chat_completions(request: Request, served: CurrentServed) -> Response:
     return await served.generation(request, chat=True)
 
 
-@reading("/v1/models/", dependencies=[Depends(allowed)])
-@reading("/v1/models", dependencies=[Depends(allowed)])
-async def models(served: Known) -> dict[str, Any]:
+@get("/v1/models/", dependencies=[Depends(allowed)])
+@get("/v1/models", dependencies=[Depends(allowed)])
+async def models(served: CurrentServed) -> dict[str, Any]:
     return {"object": "list", "data": [served.described()]}
 
 
-@reading("/v1/models/{name:path}", dependencies=[Depends(allowed)])
-async def model_of(name: str, served: Known) -> dict[str, Any]:
+@get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
+async def model_of(name: str, served: CurrentServed) -> dict[str, Any]:
     if name != served.model:
         message = f"model {quoted(name, 200)} is not served here: {served.model!r} is"
         raise Refusal(404, message, code="model_not_found")
     return served.described()
 
 
-@reading("/health")
-async def health(served: Known) -> dict[str, str]:
+@get("/health")
+async def health(served: CurrentServed) -> dict[str, str]:
     served.gate.check(0)
     await served.check_alive()
     return {"status": "ok"}
 
 
-@reading("/metrics")
-async def scrape(served: Known) -> Response:
+@get("/metrics")
+async def scrape(served: CurrentServed) -> Response:
     body = prometheus_client.generate_latest(served.metrics.registry)
     return Response(body, headers={"content-type": prometheus_client.CONTENT_TYPE_LATEST})
 
 
-# What a route raises -> its response.
+# Handlers of the exceptions that routes raise.
 
 
 async def refused(request: Request, error: Any) -> Response:
@@ -168,16 +183,16 @@ async def refused_by_routes(request: Request, error: Any) -> Response:
 
 
 async def gone(_: Request, error: Exception) -> Response:
-    """Nobody reads it."""
+    """Return a response that nobody reads: the client has disconnected."""
     return Response(status_code=499)
 
 
 async def failed(_: Request, error: Exception) -> Response:
-    """The server's own log has the traceback."""
+    """Return a response without details. The server's log has the traceback."""
     return Refusal(500, "the server failed").response()
 
 
-ANSWERS: dict[Any, Any] = {
+HANDLERS: dict[Any, Any] = {
     Refusal: refused,
     HTTPException: refused_by_routes,
     ClientDisconnect: gone,

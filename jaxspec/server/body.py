@@ -1,4 +1,4 @@
-"""A request's body: bytes of a client that may be slow, broken or hostile -> a JSON object."""
+"""Reading of a request's body: a JSON object from a client that may be slow, broken or hostile."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from jaxspec.server.refusal import Refusal
 
 T = TypeVar("T")
 
-LONGEST = 60.0  # seconds in which a body has to arrive: nobody counts the clients that are still sending
+LONGEST = 60.0  # seconds in which a body has to arrive: max_queue does not count requests whose body is incomplete
 CODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # Content-Encoding -> zlib's wbits
 
 
 async def read(request: Request, most: int, seconds: float, take: Callable[[dict[str, Any]], T]) -> T:
-    """Return what `take` makes of the object that the body holds. Raises Refusal for a body that is longer than `most`
-    bytes, encoded or decoded, takes longer to arrive, or holds no object."""
+    """Read the body's JSON object and return `take` of it. A long body is parsed in a thread.
+
+    most: limit of the body's bytes, both before and after decompression.
+    seconds: time in which the body has to arrive, at most LONGEST.
+
+    Raises: Refusal for a body above one of these limits, or which is no JSON object.
+    """
     seconds = min(seconds, LONGEST)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which a page of some other site cannot send without being asked first
+    if kind != "application/json":  # browsers let a page of another site send this type only after a CORS preflight
         raise Refusal(415, f"content-type {quoted(kind)} must be application/json")
     coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
     if coding not in ("", "identity", *CODINGS):
@@ -44,8 +49,12 @@ async def read(request: Request, most: int, seconds: float, take: Callable[[dict
                     raise too_long(most)
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {seconds:g} seconds") from None
+
+    def parse() -> T:
+        return take(parsed(decoded(bytes(body), coding, most)))
+
     large = coding in CODINGS or len(body) > LARGE_BODY
-    return await offload(large, lambda: take(parsed(decoded(bytes(body), coding, most))))
+    return await offload(large, parse)
 
 
 def too_long(most: int) -> Refusal:
@@ -53,7 +62,7 @@ def too_long(most: int) -> Refusal:
 
 
 def decoded(body: bytes, coding: str, most: int) -> bytes:
-    """Undo the body's content coding, and stop where the result is longer than `most` bytes."""
+    """Decompress the body. Raise Refusal as soon as the result is longer than `most` bytes."""
     if coding not in CODINGS:
         return body
     decoder = zlib.decompressobj(CODINGS[coding])
@@ -70,22 +79,24 @@ def decoded(body: bytes, coding: str, most: int) -> bytes:
 
 
 def parsed(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raise Refusal for NaN, infinities and repeated names, which Python's parser accepts."""
     try:
-        found = json.loads(body, parse_constant=no_number, object_pairs_hook=without_repetition)
+        found = json.loads(body, parse_constant=refuse_constant, object_pairs_hook=without_repetition)
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
-    except ValueError as error:  # of bytes that are no text, too
+    except ValueError as error:  # also a UnicodeDecodeError
         raise Refusal(400, f"the body is no JSON: {shortened(str(error), 200)}") from None
     if not isinstance(found, dict):
         raise Refusal(400, "the body must be a JSON object")
     return found
 
 
-def no_number(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
     raise Refusal(400, f"the body holds {name}, which is no JSON number")
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs. Raise Refusal where a name occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]

@@ -1,4 +1,4 @@
-"""Connections: how many there are at a time, and how long each may keep the server waiting."""
+"""Connections: a limit on their number, and on the time for which a client may keep the server waiting."""
 
 from __future__ import annotations
 
@@ -21,50 +21,53 @@ from jaxspec.server.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
-MOST = 2048  # connections, where nothing else is asked for
-SPARE_FILES = 256  # file descriptors that are left to the rest of the process, at most half of all
-BACKLOG = 2048  # connections that the kernel holds until they are accepted
-RETRY = 0.5  # seconds between attempts to accept, after one that failed
-POLL = 0.01  # seconds between looks for room, where every connection is at work
-REPORT = 60.0  # seconds between two lines about such failures
-# What the server may wait for -> seconds that a client has for it. body.py limits the time of a body.
+DEFAULT_MAX_CONNECTIONS = 2048
+SPARE_FILES = 256  # file descriptors left to the rest of the process; at most half of all
+BACKLOG = 2048  # connections that the kernel queues until they are accepted
+RETRY = 0.5  # seconds until the next attempt after a failure to accept
+POLL = 0.01  # seconds between checks for a free place while no connection may be evicted
+REPORT = 60.0  # seconds between two log lines about failures to accept
+# What the server waits for -> seconds that a client has for it. body.py limits the time of a body.
 LIMITS = {"headers": 30.0, "reading": 60.0}
-PAUSE = 1.0  # seconds of waiting for a client after which a newcomer may take its place
+PAUSE = 1.0  # seconds of waiting for a client after which a new connection may take its place
 IDLE = 5  # seconds until a connection without a request is closed
 
 
 def max_connections(asked: int | None) -> int:
-    """Return the number of connections: `asked`, else MOST, or fewer where the process may not open as many files.
+    """Return the largest number of connections at a time: `asked`, or by default DEFAULT_MAX_CONNECTIONS.
 
-    Raises: UserError for more than the process may open.
+    The default is lowered if the process may not open as many files.
+
+    Raises: UserError where `asked` is more than the process may open.
     """
-    files = may_open((asked or MOST) + SPARE_FILES)
+    files = raised_file_limit((asked or DEFAULT_MAX_CONNECTIONS) + SPARE_FILES)
     room = max(files - SPARE_FILES, files // 2, 1)
     if asked is not None and asked > room:
         why = f"this process may open {files} files, and needs some itself; `ulimit -n` raises that"
         raise UserError(f"max_connections={asked} is above {room}: {why}")
-    return asked or min(MOST, room)
+    return asked or min(DEFAULT_MAX_CONNECTIONS, room)
 
 
-def may_open(wanted: int) -> int:
-    """Raise the process's limit of open files to `wanted`, as far as it may -> the limit."""
+def raised_file_limit(wanted: int) -> int:
+    """Raise the process's limit of open files to `wanted`, or as far as it may, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
     raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if raised > soft:
-        with contextlib.suppress(ValueError, OSError):  # of a system whose own limit is lower
+        with contextlib.suppress(ValueError, OSError):  # the system has a lower limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             return raised
     return soft
 
 
 class Connection(H11Protocol):
-    """One client's connection. It ends where the client keeps the server waiting for too long.
+    """A client's connection. It closes when the client keeps the server waiting for too long.
 
-    awaited: what the server waits for: "headers", "body", or "reading" of what was written. None: for nothing.
-    since: when that began, in the loop's seconds.
-    last: whether the answer under way, or the next, is the last.
+    awaited: what the server waits for: "headers", "body", or "reading" of what it has written. None: it does not wait.
+    since: start of that wait, on the event loop's clock in seconds.
+    last: whether the connection closes after the answer under way, or else after the next one.
+    timer: call of `end` at the end of the time limit.
     """
 
     awaited: str | None = None
@@ -74,8 +77,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # pause_writing is then called as soon as anything is left unread
-        self.look()
+        transport.set_write_buffer_limits(0)  # pause_writing is called as soon as anything is left unread
+        self.update_awaited()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -83,26 +86,27 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self.look()
+        self.update_awaited()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.look()
+        self.update_awaited()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.look()
+        self.update_awaited()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.look()
+        self.update_awaited()
 
-    def look(self) -> None:
-        """Note what the server waits for now."""
+    def update_awaited(self) -> None:
+        """Find out what the server waits for now, and start its time limit."""
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and self.last and self.cycle.keep_alive:
             self.cycle.keep_alive = False
-            self.cycle.scope["headers"] = [*self.cycle.scope["headers"], CLOSE_HEADER]  # as if the client had asked
+            # As if the client had asked for it: uvicorn then adds "Connection: close" to its answer.
+            self.cycle.scope["headers"] = [*self.cycle.scope["headers"], CLOSE_HEADER]
         if self.flow.write_paused:
             self.wait_for("reading")
         elif not answering:
@@ -111,7 +115,7 @@ class Connection(H11Protocol):
             self.wait_for("body" if self.cycle.more_body else None)
 
     def wait_for(self, awaited: str | None) -> None:
-        """Start the time limit, where this is not what the server waits for already."""
+        """Start the time limit for `awaited`. It goes on if the server waits for this already."""
         if awaited == self.awaited:
             return
         if self.timer is not None:
@@ -121,28 +125,29 @@ class Connection(H11Protocol):
         self.awaited, self.since = awaited, self.loop.time()
 
     @property
-    def may_go(self) -> bool:
-        """Whether a newcomer may take the connection's place."""
+    def evictable(self) -> bool:
+        """Return whether a new connection may take this one's place."""
         return self.awaited is not None and self.loop.time() - self.since > PAUSE
 
     def close_after_answer(self) -> None:
-        """Make the answer under way the last, or else the next. Its client is told, unless it has begun."""
+        """Close after the answer under way, or else after the next one. An answer whose headers are not sent yet
+        tells the client so."""
         self.last = True
-        self.look()
+        self.update_awaited()
 
     def end(self) -> None:
-        """End the connection, its time being over."""
+        """Close the connection because its time limit is over. Headers that arrived in part are answered 408."""
         if self.awaited == "headers" and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self.refuse(Refusal(408, f"the headers did not arrive within {LIMITS['headers']:g} seconds"))
         else:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what h11 cannot read."""
+        """Refuse bytes that h11 cannot parse. (uvicorn calls this; its own answer is plain text.)"""
         self.refuse(Refusal(400, "what was sent is no HTTP/1.1 request, or its headers are too long"))
 
     def refuse(self, refusal: Refusal) -> None:
-        """Answer before there is a request, and close."""
+        """Send a refusal for bytes that make no request, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else an answer is under way
             answer = refusal.response()
             reason = http.HTTPStatus(refusal.status).phrase
@@ -155,14 +160,15 @@ class Connection(H11Protocol):
 
 
 class Listener(uvicorn.Server):
-    """A server that accepts its connections itself, at most `most` at a time.
+    """A server that accepts its connections itself, so that there are at most `most` at a time.
 
-    asyncio's own loop accepts thousands in one turn, and reports each failure to do so.
+    asyncio's own server accepts thousands in one turn of the event loop, and logs each failure to accept.
     """
 
     def __init__(self, config: uvicorn.Config, most: int) -> None:
         super().__init__(config)
-        self.most, self.reported = most, -math.inf
+        self.most = most
+        self.reported = -math.inf  # time of the last log line about a failure
         self.accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -179,11 +185,12 @@ class Listener(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def accept(self, listening: socket.socket) -> None:
+        """Accept connections until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listening)
-            except OSError as error:  # such as no file descriptor being left
+            except OSError as error:  # for example because no file descriptor is left
                 self.report(error)
                 await asyncio.sleep(RETRY)
                 self.evict()
@@ -191,7 +198,7 @@ class Listener(uvicorn.Server):
                 await self.take(accepted)
 
     async def take(self, accepted: socket.socket) -> None:
-        """Make a connection of a socket, as soon as there is room for it."""
+        """Make a connection of an accepted socket as soon as there is a place for it."""
         try:
             while len(self.connections) >= self.most:
                 if not self.evict():
@@ -202,7 +209,7 @@ class Listener(uvicorn.Server):
             await asyncio.get_running_loop().connect_accepted_socket(self.connection, accepted)
         except BaseException as error:
             accepted.close()
-            if not isinstance(error, OSError):  # which says that the client is gone
+            if not isinstance(error, OSError):  # an OSError means that the client is gone
                 raise
 
     @property
@@ -213,13 +220,14 @@ class Listener(uvicorn.Server):
         return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def evict(self) -> bool:
-        """End the connection that has kept the server waiting the longest -> whether there was one."""
-        waiting = [connection for connection in self.connections if connection.may_go]
+        """Close the connection that has kept the server waiting the longest. Return whether there was one."""
+        waiting = [connection for connection in self.connections if connection.evictable]
         if waiting:
             min(waiting, key=lambda connection: connection.since).transport.abort()
         return bool(waiting)
 
     def report(self, error: OSError) -> None:
+        """Log a failure to accept, at most once in REPORT seconds."""
         now = asyncio.get_running_loop().time()
         if now - self.reported > REPORT:
             self.reported = now

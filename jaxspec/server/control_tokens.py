@@ -1,4 +1,5 @@
-"""Control tokens in texts of clients, such as <|im_end|>: a tokenizer reads them as tokens, whoever wrote them."""
+"""Refusal of texts that hold a control token, such as <|im_end|>. A tokenizer encodes it as a control token even where
+a client wrote it."""
 
 from __future__ import annotations
 
@@ -11,25 +12,30 @@ from jaxspec.server.fields import Wish
 
 
 def control_tokens(tokenizer: Any) -> dict[int, str]:
-    """Id -> token, of those that the tokenizer marks as special."""
+    """Return the tokens that the tokenizer marks as special, by id."""
     return {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def refuse(tokenizer: Any, control: Mapping[int, str], wish: Wish) -> None:
-    """Raises UserError, with its place, for a text of the request that holds one of these tokens."""
-    for where, text in texts(wish):
-        if (token := held(tokenizer, control, text)) is not None:
+def refuse(tokenizer: Any, control: Mapping[int, str], request: Wish) -> None:
+    """Raise UserError, which names the field, if a text of the request holds one of these tokens."""
+    for where, text in texts(request):
+        token = held(tokenizer, control, text)
+        if token is not None:
             message = f"{where} holds {token!r}, a control token of the model: this server takes none in a text"
             raise UserError(message, param=where)
 
 
-def texts(wish: Wish) -> Iterator[tuple[str, str]]:
-    """(place, text) of all that the request brings into a prompt. Prompts of token ids have no text."""
-    yield from (("prompt", prompt) for prompt in wish.prompts or () if isinstance(prompt, str))
-    for i, message in enumerate(wish.messages):
-        yield from ((f"messages[{i}].{name}", text) for name, text in message.items() if name != "role")
-    left: list[Any] = [wish.chat.get("chat_template_kwargs")]
-    while left:  # not by recursion: JSON may be nested deeply
+def texts(request: Wish) -> Iterator[tuple[str, str]]:
+    """Yield (field, text) for every text of the request that may become part of a prompt. Token ids have no text."""
+    for prompt in request.prompts or ():
+        if isinstance(prompt, str):
+            yield "prompt", prompt
+    for i, message in enumerate(request.messages):
+        for name, text in message.items():
+            if name != "role":
+                yield f"messages[{i}].{name}", text
+    left: list[Any] = [request.chat.get("chat_template_kwargs")]
+    while left:  # a loop, since JSON may be nested more deeply than Python recurses
         value = left.pop()
         if isinstance(value, str):
             yield "chat_template_kwargs", value
@@ -40,7 +46,8 @@ def texts(wish: Wish) -> Iterator[tuple[str, str]]:
 
 
 def held(tokenizer: Any, control: Mapping[int, str], text: str) -> str | None:
-    """The first of these tokens that the text is encoded to. Characters that are unknown to the tokenizer are none."""
+    """Return the first control token of the encoded text, or None. An unknown character, which is encoded as the
+    unknown token, does not count."""
     for i in tokenizer.encode(readable(text), add_special_tokens=False):
         token = control.get(i)
         if token is not None and (i != tokenizer.unk_token_id or token in text):

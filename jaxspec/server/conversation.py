@@ -1,4 +1,4 @@
-"""A chat's messages: roles, text, names."""
+"""Messages of a chat: their roles, texts and names, checked."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 
-# OpenAI's role -> the chat templates'.
+# OpenAI's role -> role in chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-PARTS = ("text", "refusal")  # of a content that is a list: each has its text under its own name
-# A message's fields that hold a part of what was said -> why they are refused. Any other unknown one is ignored.
-SAID = {
+PARTS = ("text", "refusal")  # types of the parts of a content; the text is in the field of the same name
+# Fields with content that would be lost -> why a message that has one is refused. Other unknown fields are ignored.
+UNSUPPORTED = {
     "tool_calls": "no tool is called",
     "function_call": "no function is called",
     "audio": "messages hold text",
@@ -20,25 +20,29 @@ SAID = {
 
 
 def conversation(messages: Any) -> list[dict[str, str]]:
-    """The messages as chat templates take them, without fields that are unknown here, as OpenAI's server reads them.
-    Raises Refusal, which names the place, for what is no text."""
+    """Return the messages in the form of chat templates. Unknown fields are left out, as OpenAI's server does.
+
+    Raises: Refusal, which names the field, for messages of another form or with content that is no text.
+    """
     if not isinstance(messages, list) or not messages:
         raise Refusal(400, 'messages must be a list of {"role": ..., "content": ...}, not empty', param="messages")
     return [message_of(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
 def message_of(where: str, message: Any) -> dict[str, str]:
+    """Return one message with its role, content and, if given, its name. where: its place, for errors."""
     if not isinstance(message, dict):
         raise Refusal(400, f"{where}={quoted(message)} must be an object", param=where)
-    given = {name: value for name, value in message.items() if value not in (None, [])}  # as clients send answers back
+    # Clients send our answers back with their empty fields, which ask for nothing.
+    given = {name: value for name, value in message.items() if value not in (None, [])}
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise Refusal(400, f"{where}.role={quoted(role)} must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    for name, reason in SAID.items():
+    for name, reason in UNSUPPORTED.items():
         if name in given:
             raise Refusal(400, f"{where}.{name} is not supported: {reason}", param=f"{where}.{name}")
     found = {"role": ROLES[role], "content": text_of(f"{where}.content", message.get("content"))}
-    if "name" in given:  # templates may show it
+    if "name" in given:  # some templates show it
         found["name"] = given["name"]
         if not isinstance(found["name"], str):
             raise Refusal(400, f"{where}.name={quoted(found['name'])} must be a string", param=f"{where}.name")
@@ -46,11 +50,12 @@ def message_of(where: str, message: Any) -> dict[str, str]:
 
 
 def text_of(where: str, content: Any) -> str:
+    """Return a content's text. Parts of a list are joined by line ends, as in vLLM."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise Refusal(400, f"{where}={quoted(content)} must be a string, or a list of text parts", param=where)
-    return "\n".join(part_of(f"{where}[{i}]", part) for i, part in enumerate(content))  # as vLLM joins them
+    return "\n".join(part_of(f"{where}[{i}]", part) for i, part in enumerate(content))
 
 
 def part_of(where: str, part: Any) -> str:

@@ -1,4 +1,4 @@
-"""The fields of a request, as OpenAI and vLLM name them -> what is to be generated. Nothing is ignored in silence."""
+"""Fields of a request: parsing of OpenAI's and vLLM's names. A field that the server cannot honour is refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jaxspec.common.values import flag, unknown, whole
 from jaxspec.options.keywords import ChatOptions
 from jaxspec.options.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxspec.server.conversation import conversation
-from jaxspec.server.refusal import Refusal, of_user_error
+from jaxspec.server.refusal import Refusal, refusal_for
 
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))  # names are vLLM's
 OWN = ("model", "stream", "stream_options")
+# Fields of chats besides those in SAMPLING. (A chat's `logprobs` is a flag.)
 CHAT = (
     "messages",
     "chat_template_kwargs",
@@ -24,9 +25,9 @@ CHAT = (
     "continue_final_message",
     "top_logprobs",
     "max_completion_tokens",
-)  # beside SAMPLING, of which logprobs is a flag there
+)
 HARMLESS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")  # change no output
-# Field -> (the values that ask for nothing that is missing, what to do instead of asking for it).
+# Unsupported field -> (its values that ask for nothing, which are accepted; what to do instead of using the field).
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "ask for n samples with logprobs, and choose"),
     "echo": ((False,), "the client has the prompt; prompt_logprobs scores it"),
@@ -47,20 +48,25 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "nothing is searched"),
     "moderation": ((), "nothing is moderated"),
 }
-# Lists that the host goes through for each token, or that become arrays of the program -> the most entries.
+# Field -> limit of its entries. The host goes through them for each token, or they become arrays of the program.
 MOST_ENTRIES = {"stop": 64, "stop_token_ids": 64, "bad_words": 128, "logit_bias": 1024}
-LONGEST = {"stop": 1000, "bad_words": 256}  # characters of each: nobody else is served while the host looks at them
+# Field -> limit of each entry's characters: the server answers no other request while the host goes through them.
+LONGEST = {"stop": 1000, "bad_words": 256}
 
 
 @dataclasses.dataclass(frozen=True)
 class Wish:
-    """What a request asks for.
+    """The parameters of a request, checked.
 
-    prompts: each to be completed n times; None: answer `messages`.
+    params: sampling parameters, the same for all prompts.
+    prompts: prompts to complete n times each; None for a chat.
+    messages: messages of a chat.
     chat: options of the chat template, as jaxspec.api.chat.rendering takes them.
-    source: the field that they come from.
-    fill: the output may take all the room that the prompt leaves.
-    usage: a stream ends with the number of tokens; running_usage: and has that so far in every event.
+    source: field of the prompts or messages, for errors.
+    fill: whether the output may take all of the context that the prompt leaves.
+    stream: whether the answer is sent as events.
+    usage: whether a stream ends with the number of tokens.
+    running_usage: whether each event has the number of tokens so far.
     """
 
     params: SamplingParams
@@ -75,16 +81,24 @@ class Wish:
 
     @property
     def role(self) -> str:
-        """The role of a chat's output, as in vLLM."""
+        """Role of a chat's output, as in vLLM."""
         return "assistant" if self.chat.get("add_generation_prompt", True) else self.messages[-1]["role"]
 
     @property
     def samples(self) -> int:
+        """Number of samples of all prompts together."""
         return self.params.n * (1 if self.prompts is None else len(self.prompts))
 
 
 def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
-    """room: the most tokens of a prompt with its output. Raises Refusal, which names the field."""
+    """Parse and check the body of a request.
+
+    chat: whether the body is one of /v1/chat/completions rather than of /v1/completions.
+    model: name of the served model, which the request has to give.
+    room: largest number of tokens that a prompt and its output may have together.
+
+    Raises: Refusal, which names the field.
+    """
     given = {name: value for name, value in body.items() if value is not None}  # null is OpenAI's "default"
     source = "messages" if chat else "prompt"
     known = [*OWN, *SAMPLING, *(CHAT if chat else ("prompt",))]
@@ -109,7 +123,7 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
         if stream and params.prompt_logprobs is not None:
             raise Refusal(400, "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
     except UserError as error:
-        raise of_user_error(error, source, given) from None
+        raise refusal_for(error, source, given) from None
     return Wish(
         params,
         prompts,
@@ -124,7 +138,7 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
 
 
 def check(name: str, value: Any, known: list[str]) -> None:
-    """Whether the server can heed a field."""
+    """Raise Refusal for a field that the server cannot honour."""
     if name in ONLY:
         values, instead = ONLY[name]
         if not any(value == v and type(value) is type(v) for v in values):
@@ -135,19 +149,22 @@ def check(name: str, value: Any, known: list[str]) -> None:
     most = MOST_ENTRIES.get(name)
     if most is not None and isinstance(value, list | dict) and len(value) > most:
         raise Refusal(400, f"{name} has {len(value)} entries, the server takes at most {most}", param=name)
-    if (most := LONGEST.get(name)) is not None:
+    most = LONGEST.get(name)
+    if most is not None:
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and len(text) > most:
-                said = f"{name} holds {quoted(text, 40)}, of {len(text)} characters: the server takes at most {most}"
-                raise Refusal(400, said, param=name)
+                message = f"{name} holds {quoted(text, 40)}, of {len(text)} characters: the server takes at most {most}"
+                raise Refusal(400, message, param=name)
 
 
 def prompts_of(prompt: Any) -> list[Prompt]:
-    """A string, a list of them, a list of ids, or a list of such lists."""
+    """Return the prompts of a field that is a string, a list of strings, a list of token ids or a list of those."""
     prompts = as_list(prompt) if isinstance(prompt, str | list) else []
     if not prompts or not all(isinstance(p, str | list) for p in prompts):
-        said = f"prompt={quoted(prompt)} must be a string, a list of strings, a list of token ids, or a list of those"
-        raise Refusal(400, said, param="prompt")
+        message = (
+            f"prompt={quoted(prompt)} must be a string, a list of strings, a list of token ids, or a list of those"
+        )
+        raise Refusal(400, message, param="prompt")
     return prompts
 
 
@@ -166,8 +183,9 @@ def no_such_model(name: Any, model: str) -> Refusal:
 
 
 def streaming(given: Mapping[str, Any]) -> tuple[bool, dict[str, bool]]:
-    """(whether the answer is streamed, stream_options)"""
-    stream, options = flag("stream", given.get("stream", False)), given.get("stream_options", {})
+    """Return whether the answer is streamed, and stream_options."""
+    stream = flag("stream", given.get("stream", False))
+    options = given.get("stream_options", {})
     if not isinstance(options, dict):
         raise Refusal(400, f"stream_options={quoted(options)} must be an object", param="stream_options")
     if options and not stream:
@@ -181,8 +199,9 @@ def streaming(given: Mapping[str, Any]) -> tuple[bool, dict[str, bool]]:
 
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    """A chat's logprobs is a flag, and top_logprobs a number."""
-    wanted, top = flag("logprobs", given.get("logprobs", False)), given.get("top_logprobs")
+    """Return SamplingParams.logprobs of a chat, which has a flag logprobs and a number top_logprobs."""
+    wanted = flag("logprobs", given.get("logprobs", False))
+    top = given.get("top_logprobs")
     if top is None:
         return 0 if wanted else None
     top = whole("top_logprobs", top, 0, MAX_LOGPROBS)
@@ -194,8 +213,9 @@ def chat_logprobs(given: Mapping[str, Any]) -> int | None:
 
 
 def chat_max_tokens(given: Mapping[str, Any], room: int) -> Any:
-    """Under its newer name or its older one."""
-    newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
+    """Return max_tokens of a chat: max_completion_tokens, its newer name, else max_tokens, else `room`."""
+    newer = given.get("max_completion_tokens")
+    older = given.get("max_tokens")
     if newer is not None:
         whole("max_completion_tokens", newer, 1)
         if older is not None and older != newer:

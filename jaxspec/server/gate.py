@@ -1,4 +1,5 @@
-"""Who is let in: as many samples as there are rows and places to wait, and nobody while the server ends."""
+"""Admission: at most as many samples as there are rows and places in the queue, and none while the server shuts
+down."""
 
 from __future__ import annotations
 
@@ -10,27 +11,32 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 
 from jaxspec.server.refusal import Refusal
 
-LONGEST_WAIT = 60  # seconds that a client is told to wait at most
-SMOOTHING = 0.1  # of the seconds that requests take
-AFTER_CUT = 5.0  # seconds in which those that were cut off have to leave
+LONGEST_WAIT = 60  # seconds, limit of Retry-After
+SMOOTHING = 0.1  # weight of the newest request in the moving average of their durations
+AFTER_CUT = 5.0  # seconds in which requests that the drain has cut off have to end
 
 
 class Gate:
-    """Requests under way, all in one event loop. rows: samples decoded together; queue: those that may wait."""
+    """The requests under way and their limits, all in one event loop.
+
+    rows: samples that are decoded together.
+    queue: further samples that may wait for a row.
+    """
 
     def __init__(self, rows: int, queue: int) -> None:
-        self.rows, self.most = rows, rows + queue
-        self.inside = 0  # samples
+        self.rows = rows
+        self.most = rows + queue
+        self.inside = 0  # samples under way
         self.draining = False
-        self.limits: set[asyncio.Timeout] = set()  # a request's each
-        self.bodies: set[asyncio.Timeout] = set()  # of bodies that are being read
-        self.seconds = 1.0  # that requests took lately
-        self.num_cut = 0  # requests that the drain cut off
+        self.limits: set[asyncio.Timeout] = set()  # one for each request under way
+        self.bodies: set[asyncio.Timeout] = set()  # one for each body that is being read
+        self.seconds = 1.0  # moving average of the requests' durations
+        self.num_cut = 0  # requests that the drain has cut off
 
     def check(self, samples: int = 1) -> None:
-        """Raises Refusal where so many samples are not let in now."""
+        """Raise Refusal unless so many samples may be admitted now."""
         if self.draining:
-            raise self.ending()
+            raise self.shutting_down()
         if samples > self.most:
             raise Refusal(
                 400,
@@ -42,34 +48,39 @@ class Gate:
                 429,
                 f"the server is busy: {self.inside} samples are under way, and it takes {self.most}; try again later",
                 code="server_busy",
-                headers=self.later(),
+                headers=self.retry_after(),
             )
 
-    def ending(self) -> Refusal:
-        return Refusal(503, "the server is shutting down", code="shutting_down", headers=self.later())
+    def shutting_down(self) -> Refusal:
+        """Return the refusal of a request that comes while the server shuts down."""
+        return Refusal(503, "the server is shutting down", code="shutting_down", headers=self.retry_after())
 
-    def later(self) -> dict[str, str]:
-        """As long as requests took lately."""
+    def retry_after(self) -> dict[str, str]:
+        """Return the header Retry-After: the average duration of recent requests, in seconds."""
         return {"Retry-After": str(min(max(math.ceil(self.seconds), 1), LONGEST_WAIT))}
 
     @contextlib.asynccontextmanager
     async def arriving(self) -> AsyncIterator[None]:
-        """A body is being read. Raises Refusal when the drain begins: the request would not be let in."""
+        """Read a body inside this context. Raise Refusal when the drain begins, since the request would be refused."""
         limit = asyncio.timeout(None)
         self.bodies.add(limit)
         try:
             async with limit:
                 yield
         except TimeoutError:
-            raise self.ending() from None
+            raise self.shutting_down() from None
         finally:
             self.bodies.discard(limit)
 
     @contextlib.contextmanager
     def enter(self, samples: int, seconds: float) -> Iterator[asyncio.Timeout]:
-        """A request is inside -> its time limit, to be entered. Raises Refusal as `check` does."""
+        """Serve a request inside this context, which yields its time limit for the caller to enter.
+
+        Raises: Refusal as `check` does.
+        """
         self.check(samples)
-        started, limit = time.monotonic(), asyncio.timeout(seconds)
+        started = time.monotonic()
+        limit = asyncio.timeout(seconds)
         self.inside += samples
         self.limits.add(limit)
         try:
@@ -80,7 +91,7 @@ class Gate:
             self.seconds += SMOOTHING * (time.monotonic() - started - self.seconds)
 
     async def drain(self, seconds: float) -> None:
-        """Lets nobody in any more, and returns when nobody is inside: what has not ended in time is cut off."""
+        """Admit no more requests, and wait until all have ended. Cut off those that have not ended in `seconds`."""
         self.draining = True
         expire(self.bodies)
         with contextlib.suppress(TimeoutError):
@@ -93,6 +104,7 @@ class Gate:
                 await self.empty()
 
     async def empty(self) -> None:
+        """Wait until no request is under way."""
         while self.inside:
             await asyncio.sleep(0.02)
 
@@ -100,5 +112,5 @@ class Gate:
 def expire(limits: Iterable[asyncio.Timeout]) -> None:
     """Let these time limits end now."""
     for limit in limits:
-        with contextlib.suppress(RuntimeError):  # it is about to leave
+        with contextlib.suppress(RuntimeError):  # its block is being left
             limit.reschedule(asyncio.get_running_loop().time())

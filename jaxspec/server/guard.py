@@ -1,7 +1,8 @@
-"""Names that a server answers for, and web pages that may use it.
+"""Checks of a request's Host and Origin, against web pages that may not use the server.
 
-A page can point its own name at this machine. Its requests then count as its own site's to the browser, and carry that
-name as their Host."""
+A page can make its own domain name resolve to this machine (DNS rebinding). The browser then takes the server for the
+page's own site, and sends that domain name as the Host.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.settings import ANY, ServerConfig, is_loopback
 
-HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]/@]+?)\.?)(?::\d*)?", re.IGNORECASE)  # an address or a name, a port
-READING = ("GET", "HEAD")  # change nothing: a browser shows no other site's page what they return
+HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]/@]+?)\.?)(?::\d*)?", re.IGNORECASE)  # address or name, port
+SAFE_METHODS = ("GET", "HEAD")  # change nothing, and browsers hide the response from pages of other sites
 
 
 class Guard:
-    """Middleware that refuses requests for names that are not the server's, and of pages that may not use it."""
+    """Middleware that refuses requests whose Host is not the server's, and those of pages that may not use it."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self.app, self.origins = app, config.allowed_origins
@@ -27,22 +28,26 @@ class Guard:
         self.hosts = {config.host.lower(), *config.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answering: ASGIApp = self.app
         refusal = self.refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
         if refusal is not None:
             scope.setdefault("state", {})["refusal"] = refusal  # for the request log
-        await (self.app if refusal is None else refusal.response())(scope, receive, send)
+            answering = refusal.response()
+        await answering(scope, receive, send)
 
     def refusal(self, method: str, headers: Headers) -> Refusal | None:
+        """Return why a request is refused, or None."""
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self.answers_for(host):  # only programs leave it out, browsers do not
-            said = f"host {quoted(host)} is not this server's: --allowed-host adds a name"
-            return Refusal(403, said, code="host_not_allowed")
-        if origin is not None and method not in READING and not self.may_use(origin, host):
-            said = f"pages of {quoted(origin)} may not use this server: --allowed-origin adds one"
-            return Refusal(403, said, code="origin_not_allowed")
+        if host is not None and not self.answers_for(host):  # browsers always send a Host
+            message = f"host {quoted(host)} is not this server's: --allowed-host adds a name"
+            return Refusal(403, message, code="host_not_allowed")
+        if origin is not None and method not in SAFE_METHODS and not self.may_use(origin, host):
+            message = f"pages of {quoted(origin)} may not use this server: --allowed-origin adds one"
+            return Refusal(403, message, code="origin_not_allowed")
         return None
 
     def answers_for(self, host: str) -> bool:
+        """Return whether a Host is one of the server's names."""
         if self.any_host:
             return True
         found = HOST.fullmatch(host)
@@ -50,6 +55,7 @@ class Guard:
         return name in self.hosts or is_loopback(name)
 
     def may_use(self, origin: str, host: str | None) -> bool:
-        """Return whether a page's requests are served. Its own server's are, where that server's names are known."""
+        """Return whether pages of an origin may use the server. Pages from the Host itself may, unless any Host is
+        accepted."""
         own = not self.any_host and origin.partition("://")[2] == host
         return own or ANY in self.origins or origin in self.origins

@@ -1,7 +1,10 @@
-"""Load on a server of OpenAI's API, and what its clients see of it: each of so many asks again when it has its answer.
+"""Load test of a server of OpenAI's API, as its clients see it. Each client sends its next request when it has the
+answer to its last one.
 
-TTFT, the time to the first token, is from the request to the first piece of text; TPOT, the time per output token, from
-there to the end, for each further token. Nothing is retried: what is refused is counted."""
+TTFT, the time to the first token, is the time from a request to its first piece of text. TPOT, the time per output
+token, is the time from there to the end divided by the number of further tokens. Failed requests are counted, and not
+retried.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +42,22 @@ WORDS = (
     "old",
 )
 PERCENTILES = (50, 99)
-MOST_CLIENTS = 1000  # connections that OpenAI's client opens
+MOST_CLIENTS = 1000  # limit of connections of OpenAI's client
 
 
 @options
 class LoadOptions:
-    """What a server is asked.
+    """The requests of a load test.
 
     Args:
-      model: The model's name there; the first that the server lists.
-      api_key: The server's; OPENAI_API_KEY in the environment keeps it from view.
-      concurrency: Clients at once; several figures are measured in turn.
-      num_requests: Requests of a figure; at least twice as many as clients.
-      prompt_words: Words of a prompt, no two of which are alike.
-      max_tokens: Tokens of an answer.
-      temperature: 0 is greedy.
-      timeout: Seconds that a client waits.
+      model: Name of the model at the server; by default the first that the server lists.
+      api_key: API key of the server; the variable OPENAI_API_KEY keeps it out of the list of processes.
+      concurrency: Number of clients at the same time; several numbers are measured one after the other.
+      num_requests: Requests for each number of clients, and at least two for each client.
+      prompt_words: Words in each prompt; all prompts differ.
+      max_tokens: Tokens in each answer.
+      temperature: Sampling temperature; 0 is greedy.
+      timeout: Seconds that a client waits for the server.
 
     Raises: UserError for a value out of its range.
     """
@@ -82,8 +85,14 @@ class LoadOptions:
 
 
 @dataclasses.dataclass
-class Seen:
-    """One request as its client saw it, in seconds; error: what it got instead."""
+class Timing:
+    """The times of one request at its client, in seconds on its clock.
+
+    started: start of the request.
+    first, last: arrival of the first and of the latest piece of text.
+    num_tokens: tokens of the answer, as the server counts them.
+    error: message of the error, if the request failed.
+    """
 
     started: float
     first: float | None = None
@@ -93,56 +102,66 @@ class Seen:
 
 
 def measured(url: str, chosen: LoadOptions) -> dict[str, Any]:
-    """{"url", "model", "rows": [...]}: a row for each concurrency. Raises UserError where no request succeeds."""
+    """Run the load test and return {"url", "model", "rows": [...]}, with a row for each number of clients.
+
+    Raises: UserError if the server cannot be used or all requests of a row fail.
+    """
     return asyncio.run(measure(url, chosen))
 
 
 async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
+    """Run the load test, as `measured` describes."""
     import openai
 
     key = chosen.api_key or os.environ.get("OPENAI_API_KEY") or "none"
     try:
         found = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=chosen.timeout)
-    except Exception as error:  # the client says in many ways that this is no address
+    except Exception as error:  # the client raises many kinds of error for a wrong address
         raise UserError(f"{quoted(url, 200)} is no address of a server: {error}") from None
     async with found as client:
         try:
             model = chosen.model or (await client.models.list()).data[0].id
-        except Exception as error:  # whatever answered may be no such server
+        except Exception as error:  # the answer may come from any kind of server
             raise UserError(f"{url} lists no model ({type(error).__name__}: {error}): is OpenAI's API there?") from None
-        prompts, rows = made_prompts(chosen.prompt_words), []
+        prompts = made_prompts(chosen.prompt_words)
+        rows = []
         for clients in chosen.concurrency:
-            await asked(client, chosen, model, prompts, clients, clients)  # unmeasured: connections, compiled programs
+            # Not measured: opens the connections, and has the server compile its programs.
+            await run_clients(client, chosen, model, prompts, clients, clients)
             began = time.perf_counter()
-            seen = await asked(client, chosen, model, prompts, clients, max(chosen.num_requests, 2 * clients))
-            rows.append(row_of(clients, seen, time.perf_counter() - began))
+            num_requests = max(chosen.num_requests, 2 * clients)
+            timings = await run_clients(client, chosen, model, prompts, clients, num_requests)
+            rows.append(row_of(clients, timings, time.perf_counter() - began))
     return {"url": url, "model": model, "rows": rows}
 
 
 def made_prompts(num_words: int) -> Iterator[str]:
+    """Yield random prompts. Each begins with its number, so that all differ."""
     rng = random.Random(0)
     for i in itertools.count():
         yield " ".join([str(i), *rng.choices(WORDS, k=num_words - 1)])
 
 
-async def asked(
+async def run_clients(
     client: AsyncOpenAI, chosen: LoadOptions, model: str, prompts: Iterator[str], clients: int, num_requests: int
-) -> list[Seen]:
-    """So many clients share the requests."""
-    left, seen = iter(range(num_requests)), []
+) -> list[Timing]:
+    """Send the requests from so many clients, which take them from one queue."""
+    left = iter(range(num_requests))
+    timings: list[Timing] = []
 
     async def one_client() -> None:
         for _ in left:
-            seen.append(await one_request(client, chosen, model, next(prompts)))
+            timings.append(await one_request(client, chosen, model, next(prompts)))
 
     await asyncio.gather(*(one_client() for _ in range(clients)))
-    return seen
+    return timings
 
 
-async def one_request(client: AsyncOpenAI, chosen: LoadOptions, model: str, prompt: str) -> Seen:
+async def one_request(client: AsyncOpenAI, chosen: LoadOptions, model: str, prompt: str) -> Timing:
+    """Send a request and read its stream to the end."""
     import openai
 
-    seen = Seen(time.perf_counter())
+    timing = Timing(time.perf_counter())
     try:
         stream = await client.completions.create(
             model=model,
@@ -151,25 +170,26 @@ async def one_request(client: AsyncOpenAI, chosen: LoadOptions, model: str, prom
             temperature=chosen.temperature,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True},  # of vLLM and jaxspec: answers of equal length
+            extra_body={"ignore_eos": True},  # known to vLLM and jaxspec; makes all answers equally long
         )
         async for piece in stream:
             if piece.choices:
-                seen.last = time.perf_counter()
-                seen.first = seen.first or seen.last
+                timing.last = time.perf_counter()
+                timing.first = timing.first or timing.last
             if piece.usage:
-                seen.num_tokens = piece.usage.completion_tokens
+                timing.num_tokens = piece.usage.completion_tokens
     except openai.OpenAIError as error:
-        seen.error = str(error)
-    return seen
+        timing.error = str(error)
+    return timing
 
 
-def row_of(clients: int, seen: list[Seen], seconds: float) -> dict[str, Any]:
-    done = [s for s in seen if s.error is None and s.first is not None]
-    failed = [str(s.error or "an answer without text") for s in seen if s not in done]
+def row_of(clients: int, timings: list[Timing], seconds: float) -> dict[str, Any]:
+    """Return the row of a number of clients. seconds: time that all requests took together."""
+    done = [t for t in timings if t.error is None and t.first is not None]
+    failed = [str(t.error or "an answer without text") for t in timings if t not in done]
     if not done:
-        raise UserError(f"all {len(seen)} requests failed, the first: {shortened(failed[0], 200)}")
-    rest = [(s.last - s.first) / (s.num_tokens - 1) for s in done if s.first is not None and s.num_tokens > 1]
+        raise UserError(f"all {len(timings)} requests failed, the first: {shortened(failed[0], 200)}")
+    per_token = [(t.last - t.first) / (t.num_tokens - 1) for t in done if t.first is not None and t.num_tokens > 1]
     return {
         "concurrency": clients,
         "requests": len(done),
@@ -177,14 +197,14 @@ def row_of(clients: int, seen: list[Seen], seconds: float) -> dict[str, Any]:
         "first_failure": failed[0] if failed else None,
         "seconds": seconds,
         "requests_per_second": len(done) / seconds,
-        "tokens_per_second": sum(s.num_tokens for s in done) / seconds,
-        "ttft_ms": percentiles([s.first - s.started for s in done if s.first is not None]),
-        "tpot_ms": percentiles(rest),
+        "tokens_per_second": sum(t.num_tokens for t in done) / seconds,
+        "ttft_ms": percentiles([t.first - t.started for t in done if t.first is not None]),
+        "tpot_ms": percentiles(per_token),
     }
 
 
 def percentiles(seconds: list[float]) -> dict[str, float | None]:
-    """In milliseconds; None where there is nothing to tell."""
+    """Return the percentiles in milliseconds, or None without any values."""
     import numpy as np
 
     return {f"p{p}": float(np.percentile(seconds, p)) * 1e3 if seconds else None for p in PERCENTILES}

@@ -1,4 +1,4 @@
-"""Long work beside the event loop, which serves others meanwhile."""
+"""Long work in threads, during which the event loop serves other requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-LARGE_BODY = 32_768  # bytes that are read in a few milliseconds
-LARGE_ANSWER = 1000  # tokens and log-probabilities that are written in about one
-# Two: more would only wait for Python's lock, and keep it from the event loop.
+LARGE_BODY = 32_768  # bytes, parsed in a few milliseconds
+LARGE_ANSWER = 1000  # tokens and log-probabilities, serialised in about one millisecond
+# Two threads: more would only compete with each other and with the event loop for Python's lock.
 THREADS = concurrent.futures.ThreadPoolExecutor(2, "jaxspec-server")
 
 
 async def offload(large: bool, function: Callable[..., T], *args: Any) -> T:
-    """Call the function, in a thread where its work is large."""
+    """Call the function: in a thread if its work is large, else directly."""
     if not large:
         return function(*args)
     return await asyncio.get_running_loop().run_in_executor(THREADS, function, *args)

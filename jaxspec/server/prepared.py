@@ -1,4 +1,4 @@
-"""What a request asks for -> prompts as token ids, each with its parameters."""
+"""Preparation of a request for the engine: its prompts as token ids, each with its sampling parameters."""
 
 from __future__ import annotations
 
@@ -16,71 +16,86 @@ from jaxspec.common.errors import UserError
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server import control_tokens
 from jaxspec.server.fields import Wish
-from jaxspec.server.refusal import of_user_error
+from jaxspec.server.refusal import refusal_for
 
 T = TypeVar("T")
 
-SHORT = 10_000  # characters, or ids, that are made ready at once
-# Characters that take as long as what is done for each prompt, bad word and message.
-PROMPT, WORD, MESSAGE = 500, 200, 50
+SHORT = 10_000  # characters or token ids that are prepared in the event loop, without a thread
+# Cost of each prompt, bad word and message besides its text, in characters.
+PROMPT = 500
+WORD = 200
+MESSAGE = 50
 LONG_PROMPTS = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-prompts")
 
 
 def room_of(llm: AsyncLLM) -> int:
-    """Return the most tokens of a prompt with its output: the model's context, or what the pool holds."""
+    """Return the largest number of tokens that a prompt and its output may have together: the model's context, or
+    fewer if the page pool holds fewer."""
     engine = llm.llm.engine
     return min(engine.limits.max_model_len, engine.scheduler.longest_request)
 
 
-async def prepared(llm: AsyncLLM, wish: Wish, room: int, control: Mapping[int, str]) -> list[Ask]:
-    """Prepare the prompts of a request. control: tokens that texts may not hold, by id. Raise Refusal or UserError."""
+async def prepared(llm: AsyncLLM, request: Wish, room: int, control: Mapping[int, str]) -> list[Ask]:
+    """Return the prompts of a request, ready for the engine.
+
+    room: largest number of tokens that a prompt and its output may have together.
+    control: control tokens that texts may not hold, by id.
+
+    Raises: Refusal or UserError for a prompt that cannot be served.
+    """
     tokenizer = llm.llm.tokenizer
     try:
         if control:
-            size = sum(len(text) for _, text in control_tokens.texts(wish))
-            await unhurried(size, functools.partial(control_tokens.refuse, tokenizer, control, wish))
-        if wish.prompts is None:
-            call = functools.partial(rendering, tokenizer, wish.messages, **wish.chat)
-            texts: Sequence[Any] = [await llm.templates.text(await unhurried(MESSAGE * len(wish.messages), call))]
+            size = sum(len(text) for _, text in control_tokens.texts(request))
+            await in_turn(size, functools.partial(control_tokens.refuse, tokenizer, control, request))
+        if request.prompts is None:
+            render = functools.partial(rendering, tokenizer, request.messages, **request.chat)
+            rendered = await in_turn(MESSAGE * len(request.messages), render)
+            texts: Sequence[Any] = [await llm.templates.text(rendered)]
             as_ids = functools.partial(as_prompt, tokenizer)
         else:
-            texts, as_ids = wish.prompts, functools.partial(encoded, tokenizer)
+            texts = request.prompts
+            as_ids = functools.partial(encoded, tokenizer)
     except UserError as error:
-        raise of_user_error(error, wish.source, vars(wish.params), wish.source) from None
-    return await unhurried(work(wish.params, texts), functools.partial(prepare, llm, wish, room, texts, as_ids))
+        raise refusal_for(error, request.source, vars(request.params), request.source) from None
+    cost = work(request.params, texts)
+    return await in_turn(cost, functools.partial(prepare, llm, request, room, texts, as_ids))
 
 
 def work(params: SamplingParams, texts: Sequence[Any]) -> int:
-    """Estimate the work of `prepare`, in characters that take as long. Each prompt goes through all lists."""
+    """Estimate the cost of `prepare`, in characters of text. Each prompt costs a pass through all lists of params."""
     lists = (params.logit_bias, params.allowed_token_ids, params.stop_token_ids)
     each = PROMPT + WORD * len(params.bad_words) + sum(len(given or ()) for given in lists)
     return sum(map(len, texts)) + each * len(texts)
 
 
-async def unhurried(size: int, call: Callable[[], T]) -> T:
-    """Call, in a thread where it takes long: one after the other, so that it holds up no others."""
+async def in_turn(size: int, call: Callable[[], T]) -> T:
+    """Make a call: directly if it is short, else in the one thread for long calls, after those before it."""
     if size <= SHORT:
         return call()
     return await asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, call)
 
 
 def prepare(
-    llm: AsyncLLM, wish: Wish, room: int, texts: Sequence[Any], as_ids: Callable[[Any], Mapping[str, Any]]
+    llm: AsyncLLM, request: Wish, room: int, texts: Sequence[Any], as_ids: Callable[[Any], Mapping[str, Any]]
 ) -> list[Ask]:
+    """Tokenise the texts with as_ids, and pair each with its sampling parameters."""
     try:
         prompts = [as_ids(text) for text in texts]
     except UserError as error:
-        raise of_user_error(error, wish.source, vars(wish.params), wish.source) from None
-    return [llm.prepare(prompt, fitted(wish, len(prompt["prompt_token_ids"]), room)) for prompt in prompts]
+        raise refusal_for(error, request.source, vars(request.params), request.source) from None
+    return [llm.prepare(prompt, fitted(request, len(prompt["prompt_token_ids"]), room)) for prompt in prompts]
 
 
 def encoded(tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:
+    """Return a prompt with its text, if it has one, and its token ids."""
     return {"prompt": text_of(prompt), "prompt_token_ids": encode(tokenizer, prompt)}
 
 
-def fitted(wish: Wish, num_tokens: int, room: int) -> SamplingParams:
-    """The parameters, with all the room that the prompt leaves where no length was asked for."""
-    if not wish.fill:
-        return wish.params
-    most = max(room - num_tokens, 1)  # where there is none the engine refuses the prompt
-    return dataclasses.replace(wish.params, max_tokens=most)
+def fitted(request: Wish, num_tokens: int, room: int) -> SamplingParams:
+    """Return the sampling parameters for a prompt of num_tokens. If the request sets no length, max_tokens is all that
+    the prompt leaves of `room`."""
+    if not request.fill:
+        return request.params
+    most = max(room - num_tokens, 1)  # 1 where nothing is left: the engine then refuses the prompt
+    return dataclasses.replace(request.params, max_tokens=most)

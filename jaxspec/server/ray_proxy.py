@@ -1,8 +1,8 @@
-"""Errors of Ray Serve's HTTP proxy in OpenAI's form. By itself it answers in plain text, and where a replica dies it
-says nothing: clients see `500 Internal Server Error`, or a stream that breaks off.
+"""Errors of Ray Serve's HTTP proxy in OpenAI's form. The proxy itself answers in plain text. When a replica dies, its
+clients see only `500 Internal Server Error` or a stream that breaks off.
 
-Ray's proxies load `middlewares` where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it in the environment that Ray
-is started in.
+Ray's proxies load `middlewares` if RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it in the environment in which Ray
+is started.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.server.refusal import Refusal
 
-RAYS_OWN = "/-/"  # its health and routes
+RAYS_OWN = "/-/"  # prefix of the proxy's own paths: its health, its routes
 
 
 def middlewares() -> list[Middleware]:
+    """Return the middleware for Ray's proxy, which calls this."""
     return [Middleware(InOpenAIsForm)]
 
 
 class InOpenAIsForm:
-    """ASGI middleware: an answer in plain text becomes an error object, none at all an error, and a broken stream of
-    events ends with an error event."""
+    """ASGI middleware that reports the proxy's errors in OpenAI's form.
+
+    An error in plain text becomes an error object. A request without any answer is answered with an error. A stream of
+    events that breaks off ends with an error event.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -30,29 +34,30 @@ class InOpenAIsForm:
         if scope["type"] != "http" or scope["path"].startswith(RAYS_OWN):
             return await self.app(scope, receive, send)
         start: Message | None = None
-        plain, whole = bytearray(), False
+        plain = bytearray()  # body of an error in plain text
+        complete = False
 
-        async def sent(message: Message) -> None:
-            nonlocal start, whole
+        async def intercept(message: Message) -> None:
+            nonlocal start, complete
             if message["type"] == "http.response.start":
                 start = message
             elif message["type"] == "http.response.body":
-                whole = not message.get("more_body", False)
+                complete = not message.get("more_body", False)
             if start is None or not is_plain(start):
                 await send(message)
             else:
                 plain.extend(message.get("body", b""))
 
-        await self.app(scope, receive, sent)
+        await self.app(scope, receive, intercept)
         ended = Refusal(503, "the replica ended before it had answered this request: ask again", code="replica_ended")
         if start is None:
             await ended.response()(scope, receive, send)
         elif is_plain(start):
-            again = header(start, b"retry-after")
-            headers = {"Retry-After": again.decode()} if again else None
-            told = Refusal(start["status"], plain.decode(errors="replace"), headers=headers)
-            await told.response()(scope, receive, send)
-        elif not whole and header(start, b"content-type").startswith(b"text/event-stream"):
+            retry_after = header(start, b"retry-after")
+            headers = {"Retry-After": retry_after.decode()} if retry_after else None
+            refusal = Refusal(start["status"], plain.decode(errors="replace"), headers=headers)
+            await refusal.response()(scope, receive, send)
+        elif not complete and header(start, b"content-type").startswith(b"text/event-stream"):
             await send({"type": "http.response.body", "body": f"data: {ended.as_json()}\n\n".encode()})
 
 
@@ -61,5 +66,5 @@ def header(start: Message, name: bytes) -> bytes:
 
 
 def is_plain(start: Message) -> bool:
-    """Whether it is the proxy's own error: those of the application are JSON."""
+    """Return whether a response is an error of the proxy itself. The application's errors are JSON."""
     return start["status"] >= 400 and not header(start, b"content-type").startswith(b"application/json")

@@ -1,4 +1,4 @@
-"""What is refused, in OpenAI's form."""
+"""Errors that clients receive, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from openai.types import ErrorObject
 from jaxspec.common.errors import UserError
 from jaxspec.server.lines import one_line
 
-# Status -> what OpenAI calls that kind of error.
+# Status -> OpenAI's name for that type of error.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "timeout_error"}
-# What a refusal begins with -> the field that it is about.
+# Beginning of an error message -> the field at fault.
 PHRASES = {
     "the prompt": "prompt",
     "token id": "prompt",
@@ -27,7 +27,14 @@ PHRASES = {
 
 
 class Refusal(Exception):
-    """A request that is not served: the status, one line, the field that is to blame, OpenAI's code."""
+    """The reason why a request is not served.
+
+    status: HTTP status.
+    message: one line for the client.
+    param: field at fault.
+    code: OpenAI's code of the error.
+    headers: further headers of the response.
+    """
 
     def __init__(
         self,
@@ -42,7 +49,7 @@ class Refusal(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     def as_dict(self) -> dict[str, Any]:
-        """{"error": {"message", "type", "param", "code"}}"""
+        """Return {"error": {"message", "type", "param", "code"}}."""
         kind = KINDS.get(self.status, "invalid_request_error")
         error = ErrorObject(message=readable(self.message), type=kind, param=self.param, code=self.code)
         if self.param is not None:
@@ -57,15 +64,22 @@ class Refusal(Exception):
 
 
 def readable(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON may bring and which no encoding takes."""
+    """Escape halves of surrogate pairs, which JSON may contain and which cannot be encoded."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def of_user_error(error: UserError, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
-    """What jaxspec refused. The field is the error's own, else the one that its line begins with. source: the field of
-    the prompt; given: the request's fields."""
-    message = str(error).removeprefix("prompt 0: ")  # one prompt a call: its index says nothing
+def refusal_for(error: UserError, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
+    """Return the refusal for an error of jaxspec. Its param is that of the error, or the field with which the error's
+    message begins.
+
+    source: field of the request that holds the prompts or messages.
+    given: names of the request's fields.
+    default: its param if both give none.
+    """
+    message = str(error).removeprefix("prompt 0: ")  # each call has one prompt, so its index means nothing to a client
     first = re.match(r"\w*", message)[0]  # type: ignore[index]
     named = first if first in given else default
     param = error.param or next((field for phrase, field in PHRASES.items() if message.startswith(phrase)), named)
-    return Refusal(400, message, param=source if param == "prompt" else param, code=error.code)
+    if param == "prompt":
+        param = source
+    return Refusal(400, message, param=param, code=error.code)

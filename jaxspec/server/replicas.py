@@ -17,8 +17,8 @@ from jaxspec.server.app import make_app
 from jaxspec.server.run import gate_of
 from jaxspec.server.settings import ServerConfig
 
-ANYWHERE = "0.0.0.0"  # Ray's proxies listen, at addresses that a replica does not know
-SPARE = 64  # requests that a full replica is sent, to answer 429
+ANY_ADDRESS = "0.0.0.0"  # Ray's proxies listen, at addresses that a replica does not know
+SPARE = 64  # requests that Ray sends to a replica beyond its limits, so that the replica can answer 429
 
 
 def replicas(
@@ -31,17 +31,22 @@ def replicas(
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
     **options: Unpack[EngineOptions],
 ) -> serve.Application:
-    """An application for ray.serve.run: at least min_replicas servers of a model, and more, up to max_replicas, while
-    requests wait on those that there are. Where they listen is said to Ray: host and port of the config are not used.
+    """Return an application for ray.serve.run that serves a model with several replicas.
 
-    ray_actor_options: what a replica takes, such as {"num_gpus": 1}.
-    model, speculative_config, options: as of AsyncLLM; a replica makes one when it starts, which warms up unless told
-      otherwise.
+    There are at least min_replicas, and up to max_replicas while requests wait. Host and port are options of Ray; those
+    of `config` are not used.
 
-    A replica that is not needed any more finishes what runs, for config.drain_timeout seconds at most. One whose engine
-    has failed is replaced. jaxspec.server.ray_proxy has the errors of Ray's own proxy in OpenAI's form.
+    A replica that is no longer needed finishes its requests, for at most config.drain_timeout seconds. A replica whose
+    engine has failed is replaced. jaxspec.server.ray_proxy brings the errors of Ray's own proxy into OpenAI's form.
+
+    Args:
+      model, speculative_config, options: As in AsyncLLM. Each replica makes an AsyncLLM when it starts; warm_up is True
+        by default.
+      config: The server's settings.
+      min_replicas, max_replicas: Limits of the number of replicas.
+      ray_actor_options: Resources of a replica, such as {"num_gpus": 1}.
     """
-    config = dataclasses.replace(config or ServerConfig(), host=ANYWHERE)
+    config = dataclasses.replace(config or ServerConfig(), host=ANY_ADDRESS)
     engine = EngineConfig(**{"warm_up": True} | options)
     rows = engine.max_num_seqs
 
@@ -57,7 +62,7 @@ def replicas(
         autoscaling_config={
             "min_replicas": min_replicas,
             "max_replicas": max_replicas,
-            "target_ongoing_requests": rows,  # more than there are rows wait
+            "target_ongoing_requests": rows,  # further requests would wait for a row
         },
         graceful_shutdown_timeout_s=config.drain_timeout,
     )
@@ -65,10 +70,10 @@ def replicas(
 
 
 class Replica:
-    """One of them. Its application, and that application's AsyncLLM, are made where it runs."""
+    """A replica. Its application and its AsyncLLM are made in the process in which it runs."""
 
     app: FastAPI
 
     async def check_health(self) -> None:
-        """Called by Ray, which replaces a replica where this raises."""
+        """Raise if the engine has failed. Ray calls this, and replaces the replica if it raises."""
         await self.app.state.served.llm.check_health()

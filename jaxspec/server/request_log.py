@@ -1,4 +1,4 @@
-"""The request log: a line on standard error for each request that asks for text, with none of the text itself."""
+"""The request log: a line on standard error for each request to generate text, without the text itself."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from jaxspec.server.answers import Base
 from jaxspec.server.refusal import Refusal
 
 LONGEST = 100  # characters of a path
-PLAIN = SamplingParams()
+DEFAULTS = SamplingParams()
 
 
 class RequestLog:
-    """ASGI middleware. The application leaves the request's `answer` and `refusal` in its state, where it has them."""
+    """ASGI middleware that writes the request log. The application puts `answer` and `refusal`, once they exist, into
+    the request's state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -28,17 +29,19 @@ class RequestLog:
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self.app(scope, receive, send)
         state = scope.setdefault("state", {})
-        started, status = time.perf_counter(), 500
-        first: float | None = None
+        started = time.perf_counter()
+        status = 500
+        first: float | None = None  # time at which the response begins
 
-        async def sent(message: Message) -> None:
+        async def watch(message: Message) -> None:
             nonlocal first, status
             if message["type"] == "http.response.start":
-                first, status = time.perf_counter(), message["status"]
+                first = time.perf_counter()
+                status = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, sent)
+            await self.app(scope, receive, watch)
         except Exception as error:
             state["refusal"] = error
             raise
@@ -48,38 +51,42 @@ class RequestLog:
                 fields["first_seconds"] = f"{first - started:.3f}"
             fields["seconds"] = f"{time.perf_counter() - started:.3f}"
             listed = " ".join(f"{name}={value}" for name, value in fields.items())
-            with contextlib.suppress(OSError):  # nobody reads standard error any more
+            with contextlib.suppress(OSError):  # standard error is closed
                 say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} POST {scope['path'][:LONGEST]!a} {listed}")
 
 
 def described(answer: Base | None, refusal: Exception | None) -> dict[str, Any]:
-    """The fields of a request's line: how it ended, its id, tokens and sampling options."""
+    """Return the fields of a request's line: how the request ended, its id, tokens and sampling options."""
     if answer is None:
         return {"ended": ending(refusal)}
-    samples, reasons = answer.wish.samples, answer.reasons
-    whole = ",".join(f"{reason}:{count}" for reason, count in reasons.items())
+    request, reasons = answer.request, answer.reasons
+    complete = reasons.total() == request.samples and refusal is None
+    listed = ",".join(f"{reason}:{count}" for reason, count in reasons.items())
     return {
-        "ended": whole if reasons.total() == samples and refusal is None else ending(refusal),
+        "ended": listed if complete else ending(refusal),
         "id": answer.id,
-        "stream": answer.wish.stream,
+        "stream": request.stream,
         "prompt_tokens": answer.prompt_tokens,
         "output_tokens": answer.num_tokens,
-        **sampling(answer.wish.params),
+        **sampling(request.params),
     }
 
 
 def ending(refusal: Exception | None) -> str:
-    """Name the end of a request without a whole answer."""
+    """Return a word for the end of a request whose answer is not complete."""
     if refusal is None:
         return "client_left"
-    return refusal.code or "refused" if isinstance(refusal, Refusal) else type(refusal).__name__
+    if isinstance(refusal, Refusal):
+        return refusal.code or "refused"
+    return type(refusal).__name__
 
 
 def sampling(params: SamplingParams) -> dict[str, Any]:
-    """The options that are not at their defaults; of lists, which may hold text, the number of entries."""
+    """Return max_tokens and the options that differ from their defaults. A list, which may hold text, is replaced by
+    its length."""
     found = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        if value != getattr(PLAIN, field.name) or field.name == "max_tokens":
+        if value != getattr(DEFAULTS, field.name) or field.name == "max_tokens":
             found[field.name] = f"[{len(value)}]" if isinstance(value, tuple) else value
     return found

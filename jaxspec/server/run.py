@@ -1,4 +1,4 @@
-"""A server from its socket to its end."""
+"""The life of a server: its socket, its event loop, its signals and its shutdown."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from jaxspec.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS_END = 3  # seconds in which connections have to close when everything is said
-ENDINGS = (signal.SIGTERM, signal.SIGINT)
+CLOSE_TIMEOUT = 3  # seconds in which connections have to close after their last answers
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bound(config: ServerConfig) -> socket.socket:
-    """The server's socket, before the model is loaded: it takes no connection yet. Raises UserError."""
+    """Return the server's socket, bound but not listening. So a taken port is found before the model is loaded.
+
+    Raises: UserError where it cannot be bound, or for a wrong max_connections.
+    """
     max_connections(config.max_connections)
     with contextlib.ExitStack() as opened:
         try:
@@ -38,60 +41,73 @@ def bound(config: ServerConfig) -> socket.socket:
             found = opened.enter_context(socket.socket(family, kind, protocol))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
-        except (OSError, UnicodeError) as error:  # the latter of a name that no host has
-            said = f"cannot listen on {config.host} port {config.port}: {getattr(error, 'strerror', None) or error}"
-            raise UserError(f"{said}; --host and --port choose another") from None
+        except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
+            message = f"cannot listen on {config.host} port {config.port}: {getattr(error, 'strerror', None) or error}"
+            raise UserError(f"{message}; --host and --port choose another") from None
         opened.pop_all()
         return found
 
 
 def gate_of(llm: AsyncLLM, config: ServerConfig) -> Gate:
+    """Return the gate for an LLM's rows and the server's queue."""
     return Gate(llm.llm.config.max_num_seqs, config.max_queue)
 
 
 def serve(
     llm: AsyncLLM, config: ServerConfig, model: str, listening: socket.socket, ready: Callable[[], None]
 ) -> tuple[int, int]:
-    """Serves until SIGTERM or SIGINT, and returns when all that ran has ended or was cut off -> (the signal, how many
-    were). model: its name."""
+    """Serve until SIGTERM or SIGINT, then until all requests have ended or are cut off.
+
+    model: name of the model, used unless config.served_model_name is given.
+    listening: the socket of `bound`.
+    ready: called once the server accepts connections.
+
+    Returns: the signal, and the number of requests that were cut off.
+    """
     gate = gate_of(llm, config)
-    if (most := max_connections(config.max_connections)) < gate.most:
+    most = max_connections(config.max_connections)
+    if most < gate.most:
         fewer = "%d connections are fewer than the %d samples that may run and wait"
         logger.warning(f"{fewer}: raise `ulimit -n` or --max-connections", most, gate.most)
     app = make_app(llm, config, config.served_model_name or model, gate)
-    gc.freeze()  # a search for garbage through model and libraries would stop the event loop for tenths of a second
+    gc.freeze()  # else each full collection, over model and libraries, stops the event loop for tenths of a second
     try:
-        return asyncio.run(until_told(app, gate, config, listening, ready)), gate.num_cut
+        number = asyncio.run(until_signal(app, gate, config, listening, ready))
+        return number, gate.num_cut
     finally:
         gc.unfreeze()
 
 
-async def until_told(
+async def until_signal(
     app: ASGIApp, gate: Gate, config: ServerConfig, listening: socket.socket, ready: Callable[[], None]
 ) -> int:
-    told: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    with signals(told):
+    """Serve until a signal comes, drain the gate, and return the signal."""
+    signalled: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    with signals(signalled):
         server = server_of(app, config)
         serving = asyncio.ensure_future(server.serve([listening]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         ready()
-        either: list[asyncio.Future[Any]] = [serving, told]
+        either: list[asyncio.Future[Any]] = [serving, signalled]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        await gate.drain(config.drain_timeout)  # new connections are answered meanwhile: 503
+        await gate.drain(config.drain_timeout)  # new requests are answered 503 meanwhile
         server.should_exit = True
         await serving
-        return told.result()
+        return signalled.result()
 
 
 class Server(Listener):
+    """A listener that leaves the process's signals to this module."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """They are this module's."""
+        """Do nothing, where uvicorn would install its signal handlers."""
         yield
 
 
 def server_of(app: ASGIApp, config: ServerConfig) -> Server:
+    """Return the server of an application, not started yet."""
     return Server(
         uvicorn.Config(
             app,
@@ -99,29 +115,30 @@ def server_of(app: ASGIApp, config: ServerConfig) -> Server:
             ws="none",
             lifespan="off",
             log_level="warning",
-            log_config=None,  # its own would close the handlers that there are
+            log_config=None,  # uvicorn's own would close the log handlers of the process
             access_log=False,
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=IDLE,
-            timeout_graceful_shutdown=CONNECTIONS_END,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT,
         ),
         max_connections(config.max_connections),
     )
 
 
 @contextlib.contextmanager
-def signals(told: asyncio.Future[int]) -> Iterator[None]:
-    """The first is the future's result. A second ends the process at once."""
-    loop, before = asyncio.get_running_loop(), {number: signal.getsignal(number) for number in ENDINGS}
+def signals(signalled: asyncio.Future[int]) -> Iterator[None]:
+    """Make the first SIGTERM or SIGINT the future's result. A second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def first(number: int) -> None:
-        told.set_result(number)
-        for other in ENDINGS:
+        signalled.set_result(number)
+        for other in STOP_SIGNALS:
             loop.remove_signal_handler(other)
-            signal.signal(other, signal.SIG_DFL)  # Python's own would raise within whatever runs
+            signal.signal(other, signal.SIG_DFL)  # Python's handler would raise KeyboardInterrupt in whatever runs
 
-    for number in ENDINGS:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, first, number)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a server is set up with."""
+"""Settings of a server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import re
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag, number, options, strings, whole
 
-ANY = "*"  # host or origin
+ANY = "*"  # allows any host or origin
 LARGEST_PORT = 65_535
+# Option -> its least value and, where there is one, its largest.
 COUNTS = {
     "port": (0, LARGEST_PORT),
     "max_queue": (0,),
@@ -17,7 +18,7 @@ COUNTS = {
     "max_body_bytes": (1,),
     "max_answer_logprobs": (0,),
 }
-# Names in requests' headers -> (their form, the same in words).
+# Option -> the form of its values, and that form in words.
 NAMES = {
     "allowed_hosts": (
         re.compile(r"[\w.-]+|([0-9a-f]*:){2,}[0-9a-f.]*"),
@@ -29,29 +30,29 @@ NAMES = {
     ),
 }
 SECONDS = ("request_timeout", "drain_timeout")
-LONGEST = 1e6  # seconds
+LONGEST = 1e6  # seconds, limit of each timeout
 
 
 @options
 class ServerConfig:
-    """How a server listens, and what it lets in.
+    """The address of a server and the limits of its requests.
 
     Args:
-      host: Address to listen on. Nobody on other machines reaches the default.
+      host: Address to listen on. The default cannot be reached from other machines.
       port: Port to listen on; 0 takes a free one.
-      api_key: What clients have to send as "Authorization: Bearer ...".
-      allowed_hosts: Names that requests may have as their Host; "*" allows any. A server on a loopback address answers
-        for loopback names and these, another server for any name unless some are given.
+      api_key: Key that clients have to send as "Authorization: Bearer ...".
+      allowed_hosts: Names that requests may have as their Host; "*" allows any. Loopback names and `host` are allowed,
+        too. If no names are given, a server on any but a loopback address allows any.
       allowed_origins: Origins of web pages that may use the server, such as "https://example.com"; "*" allows any.
-      served_model_name: What requests call the model. Default: as it was named here.
-      max_queue: Samples that may wait for a row; more are answered 429.
-      max_connections: Connections at a time; by default 2,048, or fewer where the process may not open as many files. A
-        newcomer takes the place of the one that has kept the server waiting the longest.
-      max_body_bytes: Longest body of a request.
+      served_model_name: Name that requests use for the model. Default: the name with which it is loaded.
+      max_queue: Samples that may wait for a row; requests for more are answered 429.
+      max_connections: Connections at a time; by default 2,048, or fewer if the process may not open as many files. A
+        new connection takes the place of the one that has kept the server waiting the longest.
+      max_body_bytes: Largest body of a request, in bytes.
       refuse_control_tokens: Refuse texts that hold a control token of the model, such as <|im_end|>.
       enable_log_requests: Write a line for each request on standard error, without its texts.
-      max_answer_logprobs: Most log-probabilities of an answer: samples x tokens x those of a token.
-      request_timeout: Seconds that a request may take, waiting included.
+      max_answer_logprobs: Largest number of log-probabilities in an answer: samples x tokens x entries of a token.
+      request_timeout: Seconds that a request may take, including its wait in the queue.
       drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
 
     Raises: UserError for a value out of its range.
@@ -74,7 +75,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, limits in COUNTS.items():
-            if (value := getattr(self, name)) is not None or name != "max_connections":
+            value = getattr(self, name)
+            if value is not None or name != "max_connections":
                 object.__setattr__(self, name, whole(name, value, *limits))
         for name, (form, words) in NAMES.items():
             values = tuple(value.lower() for value in strings(name, getattr(self, name)))
@@ -100,7 +102,7 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is that of the machine itself."""
+    """Return whether a name or an address is one of the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

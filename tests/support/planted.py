@@ -651,8 +651,8 @@ FAULTS = (
     ),
     Fault(  # a message's control tokens are not looked for
         "jaxspec/server/control_tokens.py",
-        "for i, message in enumerate(wish.messages):",
-        "for i, message in enumerate(wish.messages[:0]):",
+        "for i, message in enumerate(request.messages):",
+        "for i, message in enumerate(request.messages[:0]):",
         "tests/server/test_control_tokens.py -k texts",
     ),
     Fault(  # pieces repeat the log-probabilities of the first
