@@ -149,10 +149,10 @@ def first_params(
         same = config.width == target.config.width
         known["norm"] = target.params["norm"] if same else np.full(config.width, FLAT)
         known |= projected(config, target, ids) | layers_of(target, config)
-    return begun(config, target, placement, seed, known)
+    return initial_params(config, target, placement, seed, known)
 
 
-def begun(
+def initial_params(
     config: ModelConfig, target: Model, placement: Any, seed: int, known: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Return initial parameters, float32 and placed: the known ones, the target's shared ones, the rest random."""
@@ -182,8 +182,8 @@ def head_of(
 ) -> dict[str, np.ndarray]:
     """Return the target's output head, restricted to the draft's ids.
 
-    basis: [E, _], the directions that the draft's width keeps of the target's; None for all. The head of rare ids is
-    approximated at rare_width, by the largest directions of its rows.
+    basis: [E, _], the projection from the target's width to the draft's; None if the widths agree. The head of rare ids
+    is approximated at rare_width, by the largest directions of its rows.
     """
     rows = rows_of_ids(target)
     own = rows[ids["d2t"]] if ids else rows
@@ -197,7 +197,9 @@ def head_of(
 
 
 def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_ids: int) -> dict[str, Any]:
-    """Return the fields of a head's layers. They are as wide as the target's, of Llama's kind, which all engines read.
+    """Return the fields of a head's layers. They are as wide as the target's.
+
+    Their family is Llama's, which is the one that readers of heads support.
 
     Raises: UserError for heads that do not divide, or more ids than the target has.
     """

@@ -30,16 +30,16 @@ OVERLAP = 2  # blocks that cover each position; all share one target pass, which
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    return begun(Config(**fields(target.config, options, counts)), options, target, counts, placement)
+    return new_head(Config(**fields(target.config, options, counts)), options, target, counts, placement)
 
 
-def begun(config: Config, options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+def new_head(config: Config, options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
     """Return a new head. With --vocab-size it has an output matrix of its own; else it uses the target's."""
     known: dict[str, Any] = build.vocabulary(counts, config)
     if options.init_from_target:
         own_head = build.head_of(target, config, known) if config.has_head else {}
         known |= {"norm": target.params["norm"], **own_head, **build.layers_of(target, config)}
-    return Model(config, build.begun(config, target, placement, options.seed, known))
+    return Model(config, build.initial_params(config, target, placement, options.seed, known))
 
 
 def fields(target: ModelConfig, options: TrainOptions, counts: np.ndarray) -> dict[str, Any]:

@@ -21,8 +21,8 @@ TAKES = tuple(build.SHAPE)
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
     config = build.draft_config(target.config, options)
     ids = build.vocabulary(counts, config)
-    seed, from_target = options.seed, options.init_from_target
-    return Model(config, build.first_params(config, target, ids, placement, seed=seed, from_target=from_target))
+    params = build.first_params(config, target, ids, placement, seed=options.seed, from_target=options.init_from_target)
+    return Model(config, params)
 
 
 def passes(configs, draft, target, batch, backend, k) -> PassOutputs:

@@ -33,7 +33,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
         "markov_kind": "rnn",
         "markov_table": False,
     })  # fmt: skip
-    return dflash.begun(config, options, target, counts, placement)
+    return dflash.new_head(config, options, target, counts, placement)
 
 
 def passes(configs, draft, target, batch, backend, k) -> PassOutputs:

@@ -31,7 +31,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     known: dict[str, Any] = build.vocabulary(counts, config)
     if options.init_from_target:
         known |= {**build.head_of(target, config, known), "norm": target.params["norm"]}
-    return Model(config, build.begun(config, target, placement, options.seed, known))
+    return Model(config, build.initial_params(config, target, placement, options.seed, known))
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:

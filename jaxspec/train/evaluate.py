@@ -143,7 +143,8 @@ def show(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, k = Console(), document["num_speculative_tokens"]
+    console = Console()
+    k = document["num_speculative_tokens"]
     head = f"{document['draft']} for {document['target']} ({document['dtype']}) on {document['device']}, K = {k}"
     if tree := document["tree"]:
         head += f" levels of {tree[0]}, a tree of {tree[2]} nodes"
@@ -155,8 +156,9 @@ def show(document: dict[str, Any]) -> None:
     table.add_column("accepted at " + " ".join(str(i + 1) for i in range(k)), justify="right")
     for r in document["rows"]:
         rates = " ".join(f"{rate:4.0%}" for rate in r["accepted_at"])
-        length, error = f"{r['mean_acceptance_length']:.2f}", r["standard_error"]
-        length += "" if error is None else f" ± {error:.3f}"
+        length = f"{r['mean_acceptance_length']:.2f}"
+        if r["standard_error"] is not None:
+            length += f" ± {r['standard_error']:.3f}"
         last = r["category"] == ALL
         table.add_row(f"{r['temperature']:g}", r["category"], str(r["tokens"]), length, rates, end_section=last)
     console.print(table)

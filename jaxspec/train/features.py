@@ -33,7 +33,9 @@ def kept(
     concatenated inputs of the layers `taps`. The records are in a file in the folder, whose name identifies the target,
     the rows and the layers. See `jaxspec.train.kept.Records` for the other arguments and the errors.
     """
-    length, width, dtype = rows.tokens.shape[1], target.config.width, np.dtype(target.dtype)
+    length = rows.tokens.shape[1]
+    width = target.config.width
+    dtype = np.dtype(target.dtype)
     fields = [("seen", dtype, (length, width)), ("tapped", dtype, (length, len(taps) * width))]
     record = np.dtype(fields if taps else fields[:1])
     layers = "-".join(map(str, taps)) or "last"

@@ -29,7 +29,8 @@ def begun(draft: Model, target: Model, options: TrainOptions, counts: np.ndarray
     given = f"--init-from {options.init_from}"
     c = draft.config
     method = methods.implementation(options.method)
-    if (made_for := draft_spec(c).method) != options.method:
+    made_for = draft_spec(c).method
+    if made_for != options.method:
         raise UserError(f"{given} is a draft of the method {made_for}: give --method {made_for}")
     if c.vocab_size != target.config.vocab_size:
         raise UserError(f"{given} is a draft for {c.vocab_size} ids, the target has {target.config.vocab_size}")
@@ -66,7 +67,8 @@ def check_passes(draft: Model, new: Model, options: TrainOptions) -> None:
     Heads written by other programs may differ, and training would then run other passes than they were made for.
     """
     for field in dataclasses.fields(new.config):
-        has, makes = getattr(draft.config, field.name), getattr(new.config, field.name)
+        has = getattr(draft.config, field.name)
+        makes = getattr(new.config, field.name)
         if has != makes and field.name not in OF_THE_DATA:
             raise UserError(
                 f"--init-from {options.init_from} has {field.name} {has}, and --method {options.method} as asked for "
@@ -80,7 +82,8 @@ def deeper(draft: Model, target: Model, layers: int, placement: Any, seed: int) 
     The new layers come last. They start as the target's last layer where the shapes agree, but with zeros in their
     output projections, so that the draft's predictions stay the same.
     """
-    c, last = draft.config, f"layers.{target.config.num_layers - 1}."
+    c = draft.config
+    last = f"layers.{target.config.num_layers - 1}."
     windows = c.windows + c.windows[-1:] * (layers - c.num_layers)
     config = dataclasses.replace(c, num_layers=layers, windows=windows)
     known: dict[str, Any] = dict(draft.params)
@@ -93,4 +96,4 @@ def deeper(draft: Model, target: Model, layers: int, placement: Any, seed: int) 
             known[name] = jnp.zeros(p.shape)
         elif theirs is not None and theirs.shape == p.shape:
             known[name] = theirs
-    return Model(config, build.begun(config, target, placement, seed, known))
+    return Model(config, build.initial_params(config, target, placement, seed, known))

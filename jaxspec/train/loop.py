@@ -29,7 +29,7 @@ from jaxspec.train.step import dense_backend, first_state, learning_rate, make_s
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 ROWS = "rows"  # entry of recipe.json: the digest of the rows that the data made
-METRIC = "acceptance_length"  # metric of the best draft
+METRIC = "acceptance_length"  # metric by which the best draft is chosen
 LOG_EVERY = 10  # steps between lines of the journal; reading a metric waits for its step
 SHARE_OF_MINUTES = 0.97  # share of --minutes for which steps and measurements are planned
 MAY_DIFFER = ("out", "resume", "minutes", "data")  # options that may change when a run is resumed
@@ -131,7 +131,8 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     fixed = jax.device_put((setup.frozen, teacher.target.params), everywhere)
     backend = dense_backend(config, setup.device, setup.dtype)
     step = make_step(teacher.target.config, config, o, backend, setup.dtype)
-    place, measure = place_rows(setup.devices), measurer(setup)
+    place = place_rows(setup.devices)
+    measure = measurer(setup)
     size = sum(x.size for x in state.params.values())
     say(f"{size / 1e6:.2f} million parameters, {len(setup.rows)} rows, {len(jax.devices())} devices")
 
@@ -162,7 +163,8 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         saved = at
         params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)  # as stored and measured
         found, compiling = measure(params)
-        length, best = found.mean_acceptance_length, history.best
+        length = found.mean_acceptance_length
+        best = history.best  # of the earlier checkpoints
         if best is None or length > best:
             methods.implementation(o.method).save(o.out, params, config, setup.fingerprint)
         history.save(at, state, {METRIC: length})

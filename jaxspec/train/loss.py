@@ -147,7 +147,8 @@ def loss_sums(
     The metrics cover the first draft of a round only. agree: 1 where both models have the same argmax token. lost: the
     target's probability of listed ids that the draft lacks. count: the number of predictions.
     """
-    draft_config, tokens, listed = configs[1], batch["tokens"], "ids" in batch
+    draft_config, tokens = configs[1], batch["tokens"]
+    listed = "ids" in batch  # the target's distributions are in the batch
     method = methods.implementation(draft_spec(draft_config).method)
     outputs: PassOutputs = method.passes(configs, computed(draft, dtype), target, batch, backend, k)
     if listed:

@@ -64,8 +64,9 @@ def make_measure(
         requests = [engine.add(prompt, greedy, stop_ids=stop_ids) for prompt in prompts]
         while engine.busy:
             engine.step()
-        if failed := next((request.error for request in requests if request.finish_reason == "error"), None):
-            raise RuntimeError(f"measuring the draft failed: {failed}")
+        for request in requests:
+            if request.finish_reason == "error":
+                raise RuntimeError(f"measuring the draft failed: {request.error}")
         total = engine.no_counts()
         for request in requests:
             total += request.metrics

@@ -38,7 +38,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
             known[name] = np.zeros(p.shape, np.float32)
         elif kind in ends:
             known[name] = ends[kind]
-    return Model(config, build.begun(config, target, placement, options.seed, known))
+    return Model(config, build.initial_params(config, target, placement, options.seed, known))
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:

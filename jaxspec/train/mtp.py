@@ -33,7 +33,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     if options.init_from_target:
         theirs = {name.replace(last, "layers.0."): x for name, x in target.params.items() if name.startswith(last)}
         known = {**theirs, "norm": target.params["norm"]}
-    return Model(config, build.begun(config, target, placement, options.seed, known))
+    return Model(config, build.initial_params(config, target, placement, options.seed, known))
 
 
 def head_config(target: ModelConfig) -> Config:

@@ -182,7 +182,8 @@ def teacher(setup: Setup) -> Teacher:
     }
     if o.keep_features:
         records.append(features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how))
-    if top_n := TOP_N if o.top_n is None else o.top_n:
+    top_n = TOP_N if o.top_n is None else o.top_n
+    if top_n:
         records.append(likeliest.kept(o.data, target, rows, count, top_n, **how))
         target = target if reads else Model(target.config, {})
     else:
