@@ -1,4 +1,4 @@
-"""The host's work for the next piece while the device is at this one."""
+"""Preparing the next work item on the host while the device computes the current one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 
 def ahead(function: Callable[[Any], Any], arguments: Iterable[Any]) -> Generator[Any, None, None]:
-    """The function's results in order, each computed in a thread while the one before is in use. Close it: it may be
-    left before its end."""
+    """Yield the function's results in order. A thread computes each result while the caller uses the previous one.
+
+    Close the generator when you stop before its end.
+    """
     coming: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(1) as pool:
         for argument in arguments:

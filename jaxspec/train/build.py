@@ -1,4 +1,4 @@
-"""A new draft for a target: its configuration, its vocabulary and the weights it begins with."""
+"""Building a new draft for a target: its configuration, its vocabulary and its initial weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.model import Model
 from jaxspec.train.options import TrainOptions
 
-LAYERS, MOST_IDS = 2, 16384  # unless told otherwise
-# The last norm's scale where the target's does not fit. Projected embeddings are large, and with a larger one a draft
-# begins sure of wrong ids. Loss on SmolLM2's text after 24 steps, table and head still tied: 4.3; 4.5 with 0.25 or 1;
-# 5.9 with the target's.
+LAYERS = 2  # default number of a draft model's layers
+MOST_IDS = 16384  # default size of a draft model's vocabulary
+# Initial scale of the last norm if the draft's width differs from the target's. Projected embeddings are large, so a
+# draft with a larger scale starts with confident wrong predictions. Loss on SmolLM2's text after 24 steps, with tied
+# table and head: 4.3; with 0.25 or 1: 4.5; with the target's scale: 5.9.
 FLAT = 0.5
-RARE = {"ids": 1 / 2, "width": 1 / 4}  # of the draft's ids and of its width, where its ids are fewer than the target's
-# Option -> what it sets.
+# Defaults: the share of rare ids in a draft model's reduced vocabulary, and their head's width relative to the draft's.
+RARE = {"ids": 1 / 2, "width": 1 / 4}
+# Field of ModelConfig that each shape option sets.
 SHAPE = {
     "layers": "num_layers",
     "width": "width",
@@ -34,23 +36,25 @@ SHAPE = {
     "rare_ids": "rare_vocab_size",
     "rare_width": "rare_width",
 }
-OF_HEADS = ("markov_rank",)  # options of shape that no model has
-OF_LAYERS = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")  # of `layer_fields`
+OF_HEADS = ("markov_rank",)  # shape options that only heads have
+OF_LAYERS = ("layers", "heads", "kv_heads", "mlp_width", "vocab_size", "rare_ids", "rare_width")  # for `layer_fields`
 
 
 def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
-    """A small decoder of the target's family, which reads ids in the target's own table.
+    """Return the configuration of a small decoder of the target's family, which uses the target's embedding table.
 
     Raises: UserError for heads that do not divide, or more layers or ids than the target has.
     """
-    c, o, layers = target, options, num_layers(target, options)
-    # With 16,384 ids two thirds of SmolLM2-135M's width make two layers that cost a 14th of a pass of its 30 on two CPU
-    # cores (docs/notes/drafts.md).
+    c, o = target, options
+    layers = num_layers(target, options)
+    # With two thirds of SmolLM2-135M's width, two layers and 16,384 ids cost a 14th of a pass through its 30 layers, on
+    # two CPU cores (docs/notes/drafts.md).
     width = o.width or max(1, 2 * c.width // 3 // c.head_dim) * c.head_dim
     heads = o.heads or (c.num_heads if width == c.width else max(1, width // c.head_dim))
     kv_heads = o.kv_heads or math.gcd(heads, c.num_kv_heads)
     vocab_size = num_ids(c, o, MOST_IDS)
     rare = int(RARE["ids"] * vocab_size) if vocab_size < c.vocab_size else 0
+    mlp_width = c.mlp_width if width == c.width else -(-c.mlp_width * width // c.width // 64) * 64
     return dataclasses.replace(
         c,
         num_layers=layers,
@@ -58,7 +62,7 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
         width=width,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        mlp_width=o.mlp_width or (c.mlp_width if width == c.width else -(-c.mlp_width * width // c.width // 64) * 64),
+        mlp_width=o.mlp_width or mlp_width,
         tied=False,
         embed_width=c.width,
         **vocabulary_fields(c, o, vocab_size, width, rare),
@@ -68,15 +72,19 @@ def draft_config(target: ModelConfig, options: TrainOptions) -> ModelConfig:
 def vocabulary_fields(
     target: ModelConfig, options: TrainOptions, vocab_size: int, width: int, usual: int
 ) -> dict[str, Any]:
-    """Of a draft of this width with so many ids; usual: how many of them are rare, unless told otherwise. Raises
-    UserError for more than there are."""
+    """Return the fields that describe the vocabulary of a draft.
+
+    vocab_size: the draft's number of ids. width: the draft's width. usual: the default number of rare ids.
+
+    Raises: UserError for more rare ids than there are ids, or for rare_width without rare ids.
+    """
     o = options
     rare = usual if o.rare_ids is None else o.rare_ids
     if rare >= vocab_size:
         raise UserError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
     if o.rare_width and not rare:
         raise UserError(f"--rare-width {o.rare_width} is of rare ids, and there are none: give --rare-ids too")
-    own = vocab_size < target.vocab_size or rare  # rare ids stand last, so that all have new places
+    own = vocab_size < target.vocab_size or rare  # rare ids come last, so the draft renumbers its ids
     return {
         "reduced_vocab_size": vocab_size if own else None,
         "rare_vocab_size": rare,
@@ -85,7 +93,7 @@ def vocabulary_fields(
 
 
 def num_layers(target: ModelConfig, options: TrainOptions, usual: int = LAYERS) -> int:
-    """Of the draft. Raises UserError for more than the target has."""
+    """Return the draft's number of layers, by default `usual`. Raises: UserError for more than the target has."""
     layers = options.layers or usual
     if layers > target.num_layers:
         raise UserError(
@@ -95,7 +103,10 @@ def num_layers(target: ModelConfig, options: TrainOptions, usual: int = LAYERS) 
 
 
 def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
-    """How many ids the draft proposes; most: unless told otherwise. Raises UserError for more than the target has."""
+    """Return the size of the draft's vocabulary, by default at most `most`.
+
+    Raises: UserError for more ids than the target has.
+    """
     size = min(most, target.vocab_size) if options.vocab_size is None else options.vocab_size
     if size > target.vocab_size:
         raise UserError(f"--vocab-size {size} exceeds the target's {target.vocab_size}: lower it or leave it out")
@@ -103,13 +114,19 @@ def num_ids(target: ModelConfig, options: TrainOptions, most: int) -> int:
 
 
 def target_layers(of: int, count: int) -> list[int]:
-    """The target's layers that a draft of `count` begins with: the first, the last and evenly spaced ones between."""
-    return np.linspace(0, of - 1, count).round().astype(int).tolist() if count > 1 else [0]
+    """Return which of `of` target layers initialise `count` draft layers: evenly spaced ones from first to last."""
+    if count <= 1:
+        return [0]
+    return np.linspace(0, of - 1, count).round().astype(int).tolist()
 
 
 def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
-    """d2t i32[_] and t2d i32[V] of the ids with the largest counts i64[V]: the frequent ones in their order, then the
-    rare ones. Empty for a draft that has all ids as its target has them."""
+    """Return d2t i32[_], the target's id of each draft id, and t2d i32[V], its inverse.
+
+    The draft's ids are those with the largest counts i64[V]: first the frequent ones, then the rare ones, each in the
+    target's order. t2d of an id that the draft lacks is the draft's number of ids. The result is empty for a draft with
+    the target's own vocabulary.
+    """
     size = config.head_size
     if config.reduced_vocab_size is None:
         return {}
@@ -123,28 +140,34 @@ def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]
 def first_params(
     config: ModelConfig, target: Model, ids: dict[str, np.ndarray], placement: Any, *, seed: int, from_target: bool
 ) -> dict[str, jax.Array]:
-    """The draft's float32 parameters on placement, and the target's table as it is; ids: of `vocabulary`."""
+    """Return a draft model's initial parameters, float32 and placed, and the target's own embedding table.
+
+    ids: the result of `vocabulary`.
+    """
     known: dict[str, Any] = dict(ids)
     if from_target:
         same = config.width == target.config.width
         known["norm"] = target.params["norm"] if same else np.full(config.width, FLAT)
         known |= projected(config, target, ids) | layers_of(target, config)
-    return begun(config, target, placement, seed, known)
+    return initial_params(config, target, placement, seed, known)
 
 
-def begun(
+def initial_params(
     config: ModelConfig, target: Model, placement: Any, seed: int, known: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Random float32 parameters on placement, but for those that are known or borrowed."""
+    """Return initial parameters, float32 and placed: the known ones, the target's shared ones, the rest random."""
     borrowed = {name: target.params[name] for name, p in parameters(config).items() if p.borrowed}
     params = random_params(config, jnp.float32, placement, seed, known=borrowed)
-    place = lambda like, x: jax.device_put(jnp.asarray(x, like.dtype), like.sharding)
-    return params | {name: place(params[name], x) for name, x in known.items()}
+    for name, x in known.items():
+        like = params[name]
+        params[name] = jax.device_put(jnp.asarray(x, like.dtype), like.sharding)
+    return params
 
 
 def layers_of(target: Model, config: ModelConfig) -> dict[str, jax.Array]:
-    """What the layers of a draft begin with: the target's own, evenly spaced ones, where the shapes agree."""
-    chosen, found = target_layers(target.config.num_layers, config.num_layers), {}
+    """Return initial parameters of a draft's layers: those of evenly spaced target layers, where the shapes agree."""
+    chosen = target_layers(target.config.num_layers, config.num_layers)
+    found = {}
     for name, p in parameters(config).items():
         if name.startswith("layers."):
             _, i, rest = name.split(".", 2)
@@ -157,8 +180,11 @@ def layers_of(target: Model, config: ModelConfig) -> dict[str, jax.Array]:
 def head_of(
     target: Model, config: ModelConfig, ids: dict[str, np.ndarray], basis: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """The target's way from hidden states to the draft's ids, in the coordinates `basis` [E, _] where there are any; of
-    the rare ids' rows, in those that keep most of these."""
+    """Return the target's output head, restricted to the draft's ids.
+
+    basis: [E, _], the projection from the target's width to the draft's; None if the widths agree. The head of rare ids
+    is approximated at rare_width, by the largest directions of its rows.
+    """
     rows = rows_of_ids(target)
     own = rows[ids["d2t"]] if ids else rows
     own = own if basis is None else own @ basis
@@ -171,10 +197,15 @@ def head_of(
 
 
 def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_ids: int) -> dict[str, Any]:
-    """The fields of a head's layers: as wide as the target, and as the readers of heads know them, which is Llama's
-    kind. Raises UserError for heads that do not divide and for more ids than the target has."""
+    """Return the fields of a head's layers. They are as wide as the target's.
+
+    Their family is Llama's, which is the one that readers of heads support.
+
+    Raises: UserError for heads that do not divide, or more ids than the target has.
+    """
     c, o = target, options
-    size, heads = num_ids(c, o, most_ids), o.heads or c.num_heads
+    size = num_ids(c, o, most_ids)
+    heads = o.heads or c.num_heads
     return {
         "family": "llama",
         "vocab_size": c.vocab_size,
@@ -196,16 +227,23 @@ def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_i
 
 
 def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
-    """Raises UserError for an option of shape that the method has no use for; taken: the others."""
+    """Raise UserError for a shape option that the method does not take. taken: the shape options that it takes."""
     for name in (*SHAPE, *OF_HEADS):
         if name not in taken and getattr(options, name) is not None:
-            flag = lambda name: "--" + name.replace("_", "-")
-            its = f"takes {', '.join(map(flag, taken))}" if taken else "has its target's shape"
-            raise UserError(f"{flag(name)} is of another method, --method {options.method} {its}: leave it out")
+            its = f"takes {', '.join(map(flag_of, taken))}" if taken else "has its target's shape"
+            raise UserError(f"{flag_of(name)} is of another method, --method {options.method} {its}: leave it out")
+
+
+def flag_of(name: str) -> str:
+    """Return the command line's flag of an option."""
+    return "--" + name.replace("_", "-")
 
 
 def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:
-    """The layers of a target whose input a head reads, as EAGLE-3 chose them. Raises UserError for too few."""
+    """Return the target's layers whose inputs a head reads, as EAGLE-3 chose them.
+
+    Raises: UserError for a target with fewer than five layers.
+    """
     if target.num_layers < 5:
         raise UserError(
             f"--method {method} reads three of the target's layers, and it has {target.num_layers}: use another"
@@ -214,23 +252,27 @@ def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:
 
 
 def projected(config: ModelConfig, target: Model, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What leads into the draft's layers and out of them: the target's table and head, in the coordinates that keep
-    most of the table."""
+    """Return the projection from the target's embeddings to the draft's width, and the output head projected likewise.
+
+    The projection keeps the largest directions of the embedding table.
+    """
     table = np.asarray(target.params["embed"], np.float32)
     basis = coordinates(table, config.width)
     return {"embed_in": basis, **head_of(target, config, ids, basis)}
 
 
 def rows_of_ids(target: Model) -> np.ndarray:
-    """[V, E]: what the target's hidden states are multiplied with for each id's logit."""
+    """Return the rows [V, E] of the target's output head."""
     return np.asarray(target.params["embed"] if target.config.tied else target.params["head"].T, np.float32)
 
 
 def coordinates(table: np.ndarray, width: int) -> np.ndarray:
-    """[E, width]: the directions in which the rows [..., E] are largest (right singular vectors); all E, and zeros,
-    where width has room for them."""
+    """Return the directions [E, width] in which the rows [..., E] of a table are largest: its right singular vectors.
+
+    If width is E or more, return the identity, padded with zeros.
+    """
     size = table.shape[1]
     if width >= size:
         return np.eye(size, width, dtype=np.float32)
-    _, vectors = np.linalg.eigh(table.T @ table)  # of the Gram matrix, by rising singular value
+    _, vectors = np.linalg.eigh(table.T @ table)  # in order of rising singular value
     return vectors[:, ::-1][:, :width]

@@ -1,5 +1,6 @@
-"""Passes of a head that drafts one token after the other, each pass from what it made itself in the one before: in
-training as in a round ("training-time test").
+"""Training passes of heads that draft one token after another.
+
+Each pass reads the head's own output of the previous pass, in training as in a round ("training-time test").
 
 Source: Li et al., https://arxiv.org/abs/2503.01840.
 """
@@ -16,17 +17,21 @@ from jax import lax
 from jaxspec.models.decoder import bind
 from jaxspec.models.mixers.attention import rotary_tables
 from jaxspec.models.rows import Rows, whole_rows
-from jaxspec.train.passes import Said, of_tokens_after, projected, read
+from jaxspec.train.passes import PassOutputs, per_token_outputs, projected, read
 from pallas_kernels.plain import rms_norm
 
-Seen = list[tuple[jax.Array, jax.Array]]  # keys and values of each pass, in one layer
-# (the head, the next token and the feature of each entry [B,T,E], backend) -> (x, what its layer attends with, normed)
+Seen = list[tuple[jax.Array, jax.Array]]  # one layer's keys and values [B,T,G,D], of each pass so far
+# enter(head, embedding of each entry's next token [B,T,E], its feature [B,T,E], backend) returns the residual stream x
+# [B,T,E] and the normed input of the first layer's attention [B,T,_].
 Enter = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
-def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carries_normed: bool) -> Said:
-    """The k passes that propose k drafts: the first over what the target has said; each one after it over what the one
-    before made of the position before. carries_normed: whether that is read after the head's last norm."""
+def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carries_normed: bool) -> PassOutputs:
+    """Run the k passes that propose k drafts.
+
+    The first pass reads the target's features. Each later pass reads, at every entry, the previous pass's output at the
+    entry before. carries_normed: whether that output is taken after the head's last norm.
+    """
     config = configs[1]
     head: Any = bind(config, draft)
     decoder, hidden, tapped = read(configs[0], target, batch, backend, config.spec.taps)
@@ -36,18 +41,22 @@ def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carr
     token = lax.stop_gradient(decoder.embedded(following, backend)).astype(dtype)
     rows = whole_rows(*following.shape)
     seen: list[Seen] = [[] for _ in head.layers]
-    said = []
+    outputs = []
     for _ in range(k):
-        x, normed = one_pass(head, *enter(head, token, feature, backend), seen, rows, backend)
-        said.append(normed)
+        x, entry = enter(head, token, feature, backend)
+        x, normed = one_pass(head, x, entry, seen, rows, backend)
+        outputs.append(normed)
         carried = normed if carries_normed else x
         feature = jnp.concatenate([feature[:, :1], carried[:, :-1]], axis=1)
-    return of_tokens_after(2, jnp.stack(said, axis=2), hidden)
+    return per_token_outputs(2, jnp.stack(outputs, axis=2), hidden)
 
 
 def one_pass(head, x, entry, seen: Sequence[Seen], rows: Rows, backend):
-    """Through the head's layers, the first of which attends with `entry` [B,T,_]: (x [B,T,E], the same by the head's
-    norm). Adds keys and values to what each has `seen`."""
+    """Run x [B,T,E] through the head's layers; return it before and after the head's last norm.
+
+    entry [B,T,_] is the normed input of the first layer's attention. Each layer's keys and values are appended to its
+    list in `seen`.
+    """
     c, normed = head.config, entry
     norms = [*(layer.input_norm[...] for layer in head.layers[1:]), head.norm[...]]
     for layer, known, norm in zip(head.layers, seen, norms, strict=True):
@@ -59,21 +68,29 @@ def one_pass(head, x, entry, seen: Sequence[Seen], rows: Rows, backend):
 
 
 def attend(query, seen, config):
-    """query [B,T,H,D] of the last pass; seen: keys and values [B,T,G,D] of all passes -> [B,T,H*D].
+    """Return the attention output [B,T,H*D] of the last pass.
 
-    A draft's cache holds what the first pass made of all positions but the last ones: before the entry at t stands, at
-    t - i, that of the pass i before. So of the first pass it sees positions up to t - lag, and one of each other.
+    query [B,T,H,D]: of the last pass. seen: keys and values [B,T,G,D] of all passes, the last included.
+
+    In a round, the draft cache holds the first pass's keys at all positions but the last ones. Each later pass wrote
+    one of those. So the entry at position t of pass `lag`, counted from 0, sees the first pass at positions up to
+    t - lag, and each later pass i at position t - (lag - i) only.
     """
-    (b, t, _, d), (key, value), lag = query.shape, seen[0], len(seen) - 1
+    b, t, _, d = query.shape
+    key, value = seen[0]
+    lag = len(seen) - 1
     query = query.reshape(b, t, key.shape[2], -1, d)
     place = jnp.arange(t)
     scores = jnp.einsum("btgnd,bsgd->bgnts", query, key, preferred_element_type=jnp.float32)
     scores = jnp.where(place[None, :] <= place[:, None] - lag, scaled(scores, config), -jnp.inf)
-    back = lambda x, by: jnp.roll(x, by, axis=1)  # what stands `by` before; the first have none
-    later = [(back(k, lag - i), back(v, lag - i), lag - i) for i, (k, v) in enumerate(seen) if i]
+    later = []  # keys and values of each later pass, shifted to the entry that sees them, and the shift
+    for i, (later_key, later_value) in enumerate(seen[1:], start=1):
+        by = lag - i
+        later.append((jnp.roll(later_key, by, axis=1), jnp.roll(later_value, by, axis=1), by))
     for own_key, _, by in later:
-        one = jnp.einsum("btgnd,btgd->bgnt", query, own_key, preferred_element_type=jnp.float32)
-        scores = jnp.concatenate([scores, jnp.where(place >= by, scaled(one, config), -jnp.inf)[..., None]], axis=-1)
+        score = jnp.einsum("btgnd,btgd->bgnt", query, own_key, preferred_element_type=jnp.float32)
+        score = jnp.where(place >= by, scaled(score, config), -jnp.inf)  # the first `by` entries got wrapped keys
+        scores = jnp.concatenate([scores, score[..., None]], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     mixed = jnp.einsum("bgnts,bsgd->btgnd", weights[..., :t], value)
     for i, (_, own_value, _) in enumerate(later):
@@ -82,6 +99,6 @@ def attend(query, seen, config):
 
 
 def scaled(scores, config):
-    """Products of queries and keys, as they go into the softmax."""
+    """Return query-key products as the softmax takes them: scaled, and soft-capped if the model does so."""
     scores = scores * config.query_scale
     return config.soft_cap * jnp.tanh(scores / config.soft_cap) if config.soft_cap else scores

@@ -1,8 +1,8 @@
-"""Training data on disk: shards of sequences that the target itself wrote, and the rows they are cut into.
+"""Training data on disk: shards of sequences that the target itself wrote, and the rows that are made of them.
 
-A folder holds manifest.json and shard-00000.npz, ...; each shard has tokens [sequences, length] (padded with 0), and
-for each sequence length and prompt_length (in tokens), category (index into prompts.CATEGORIES) and temperature. The
-length of a sequence that was not written is 0.
+A folder holds manifest.json and shard-00000.npz, ... Each shard has tokens [sequences, length], padded with 0, and for
+each sequence its length and prompt_length in tokens, its category (index into prompts.CATEGORIES) and its temperature.
+The length of a sequence that is not written yet is 0.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from checkpoints.reading import read_json, there, told
 from jaxspec.common.errors import UserError
 from jaxspec.common.writing import whole
+from jaxspec.train.prompts import CATEGORIES
 
 MANIFEST, SHARDS = "manifest.json", "shard-*.npz"
 HELDOUT = 0.02  # share of the sequences
@@ -28,12 +31,12 @@ HELDOUT = 0.02  # share of the sequences
 class Shards:
     """Sequences in memory.
 
-    tokens [sequences, length]: padded.
-    length i32[sequences]: how many of them are real.
-    prompt_length i32[sequences]: how many were given; the others are the target's.
+    tokens [sequences, length]: token ids, padded.
+    length i32[sequences]: number of tokens without padding.
+    prompt_length i32[sequences]: number of prompt tokens; the target wrote the rest.
     category u8[sequences]: index into CATEGORIES.
-    temperature f32[sequences]: at which the target wrote.
-    manifest: see `describe`.
+    temperature f32[sequences]: temperature at which the target wrote.
+    manifest: contents of manifest.json; see `new_manifest`.
     """
 
     tokens: np.ndarray
@@ -47,6 +50,7 @@ class Shards:
         return len(self.length)
 
     def select(self, rows: slice) -> Shards:
+        """Return a part of the sequences."""
         arrays = {name: getattr(self, name)[rows] for name in ARRAYS}
         return Shards(**arrays, manifest=self.manifest)
 
@@ -55,8 +59,8 @@ class Shards:
 class Rows:
     """Rows of T tokens.
 
-    tokens [rows, T].
-    mask bool[rows, T]: tokens[b, t] is to be predicted, from tokens[b, :t]; never t = 0.
+    tokens [rows, T]: token ids.
+    mask bool[rows, T]: True where the draft learns to predict tokens[b, t] from tokens[b, :t]; False at t = 0.
     """
 
     tokens: np.ndarray
@@ -67,6 +71,7 @@ class Rows:
 
     @functools.cached_property
     def digest(self) -> str:
+        """A hash of tokens and mask."""
         found = hashlib.sha256(f"{self.tokens.dtype}{self.tokens.shape}".encode())
         for array in (self.tokens, self.mask):
             found.update(np.ascontiguousarray(array).data)
@@ -77,7 +82,7 @@ ARRAYS = tuple(field.name for field in dataclasses.fields(Shards) if field.name 
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
-    """Of token ids on disk."""
+    """Return the dtype of token ids on disk."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
 
 
@@ -102,17 +107,72 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises FileNotFoundError where the folder holds no data."""
+    """Return the contents of a folder's manifest. Raises: FileNotFoundError if the folder holds no data."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no training data ({MANIFEST} is missing): run jaxspec generate-data")
     return read_json(path)
 
 
-def load(folder: str | Path) -> Shards:
-    """The shards that the manifest counts, into memory: 2 bytes a token for vocabularies up to 65,536.
+def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    """Raise UserError if the folder holds data of another recipe."""
+    if not (folder / MANIFEST).is_file() or not any(folder.glob(SHARDS)):
+        return
+    found = read_manifest(folder)
+    for name, wanted in recipe.items():
+        if found.get(name, wanted) != wanted:
+            raise UserError(
+                f"{folder} holds data with {name}={found.get(name)!r}, not {wanted!r}: choose another folder, or the "
+                "same options to add to it"
+            )
 
-    Raises FileNotFoundError for a folder without data.
+
+def update_counts(folder: Path, done: dict[int, Counter[str]], size: int = 0) -> None:
+    """Update `done` with the counts of the shards on disk, which earlier runs or other parts may have written.
+
+    size: sequences of a complete shard. A shard that is complete in `done` is not read again.
+    """
+    for index in sorted(int(path.stem.removeprefix("shard-")) for path in folder.glob(SHARDS)):
+        if index not in done or done[index]["sequences"] < size:
+            done[index] = counts(read_shard(shard_path(folder, index)))
+
+
+def counts(arrays: dict[str, np.ndarray]) -> Counter[str]:
+    """Return the numbers of sequences, tokens and prompt tokens of a shard, and of sequences by category."""
+    written = arrays["length"] > 0
+    sizes = {
+        "sequences": int(written.sum()),
+        "tokens": int(arrays["length"].sum()),
+        "prompt_tokens": int(arrays["prompt_length"].sum()),
+    }
+    return Counter(sizes) + Counter(CATEGORIES[i] for i in arrays["category"][written])
+
+
+def new_manifest(recipe: dict[str, Any], done: dict[int, Counter[str]], tokens: int) -> dict[str, Any]:
+    """Return the recipe and the counts of the first shards: those without a gap, until they have `tokens`.
+
+    So the manifest depends neither on the order in which shards were finished nor on how far the last rows had got.
+    """
+    total: Counter[str] = Counter()
+    shards = 0
+    while shards in done and total["tokens"] < tokens:
+        total += done[shards]
+        shards += 1
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}"
+    sizes = {name: total[name] for name in ("sequences", "tokens", "prompt_tokens")}
+    return {
+        **recipe,
+        "device": device,
+        "shards": shards,
+        **sizes,
+        "categories": {name: total[name] for name in CATEGORIES},
+    }
+
+
+def load(folder: str | Path) -> Shards:
+    """Load the shards that the manifest counts. They take 2 bytes a token for vocabularies up to 65,536 ids.
+
+    Raises: FileNotFoundError for a folder without data.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -125,12 +185,12 @@ def load(folder: str | Path) -> Shards:
 
 
 def heldout(shards: Shards) -> Shards:
-    """The last sequences, never among those of `training`."""
+    """Return the held-out sequences, which are the last ones."""
     return shards.select(slice(len(shards) - num_heldout(shards), None))
 
 
 def training(shards: Shards) -> Shards:
-    """All sequences but those of `heldout`."""
+    """Return the sequences to train on, all but those of `heldout`."""
     return shards.select(slice(0, len(shards) - num_heldout(shards)))
 
 
@@ -139,29 +199,30 @@ def num_heldout(shards: Shards) -> int:
 
 
 def packed(shards: Shards, seed: int, length: int) -> Rows:
-    """The sequences in an order of the seed's, joined in a stream that is cut into rows, so that no position is
-    padding. An incomplete last row is left out.
+    """Return rows without padding: the sequences in a random order of this seed, joined and divided into rows.
 
-    A row may begin inside a sequence; what it lacks of the beginning is lacking for the target too, whose distribution
-    is computed over the same row.
+    An incomplete last row is dropped. A row may begin inside a sequence. The target then lacks the same context as the
+    draft, because its distribution is computed over the same row.
     """
     order = np.random.default_rng(seed).permutation(len(shards))
     position = np.arange(shards.tokens.shape[1])
-    there = position < shards.length[order, None]
+    present = position < shards.length[order, None]
     written = position >= shards.prompt_length[order, None]
-    cut = lambda stream: stream[: len(stream) // length * length].reshape(-1, length)
-    tokens, mask = cut(shards.tokens[order][there]), cut(written[there])
+    stream, predicted = shards.tokens[order][present], written[present]
+    size = len(stream) // length * length  # tokens of the complete rows
+    tokens = stream[:size].reshape(-1, length)
+    mask = predicted[:size].reshape(-1, length)
     mask[:, 0] = False
     return Rows(tokens, mask)
 
 
 def chosen(count: int, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Which of `count` rows a step takes, i64[B]: a pure function of its arguments.
+    """Return the indices i64[B] of the rows of a step, among `count`: a pure function of its arguments.
 
-    The first epoch takes them as they lie, so that a run which ends in it needs the first ones only; every later epoch
-    takes them in another order.
+    The first epoch takes the rows in their order, so that a run that ends within it needs only the first rows. Every
+    later epoch takes them in another random order.
 
-    Raises: UserError where there are less than one batch.
+    Raises: UserError if the rows are fewer than one batch.
     """
     steps = count // batch_size
     if not steps:
@@ -175,12 +236,12 @@ def chosen(count: int, seed: int, step: int, batch_size: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def arranged(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the rows in an epoch."""
+    """Return the order of the rows in an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(count) if epoch else np.arange(count)
 
 
 def frequencies(shards: Shards, vocab_size: int) -> np.ndarray:
-    """How often the target wrote each id, i64[V]. Prompts do not count."""
+    """Return how often the target wrote each id, i64[V]. Tokens of prompts do not count."""
     counts = np.zeros(vocab_size, np.int64)
     position = np.arange(shards.tokens.shape[1])
     for start in range(0, len(shards), 4096):

@@ -1,4 +1,4 @@
-"""What `jaxspec generate-data` is told: how much, of what, at which temperatures, by how many processes."""
+"""Options of `jaxspec generate-data`: how much of which text, at which temperatures, by how many processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxspec.common.values import LARGEST_ON_HOST, options, whole
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train.prompts import CATEGORIES
 
-# Shares are relative. Half of it greedy: a draft is mostly asked for the target's likeliest token.
+# Default shares of the categories of prompts, relative to their sum.
 MIXTURE = {
     "chat": 0.25,
     "story": 0.16,
@@ -22,34 +22,35 @@ MIXTURE = {
     "list": 0.06,
     "translate": 0.03,
     "free": 0.1,
-    # No grammar is as wide as what the target itself has seen. Of its own accord it hardly ever asks for code, and
-    # rarely for a plain fact.
+    # The target has seen far more subjects than the grammar has. But by itself it hardly ever asks for code, and rarely
+    # for a plain fact.
     "self": 1.0,
     "begun": 2.0,
 }
-# At 1 a small target often loses its thread, and what follows teaches little of what it is used for.
+# Default shares of temperatures. Half of the text is greedy, because a draft mostly has to find the target's argmax
+# token. At 1 a small target often loses its thread, and the rest of such a text teaches little about its use.
 TEMPERATURES = {0.0: 0.5, 0.7: 0.4, 1.0: 0.1}
 
 
 @options
 class DataOptions:
-    """What is generated.
+    """Options of data generation.
 
     The first sentence of each is the command line's help.
 
     Args:
-      tokens: Generate at least so many, prompts included.
-      seed: Of prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
-      length: Longest sequence, prompt included, in tokens. A prompt takes at most half of it, a message that the
-        target writes at most a quarter.
-      shard_size: Sequences of a shard.
-      mixture: Shares of chat, story, code, summary, rewrite, list, translate, free, self, begun: chat:2,self:1. As a
-        mapping of prompts.CATEGORIES here.
-      temperatures: Shares of temperatures. As a mapping here; 0 is greedy.
-      rows: Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU, halved until they fit. They change the
-        speed, not the data, but for rounding.
-      part: The I-th of N processes, a device each, that fill the folder together. Here (i, n): every n-th shard, and
-        that share of the tokens.
+      tokens: Least number of tokens in all, prompts included.
+      seed: Random seed for prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
+      length: Longest sequence in tokens, prompt included. A prompt takes at most half of it, a message that the target
+        writes at most a quarter.
+      shard_size: Sequences in each shard.
+      mixture: Shares of chat, story, code, summary, rewrite, list, translate, free, self, begun: chat:2,self:1. Here a
+        mapping from prompts.CATEGORIES.
+      temperatures: Shares of temperatures. Here a mapping; 0 is greedy.
+      rows: Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU, halved until they fit. Their number changes
+        the speed, but the data only by rounding.
+      part: I-th of N processes, with a device each, that fill the folder together. Here (i, n): the process generates
+        every n-th shard, and that share of the tokens.
     """
 
     tokens: int = 10_000_000
@@ -75,15 +76,15 @@ class DataOptions:
             if not shares or min(shares.values()) < 0 or not sum(shares.values()) > 0:
                 raise UserError(f"{name}={dict(shares)}: shares must not be negative, and one must be positive")
         for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)  # refuses what is none
+            SamplingParams(temperature=temperature)  # raises for an invalid one
 
     def takes(self, shard: int) -> bool:
-        """Whether the shard of this number is this part's."""
+        """Return whether this part generates the shard of this index."""
         return shard % self.part[1] == self.part[0] - 1
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What the sequences depend on, as the manifest has it."""
+        """The options on which the sequences depend, as in the manifest."""
         return {
             "seed": self.seed,
             "length": self.length,
@@ -94,7 +95,10 @@ class DataOptions:
 
 
 def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, float]:
-    """An option such as "chat:2,code:1" as {"chat": 2.0, "code": 1.0}. Raises UserError with the option's name."""
+    """Parse an option such as "chat:2,code:1" into {"chat": 2.0, "code": 1.0}.
+
+    Raises: UserError that names the option.
+    """
     try:
         pairs = [part.split(":") for part in text.split(",")]
         found = {kind(key.strip()): float(share) for key, share in pairs}
@@ -106,7 +110,7 @@ def shares(name: str, text: str, kind: Callable[[str], Any] = str) -> dict[Any, 
 
 
 def part_of(text: str) -> tuple[int, int]:
-    """ "2/4" -> (2, 4). Raises UserError."""
+    """Parse "2/4" into (2, 4). Raises: UserError."""
     try:
         i, n = map(int, text.split("/"))
     except ValueError:

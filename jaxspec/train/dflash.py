@@ -1,4 +1,4 @@
-"""Training DFlash's layers, which draft a block at once: of each row many blocks, whose first places are random.
+"""Training DFlash, which drafts a whole block in one pass. Each row holds many blocks, at random positions.
 
 Source: Chen et al., https://arxiv.org/abs/2602.06036.
 """
@@ -21,32 +21,32 @@ from jaxspec.models.model import Model
 from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.train import build, saved
 from jaxspec.train.options import TrainOptions
-from jaxspec.train.passes import Said, fading, projected, read
+from jaxspec.train.passes import PassOutputs, draft_shares, projected, read
 from pallas_kernels.plain import rms_norm
 
 READS = True
 TAKES = build.OF_LAYERS
-OVERLAP = 2  # blocks over each place: the target's pass, which is most of a step, serves them all
+OVERLAP = 2  # blocks that cover each position; all share one target pass, which is most of a step's cost
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    return begun(Config(**fields(target.config, options, counts)), options, target, counts, placement)
+    return new_head(Config(**fields(target.config, options, counts)), options, target, counts, placement)
 
 
-def begun(config: Config, options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """With --vocab-size it has its own way to so many ids; else the target's to all."""
+def new_head(config: Config, options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return a new head. With --vocab-size it has an output matrix of its own; else it uses the target's."""
     known: dict[str, Any] = build.vocabulary(counts, config)
     if options.init_from_target:
         own_head = build.head_of(target, config, known) if config.has_head else {}
         known |= {"norm": target.params["norm"], **own_head, **build.layers_of(target, config)}
-    return Model(config, build.begun(config, target, placement, options.seed, known))
+    return Model(config, build.initial_params(config, target, placement, options.seed, known))
 
 
 def fields(target: ModelConfig, options: TrainOptions, counts: np.ndarray) -> dict[str, Any]:
-    """Of its configuration. What stands in the places that it fills is the target's rarest id."""
+    """Return the fields of the head's configuration. The mask token is the target's rarest id."""
     found = build.layer_fields(target, options, build.num_layers(target, options), target.vocab_size)
     return found | {
-        "qk_norm": True,  # as the authors' own have it
+        "qk_norm": True,  # as in the authors' heads
         "taps": build.check_tapped(target, options.method),
         "target_width": target.width,
         "block_size": options.num_speculative_tokens + 1,
@@ -55,29 +55,37 @@ def fields(target: ModelConfig, options: TrainOptions, counts: np.ndarray) -> di
     }
 
 
-def passes(configs, draft, target, batch, backend, k) -> Said:
+def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
     config, tokens = configs[1], batch["tokens"]
-    silent = 0 if config.from_pending else 1  # places before the first that makes a draft
-    size = k + silent
+    skipped = 0 if config.from_pending else 1  # positions of a block before the first that makes a draft
+    size = k + skipped
     head: Any = bind(config, draft)
     decoder, hidden, tapped = read(configs[0], target, batch, backend, config.spec.taps)
     dtype = head.fc[...].dtype
     past = head.features(None, [x.astype(dtype) for x in tapped], backend)
-    anchors = first_places(batch["draw"], tokens.shape[1], size)  # the pending tokens
+    anchors = first_places(batch["draw"], tokens.shape[1], size)  # positions of the pending tokens
     block = anchors[:, :, None] + jnp.arange(size)
     pending = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
     shown = jnp.where(jnp.arange(size) == 0, pending, config.mask_id).reshape(tokens.shape[0], -1)
     x = lax.stop_gradient(decoder.embedded(shown, backend)).astype(dtype)
-    x = through_layers(head, x, past, block, backend).reshape(*block.shape, -1)[:, :, silent:]
+    x = through_layers(head, x, past, block, backend).reshape(*block.shape, -1)[:, :, skipped:]
     predicts = anchors[:, :, None] + 1 + jnp.arange(k)
-    entries = lambda y: y.reshape(len(tokens), -1, *y.shape[3:])
     count = anchors.shape[1]
-    shares, first = np.tile(fading(k), count).astype(np.float32), np.tile(np.arange(k) == 0, count)
-    return Said(entries(x)[:, :, None], entries(predicts), shares[:, None], first[:, None], hidden)
+    shares = np.tile(draft_shares(k), count).astype(np.float32)
+    first = np.tile(np.arange(k) == 0, count)
+
+    def entries(y):
+        """Return [B, blocks * k, ...] of [B, blocks, k, ...]."""
+        return y.reshape(len(tokens), -1, *y.shape[3:])
+
+    return PassOutputs(entries(x)[:, :, None], entries(predicts), shares[:, None], first[:, None], hidden)
 
 
 def first_places(draw: jax.Array, length: int, size: int) -> jax.Array:
-    """Where blocks of this size begin: i32[B,_], at random one in each stretch of the row. draw: u32[B], random."""
+    """Return the first positions of blocks, i32[B,_]: a random one in each of a row's equal stretches.
+
+    draw: u32[B], random. size: positions of a block.
+    """
     stretch = max(1, size // OVERLAP)
     count = max(1, length // stretch)
     drawn = jax.vmap(lambda number: jax.random.randint(jax.random.key(number), (count,), 0, stretch))(draw)
@@ -85,22 +93,28 @@ def first_places(draw: jax.Array, length: int, size: int) -> jax.Array:
 
 
 def through_layers(head, x, past, block, backend):
-    """x [B,A*T,E], of blocks at the places i32[B,A,T]; past [B,_,E], the features of all tokens -> what leaves the
-    head's norm. A block sees itself, and of the past what is before it."""
+    """Return the hidden states [B,A*T,E] of blocks after the head's last norm.
+
+    x: [B,A*T,E], embeddings of A blocks of T positions. block: i32[B,A,T], their positions. past: [B,S,E], the features
+    of all tokens. A block attends to itself and to the past before its first position.
+    """
     c, dtype = head.config, x.dtype
     own = Rows(block.reshape(len(x), -1))
     before = whole_rows(*past.shape[:2])
     known = before.positions[:, None] < block[:, :, :1]  # [B,A,S]
     at_block, at_past = (rotary_tables(c.layers, rows, backend)[c.rope, c.head_dim] for rows in (own, before))
+
+    def by_block(y):
+        """Return [B,A,T,G,heads of a group,D] of a query, or [B,A,T,G,1,D] of a key or value."""
+        return y.reshape(*block.shape, c.num_kv_heads, -1, c.head_dim)
+
     for layer in head.layers:
         query, key, value = projected(layer, rms_norm(layer.input_norm[...], x, c.norm_eps), at_block)
         _, old_key, old_value = projected(layer, past, at_past)
-        blocks = lambda y: y.reshape(*block.shape, c.num_kv_heads, -1, c.head_dim)
-        query, key, value = blocks(query), blocks(key)[:, :, :, :, 0], blocks(value)[:, :, :, :, 0]
-        product = lambda way, *x: jnp.einsum(way, *x, preferred_element_type=jnp.float32)
-        of_past = product("batgnd,bsgd->bagnts", query, old_key) * c.query_scale
+        query, key, value = by_block(query), by_block(key)[:, :, :, :, 0], by_block(value)[:, :, :, :, 0]
+        of_past = jnp.einsum("batgnd,bsgd->bagnts", query, old_key, preferred_element_type=jnp.float32) * c.query_scale
         of_past = jnp.where(known[:, :, None, None, None], of_past, -jnp.inf)
-        of_own = product("batgnd,basgd->bagnts", query, key) * c.query_scale
+        of_own = jnp.einsum("batgnd,basgd->bagnts", query, key, preferred_element_type=jnp.float32) * c.query_scale
         weights = jax.nn.softmax(jnp.concatenate([of_past, of_own], axis=-1), axis=-1).astype(dtype)
         mixed = jnp.einsum("bagnts,bsgd->batgnd", weights[..., : past.shape[1]], old_value)
         mixed += jnp.einsum("bagnts,basgd->batgnd", weights[..., past.shape[1] :], value)
@@ -114,11 +128,11 @@ def heads(configs, draft, target, k):
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
     dflash = {"mask_token_id": config.mask_id, "target_layer_ids": [i - 1 for i in config.taps]}
-    said = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
-    write(folder, said, params, config, NAMES, fingerprint)
+    own = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
+    write(folder, own, params, config, NAMES, fingerprint)
 
 
-def write(folder: Path, said: dict[str, Any], params: Any, config: Any, names: Any, fingerprint: str) -> None:
-    """said: of config.json, what this method says by itself; names: tensor -> where it goes."""
-    said = {**saved.layers(config), "block_size": config.block_size, **said}
-    saved.save(folder, said, params, config, saved.numbered(names, config.num_layers), fingerprint)
+def write(folder: Path, own: dict[str, Any], params: Any, config: Any, names: Any, fingerprint: str) -> None:
+    """Write a head's folder. own: the method's entries of config.json; names: the parameter of each tensor."""
+    config_json = {**saved.layers(config), "block_size": config.block_size, **own}
+    saved.save(folder, config_json, params, config, saved.numbered(names, config.num_layers), fingerprint)

@@ -1,4 +1,4 @@
-"""Training a draft that is a small model of its own: it reads tokens only, so that one pass says all."""
+"""Training a draft model, which reads tokens only, so that one pass predicts at all positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxspec.models.decoder import bind, whole
 from jaxspec.models.model import Model
 from jaxspec.train import build
 from jaxspec.train.options import TrainOptions
-from jaxspec.train.passes import Said, of_tokens_after
+from jaxspec.train.passes import PassOutputs, per_token_outputs
 
 READS = False
 TAKES = tuple(build.SHAPE)
@@ -21,12 +21,13 @@ TAKES = tuple(build.SHAPE)
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
     config = build.draft_config(target.config, options)
     ids = build.vocabulary(counts, config)
-    seed, from_target = options.seed, options.init_from_target
-    return Model(config, build.first_params(config, target, ids, placement, seed=seed, from_target=from_target))
+    params = build.first_params(config, target, ids, placement, seed=options.seed, from_target=options.init_from_target)
+    return Model(config, params)
 
 
-def passes(configs, draft, target, batch, backend, k) -> Said:
-    return of_tokens_after(1, whole(configs[1], draft, batch["tokens"], backend)[1][:, :, None])
+def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+    _, hidden = whole(configs[1], draft, batch["tokens"], backend)
+    return per_token_outputs(1, hidden[:, :, None])
 
 
 def heads(configs, draft, target, k):

@@ -1,6 +1,6 @@
-"""Training DSpark: DFlash's blocks, each place of which is told the token before it, as it stands in the data.
+"""Training DSpark: DFlash's blocks, each position of which also reads the previous token of the data.
 
-Source: DeepSeek-AI, https://github.com/deepseek-ai/DeepSpec. Unlike theirs it reads that token in the target's table.
+Source: DeepSeek-AI, https://github.com/deepseek-ai/DeepSpec. Unlike theirs, it embeds that token by the target's table.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jaxspec.models.decoder import bind
 from jaxspec.models.model import Model
 from jaxspec.train import dflash
 from jaxspec.train.options import TrainOptions
-from jaxspec.train.passes import Said
+from jaxspec.train.passes import PassOutputs
 
 READS = True
 TAKES = (*dflash.TAKES, "markov_rank")
-RANK = 64  # unless told otherwise
+RANK = 64  # default of markov_rank
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
@@ -33,27 +33,32 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
         "markov_kind": "rnn",
         "markov_table": False,
     })  # fmt: skip
-    return dflash.begun(config, options, target, counts, placement)
+    return dflash.new_head(config, options, target, counts, placement)
 
 
-def passes(configs, draft, target, batch, backend, k) -> Said:
-    """What goes into the logits by way of the token before stands behind each hidden state."""
-    said = dflash.passes(configs, draft, target, batch, backend, k)
+def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+    """Run DFlash's passes, and append to each hidden state the channels [r] that the previous token gives."""
+    outputs = dflash.passes(configs, draft, target, batch, backend, k)
     head: Any = bind(configs[1], draft)
     decoder = bind(configs[0], target)
-    by_block = lambda x: x.reshape(len(x), -1, k, *x.shape[2:])
-    hidden = by_block(said.hidden[:, :, 0])
-    before = by_block(jnp.take_along_axis(batch["tokens"], said.predicts - 1, axis=1, mode="clip"))
-    state, channels = jnp.zeros((*hidden.shape[:2], configs[1].markov_rank), hidden.dtype), []
+
+    def by_block(x):
+        """Return [B, blocks, k, ...] of [B, blocks * k, ...]."""
+        return x.reshape(len(x), -1, k, *x.shape[2:])
+
+    hidden = by_block(outputs.hidden[:, :, 0])
+    before = by_block(jnp.take_along_axis(batch["tokens"], outputs.predicts - 1, axis=1, mode="clip"))
+    state = jnp.zeros((*hidden.shape[:2], configs[1].markov_rank), hidden.dtype)
+    channels = []
     for i in range(k):
         x, state = head.markov(state, before[:, :, i], hidden[:, :, i], decoder, backend)
         channels.append(x)
     both = jnp.concatenate([hidden, jnp.stack(channels, axis=2)], axis=-1)
-    return said._replace(hidden=both.reshape(len(both), -1, 1, both.shape[-1]))
+    return outputs._replace(hidden=both.reshape(len(both), -1, 1, both.shape[-1]))
 
 
-class Informed(NamedTuple):
-    """A way to logits, and what the token before adds to it."""
+class MarkovHead(NamedTuple):
+    """An output head, plus the logits that the previous token adds."""
 
     head: Any
     markov: Any
@@ -65,15 +70,15 @@ class Informed(NamedTuple):
 
 def heads(configs, draft, target, k):
     (head,) = dflash.heads(configs, draft, target, k)
-    return [Informed(head, bind(configs[1], draft).markov)]
+    return [MarkovHead(head, bind(configs[1], draft).markov)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    said = {
+    own = {
         "architectures": ["Qwen3DSparkModel"],
         "mask_token_id": config.mask_id,
         "target_layer_ids": [i - 1 for i in config.taps],
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_kind,
     }
-    dflash.write(folder, said, params, config, NAMES | names(config), fingerprint)
+    dflash.write(folder, own, params, config, NAMES | names(config), fingerprint)

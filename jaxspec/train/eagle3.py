@@ -1,4 +1,4 @@
-"""Training EAGLE-3's head: a layer, or some, over the next token and three of the target's hidden states.
+"""Training EAGLE-3's head: one or more layers that read the next token and three of the target's hidden states.
 
 Source: Li et al., https://arxiv.org/abs/2503.01840.
 """
@@ -17,21 +17,21 @@ from jaxspec.models.decoder import bind
 from jaxspec.models.model import Model
 from jaxspec.train import build, chain, saved
 from jaxspec.train.options import TrainOptions
-from jaxspec.train.passes import Said
+from jaxspec.train.passes import PassOutputs
 from pallas_kernels.plain import rms_norm
 
 READS = True
 TAKES = build.OF_LAYERS
-MOST_IDS = 32_000  # unless told otherwise
+MOST_IDS = 32_000  # default size of the draft vocabulary
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """It proposes the most frequent ids."""
+    """Return a new head whose vocabulary is the most frequent ids."""
     config = head_config(target.config, options)
     known: dict[str, Any] = build.vocabulary(counts, config)
-    if options.init_from_target:  # its way from hidden states to ids is known
+    if options.init_from_target:
         known |= {**build.head_of(target, config, known), "norm": target.params["norm"]}
-    return Model(config, build.begun(config, target, placement, options.seed, known))
+    return Model(config, build.initial_params(config, target, placement, options.seed, known))
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
@@ -40,14 +40,15 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
     return Config(**fields, taps=build.check_tapped(target, options.method), target_width=target.width)
 
 
-def passes(configs, draft, target, batch, backend, k) -> Said:
+def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=False)
 
 
 def enter(head, token, feature, backend):
     c = head.config
-    parts = rms_norm(head.token_norm[...], token, c.norm_eps), rms_norm(head.hidden_norm[...], feature, c.norm_eps)
-    return feature, jnp.concatenate(parts, axis=-1)
+    token = rms_norm(head.token_norm[...], token, c.norm_eps)
+    hidden = rms_norm(head.hidden_norm[...], feature, c.norm_eps)
+    return feature, jnp.concatenate([token, hidden], axis=-1)
 
 
 def heads(configs, draft, target, k):
@@ -55,12 +56,13 @@ def heads(configs, draft, target, k):
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    said = {
+    config_json = {
         **saved.layers(config),
         "architectures": ["LlamaForCausalLMEagle3"],
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
     }
-    # As SafeAILab's files call the only layer, and the speculators library's the first of some.
-    one = config.num_layers == 1
-    names = places("midlayer.") if one else saved.numbered(places("layers.0."), config.num_layers)
-    saved.save(folder, said, params, config, names, fingerprint)
+    if config.num_layers == 1:
+        names = places("midlayer.")  # as SafeAILab's files name it
+    else:
+        names = saved.numbered(places("layers.0."), config.num_layers)  # as the speculators library's files do
+    saved.save(folder, config_json, params, config, names, fingerprint)

@@ -1,4 +1,4 @@
-"""How many of a draft's tokens a target accepts: by category of prompts, by position, greedy and sampled."""
+"""Measuring how many draft tokens a target accepts: by category of prompts, by position, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ from jaxspec.verify.rules import SEEDED, UNSEEDED
 TEMPERATURES = (0.0, 0.7)
 HELDOUT = Path(__file__).with_name("heldout.json")  # 64 texts that the grammar of the training data cannot make
 ALL = "all"
-Prompts = Mapping[str, Sequence[str]]  # category -> what users say
+Prompts = Mapping[str, Sequence[str]]  # user messages by category
 
 
 def read_prompts(path: Path) -> Prompts:
-    """A JSON file {category: [text, ...]}. Raises FileNotFoundError or UserError that names the file."""
+    """Read a JSON file {category: [text, ...]}. Raises: FileNotFoundError or UserError that names the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: give --prompts FILE.json with {{category: [text, ...]}}")
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is no JSON file: {error}") from None
-    listed = prompts.values() if isinstance(prompts, dict) else [()]
-    if not listed or not all(isinstance(v, list) and v and all(isinstance(t, str) and t for t in v) for v in listed):
+    if not isinstance(prompts, dict) or not prompts or not all(map(are_texts, prompts.values())):
         raise UserError(f"{path} must hold {{category: [text, ...]}}, with one text at least in each")
     return prompts
+
+
+def are_texts(value: Any) -> bool:
+    """Return whether a value of a JSON file is a list of one or more texts, none of them empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
 
 
 def evaluate(
@@ -56,10 +60,15 @@ def evaluate(
     progress: bool = True,
     **options: Unpack[EngineOptions],
 ) -> dict[str, Any]:
-    """The counters of the answers to all prompts, as a document: a row for each temperature and category, and one for
-    all categories together. Each prompt is answered `samples` times, with seeds 0, 1, ...; sampling accepts by `rule`,
-    which is the block rule unless told otherwise. tree: (width, depth, nodes) of a tree of drafts, which takes the
-    place of num_speculative_tokens and has a rule of its own. options: of EngineConfig.
+    """Return the counters of the answers to all prompts, as a JSON document.
+
+    It has a row for each temperature and category, and one for all categories together.
+
+    Args:
+      tree: width, depth and nodes of a tree of drafts, in place of num_speculative_tokens.
+      rule: acceptance rule for temperatures above 0; by default the block rule, or the trees' own rule with a tree.
+      samples: answers to each prompt, with seeds 0, 1, ...
+      options: options of EngineConfig.
     """
     params = [
         [SamplingParams(temperature=t, max_tokens=max_tokens, seed=i) for i in range(samples)] for t in temperatures
@@ -77,13 +86,14 @@ def evaluate(
     measured = []
     for p in params:
         outputs = whole(llm.generate([text for text in asked for _ in p], p * count, progress=progress))
-        every = [[output.metrics for output in some] for some in zip(*[iter(outputs)] * samples, strict=True)]
-        left = iter(every)
-        parts = {category: list(itertools.islice(left, len(texts))) for category, texts in prompts.items()}
-        measured += [row(p[0].temperature, *part) for part in (parts | {ALL: every}).items()]
+        metrics = iter(output.metrics for output in outputs)
+        answers = [list(itertools.islice(metrics, samples)) for _ in asked]
+        remaining = iter(answers)
+        parts = {category: list(itertools.islice(remaining, len(texts))) for category, texts in prompts.items()}
+        measured += [row(p[0].temperature, *part) for part in (parts | {ALL: answers}).items()]
     deepest = tree[1] if tree else num_speculative_tokens
     for line in measured:
-        line["accepted_at"] = line["accepted_at"][:deepest]  # no path of a tree is longer
+        line["accepted_at"] = line["accepted_at"][:deepest]  # positions beyond a tree's depth never hold a draft
     return {
         "target": target,
         "draft": draft,
@@ -99,8 +109,11 @@ def evaluate(
 
 
 def row(temperature: float, category: str, answers: Sequence[Sequence[SpecDecodeMetrics]]) -> dict[str, Any]:
-    """answers: the samples of each prompt. accepted_at: of all rounds, the share that accepted the 1st, 2nd, ... draft.
-    standard_error: of the length, for other samples of the same prompts."""
+    """Return one row of the document. answers: the metrics of each prompt's samples.
+
+    Its accepted_at holds the shares of all rounds that accepted the 1st, 2nd, ... draft. Its standard_error is that of
+    the acceptance length, over repeated sampling of the same prompts.
+    """
     metrics = SpecDecodeMetrics()
     for answer in itertools.chain.from_iterable(answers):
         metrics += answer
@@ -117,7 +130,7 @@ def row(temperature: float, category: str, answers: Sequence[Sequence[SpecDecode
 
 
 def standard_error(answers: Sequence[Sequence[SpecDecodeMetrics]], total: SpecDecodeMetrics) -> float | None:
-    """Of the mean acceptance length, which is a ratio of sums; None where no prompt has two samples."""
+    """Return the standard error of the mean acceptance length, a ratio of sums; None with one sample per prompt."""
     if len(answers[0]) < 2 or not total.num_drafts:
         return None
     mean = total.num_accepted_tokens / total.num_drafts
@@ -126,11 +139,12 @@ def standard_error(answers: Sequence[Sequence[SpecDecodeMetrics]], total: SpecDe
 
 
 def show(document: dict[str, Any]) -> None:
-    """The table on standard output."""
+    """Print the document as a table on standard output."""
     from rich.console import Console
     from rich.table import Table
 
-    console, k = Console(), document["num_speculative_tokens"]
+    console = Console()
+    k = document["num_speculative_tokens"]
     head = f"{document['draft']} for {document['target']} ({document['dtype']}) on {document['device']}, K = {k}"
     if tree := document["tree"]:
         head += f" levels of {tree[0]}, a tree of {tree[2]} nodes"
@@ -142,8 +156,9 @@ def show(document: dict[str, Any]) -> None:
     table.add_column("accepted at " + " ".join(str(i + 1) for i in range(k)), justify="right")
     for r in document["rows"]:
         rates = " ".join(f"{rate:4.0%}" for rate in r["accepted_at"])
-        length, error = f"{r['mean_acceptance_length']:.2f}", r["standard_error"]
-        length += "" if error is None else f" ± {error:.3f}"
+        length = f"{r['mean_acceptance_length']:.2f}"
+        if r["standard_error"] is not None:
+            length += f" ± {r['standard_error']:.3f}"
         last = r["category"] == ALL
         table.add_row(f"{r['temperature']:g}", r["category"], str(r["tokens"]), length, rates, end_section=last)
     console.print(table)

@@ -1,4 +1,4 @@
-"""What a head reads of the target, of all the data: found once and kept on disk."""
+"""The target's features that a head reads, for all the data: computed once and kept on disk."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def kept(
     backend: Backend,
     devices: Placement,
 ) -> Records:
-    """Of the first `count` rows, as records [count]: seen [T,E], what leaves the target's last norm, and where there
-    are taps, tapped [T,_*E], what goes into these layers, one beside the other; in the target's dtype.
+    """Return the target's features of the first `count` rows, as records [count] in the target's dtype.
 
-    They lie in a file in the folder, whose name tells the target, the rows and the layers. Arguments and errors as of
-    `jaxspec.train.kept.Records`.
+    Their fields are seen [T,E], the hidden states after the target's last norm, and with taps also tapped [T,_*E], the
+    concatenated inputs of the layers `taps`. The records are in a file in the folder, whose name identifies the target,
+    the rows and the layers. See `jaxspec.train.kept.Records` for the other arguments and the errors.
     """
-    length, width, dtype = rows.tokens.shape[1], target.config.width, np.dtype(target.dtype)
+    length = rows.tokens.shape[1]
+    width = target.config.width
+    dtype = np.dtype(target.dtype)
     fields = [("seen", dtype, (length, width)), ("tapped", dtype, (length, len(taps) * width))]
     record = np.dtype(fields if taps else fields[:1])
     layers = "-".join(map(str, taps)) or "last"
@@ -42,7 +44,9 @@ def kept(
     @jax.jit
     def find(params, tokens):
         _, seen, tapped = read(target.config, params, {"tokens": tokens}, backend, taps)
-        return {"seen": seen} | ({"tapped": jnp.concatenate(tapped, axis=-1)} if taps else {})
+        if not taps:
+            return {"seen": seen}
+        return {"seen": seen, "tapped": jnp.concatenate(tapped, axis=-1)}
 
     return Records(
         folder / f"features-{layers}-{dtype.name}-{digest(target, rows)}.bin",

@@ -1,4 +1,4 @@
-"""What passes over the data find, once: records on disk beside the data, a row each."""
+"""Results of passes over the data that are computed once and kept on disk beside the data, one record per row."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ from jaxspec.train.ahead import ahead
 from jaxspec.train.data import Rows
 from jaxspec.train.step import place_rows
 
-# tokens i32[B,T] on the devices -> the fields of their records, [B,...] each
+# Compute the fields [B,...] of the records of B rows from their tokens i32[B,T] on the devices.
 Find = Callable[[jax.Array], Mapping[str, jax.Array]]
 
 
 class Records:
-    """Records [count] of the first `count` rows, each found when it is first needed, and read from disk when it is
-    indexed.
+    """The records of the first `count` rows, in one file.
 
-    The file grows a batch at a time: a run that was ended, or that needed fewer rows, has done its part of the work for
-    the next one. Its name has to tell whatever the records depend on.
+    A record is computed when it is first needed, and read from disk when it is indexed. The file grows by a batch at a
+    time, so a later run reuses the records of one that was stopped or needed fewer rows.
 
     Args:
-      what: they are, in words; remedy: what makes them fewer.
+      path: the file. Its name must identify everything that the records depend on.
+      record: dtype of a record.
+      find: computes the records of a batch.
+      what: description of the records, for messages.
+      remedy: advice on how to need less disk space, for the error message.
       batch_size: rows of a pass, which the devices share.
 
-    Raises: UserError where the disk has no room for them.
+    Raises: UserError if the disk has no room for the records.
     """
 
     def __init__(
@@ -54,33 +57,44 @@ class Records:
         batch_size: int,
         devices: Placement,
     ) -> None:
-        self.path, self.dtype, self.rows, self.count = path, record, rows, count
-        self.what, self.batch_size = what, batch_size
-        place = place_rows(devices)
-        self.find = lambda tokens: find(place(tokens.astype(np.int32)))
-        self.known, self.seconds = self.read(), 0.0
-        size, free = (count - len(self.known)) * record.itemsize, shutil.disk_usage(path.parent).free
+        self.path = path
+        self.dtype = record
+        self.rows = rows
+        self.count = count
+        self.find = find
+        self.place = place_rows(devices)
+        self.what = what
+        self.batch_size = batch_size
+        self.known = self.read()
+        self.seconds = 0.0  # that the newest batch took
+        size = (count - len(self.known)) * record.itemsize
+        free = shutil.disk_usage(path.parent).free
         if size > free:
             raise UserError(f"{path} needs {size / 1e9:.1f} GB more, {free / 1e9:.1f} are free: {remedy}")
         about = f"{what} of {count * self.length:,} tokens: {count * record.itemsize / 1e9:.2f} GB in {path}"
-        say(about + " (found there)" * (len(self.known) == count))
+        say(f"{about} (found there)" if len(self.known) == count else about)
 
     @property
     def length(self) -> int:
         return self.rows.tokens.shape[1]
 
     def read(self) -> np.ndarray:
-        """What the file holds, as far as it is asked for."""
+        """Return the file's records, at most `count`."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         there = min(size // self.dtype.itemsize, self.count)
         return np.memmap(self.path, self.dtype, "r", shape=(there,)) if there else np.empty(0, self.dtype)
 
     def upto(self, count: int, over: Callable[[float], bool] = lambda seconds: False) -> np.ndarray:
-        """The records of the first `count` rows; fewer where it is over before. over(seconds): whether it will be when
-        these have passed."""
-        done, count = len(self.known), min(count, self.count)
+        """Return the records of the first `count` rows; compute and write those that are missing.
+
+        over(seconds): whether the time will be up after so many seconds. Then no further batch begins, and the result
+        may have fewer records.
+        """
+        done = len(self.known)
+        count = min(count, self.count)
         if done >= count:
             return self.known[:count]
+        # Two batches must fit into the time: one is being computed while the next one starts.
         starts = itertools.takewhile(lambda _: not over(2 * self.seconds), range(done, count, self.batch_size))
         self.path.touch()
         with (
@@ -99,16 +113,19 @@ class Records:
                 file.write(records[:new].tobytes())
                 done += new
                 report(done * self.length)
-                self.seconds, since = time.perf_counter() - since, time.perf_counter()
+                now = time.perf_counter()
+                self.seconds, since = now - since, now
         self.known = self.read()
         return self.known[:count]
 
     def ask(self, start: int) -> Mapping[str, jax.Array]:
-        return self.find(self.rows.tokens[np.arange(start, start + self.batch_size).clip(max=self.count - 1)])
+        """Start computing the batch of records from row `start` on. The last batch repeats its last row if short."""
+        chosen = np.arange(start, start + self.batch_size).clip(max=self.count - 1)
+        return self.find(self.place(self.rows.tokens[chosen].astype(np.int32)))
 
 
 def digest(target: Model, rows: Rows) -> str:
-    """Of the rows, of the target's configuration, and of the first row of each of its parameters."""
+    """Return a hash of the rows, the target's configuration, and the first row of each of the target's parameters."""
     found = hashlib.sha256(rows.digest.encode())
     found.update(json.dumps(target.config.to_json(), sort_keys=True).encode())
     for name in sorted(target.params):

@@ -1,4 +1,4 @@
-"""What the target says of all the data: its likeliest ids, found once and kept on disk."""
+"""The target's most probable next tokens, for all the data: computed once and kept on disk."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def kept(
     backend: Backend,
     devices: Placement,
 ) -> Records:
-    """The target's n likeliest ids at every position of the first `count` rows, as records [count] that are read from
-    disk when they are indexed: ids [T, n], likeliest first, and log_p f16[T, n], of the softmax over all ids.
+    """Return the target's n most probable next tokens at every position of the first `count` rows, as records [count].
 
-    They lie in a file in the folder, whose name tells the target, the rows and n. Arguments and errors as of
-    `jaxspec.train.kept.Records`.
+    Their fields are ids [T, n], the most probable first, and log_p f16[T, n], their log-probabilities among all ids.
+    The records are in a file in the folder, whose name identifies the target, the rows and n. See
+    `jaxspec.train.kept.Records` for the other arguments and the errors.
     """
     vocab_size, length = target.config.vocab_size, rows.tokens.shape[1]
     record = np.dtype([("ids", id_dtype(vocab_size), (length, n)), ("log_p", np.float16, (length, n))])
@@ -43,9 +43,14 @@ def kept(
     @jax.jit
     def find(params, tokens):
         hidden = whole(target.config, params, tokens, backend)[1]
-        says = lambda hidden: top(bind(target.config, params).logits(hidden, backend), n)
-        ids, log_p = lax.map(says, cut(hidden, num_pieces(batch_size, length, vocab_size)))
-        joined = lambda x, dtype: x.swapaxes(0, 1).reshape(batch_size, length, n).astype(dtype)
+
+        def of_piece(hidden):
+            return top(bind(target.config, params).logits(hidden, backend), n)
+
+        def joined(pieces, dtype):
+            return pieces.swapaxes(0, 1).reshape(batch_size, length, n).astype(dtype)
+
+        ids, log_p = lax.map(of_piece, cut(hidden, num_pieces(batch_size, length, vocab_size)))
         return {"ids": joined(ids, record["ids"].base), "log_p": joined(log_p, jnp.float16)}
 
     return Records(
@@ -62,10 +67,11 @@ def kept(
 
 
 def top(logits: Float[Array, "*rest V"], n: int) -> tuple[Int[Array, "*rest n"], Float[Array, "*rest n"]]:
-    """The n likeliest ids, likeliest first, and their log-probabilities.
+    """Return the n most probable ids, in falling order, and their log-probabilities.
 
-    GPUs sort all that lax.top_k is given (https://github.com/openxla/xla/issues/25487). The n largest numbers lie in
-    the n groups with the largest maxima: of SmolLM2's 49,152 ids 1,536 maxima and 2,048 members are left to sort.
+    On GPUs lax.top_k sorts its whole input (https://github.com/openxla/xla/issues/25487). So the logits are divided
+    into groups: the n largest logits are in the n groups with the largest maxima. For SmolLM2's 49,152 ids this leaves
+    1,536 maxima and 2,048 members to sort.
     """
     vocab_size = logits.shape[-1]
     members = 1 << (vocab_size // n).bit_length() // 2

@@ -1,4 +1,4 @@
-"""The training loop: steps, measurements, checkpoints, and a draft on disk whenever it is the best so far."""
+"""The training loop: steps, measurements and checkpoints. It writes each draft that is the best so far."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from jaxspec.train.setup import Teacher, measurer, prepare, teacher
 from jaxspec.train.step import dense_backend, first_state, learning_rate, make_step, place_rows
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
-ROWS = "rows"  # of recipe.json: which ones the data made
-METRIC = "acceptance_length"  # which draft is best
-LOG_EVERY = 10  # steps between lines of the journal; reading a number waits for its step
-SHARE_OF_MINUTES = 0.97  # that steps and measurements are planned for
-MAY_DIFFER = ("out", "resume", "minutes", "data")  # between a run and its resumption
+ROWS = "rows"  # entry of recipe.json: the digest of the rows that the data made
+METRIC = "acceptance_length"  # metric by which the best draft is chosen
+LOG_EVERY = 10  # steps between lines of the journal; reading a metric waits for its step
+SHARE_OF_MINUTES = 0.97  # share of --minutes for which steps and measurements are planned
+MAY_DIFFER = ("out", "resume", "minutes", "data")  # options that may change when a run is resumed
 
 
 def train(options: TrainOptions) -> Path:
-    """Trains a draft; returns the folder that `speculative_config={"model": ...}` takes.
+    """Train a draft and return its folder, which `speculative_config={"model": ...}` takes.
 
-    The folder holds the best draft so far, recipe.json, metrics.jsonl and curves.png; training/ in it, the checkpoints
-    that `resume` needs, may be removed. A run that was ended continues with the very numbers that it would have had:
-    batches depend on (seed, step) alone, and checkpoints hold all else.
+    The folder holds the best draft so far, recipe.json, metrics.jsonl and curves.png. Its subfolder training/ holds the
+    checkpoints that `resume` needs, and may be removed. A resumed run computes the same numbers as one that was never
+    stopped, because batches depend on (seed, step) alone and checkpoints hold all other state.
 
     Raises: UserError, FileExistsError or FileNotFoundError with one line that names what is wrong.
     """
@@ -52,28 +52,35 @@ def train(options: TrainOptions) -> Path:
 
 
 def trained(options: TrainOptions, deadline: float, work: Work) -> Path:
+    """Set up the run, make its steps until the deadline of time.perf_counter, and return the draft's folder.
+
+    Raises: UserError if a resumed run has other rows than before, and as `train` does.
+    """
     work.report(0, "loading")
     setup = prepare(options)
-    known = {**recipe(options), ROWS: setup.rows.digest}
-    if options.resume and (begun := read_json(options.out / RECIPE).get(ROWS, known[ROWS])) != known[ROWS]:
-        raise UserError(
-            f"--resume: {options.data} makes rows {known[ROWS]}, the run was begun with {begun}: give the data as it "
-            "was, or begin anew in another folder"
-        )
-    taught = teacher(setup)
+    digest = setup.rows.digest
+    known = {**recipe(options), ROWS: digest}
+    if options.resume:
+        begun = read_json(options.out / RECIPE).get(ROWS, digest)
+        if begun != digest:
+            raise UserError(
+                f"--resume: {options.data} makes rows {digest}, the run was begun with {begun}: give the data as it "
+                "was, or begin anew in another folder"
+            )
+    target = teacher(setup)
     options.out.mkdir(parents=True, exist_ok=True)
     with whole(options.out / RECIPE) as partial:
         partial.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     history = orbax.History(options.out / WORK, METRIC)
     try:
-        run(taught, history, deadline, work)
+        run(target, history, deadline, work)
     finally:
         history.close()
     return options.out
 
 
 def kept(options: TrainOptions) -> str:
-    """What an interrupt leaves of `train`, and how to go on, in words."""
+    """Return a message that says what an interrupted `train` has left, and how to go on."""
     again = "the same command" + ("" if options.resume else " with --resume")
     steps = [int(path.name) for path in (options.out / WORK).glob("*") if path.name.isdecimal()]
     if steps:
@@ -84,13 +91,16 @@ def kept(options: TrainOptions) -> str:
 
 
 def recipe(options: TrainOptions) -> dict[str, Any]:
-    """The options as JSON holds them, but for where and when."""
+    """Return the options that a resumed run must share, as JSON holds them."""
     fields = dataclasses.asdict(options)
     return {name: value for name, value in fields.items() if name not in MAY_DIFFER}
 
 
 def check_folder(options: TrainOptions) -> None:
-    """A run needs an empty folder; a resumption one that was begun with the same options."""
+    """Raise an error unless the folder is empty or, with `resume`, holds a run with the same options.
+
+    Raises: FileExistsError, FileNotFoundError or UserError.
+    """
     path = options.out / RECIPE
     if not options.resume:
         orbax.check_free(options.out)
@@ -105,12 +115,15 @@ def check_folder(options: TrainOptions) -> None:
 
 
 def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -> None:
-    """Make the steps that are left, and that are done, measured and saved before the deadline, of time.perf_counter."""
+    """Make the remaining steps, as many as can be made, measured and saved before the deadline of time.perf_counter."""
     setup = teacher.setup
     o, everywhere = setup.options, setup.devices.sharding()
-    state, at, begun = first_state(setup.draft, o, everywhere), 0, history.last
+    state = first_state(setup.draft, o, everywhere)
+    at = 0  # steps done
+    begun = history.last  # step from which this run goes on
     if begun is not None:
-        state, at = history.load(begun, state), begun
+        state = history.load(begun, state)
+        at = begun
         say(f"resuming after step {at}")
     journal = Journal(o.out / JOURNAL, begun)
 
@@ -118,35 +131,40 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     fixed = jax.device_put((setup.frozen, teacher.target.params), everywhere)
     backend = dense_backend(config, setup.device, setup.dtype)
     step = make_step(teacher.target.config, config, o, backend, setup.dtype)
-    place, measure = place_rows(setup.devices), measurer(setup)
+    place = place_rows(setup.devices)
+    measure = measurer(setup)
     size = sum(x.size for x in state.params.values())
     say(f"{size / 1e6:.2f} million parameters, {len(setup.rows)} rows, {len(jax.devices())} devices")
 
-    total, saved = journal.total or o.steps, begun
+    total = journal.total or o.steps
+    saved = begun  # step of the newest checkpoint
     window: list[dict[str, jax.Array]] = []  # metrics of the steps since the last line of the journal
-    since = time.perf_counter()  # when these began
-    each, last = 0.0, 0.0  # seconds that a step takes, and a measurement with all that it writes
-    said = ""  # of the newest means
+    since = time.perf_counter()  # start of these steps
+    each = 0.0  # seconds of a step
+    last = 0.0  # seconds of the newest measurement, with all that it writes
+    newest = ""  # the newest means, for the progress display
 
     def over(seconds: float = 0.0) -> bool:
-        """Whether no step can be made any more after so many seconds."""
+        """Return whether after so many seconds there is no time left for a step and a measurement."""
         return time.perf_counter() + seconds + each + last > deadline
 
-    def asked() -> Iterator[int]:
-        """The steps to come, once the target has said what they learn."""
+    def ready_steps() -> Iterator[int]:
+        """Yield the remaining steps, each after the target's records for it are computed. End if the time is up."""
         for i in range(at, o.steps):
             if (i == at or i % LOG_EVERY == 0) and not teacher.ask(i, LOG_EVERY - i % LOG_EVERY, over):
                 return
             yield i
 
     def keep() -> None:
-        """Measures, writes the draft where it is the best so far, saves, draws."""
+        """Measure the draft, write it if it is the best so far, save a checkpoint, and draw the curves."""
         nonlocal saved, last
         work.report(at, "measuring")
-        begin, saved = time.perf_counter(), at
-        params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)  # as it is stored and measured
+        begin = time.perf_counter()
+        saved = at
+        params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)  # as stored and measured
         found, compiling = measure(params)
-        length, best = found.mean_acceptance_length, history.best
+        length = found.mean_acceptance_length
+        best = history.best  # of the earlier checkpoints
         if best is None or length > best:
             methods.implementation(o.method).save(o.out, params, config, setup.fingerprint)
         history.save(at, state, {METRIC: length})
@@ -157,8 +175,8 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         last = time.perf_counter() - begin - compiling
 
     def log() -> None:
-        """Writes the means of the last steps, and finds how many steps fit once these tell what one takes."""
-        nonlocal each, said, total
+        """Write the means of the last steps. Plan the number of steps once the time of a step is known."""
+        nonlocal each, newest, total
         means = {name: float(np.mean([m[name] for m in jax.device_get(window)])) for name in window[0]}
         now = time.perf_counter()
         each = (now - since) / len(window)
@@ -166,25 +184,29 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
             raise UserError(f"the loss is no number at step {at}: lower --learning-rate, and begin anew")
         clocks = {"step_seconds": each, "seconds": work.seconds}
         journal.add({"step": at, **means, "learning_rate": learning_rate(o, at - 1, total), **clocks})
-        said = f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}"
-        if deadline < math.inf and at - (begun or 0) > LOG_EVERY and journal.total is None:  # the first ones compile
+        newest = f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}"
+        compiled = at - (begun or 0) > LOG_EVERY  # the first steps' time includes compiling
+        if deadline < math.inf and compiled and journal.total is None:
             total = steps_that_fit(total, at, each, deadline - now, o.eval_every, last)
             journal.add({"step": at, "total": total})
             say(f"{1e3 * each:.0f} ms a step: {total} steps")
-        work.report(at, said, total)
+        work.report(at, newest, total)
         window.clear()
 
-    with contextlib.closing(ahead(lambda at: place(teacher.batch(at)), asked())) as batches:
+    with contextlib.closing(ahead(lambda at: place(teacher.batch(at)), ready_steps())) as batches:
         if begun is None:
             keep()
         work.report(at, "compiling")
         since = time.perf_counter()
-        while at < total and not over() and (batch := next(batches, None)) is not None:
+        while at < total and not over():
+            batch = next(batches, None)
+            if batch is None:
+                break
             state, metrics = step(state, learning_rate(o, at, total), fixed, batch)
             at += 1
-            jax.block_until_ready(window[-1:])  # no step more than the one that runs now is to be waited for
+            jax.block_until_ready(window[-1:])  # so that at most one step is still running on the device
             window.append(metrics)
-            work.report(at, said)
+            work.report(at, newest)
             if at % LOG_EVERY == 0 or at % o.eval_every == 0:
                 log()
                 if at % o.eval_every == 0 and at < total:
@@ -199,38 +221,41 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
 
 
 def steps_that_fit(total: int, at: int, each: float, left: float, eval_every: int, last: float) -> int:
-    """Return the steps in all, at most `total`, after `at` of them.
+    """Return the number of steps that fit into the time, those already made included; at most `total`.
 
-    each, last: seconds that a step and a measurement take; left: seconds that remain. There is a measurement every
-    eval_every steps, and one at the end.
+    at: steps made. each: seconds of a step. last: seconds of a measurement. left: seconds that remain. There is a
+    measurement every eval_every steps, and one at the end.
     """
-    return min(total, at + max(1, int(SHARE_OF_MINUTES * (left - last) / (each + last / eval_every))))
+    more = int(SHARE_OF_MINUTES * (left - last) / (each + last / eval_every))
+    return min(total, at + max(1, more))
 
 
 class Journal:
-    """metrics.jsonl: a line for every few steps and for every measurement."""
+    """The file metrics.jsonl, with a line for every few steps and for every measurement."""
 
     def __init__(self, path: Path, begun: int | None) -> None:
-        """Keeps what there is up to the step from which a run goes on."""
+        """Read the file and drop its lines after the step `begun`, from which the run goes on; None: drop all."""
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may have been cut off
+        lines = text[: text.rfind("\n") + 1].splitlines()  # without a last line that was not written to its end
         last = -1 if begun is None else begun
+        self.path = path
         with told(path):
-            self.path, self.rows = path, [row for row in map(json.loads, lines) if row["step"] <= last]
+            self.rows = [row for row in map(json.loads, lines) if row["step"] <= last]
         with whole(path) as partial:
             partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     @property
     def total(self) -> int | None:
-        """How many steps fit into the minutes, where that was found already."""
+        """The planned number of steps within --minutes, None if it is not planned yet."""
         return next((row["total"] for row in self.rows if "total" in row), None)
 
     def add(self, row: dict[str, Any]) -> None:
+        """Append a line to the file. Raises: DiskError if it cannot be written."""
         self.rows.append(row)
         with disk_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def losses(self) -> str:
-        """The newest means in words."""
+        """Return the newest means as text, empty if there are none."""
         row: dict[str, Any] = next((row for row in reversed(self.rows) if "loss" in row), {})
         return "".join(f", {name} {row[name]:.3f}" for name in ("loss", "tv", "agree", "lost") if row)

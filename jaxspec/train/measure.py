@@ -1,4 +1,4 @@
-"""The acceptance length of a draft, measured by the engine on held-out prompts."""
+"""Measuring a draft's acceptance length with the engine on held-out prompts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def make_measure(
     placement: Any,
     device: Device,
 ) -> Callable[[Params], tuple[SpecDecodeMetrics, float]]:
-    """measure(draft's params, those that differ from `draft`'s) -> counters of greedy answers to all prompts, and the
-    seconds that compiling took, mostly of its first call."""
+    """Return the function measure(params), which answers all prompts greedily.
+
+    Its argument holds the draft's parameters that have changed since `draft`. It returns the counters of all answers
+    and the seconds that compiling took, mostly in the first call. It raises RuntimeError if a request fails.
+    """
     longest = max(map(len, prompts)) + max_tokens
     page_size = facts(device.platform).page_size
     engine = Engine(
@@ -40,7 +43,7 @@ def make_measure(
             max_num_seqs=len(prompts),
             page_size=page_size,
             num_pages=len(prompts) * -(-(longest + 2 * num_speculative_tokens) // page_size),
-            enable_prefix_caching=False,  # pages of an earlier draft must not be found
+            enable_prefix_caching=False,  # the pages of an earlier draft must not be reused
         ),
         placement=placement,
         speculative=SpeculativeConfig(
@@ -53,14 +56,17 @@ def make_measure(
 
     def measure(params: Params) -> tuple[SpecDecodeMetrics, float]:
         before = engine.timing.compile_seconds
-        as_before = lambda old, new: jax.device_put(new.astype(old.dtype), old.sharding)
-        changed = {name: as_before(draft.params[name], x) for name, x in params.items()}
+        changed = {}
+        for name, x in params.items():
+            old = draft.params[name]
+            changed[name] = jax.device_put(x.astype(old.dtype), old.sharding)
         engine.runner.use("draft", {**draft.params, **changed})
         requests = [engine.add(prompt, greedy, stop_ids=stop_ids) for prompt in prompts]
         while engine.busy:
             engine.step()
-        if failed := next((request.error for request in requests if request.finish_reason == "error"), None):
-            raise RuntimeError(f"measuring the draft failed: {failed}")
+        for request in requests:
+            if request.finish_reason == "error":
+                raise RuntimeError(f"measuring the draft failed: {request.error}")
         total = engine.no_counts()
         for request in requests:
             total += request.metrics

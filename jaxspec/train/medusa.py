@@ -1,4 +1,4 @@
-"""Training Medusa's heads: one a draft, each from the target's last hidden state, none knowing what the others say.
+"""Training Medusa: one head per draft. Each reads the target's last hidden state, independently of the other heads.
 
 Source: Cai et al., https://arxiv.org/abs/2401.10774.
 """
@@ -17,15 +17,18 @@ from jaxspec.models.decoder import bind, parameters
 from jaxspec.models.model import Model
 from jaxspec.train import build, saved
 from jaxspec.train.options import TrainOptions
-from jaxspec.train.passes import Said, of_tokens_after, read
+from jaxspec.train.passes import PassOutputs, per_token_outputs, read
 
 READS = True
 TAKES = ("layers", "vocab_size")
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
-    """With --vocab-size each head has its own way to so many ids; else all have the target's to all. They begin as
-    paths that change nothing, so that each says what the target does of the token before."""
+    """Return new heads. With --vocab-size each has an output matrix of its own; else all use the target's.
+
+    The blocks start at zero and pass the hidden state through unchanged. So each head starts by repeating the target's
+    prediction of the next token.
+    """
     config = head_config(target.config, options)
     known: dict[str, Any] = build.vocabulary(counts, config)
     ends = build.head_of(target, config, known) if config.has_head and options.init_from_target else {}
@@ -35,7 +38,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
             known[name] = np.zeros(p.shape, np.float32)
         elif kind in ends:
             known[name] = ends[kind]
-    return Model(config, build.begun(config, target, placement, options.seed, known))
+    return Model(config, build.initial_params(config, target, placement, options.seed, known))
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
@@ -50,12 +53,13 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
     })  # fmt: skip
 
 
-def passes(configs, draft, target, batch, backend, k) -> Said:
+def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
     own: Any = bind(configs[1], draft)
     _, hidden, _ = read(configs[0], target, batch, backend, ())
     dtype = own.heads[0].blocks[0][...].dtype
-    said = [jnp.roll(own.one(i)(hidden.astype(dtype), backend), i, axis=1) for i in range(k)]
-    return of_tokens_after(2, jnp.stack(said, axis=2), hidden)
+    # Head i drafts from the state i positions back, so that all heads' entries predict the token two positions on.
+    outputs = [jnp.roll(own.one(i)(hidden.astype(dtype), backend), i, axis=1) for i in range(k)]
+    return per_token_outputs(2, jnp.stack(outputs, axis=2), hidden)
 
 
 def heads(configs, draft, target, k):
@@ -64,7 +68,7 @@ def heads(configs, draft, target, k):
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    said = {
+    config_json = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "num_heads": config.num_drafts,
@@ -76,4 +80,4 @@ def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
         "original_lm_head": not config.has_head,
     }
     names = places(VLLM, config.num_drafts, config.depth)
-    saved.save(folder, said, params, config, names, fingerprint, offsets=False)
+    saved.save(folder, config_json, params, config, names, fingerprint, offsets=False)

@@ -1,12 +1,13 @@
-"""The methods that can be trained: the one place that lists them. What a method is stands in its file:
+"""The registry of methods that can be trained. Each method is a module of this package that defines:
 
-READS: whether it reads what the target computes of the tokens;
-TAKES: the options of its shape (`jaxspec.train.options`) that it has a use for;
-new(options, target, counts, placement) -> the draft as it begins, its parameters in float32, all but those of `fixed`;
-  counts i64[V], how often each id occurs;
-passes(configs, draft, target, batch, backend, k) -> `Said`; configs, draft, target and batch as in `loss.loss_sums`;
-heads(configs, draft, target, k) -> what has the logits of each of the passes;
-save(folder, params, config, fingerprint), beside what the folder holds.
+READS: whether the draft reads the target's hidden states.
+TAKES: names of the shape options (`jaxspec.train.options`) that the method accepts.
+new(options, target, counts, placement): returns the initial draft. Its trained parameters are float32. counts i64[V] is
+  the number of occurrences of each id.
+passes(configs, draft, target, batch, backend, k): runs the draft over a batch and returns `PassOutputs`. configs,
+  draft, target and batch are those of `loss.loss_sums`.
+heads(configs, draft, target, k): returns for each pass the module whose `logits` turns its hidden states into logits.
+save(folder, params, config, fingerprint): writes the draft to a folder, and keeps the folder's other files.
 """
 
 from __future__ import annotations
@@ -18,5 +19,5 @@ METHODS = ("draft_model", "eagle3", "medusa", "mtp", "dflash", "dspark")
 
 
 def implementation(method: str) -> Any:
-    """The method's file."""
+    """Return the module of a method."""
     return importlib.import_module(f"jaxspec.train.{method}")

@@ -1,7 +1,6 @@
-"""Training a head for multi-token prediction: a layer of the target's own kind over the next token and the last hidden
-state, which makes every draft.
+"""Training a head for multi-token prediction: one layer of the target's kind over the next token and the hidden state.
 
-Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, but for its heads, of which each makes one draft there.
+Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437. There each head makes one draft; here one head makes all drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jaxspec.models.head import product
 from jaxspec.models.model import Model
 from jaxspec.train import build, chain, saved
 from jaxspec.train.options import TrainOptions
-from jaxspec.train.passes import Said
+from jaxspec.train.passes import PassOutputs
 from pallas_kernels.plain import rms_norm
 
 READS = True
@@ -34,7 +33,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     if options.init_from_target:
         theirs = {name.replace(last, "layers.0."): x for name, x in target.params.items() if name.startswith(last)}
         known = {**theirs, "norm": target.params["norm"]}
-    return Model(config, build.begun(config, target, placement, options.seed, known))
+    return Model(config, build.initial_params(config, target, placement, options.seed, known))
 
 
 def head_config(target: ModelConfig) -> Config:
@@ -48,14 +47,15 @@ def head_config(target: ModelConfig) -> Config:
     return Config(**fields)
 
 
-def passes(configs, draft, target, batch, backend, k) -> Said:
+def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=True)
 
 
 def enter(head, token, feature, backend):
     c = head.config
-    parts = rms_norm(head.token_norm[...], token, c.norm_eps), rms_norm(head.hidden_norm[...], feature, c.norm_eps)
-    x = product(jnp.concatenate(parts, axis=-1), head.fc[...], backend).astype(token.dtype)
+    normed_token = rms_norm(head.token_norm[...], token, c.norm_eps)
+    hidden = rms_norm(head.hidden_norm[...], feature, c.norm_eps)
+    x = product(jnp.concatenate([normed_token, hidden], axis=-1), head.fc[...], backend).astype(token.dtype)
     return x, rms_norm(head.layers[0].input_norm[...], x, c.norm_eps)
 
 
@@ -64,8 +64,11 @@ def heads(configs, draft, target, k):
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
-    """A folder of its own, with tensors named as in a checkpoint that has them beside its model's."""
-    how = formats(config.target_layers)[FORMAT]
-    own = {"model_type": "mtp", "num_nextn_predict_layers": 1, "num_hidden_layers": config.target_layers}
-    said = saved.layers(config) | own
-    saved.save(folder, said, params, config, names(how, config.family), fingerprint)
+    """Write the head to a folder. Its tensors are named as in a checkpoint that holds head and target together."""
+    config_json = saved.layers(config) | {
+        "model_type": "mtp",
+        "num_nextn_predict_layers": 1,
+        "num_hidden_layers": config.target_layers,
+    }
+    tensor_names = names(formats(config.target_layers)[FORMAT], config.family)
+    saved.save(folder, config_json, params, config, tensor_names, fingerprint)

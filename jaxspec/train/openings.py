@@ -1,4 +1,4 @@
-"""What sequences of training data begin with: prompts drawn from the grammar, and messages that the target writes."""
+"""Openings of training sequences: prompts drawn from the grammar, and messages that the target writes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from jaxspec.train.prompts import CATEGORIES, DRAWN, WRITTEN, draw
 if TYPE_CHECKING:
     from jaxspec.api.llm import LLM
 
-TRIES = 100  # draws of a prompt that is short enough
-# Of the user's messages. At 0.8 SmolLM2's begin alike ("Can you", "I'm considering") and keep to few subjects; at 1
-# three of four still end and make sense.
+TRIES = 100  # most draws for a prompt that is short enough
+# Temperature of the user messages that the target writes. At 0.8 SmolLM2's messages begin alike ("Can you", "I'm
+# considering") and cover few subjects. At 1 three of four still end and make sense.
 MESSAGE_TEMPERATURE = 1.0
-MESSAGE_TRIES = 32  # a target that ends half of its messages runs out of them once in four billion
+MESSAGE_TRIES = 32  # a target that ends half of its messages fails in all of them once in four billion cases
 
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """What a sequence begins with, and how it goes on.
+    """The first tokens of a sequence, and the parameters with which the target continues it.
 
     category: index into CATEGORIES.
-    temperature, seed: of the answer.
-    attempt: where the target has still to write the user's message, or the rest of it, which follows ids, the number of
-      the try, from 1 on; else 0.
+    ids: the first tokens.
+    temperature, seed: sampling parameters of the answer.
+    attempt: number of the attempt, from 1, if the target must first write the user's message, or its rest, after ids;
+      else 0.
     """
 
     category: int
@@ -43,7 +44,7 @@ class Opening:
     attempt: int = 0
 
     def params(self, length: int) -> SamplingParams:
-        """Of the message, or of the answer. length: longest sequence."""
+        """Return the sampling parameters of the message or the answer. length: tokens of the longest sequence."""
         if self.attempt:
             seed = sample_seed(self.seed, self.attempt)
             return SamplingParams(temperature=MESSAGE_TEMPERATURE, seed=seed, max_tokens=length // 4)
@@ -51,17 +52,17 @@ class Opening:
 
 
 def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
-    """What the sequences of a shard begin with: a function of the recipe and the shard's number.
+    """Return the openings of a shard's sequences, which depend only on the options and the shard's number.
 
-    Raises UserError where a category has no prompt that is short enough.
+    Raises: UserError if no prompt of a category is short enough.
     """
     rng = random.Random(f"{options.seed}/{shard}")
     rows = range(options.shard_size)
     categories = [pick(options.mixture, rng) for _ in rows]
     temperatures = [pick(options.temperatures, rng) for _ in rows]
     seeds = [int(rng.random() * 2**53) for _ in rows]
-    most = dict.fromkeys(categories, options.length // 2)
-    found: dict[int, list[int]] = {}
+    most = dict.fromkeys(categories, options.length // 2)  # tokens of an opening, by category
+    found: dict[int, list[int]] = {}  # token ids by row
     for category in most.keys() & WRITTEN:
         before, after = around_ids(llm.tokenizer)
         most[category] -= options.length // 4 + len(after)
@@ -74,14 +75,16 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
             break
         drawn = [draw(categories[row], rng) if categories[row] in DRAWN else begun(options, rng) for row in missing]
         ids = encoded(llm, [(categories[row], text) for row, text in zip(missing, drawn, strict=True)])
-        found |= {row: prompt for row, prompt in zip(missing, ids, strict=True) if len(prompt) <= most[categories[row]]}
+        for row, prompt in zip(missing, ids, strict=True):
+            if len(prompt) <= most[categories[row]]:
+                found[row] = prompt
     else:
         raise too_long(categories[missing[0]], options.length)
     return [
         Opening(
             category=CATEGORIES.index(categories[row]),
             ids=found[row],
-            # From the bare beginning there is but one greedy text.
+            # The empty opening has only one greedy text, so it is sampled.
             temperature=1.0 if categories[row] == "free" and len(found[row]) == 1 else temperatures[row],
             seed=seeds[row],
             attempt=int(categories[row] in WRITTEN),
@@ -91,15 +94,20 @@ def openings(llm: LLM, options: DataOptions, shard: int) -> list[Opening]:
 
 
 def begun(options: DataOptions, rng: random.Random) -> str:
-    """The first words of a message, up to half of one, of a category of the mixture that the grammar has. What the
-    target makes of them is about far more subjects than the grammar is, and more like what users ask than what it says
-    by itself."""
-    drawn = {name: options.mixture.get(name, 0.0) for name in DRAWN if name != "free"}
-    words = draw(pick(drawn if any(drawn.values()) else dict.fromkeys(drawn, 1.0), rng), rng).split(" ")
+    """Return the first words of a message, up to half of it, drawn from a random category of the mixture.
+
+    The messages that the target makes of them cover far more subjects than the grammar. They also resemble users'
+    questions more than messages that the target writes without such a beginning.
+    """
+    shares = {name: options.mixture.get(name, 0.0) for name in DRAWN if name != "free"}
+    if not any(shares.values()):
+        shares = dict.fromkeys(shares, 1.0)
+    words = draw(pick(shares, rng), rng).split(" ")
     return " ".join(words[: 1 + int(rng.random() * len(words) / 2)])
 
 
 def too_long(category: str, length: int) -> UserError:
+    """Return the error for a category without a prompt that is short enough."""
     return UserError(
         f"no prompt of category {category!r} fits into half of length={length}: raise --length or leave the category "
         "out of --mixture"
@@ -107,29 +115,31 @@ def too_long(category: str, length: int) -> UserError:
 
 
 def with_message(llm: LLM, opening: Opening, request: Request) -> Opening:
-    """The opening with the message that the target wrote, or for the next attempt where it wrote none (Xu et al.,
-    Magpie, https://arxiv.org/abs/2406.08464: a chat model that is shown the beginning of a user's turn ends it).
+    """Return the opening with the message that the target wrote, or for the next attempt if it completed none.
 
-    Raises UserError after MESSAGE_TRIES.
+    A chat model that is given the beginning of a user's turn completes it: Xu et al., Magpie,
+    https://arxiv.org/abs/2406.08464.
+
+    Raises: UserError after MESSAGE_TRIES attempts.
     """
     before, after = around_ids(llm.tokenizer)
     ids = [*opening.ids, *request.output[:-1]]
     message = llm.tokenizer.decode(ids[len(before) :], skip_special_tokens=True)
     if request.finish_reason == "stop" and message.strip():
-        # The ids as the target wrote them: the text may have other ones, of which it did not say what follows.
+        # The ids are those that the target wrote. Tokenising the text could give other ids.
         return dataclasses.replace(opening, ids=[*ids, *after], attempt=0)
     if opening.attempt == MESSAGE_TRIES:
         raise UserError(
             f"the target ended no message of its own within {request.params.max_tokens} tokens in {MESSAGE_TRIES} "
             f"tries: leave {' and '.join(WRITTEN)} out of --mixture, or raise --length, a quarter of which it may take"
         )
-    # Words that it does not go on from as a user would are given up.
+    # The second half of the attempts drops the first words, which the target may be unable to complete.
     kept = opening.ids if opening.attempt < MESSAGE_TRIES // 2 else before
     return dataclasses.replace(opening, ids=kept, attempt=opening.attempt + 1)
 
 
 def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
-    """A key, by its share."""
+    """Return a random key. Its probability is proportional to its share."""
     at = rng.random() * sum(shares.values())
     for key, share in shares.items():
         at -= share
@@ -139,8 +149,11 @@ def pick(shares: Mapping[Any, float], rng: random.Random) -> Any:
 
 
 def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
-    """Prompts (category, text) as token ids: user messages in the chat template, the first words of one after what it
-    puts before a message, free text as LLM.generate takes it."""
+    """Return prompts (category, text) as token ids.
+
+    Free text is encoded as LLM.generate does it, user messages within the chat template. First words of a message
+    follow the template's beginning, and nothing follows them. An empty text is the BOS token, or EOS if there is none.
+    """
     tokenizer = llm.tokenizer
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ids: dict[int, list[int]] = {i: [first] for i, (_, text) in enumerate(prompts) if not text}
@@ -153,15 +166,20 @@ def encoded(llm: LLM, prompts: list[tuple[str, str]]) -> list[list[int]]:
 
 
 def conversation(tokenizer: Any, category: str, text: str) -> str:
-    """The user's message in the chat template, which is rendered once: that takes longer than all the rest. Of one that
-    is only begun, the template up to there."""
+    """Return the user's message in the chat template; for first words of a message, the template up to their end.
+
+    The template is rendered once for all messages, because rendering takes longer than all the rest.
+    """
     before, after = around(tokenizer)
     return before + text + ("" if category == "begun" else after)
 
 
 @functools.lru_cache(maxsize=1)
 def around(tokenizer: Any) -> tuple[str, str]:
-    """What the chat template puts before and after a user's message."""
+    """Return the chat template's text before and after a user's message.
+
+    Raises: UserError if there is no template, or if it does not contain a message exactly once.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("this model has no chat template: generate with --mixture free:1")
     mark = "\x01message\x01"
@@ -175,13 +193,16 @@ def around(tokenizer: Any) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def around_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids of `around`: those that two conversations share. On their own its texts may have others, as where a
-    tokenizer puts a space in front."""
+    """Return the chat template's token ids before and after a user's message.
+
+    These are the ids that two conversations share at their ends. Encoding the template's parts alone could give others,
+    for example if the tokenizer puts a space in front.
+    """
     texts = [conversation(tokenizer, "chat", text) for text in "ab"]
     one, other = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return common(one, other), common(one[::-1], other[::-1])[::-1]
+    return common_prefix(one, other), common_prefix(one[::-1], other[::-1])[::-1]
 
 
-def common(one: list[int], other: list[int]) -> list[int]:
-    """What both begin with."""
+def common_prefix(one: list[int], other: list[int]) -> list[int]:
+    """Return the longest common prefix of two lists."""
     return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]

@@ -1,4 +1,4 @@
-"""What `jaxspec train-draft` is told: the draft's shape, the loss, the optimiser, how long and how often."""
+"""Options of `jaxspec train-draft`: the draft's shape, the loss, the optimiser, steps and measurements."""
 
 from __future__ import annotations
 
@@ -12,62 +12,64 @@ from jaxspec.train.data_options import shares
 from jaxspec.train.methods import METHODS
 
 LOSSES = ("kl", "rkl", "tv")
-# Forward KL teaches from the first step on, where total variation, which is what is wanted (1 - acceptance), has next
-# to no gradient on tokens that the draft finds unlikely; total variation then spends a small draft's capacity on the
-# tokens that decide acceptance.
+# Total variation is the real objective (1 - acceptance), and spends a small draft's capacity on the tokens that decide
+# acceptance. But it has almost no gradient on tokens that the draft finds improbable. Forward KL has one from the first
+# step on.
 DEFAULT_LOSS = "kl:1,tv:1"
 
 
 @options
 class TrainOptions:
-    """How a draft is built and distilled.
+    """Options for building and distilling a draft.
 
     The first sentence of each is the command line's help.
 
     Args:
-      data: The folder of training data that the target wrote.
-      out: The folder to write; it is then the draft's name.
+      data: Folder of training data that the target wrote.
+      out: Folder to write, which is then the draft's name.
       target: The model that the draft is for.
-      method: draft_model, eagle3, mtp, medusa, dflash or dspark. The first is a small model of its own, the others are
-        heads that read the target: eagle3 and mtp draft one token from the other, medusa and dflash all at once, dspark
-        too, but for a small part that knows the token before.
-      layers: Of the draft; two. Of eagle3: one. Of medusa: of each of its heads; one.
-      width: Of the draft; two thirds of the target's.
-      heads: Query heads; as many as fit the width. Their size is always the target's.
-      kv_heads: Key-value heads; as the target's where they divide.
-      mlp_width: In proportion to the width.
-      vocab_size: Ids that it can propose, the most frequent ones; 16384, of eagle3 32000, or all there are.
-        It reads all, in the target's own table. medusa, dflash and dspark propose all by the target's own head, unless
-        told otherwise.
-      rare_ids: The rarest of them, by a narrower way; half. Their logits cost less. None where the draft has all ids,
-        and of a head.
-      rare_width: Of that way; a quarter of the width.
-      markov_rank: Channels of dspark between the token before and the logits; 64.
-      init_from_target: Begin with the target's layers and embeddings. Evenly spaced layers, where the shapes agree;
-        embeddings projected where the widths differ. False: random.
-      init_from: Begin with this draft, and train it further. Its shape and its vocabulary stay, but for more layers,
-        which add nothing at first.
-      top_n: Likeliest ids that the target teaches, found once; 0: all, in every step. Default: 64. They are kept on
-        disk beside the data; all other ids count as one.
-      keep_features: Find what a head reads of the target once, and keep it on disk. Else in every step. It takes two
-        to four times the target's width for each token, beside the data, and is told before it is written.
+      method: draft_model, eagle3, mtp, medusa, dflash or dspark. The first is a small model of its own; the others are
+        heads that read the target's hidden states. eagle3 and mtp draft one token after another, medusa and dflash all
+        at once. dspark drafts all at once too, but for a small part that reads the previous token.
+      layers: Layers of the draft; by default 2, for eagle3 1. For medusa: blocks of each head, by default 1.
+      width: Width of the draft; by default two thirds of the target's.
+      heads: Query heads; by default as many as fit the width. Their size is always the target's.
+      kv_heads: Key-value heads; by default the greatest common divisor of the target's and the query heads.
+      mlp_width: Width of the MLP; by default in proportion to the draft's width.
+      vocab_size: Ids that the draft can propose, the most frequent ones; by default 16384, for eagle3 32000, or all
+        there are. It reads all ids, in the target's own table. medusa, dflash and dspark by default propose all ids,
+        with the target's own head.
+      rare_ids: Rarest of the draft's ids, with a narrower head; by default half. Their logits cost less. A draft with
+        all ids, and a head, by default has none.
+      rare_width: Width of the head for rare ids; by default a quarter of the draft's width.
+      markov_rank: Channels from the previous token to the logits in dspark; by default 64.
+      init_from_target: Start with the target's layers and embeddings. The layers are evenly spaced ones, where the
+        shapes agree; the embeddings are projected if the widths differ. False: random.
+      init_from: Start with this draft, and train it further. Its shape and its vocabulary stay. More layers may be
+        asked for, which add nothing at first.
+      top_n: Most probable next tokens that the target teaches, computed once; 0 for all, in every step. Default: 64.
+        They are kept on disk beside the data. All other ids count as one.
+      keep_features: Compute the features that a head reads once, and keep them on disk. Otherwise every step computes
+        them. For each token they take one or four vectors of the target's width, beside the data. The size is reported
+        before it is written.
       steps: Steps of the optimiser.
-      minutes: Make only as many steps as fit.
+      minutes: Minutes that the command may take; only as many steps are made as fit.
       batch_size: Rows of a step.
       length: Tokens of a row.
-      accumulate: Parts that a step's rows are computed in, for memory.
-      loss: Shares of kl, rkl and tv. A weighted sum of forward and reverse KL and total variation, as "kl:1,tv:0.5".
-      learning_rate: At its highest; a cosine takes it to a hundredth. Of Muon and Adam (step.py).
-      warmup: Steps until it is reached. The way there is linear.
-      weight_decay: Of the layers' matrices. Those are Muon's products.
+      accumulate: Parts in which a step's rows are computed, to save memory.
+      loss: Weights of kl, rkl and tv. The loss is the weighted sum of forward KL, reverse KL and total variation, such
+        as "kl:1,tv:0.5".
+      learning_rate: Highest learning rate; a cosine lowers it to a hundredth. It serves both Muon and Adam (step.py).
+      warmup: Steps until the highest learning rate. The rise is linear.
+      weight_decay: Weight decay of the layers' matrices. These are the ones that Muon trains.
       clip: Largest norm of the gradients.
       eval_every: Steps between measurements and checkpoints.
       eval_prompts: Held-out prompts of a measurement.
-      eval_tokens: Longest answer to each.
-      num_speculative_tokens: Drafts a round when measuring; a head learns as many.
-      seed: Of the first weights and of the order of the data.
-      dtype: auto, float32, bfloat16 or float16; masters are float32. "auto": as EngineConfig has it.
-      resume: Go on where a run into --out was ended.
+      eval_tokens: Longest answer to each prompt, in tokens.
+      num_speculative_tokens: Drafts per round in a measurement; a head learns as many.
+      seed: Random seed for the initial weights and the order of the data.
+      dtype: auto, float32, bfloat16 or float16; master parameters are float32. "auto": as in EngineConfig.
+      resume: Resume the run that was stopped in --out.
 
     Raises: UserError for a value out of its range.
     """
@@ -137,7 +139,7 @@ class TrainOptions:
 
 
 def loss_weights(text: str) -> dict[str, float]:
-    """ "kl:1,tv:0.5" -> {"kl": 1.0, "tv": 0.5}. Raises: UserError."""
+    """Parse "kl:1,tv:0.5" into {"kl": 1.0, "tv": 0.5}. Raises: UserError."""
     weights = shares("loss", text)
     for name, weight in weights.items():
         one_of("loss", name, LOSSES)

@@ -1,4 +1,4 @@
-"""What the passes of all methods have in common: what they read, how a layer attends, what they say of a batch."""
+"""Parts that the training passes of all methods share: reading the target, projecting in a layer, outputs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from jaxspec.models.rows import whole_rows
 from pallas_kernels.plain import project
 from pallas_kernels.weights import product
 
-FADES = 0.8  # of each draft's share in the loss, to the next: a draft counts only where all before it were accepted
+# Ratio of a draft's share in the loss to the previous draft's: a draft counts only if all before it were accepted.
+DECAY = 0.8
 
 
-class Said(NamedTuple):
-    """Of some passes over the entries of each row.
+class PassOutputs(NamedTuple):
+    """The outputs of a method's passes over a batch. An entry is a position at which the passes make a prediction.
 
-    hidden [B, entries, passes, E]: what their logits are made of.
-    predicts [B, entries]: the place of the token that an entry predicts; at the row's length or beyond, it is none.
-    shares [entries, passes]: of their losses in the whole.
-    first [entries, passes]: whether it is the first draft of a round, of which the losses are told.
-    seen: what the target's logits are made of, where the passes had it computed.
+    hidden [B, entries, passes, E]: hidden states from which the logits are computed.
+    predicts [B, entries]: position of the token that an entry predicts. It is the row's length or more if there is no
+      such token.
+    shares [entries, passes]: weights of the losses in the total.
+    first [entries, passes]: True where the entry predicts the first draft of a round. Metrics cover these only.
+    seen: the target's hidden states after its last norm, or None if the passes did not compute them.
     """
 
     hidden: Float[Array, "B _ _ E"]
@@ -38,37 +40,42 @@ class Said(NamedTuple):
     seen: Float[Array, "B T E"] | None = None
 
 
-def of_tokens_after(ahead: int, hidden: jax.Array, seen: jax.Array | None = None) -> Said:
-    """Where an entry of each token predicts the one `ahead` places on, in all passes. The first i entries of the pass i
-    have none before them that it could go on from."""
+def per_token_outputs(ahead: int, hidden: jax.Array, seen: jax.Array | None = None) -> PassOutputs:
+    """Return the outputs of passes with one entry per token, which predicts the token `ahead` positions later.
+
+    In pass i the first i entries get share 0, because a prediction of that pass needs i entries before its own.
+    """
     b, length, k, _ = hidden.shape
     places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32) + ahead, (b, length))
-    shares = np.where(np.arange(length)[:, None] >= np.arange(k), fading(k), 0.0).astype(np.float32)
+    shares = np.where(np.arange(length)[:, None] >= np.arange(k), draft_shares(k), 0.0).astype(np.float32)
     first = np.broadcast_to(np.arange(k) == 0, shares.shape)
-    return Said(hidden, places, shares, first, seen)
+    return PassOutputs(hidden, places, shares, first, seen)
 
 
-def fading(k: int) -> np.ndarray:
-    """f64[k], of sum 1."""
-    each = FADES ** np.arange(k)
+def draft_shares(k: int) -> np.ndarray:
+    """Return each draft's share in the loss, f64[k]. The shares sum to 1."""
+    each = DECAY ** np.arange(k)
     return each / each.sum()
 
 
 def read(
     config: ModelConfig, target: Params, batch: Mapping[str, jax.Array], backend: Backend, taps: tuple[int, ...]
 ) -> tuple[Decoder, jax.Array, tuple[Any, ...]]:
-    """(the target, what left its last norm [B,T,E], what goes into the layers `taps`), of a batch's tokens. Nothing of
-    it learns."""
+    """Return the target's decoder, its hidden states after the last norm [B,T,E], and the inputs of the layers `taps`.
+
+    The states are taken from the batch if it holds them, else computed from its tokens. No gradient flows into them.
+    """
     decoder, tokens = bind(config, target), batch["tokens"]
-    if "seen" in batch:  # kept on disk, the taps one beside the other
-        return decoder, batch["seen"], tuple(jnp.split(batch["tapped"], len(taps), axis=-1)) if taps else ()
+    if "seen" in batch:  # read from disk, where the taps' features are concatenated
+        tapped = tuple(jnp.split(batch["tapped"], len(taps), axis=-1)) if taps else ()
+        return decoder, batch["seen"], tapped
     rows = whole_rows(*tokens.shape)
     hidden, _, tapped = decoder(tokens, no_cache(config), rows, backend, taps=taps)
     return decoder, *lax.stop_gradient((hidden, tapped))
 
 
 def projected(layer: Any, normed: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """query [B,T,H,D], key and value [B,T,G,D] of what a layer attends with; tables: rotary ones, of its places."""
+    """Return a layer's query [B,T,H,D], key and value [B,T,G,D]. tables: rotary tables of the entries' positions."""
     c = layer.config
     bias = layer.qkv_bias[...] if c.qkv_bias else None
     q_norm, k_norm = (layer.q_norm[...], layer.k_norm[...]) if c.qk_norm else (None, None)

@@ -1,4 +1,4 @@
-"""The curves of a training run as a picture."""
+"""Plotting the curves of a training run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from jaxspec.common.writing import whole
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: int) -> None:
-    """Loss and acceptance length over the steps, from the rows of metrics.jsonl."""
+    """Write a picture of loss and acceptance length over the steps. rows: those of metrics.jsonl."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    def column(name):
+        """Return steps and values of the rows that have this value."""
+        return zip(*((row["step"], row[name]) for row in rows if name in row), strict=True)
+
     figure = Figure(figsize=(11, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's backend
+    FigureCanvasAgg(figure)  # draws without a window, whatever backend the user has chosen
     left, right = figure.subplots(1, 2)
-    column = lambda name: zip(*((row["step"], row[name]) for row in rows if name in row), strict=True)
     if any("loss" in row for row in rows):
         left.plot(*column("loss"), color="#2a7de1", linewidth=1.2, label="loss")
         left.plot(*column("tv"), color="#9aa5b1", linewidth=1.2, label="total variation = 1 - expected acceptance")

@@ -1,4 +1,4 @@
-"""Prompts by the hundred thousand, drawn from a small grammar (grammar.toml)."""
+"""Random prompts from a small grammar (grammar.toml)."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ from pathlib import Path
 from typing import Any
 
 DRAWN = ("chat", "story", "code", "summary", "rewrite", "list", "translate", "free")
-# Shards hold a category's index, so new ones come last. These two are no symbols: the target writes the message, all of
-# "self" and what follows the first words of a drawn one in "begun".
+# Categories whose messages the target writes: whole ones for "self", ones that go on from the first words of a drawn
+# message for "begun". They are not symbols of the grammar.
 WRITTEN = ("self", "begun")
-CATEGORIES = (*DRAWN, *WRITTEN)
-# {symbol}, {symbol.2} a second draw of it, {symbol!change} changed; {{ and }} are braces.
+CATEGORIES = (*DRAWN, *WRITTEN)  # shards hold an index into these, so a new one goes to the end
+# {symbol}; {symbol.2}, a second draw of the symbol; {symbol!change}, a draw changed by a function of CHANGES. {{ and }}
+# are braces.
 SLOT = re.compile(r"\{\{|\}\}|\{(?P<symbol>\w+)(?P<draw>\.\d)?(?:!(?P<change>\w+))?\}")
-MISSPELT = 0.12  # share of words
+MISSPELT = 0.12  # share of the longer words that are misspelt
 
 
 @functools.cache
 def grammar() -> dict[str, tuple[str, ...]]:
-    """Symbol -> its values, templates themselves."""
+    """Return the grammar's symbols, each with its values. A value is a template with slots for other symbols."""
     text = (Path(__file__).parent / "grammar.toml").read_text(encoding="utf-8")
-    listed = lambda value: value if isinstance(value, list) else " ".join(value.split()).split(", ")
-    return {symbol: tuple(listed(value)) for symbol, value in tomllib.loads(text).items()}
+    found = {}
+    for symbol, value in tomllib.loads(text).items():
+        found[symbol] = tuple(value if isinstance(value, list) else " ".join(value.split()).split(", "))
+    return found
 
 
 def draw(symbol: str, rng: random.Random) -> str:
-    """A value of the symbol, its slots filled in."""
+    """Return a random value of the symbol, with its slots filled in."""
     values = grammar()[symbol]
-    # Of Python's generator only random() is promised to stay the same.
+    # random() is the only method of Python's generator whose results are guaranteed to stay the same.
     template = values[int(rng.random() * len(values))]
     drawn: dict[str, str] = {}
 
     def fill(slot: re.Match[str]) -> str:
-        if slot["symbol"] is None:
+        if slot["symbol"] is None:  # {{ or }}
             return slot[0][0]
         name = slot["symbol"] + (slot["draw"] or "")
         while name not in drawn:
@@ -50,7 +53,7 @@ def draw(symbol: str, rng: random.Random) -> str:
 
 
 def misspelt(text: str, rng: random.Random) -> str:
-    """The text with two letters swapped, one dropped or one doubled in some of its longer words."""
+    """Return the text with a mistake in some longer words: two letters swapped, one dropped, or one doubled."""
 
     def change(word: re.Match[str]) -> str:
         letters = word[0]
@@ -73,9 +76,13 @@ CHANGES: dict[str | None, Any] = {
 
 @functools.cache
 def num_texts(symbol: str) -> int:
-    """How many different fillings the symbol has, equal texts of different fillings counted apart."""
-    return sum(math.prod(num_texts(name.split(".")[0]) for name in slots(value)) for value in grammar()[symbol])
+    """Return the number of ways to fill in the symbol. Different ways that give the same text count separately."""
+    total = 0
+    for value in grammar()[symbol]:
+        total += math.prod(num_texts(name.split(".")[0]) for name in slots(value))
+    return total
 
 
 def slots(template: str) -> set[str]:
+    """Return the names of a template's slots, such as "symbol" or "symbol.2"."""
     return {m["symbol"] + (m["draw"] or "") for m in SLOT.finditer(template) if m["symbol"]}

@@ -1,4 +1,4 @@
-"""A trained head's folder: config.json and tensors by the names that others' engines read, too."""
+"""Writing the folder of a trained head: config.json, and tensors with the names that other engines read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxspec.models.families import Place
 
 def save(
     folder: Path,
-    said: Mapping[str, Any],
+    config_json: Mapping[str, Any],
     params: Mapping[str, jax.Array],
     config: ModelConfig,
     names: Mapping[str, Place],
@@ -25,19 +25,24 @@ def save(
     *,
     offsets: bool = True,
 ) -> None:
-    """said: config.json; names: tensor -> where it goes; offsets: whether a reduced vocabulary is written as
-    differences from the head's own ids; fingerprint: of the target's tokenizer."""
+    """Write a head's folder.
+
+    config_json: contents of config.json.
+    names: parameter of each tensor, and the part of it that the tensor holds.
+    fingerprint: fingerprint of the target's tokenizer.
+    offsets: whether d2t is written as target id minus draft id; else as target ids.
+    """
     tensors = heads.tensors(parameters(config), params, names)
     if offsets and "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].astype(np.int64) - np.arange(config.head_size)
-    heads.save(folder, said, tensors, fingerprint)
+    heads.save(folder, config_json, tensors, fingerprint)
 
 
 def layers(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of a head's layers and of its ids."""
+    """Return config.json's entries for a head's layers and its vocabulary."""
     return {**heads.layers(config), "draft_vocab_size": config.head_size, "rope_theta": config.rope.theta}
 
 
 def numbered(names: Mapping[str, Place], layers: int) -> dict[str, Place]:
-    """Where tensors go, of so many layers."""
+    """Return the entries of `names` for each of the layers, with the layer's index in tensor and parameter names."""
     return {name.format(i): (place.format(i), part) for name, (place, part) in names.items() for i in range(layers)}

@@ -1,4 +1,4 @@
-"""What a training run begins with: target, draft and data, checked against one another, and what the target teaches."""
+"""Setting up a training run: loading target, draft and data, checking that they fit, and the target as teacher."""
 
 from __future__ import annotations
 
@@ -28,18 +28,22 @@ from jaxspec.train.options import TrainOptions
 from jaxspec.train.step import dense_backend
 from pallas_kernels.device import Device, here
 
-TOP_N = 64  # ids that the target teaches, unless told otherwise
-LONGEST_PROMPT = 128  # of measurements, in tokens
+TOP_N = 64  # default number of the target's most probable next tokens to learn from
+LONGEST_PROMPT = 128  # tokens of a prompt in a measurement, at most
 
 
 @dataclasses.dataclass
 class Setup:
-    """What a run works with.
+    """The models, the data and the devices of a run.
 
-    target: on one device, as the engine takes it.
-    draft: float32, as it begins, all but a table that it reads in the target.
-    ids: its vocabulary, if reduced.
-    rows: of the sequences that are trained on.
+    target: the target, placed for the engine.
+    draft: the initial draft. Its parameters are float32, except an embedding table that it shares with the target.
+    ids: d2t and t2d of a reduced vocabulary, else empty.
+    rows: rows of the training sequences.
+    fingerprint: fingerprint of the target's tokenizer.
+    dtype: dtype of the computation.
+    placement: placement of the engine that measures the draft.
+    devices: placement over all devices, over which a step's rows are sharded.
     """
 
     options: TrainOptions
@@ -52,20 +56,25 @@ class Setup:
     fingerprint: str
     device: Device
     dtype: Any
-    placement: Any  # of the engine
-    devices: Any  # placement over all devices, which share a step's rows
+    placement: Any
+    devices: Any
 
     @property
     def frozen(self) -> dict[str, jax.Array]:
-        """The draft's parameters that are not trained."""
+        """The draft's parameters that are not trained: its vocabulary and what it shares with the target."""
         known = parameters(self.draft.config).items()
         return self.ids | {name: self.target.params[name] for name, p in known if p.borrowed}
 
 
 def prepare(options: TrainOptions) -> Setup:
-    """Loads the target and the data, and checks that they fit."""
+    """Load the target and the data, check that they fit, and make the initial draft.
+
+    Raises: UserError if options, target and data do not fit together; FileNotFoundError if there is no data.
+    """
     enable_compilation_cache()
-    device, count, method = here(), len(jax.devices()), methods.implementation(options.method)
+    device = here()
+    count = len(jax.devices())
+    method = methods.implementation(options.method)
     build.check_taken(options, method.TAKES)
     if options.keep_features and not method.READS:
         raise UserError(f"--keep-features, but --method {options.method} reads none: leave it out")
@@ -75,33 +84,16 @@ def prepare(options: TrainOptions) -> Setup:
         )
     shards = data.load(options.data)
     rows = data.packed(data.training(shards), options.seed, options.length)
-    data.chosen(len(rows), options.seed, 0, options.batch_size)  # refuses too few
+    data.chosen(len(rows), options.seed, 0, options.batch_size)  # raises if there are too few
     source = checkpoints.resolve(options.target)
-    tokenizer, placement = checkpoints.load_tokenizer(source), make_placement()
+    tokenizer = checkpoints.load_tokenizer(source)
+    placement = make_placement()
     dtype = compute_dtype(options.dtype, device)
     say(f"loading {options.target} ...")
     found = resolved(source)
     target = load(found, dtype, placement)
-    if (most := int(shards.tokens.max())) >= target.config.vocab_size:
-        raise UserError(
-            f"{options.data} holds the id {most}, {options.target} has {target.config.vocab_size} ids: "
-            "generate the data with this target"
-        )
-    digest = checkpoints.fingerprint(tokenizer)
-    if shards.manifest.get("tokenizer", digest) != digest:
-        raise UserError(
-            f"{options.data} was written by {shards.manifest.get('target')}, which has another tokenizer than "
-            f"{options.target}: generate the data with this target"
-        )
-    longest = min(int(data.heldout(shards).prompt_length.max()), LONGEST_PROMPT) + options.eval_tokens
-    measured = f"--eval-tokens {options.eval_tokens}, with prompts {longest} tokens,"
-    for value, given in ((options.length, f"--length {options.length}"), (longest, measured)):
-        if value > (most := target.config.max_model_len):
-            raise UserError(f"{given} exceeds the {most} that {options.target} reads: lower it")
-    if (options.top_n or 0) > target.config.vocab_size:
-        raise UserError(
-            f"--top-n {options.top_n} exceeds the target's {target.config.vocab_size} ids: lower it, or give 0 for all"
-        )
+    fingerprint = checkpoints.fingerprint(tokenizer)
+    check_data(options, target, fingerprint, shards)
     counts = data.frequencies(shards, target.config.vocab_size)
     if options.init_from:
         begun = checkpoints.resolve(options.init_from)
@@ -113,15 +105,41 @@ def prepare(options: TrainOptions) -> Setup:
     ids = {name: draft.params[name] for name, p in parameters(draft.config).items() if p.kind == "ids"}
     stop_ids = checkpoints.load_stop_ids(source, tokenizer)
     everywhere = make_placement(count)
-    return Setup(options, target, draft, ids, shards, rows, stop_ids, digest, device, dtype, placement, everywhere)
+    return Setup(options, target, draft, ids, shards, rows, stop_ids, fingerprint, device, dtype, placement, everywhere)
+
+
+def check_data(options: TrainOptions, target: Model, fingerprint: str, shards: data.Shards) -> None:
+    """Raise UserError if the target did not write the data, or if an option exceeds the target's limits.
+
+    fingerprint: fingerprint of the target's tokenizer.
+    """
+    c = target.config
+    largest = int(shards.tokens.max())
+    if largest >= c.vocab_size:
+        raise UserError(
+            f"{options.data} holds the id {largest}, {options.target} has {c.vocab_size} ids: "
+            "generate the data with this target"
+        )
+    if shards.manifest.get("tokenizer", fingerprint) != fingerprint:
+        raise UserError(
+            f"{options.data} was written by {shards.manifest.get('target')}, which has another tokenizer than "
+            f"{options.target}: generate the data with this target"
+        )
+    longest = min(int(data.heldout(shards).prompt_length.max()), LONGEST_PROMPT) + options.eval_tokens
+    measured = f"--eval-tokens {options.eval_tokens}, with prompts {longest} tokens,"
+    for value, given in ((options.length, f"--length {options.length}"), (longest, measured)):
+        if value > c.max_model_len:
+            raise UserError(f"{given} exceeds the {c.max_model_len} that {options.target} reads: lower it")
+    if (options.top_n or 0) > c.vocab_size:
+        raise UserError(f"--top-n {options.top_n} exceeds the target's {c.vocab_size} ids: lower it, or give 0 for all")
 
 
 @dataclasses.dataclass
 class Teacher:
-    """The target as it teaches.
+    """The target as the training steps use it.
 
-    target: as the steps take it; it has no parameters where the batches hold all that it says.
-    records: what it says and computes of the rows, on disk.
+    target: the model that the steps take. It has no parameters if the batches hold all that a step needs of it.
+    records: the target's results for the rows, on disk.
     """
 
     setup: Setup
@@ -129,26 +147,34 @@ class Teacher:
     records: list[Records]
 
     def ask(self, step: int, steps: int, over: Callable[[float], bool]) -> bool:
-        """Have the target say what these steps learn, from `step` on. Return False where it is over before."""
+        """Compute the records that these steps need, from `step` on. Return False if the time is up before.
+
+        over(seconds): whether the time will be up after so many seconds.
+        """
+        if not self.records:
+            return True
         o = self.setup.options
         chosen = (data.chosen(len(self.setup.rows), o.seed, at, o.batch_size) for at in range(step, step + steps))
-        needed = 1 + max(rows.max() for rows in chosen) if self.records else 0
+        needed = 1 + max(rows.max() for rows in chosen)
         return all(len(records.upto(needed, over)) >= min(needed, records.count) for records in self.records)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
-        """The batch of a step that was asked for, as `loss_sums` takes it."""
+        """Return the batch of a step for `loss_sums`. Call `ask` for the step before."""
         o, rows = self.setup.options, self.setup.rows
         at = data.chosen(len(rows), o.seed, step, o.batch_size)
         draw = np.random.default_rng([o.seed, step]).integers(2**32, size=len(at), dtype=np.uint32)
         found = {"tokens": rows.tokens[at].astype(np.int32), "mask": rows.mask[at], "draw": draw}
-        return found | {name: each.known[name][at] for each in self.records for name in each.dtype.names or ()}
+        for records in self.records:
+            found |= {name: records.known[name][at] for name in records.dtype.names or ()}
+        return found
 
 
 def teacher(setup: Setup) -> Teacher:
-    """The target as a run learns from it."""
+    """Return the target as the training steps use it. Raises: UserError if the disk has no room for its results."""
     o, rows, target = setup.options, setup.rows, setup.target
     reads = methods.implementation(o.method).READS
-    count, records = min(len(rows), o.steps * o.batch_size), []
+    count = min(len(rows), o.steps * o.batch_size)
+    records = []
     how: dict[str, Any] = {
         "batch_size": o.batch_size // o.accumulate,
         "backend": dense_backend(target.config, setup.device, setup.dtype),
@@ -156,7 +182,8 @@ def teacher(setup: Setup) -> Teacher:
     }
     if o.keep_features:
         records.append(features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how))
-    if top_n := TOP_N if o.top_n is None else o.top_n:
+    top_n = TOP_N if o.top_n is None else o.top_n
+    if top_n:
         records.append(likeliest.kept(o.data, target, rows, count, top_n, **how))
         target = target if reads else Model(target.config, {})
     else:
@@ -165,7 +192,7 @@ def teacher(setup: Setup) -> Teacher:
 
 
 def measurer(setup: Setup) -> Any:
-    """The measurement of acceptance on prompts of the held-out sequences, evenly spaced among them."""
+    """Return the function that measures acceptance on prompts of held-out sequences, evenly spaced among them."""
     o, held = setup.options, data.heldout(setup.shards)
     chosen = np.linspace(0, len(held) - 1, min(o.eval_prompts, len(held))).astype(int)
     prompts = [held.tokens[i, : max(1, min(held.prompt_length[i], LONGEST_PROMPT))].tolist() for i in chosen]

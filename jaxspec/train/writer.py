@@ -1,4 +1,4 @@
-"""How many sequences a target writes together: the options of an engine that has room for them."""
+"""Engine options for generating training data: as many sequences at once as fit into memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from pallas_kernels.device import here
 
 
 def engine_options(options: DataOptions, config: ModelConfig | None = None, dtype: str = "auto") -> dict[str, Any]:
-    """Of an LLM that generates: pages for all rows, so that nobody waits or is put back, and prompts in one pass.
+    """Return the options of an LLM that generates training data.
 
-    config: the target's, by which rows are halved, unless options say how many, until all of it fits into memory.
+    It has pages for all rows, so that no request waits or is preempted, and prefills prompts in one pass.
+
+    config: the target's configuration. With it, the number of rows is halved until all fits into memory, unless
+      options.rows sets that number.
     """
     rows = options.rows or facts(jax.default_backend()).text_rows
     found = with_rows(options, rows)
@@ -33,11 +36,13 @@ def engine_options(options: DataOptions, config: ModelConfig | None = None, dtyp
 
 
 def fits(options: dict[str, Any], config: ModelConfig, dtype: str) -> bool:
-    """Whether such an engine does, where the device says how much it holds."""
+    """Return whether an engine with these options fits into memory; True if the device does not report its memory."""
     device = here()
-    if (stats := memory(jax.devices()[0])) is None:
+    stats = memory(jax.devices()[0])
+    if stats is None:
         return True
-    compute, engine = compute_dtype(dtype, device), EngineConfig(**options)
+    compute = compute_dtype(dtype, device)
+    engine = EngineConfig(**options)
     pages = options["num_pages"] * page_bytes(config, compute, 1, device.platform)
     temporary = temporary_bytes({"target": Model(config, {})}, engine, None, device.platform)
     needed = weight_bytes(config, compute, 1) + pages + temporary
@@ -45,6 +50,7 @@ def fits(options: dict[str, Any], config: ModelConfig, dtype: str) -> bool:
 
 
 def with_rows(options: DataOptions, rows: int) -> dict[str, Any]:
+    """Return the engine options for this number of rows."""
     page_size = facts(jax.default_backend()).page_size
     return {
         "max_model_len": options.length,

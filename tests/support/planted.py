@@ -561,8 +561,8 @@ FAULTS = (
     ),
     Fault(  # a place is told the token that it is to predict
         "jaxspec/train/dspark.py",
-        "said.predicts - 1",
-        "said.predicts",
+        "outputs.predicts - 1",
+        "outputs.predicts",
         "tests/train/test_heads.py -k 'a_round and dspark and 11'",
     ),
     Fault(  # an id beyond a table has no row on any device
