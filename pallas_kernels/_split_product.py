@@ -84,7 +84,7 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
       finish: (residual, counts). For each block of columns, the program that ends last adds up the parts and the
         residual, returned as "out". counts are zeros, one a block, returned changed as "counts".
       zeros: number of zeros to return as "zeros", with which a later kernel counts its programs.
-      eps: of the norm of `gated`.
+      eps: epsilon of the norm of `gated`.
     """
     depth, width = weights.shape
     columns, splits = tile(depth, width)

@@ -14,7 +14,7 @@ def enable_compilation_cache() -> Path | None:
     """Keep compiled programs in the user's cache folder, unless JAX is configured with another folder.
 
     Return the user's cache folder, in which callers may keep other files for later starts. Return None if JAX is
-    configured with another folder, or if another user could write to the folder of the programs.
+    configured with another folder, or if the user's folder cannot be trusted.
     """
     ours = cache_folder() / "xla"
     if jax.config.jax_compilation_cache_dir is None and private_folder(ours):  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def from_bytes(data: bytes) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def described(program: str, k: int, variant: Variant, structure: Any, leaves: Any) -> bytes:
-    """Return all of a plan but the arrays' values, which alone differ from launch to launch."""
+    """Return all of a plan but the values of its arrays: successive launches mostly share this part."""
     arrays = jax.tree.unflatten(structure, [ARRAY] * structure.num_leaves)
     return json.dumps([program, k, as_json(variant), as_json(arrays), leaves]).encode()
 
