@@ -152,12 +152,6 @@ def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def sentences(cls: type) -> dict[str, str]:
-    """Return the first sentence of each field's entry under "Args:" in the class's docstring."""
-    _, _, listed = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
-    found = {}
-    for entry in re.findall(r"^  (\S.*(?:\n    .*)*)", listed.partition("\n\n")[0], re.MULTILINE):
-        names, _, text = entry.partition(": ")
-        first = re.split(r"(?<=[.])\s", " ".join(text.split()), maxsplit=1)[0]
-        for name in names.split(", "):
-            found[name] = first
-    return found
+    """Return the first sentence of what each option of a class says about itself, by the option's name."""
+    texts = {field.name: field.metadata["text"] for field in dataclasses.fields(cls) if "text" in field.metadata}
+    return {name: re.split(r"(?<=[.])\s", text, maxsplit=1)[0] for name, text in texts.items()}

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import inspect
 import numbers
 import operator
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
@@ -20,10 +22,26 @@ LARGEST = 2**31 - 1  # of 32 bits, in which devices count
 LARGEST_ON_HOST = 2**63 - 1
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
+def option(text: str, *, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a field of an option class. text: what it does; `--help` shows the first sentence."""
+    return dataclasses.field(default=default, metadata={"text": text})
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Add the texts of a dataclass's options to its docstring, before the errors that it raises."""
+    described = [(field.name, field.metadata["text"]) for field in dataclasses.fields(cls) if "text" in field.metadata]  # type: ignore[arg-type]
+    lines = [
+        textwrap.fill(f"{name}: {text}", 120, initial_indent="  ", subsequent_indent="    ") for name, text in described
+    ]
+    head, raises, errors = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
+    cls.__doc__ = "\n".join([head.rstrip(), "", "Args:", *lines]) + (f"\n\n{raises}{errors}" if raises else "\n")
+    return cls
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
 def options(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose constructor refuses unknown options with one clear line."""
-    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    """Make a class a frozen dataclass of options. Its constructor refuses an unknown option with one clear line."""
+    cls = documented(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
     plain_init, known = cls.__init__, [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
     @functools.wraps(plain_init)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxspec.common.errors import UserError
-from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, options, refuse_unsupported
+from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, option, options, refuse_unsupported
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
@@ -12,49 +12,69 @@ MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of ro
 
 @options
 class EngineConfig:
-    """How the engine is set up.
+    """Options of an engine.
 
-    Args:
-      tensor_parallel_size: Devices the model is sharded over.
-      dtype: float32 or bfloat16; auto is what the device does best. That is float32 on CPU, else bfloat16; float32 too
-        on GPUs below compute capability 8.0, which have no bfloat16, and whose float16 overflows in some models.
-        "float32" also means full-precision products everywhere.
-      max_model_len: Longest prompt + output, in tokens. Default: the model's own.
-      max_num_seqs: Requests decoded together.
-      page_size: Tokens a cache page holds. Default 16, on TPU 32.
-      num_pages: Pages in the pool. Default: what memory_utilization of the device's memory holds beside weights and
-        temporary memory; on a CPU what 1 GiB holds.
-      enable_prefix_caching: Keep the pages of ended requests and share them with requests that begin alike.
-      rounds_per_launch: Rounds that one launch of the device program runs, 1 to 64. Default: 64, and 16 where something
-        may happen on the host in the meantime: a stop string found, or, in AsyncLLM, another request.
-      prefill_chunk: Tokens of prompts in one pass, those of several requests together. Default: 2048, on CPU 256.
-      kernels: None (the fastest that is known), "reference" (plain jnp, no kernel in any program) or "pallas" (a kernel
-        wherever device and arrays have one). GPUs below compute capability 8.0 have none, and "pallas" is refused.
-      compilation_cache: Keep compiled programs on disk, so that a second start takes seconds.
-      warm_up: Compile at the start all programs that any request may need, so that none waits for the compiler later;
-        few and so of few sizes.
-      wait_for_warm_up: Take no request before all of these are compiled. False: they are compiled beside requests, and
-        what a request needs comes first. Several processes always wait.
+    Raises: UserError for a value out of its range, UnsupportedError for what is not supported yet.
     """
 
-    tokenizer: str | None = None
-    revision: str | None = None
-    tensor_parallel_size: int = 1
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
-    page_size: int | None = None
-    num_pages: int | None = None
-    memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    rounds_per_launch: int | None = None
-    prefill_chunk: int | None = None
-    kernels: str | None = None
-    compilation_cache: bool = True
-    warm_up: bool = False
-    wait_for_warm_up: bool = True
-    enable_lora: bool = False
-    pipeline_parallel_size: int = 1
+    tokenizer: str | None = option("Model or folder that holds the tokenizer. Default: the model's own.", default=None)
+    revision: str | None = option("Revision of the model at the hub.", default=None)
+    tensor_parallel_size: int = option("Devices that the model is sharded over.", default=1)
+    dtype: str = option(
+        "float32 or bfloat16; auto is what the device does best. That is float32 on CPU and bfloat16 elsewhere; "
+        "GPUs below compute capability 8.0, which have no bfloat16, get float32, because float16 overflows in "
+        "some models. float32 also means full-precision products everywhere.",
+        default="auto",
+    )
+    max_model_len: int | None = option(
+        "Longest prompt and output together, in tokens. Default: the model's own.",
+        default=None,
+    )
+    max_num_seqs: int = option("Requests that are decoded together.", default=16)
+    page_size: int | None = option("Tokens that a cache page holds. Default 16, on TPU 32.", default=None)
+    num_pages: int | None = option(
+        "Pages in the pool. Default: as many as memory_utilization of the device's memory holds beside weights "
+        "and temporary memory; on a CPU as many as 1 GiB holds.",
+        default=None,
+    )
+    memory_utilization: float = option(
+        "Share of the device's memory that weights, pages and temporary memory may take.",
+        default=0.9,
+    )
+    enable_prefix_caching: bool = option(
+        "Keep the pages of finished requests and share them with requests that begin alike.",
+        default=True,
+    )
+    rounds_per_launch: int | None = option(
+        "Rounds that one launch of the device program runs, 1 to 64. Default: 64, and 16 where the host may have "
+        "to act in between, for a stop string or, in AsyncLLM, for another request.",
+        default=None,
+    )
+    prefill_chunk: int | None = option(
+        "Tokens of prompts in one pass, counted over all requests in it. Default: 2048, on CPU 256.",
+        default=None,
+    )
+    kernels: str | None = option(
+        "None takes the fastest forms; reference takes plain jnp and no kernel, pallas a kernel wherever device "
+        "and arrays have one. GPUs below compute capability 8.0 have no kernels, and pallas is refused.",
+        default=None,
+    )
+    compilation_cache: bool = option(
+        "Keep compiled programs on disk, so that a second start takes seconds.",
+        default=True,
+    )
+    warm_up: bool = option(
+        "Compile in advance all programs that a request may need, so that none waits for the compiler. The "
+        "programs are then few, and of few sizes.",
+        default=False,
+    )
+    wait_for_warm_up: bool = option(
+        "Take no request before all programs are compiled. Otherwise they are compiled beside requests, and what "
+        "a request needs comes first. Several processes always wait.",
+        default=True,
+    )
+    enable_lora: bool = option("Not supported yet.", default=False)
+    pipeline_parallel_size: int = option("Not supported yet: only 1.", default=1)
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.common.errors import UserError, quoted
-from jaxspec.common.values import flag, ids, number, options, strings, whole
+from jaxspec.common.values import flag, ids, number, option, options, strings, whole
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
 MAX_SAMPLES = 16_384  # of a prompt, as in vLLM
@@ -43,63 +43,69 @@ FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 @options
 class SamplingParams:
-    """How one request is decoded. With speculation or without, the output obeys the same law.
-
-    The first sentence of each is the command line's help.
-
-    Args:
-      n: Samples of each prompt. They share its pages; sample 0 is what n=1 gives.
-      max_tokens: Longest output, in tokens.
-      min_tokens: Shortest output, in tokens. No stop id and no stop string ends it before.
-      temperature: 0 is greedy.
-      top_p: Keep the likeliest tokens that hold this probability. Filters apply after temperature, in the order min-p,
-        top-k, top-p.
-      top_k: Keep the k likeliest tokens; 0 keeps all. So does -1.
-      min_p: Keep tokens at least this likely relative to the likeliest.
-      repetition_penalty: Divide the logits of tokens in prompt or output; 1 is off. Negative ones are multiplied.
-      presence_penalty: Subtract this from the logits of tokens in the output.
-      frequency_penalty: The same, once for each occurrence.
-      logit_bias: id -> what is added to its logit, -100 to 100. Kept as sorted pairs.
-      allowed_token_ids: No other id is chosen.
-      bad_words: Strings whose tokens never occur in the output.
-      seed: Makes sampling reproducible. 64 bits, whatever shares the batch: in float32 the output is that of plain
-        decoding with this seed, however many drafts are proposed. Under an explicit rejection_sample_method but
-        "coupled" it belongs to num_speculative_tokens, and is not that of plain decoding. -1 is no seed, as in vLLM.
-      stop: A string that ends the output, or several.
-      stop_token_ids: Ids that do.
-      ignore_eos: The model's own end ids do not.
-      include_stop_str_in_output: The text ends with the stop string.
-      skip_special_tokens: The text leaves them out.
-      logprobs: Log-probabilities of the tokens and of this many likeliest. 0: of the token alone. Of the target's raw
-        logits, as in vLLM.
-      prompt_logprobs: The same of the prompt's tokens.
-      num_speculative_tokens: Drafts a round for this request, at most the engine's; 0 turns speculation off.
+    """How one request is decoded. The output follows the same distribution with speculation or without.
 
     Raises: UserError for a value out of its range.
     """
 
-    n: int = 1
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Any = None
-    allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    bad_words: str | tuple[str, ...] | list[str] = ()
-    seed: int | None = None
-    stop: str | tuple[str, ...] | list[str] = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    num_speculative_tokens: int | None = None
+    n: int = option("Samples of each prompt. They share the prompt's pages; sample 0 is what n=1 gives.", default=1)
+    max_tokens: int = option("Longest output, in tokens.", default=16)
+    min_tokens: int = option("Shortest output, in tokens. No stop id and no stop string ends it earlier.", default=0)
+    temperature: float = option("Divisor of the logits; 0 is greedy.", default=1.0)
+    top_p: float = option(
+        "Keep the most probable tokens that hold this probability. The filters apply after temperature, in the "
+        "order min-p, top-k, top-p.",
+        default=1.0,
+    )
+    top_k: int = option("Keep the k most probable tokens; 0 keeps all. -1 keeps all, too.", default=0)
+    min_p: float = option("Keep tokens whose probability is at least this share of the highest one.", default=0.0)
+    repetition_penalty: float = option(
+        "Divide the positive logits of tokens that occur in prompt or output; 1 is off. Negative logits are "
+        "multiplied.",
+        default=1.0,
+    )
+    presence_penalty: float = option("Subtract this from the logits of tokens that occur in the output.", default=0.0)
+    frequency_penalty: float = option(
+        "Subtract this from a token's logit for each time it occurs in the output.",
+        default=0.0,
+    )
+    logit_bias: Any = option(
+        "Map of token ids to numbers from -100 to 100 that are added to their logits. Kept as sorted pairs.",
+        default=None,
+    )
+    allowed_token_ids: tuple[int, ...] | list[int] | None = option(
+        "Token ids that may be chosen; no others are.",
+        default=None,
+    )
+    bad_words: str | tuple[str, ...] | list[str] = option(
+        "Strings whose token sequences never occur in the output.",
+        default=(),
+    )
+    seed: int | None = option(
+        "Random seed of 64 bits that makes sampling reproducible. In float32 the output equals plain decoding "
+        "with the same seed, whatever shares the batch and however many drafts are proposed. Under an explicit "
+        "rejection_sample_method other than 'coupled' the output depends on num_speculative_tokens, and differs "
+        "from plain decoding. -1 is no seed, as in vLLM.",
+        default=None,
+    )
+    stop: str | tuple[str, ...] | list[str] = option("String, or several, that ends the output.", default=())
+    stop_token_ids: tuple[int, ...] | list[int] = option("Token ids that end the output.", default=())
+    ignore_eos: bool = option("Go on after the model's own end tokens.", default=False)
+    include_stop_str_in_output: bool = option("Keep the stop string at the end of the text.", default=False)
+    skip_special_tokens: bool = option("Leave special tokens out of the text.", default=True)
+    logprobs: int | None = option(
+        "Log-probabilities of each output token and of this many most probable ones. 0 gives the token's own "
+        "alone. They come from the target's raw logits, as in vLLM.",
+        default=None,
+    )
+    prompt_logprobs: int | None = option(
+        "Log-probabilities of the prompt's tokens, as logprobs gives them of the output's.",
+        default=None,
+    )
+    num_speculative_tokens: int | None = option(
+        "Drafts a round for this request, at most the engine's; 0 turns speculation off.",
+        default=None,
+    )
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)

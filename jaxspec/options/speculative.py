@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.common.errors import UserError, quoted
-from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, options, refuse_unsupported, whole
+from jaxspec.common.values import (
+    LARGEST,
+    check_counts,
+    flag,
+    number,
+    one_of,
+    option,
+    options,
+    refuse_unsupported,
+    whole,
+)
 from jaxspec.drafters import methods
 from jaxspec.options import trees
 from jaxspec.options.engine import DTYPES
@@ -24,75 +34,115 @@ MAX_DRAFTS = 256  # of a round; the best is below 20, and a program for 1,000 is
 class SpeculativeConfig:
     """How tokens are proposed and accepted.
 
-    Args:
-      method: "ngram" (prompt lookup; where no `model` is given), "suffix" (what most often followed the last tokens),
-        or what `model` is a checkpoint for (docs/drafters.md), which is found out where it is not said; with "ngram+"
-        before it prompt lookup where that finds something, and it elsewhere.
-      drafter: a `Drafter` of your own instead (docs/extending.md), whose num_speculative_tokens is K.
-      model, revision: the draft: a hub id, a local folder or a .gguf file.
-      num_speculative_tokens: Drafts a round. K, at least 1.
-      draft_tensor_parallel_size: into how many parts the draft is cut, a divisor of tensor_parallel_size; 1: each
-        device has all of it. Default: the one that is expected to be fastest.
-      max_model_len: longest context of the draft; rows beyond it decode plainly. Default: the draft's own.
-      dtype: the draft's; default the target's.
-      parallel_drafting: the draft fills all K places in one pass (PARD, P-EAGLE). None: where it was trained to.
-      tree_width, tree_depth, tree_nodes: verify a tree of drafts: after each node the tree_width likeliest, tree_depth
-        levels, and of all these candidates the likeliest, so that with the pending token there are tree_nodes (then
-        num_speculative_tokens is tree_nodes - 1). Any of them given, the others default to 4, 4 and
-        tree_width * tree_depth + 1. Sampling requests follow the coupled rule.
-      tree_choices: a fixed tree instead, of a drafter that says all places at once (Medusa, DFlash, P-EAGLE, PARD): for
-        each draft the ranks that lead to it, as [[0], [0, 0], [1]].
-      draft_sample_method: "probabilistic" (q takes part in acceptance) or "greedy" (propose the draft's argmax).
-      rejection_sample_method: "standard", "block", "coupled" or "typical" for every sampling request. None: coupled for
-        requests with an explicit seed (their tokens then equal plain decoding's), block for the others. Typical
-        acceptance is lossy: what comes out no longer has the target's law. "synthetic", for benchmarks: drafts are
-        accepted at given rates whatever they are, and the text means nothing. Requests of temperature 0 are greedy, and
-        exact, under all of them but "synthetic".
-      posterior_threshold, posterior_alpha: under "typical" a draft is accepted where its probability is more than
-        min(posterior_threshold, posterior_alpha * exp(-entropy of the target)); both in (0, 1]. Default: 0.09, 0.3.
-      synthetic_acceptance_length: mean tokens a round under "synthetic", 1 to K + 1; or synthetic_acceptance_rates: for
-        each of the K positions the probability that it and all before it are accepted.
-      adaptive: choose the drafts of each launch among 0, K/2 and K by what they cost and how many of them are accepted,
-        so that speculation is not slower than plain decoding. False: always K.
-      disable_by_batch_size: no speculation while at least this many requests are running.
-      prompt_lookup_min, prompt_lookup_max: lengths of the n-gram that is looked up. Default: 2 and 4, beside a
-        draft model 4 and 6.
-      suffix_decoding_max_tree_depth: under "suffix", most tokens of a match and of the drafts after it together, 2 to
-        64; suffix_decoding_max_spec_factor: most drafts for each token of the match; suffix_decoding_min_token_prob:
-        drafts end where they are estimated to be less likely than this. vLLM's suffix_decoding_max_cached_requests is
-        0: what other requests said is not kept.
-
     Raises: UserError for a value out of its range, UnsupportedError for what is not supported yet.
     """
 
-    method: str | None = None
-    drafter: Any = None
-    model: str | None = None
-    revision: str | None = None
-    num_speculative_tokens: int = 4
-    draft_tensor_parallel_size: int | None = None
-    max_model_len: int | None = None
-    dtype: str | None = None
-    quantization: str | None = None
-    parallel_drafting: bool | None = None
-    tree_width: int | None = None
-    tree_depth: int | None = None
-    tree_nodes: int | None = None
-    tree_choices: tuple[tuple[int, ...], ...] | None = None
-    draft_sample_method: str = "probabilistic"
-    rejection_sample_method: str | None = None
-    posterior_threshold: float | None = None
-    posterior_alpha: float | None = None
-    synthetic_acceptance_length: float | None = None
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
-    adaptive: bool = True
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
-    suffix_decoding_max_cached_requests: int = 0
-    disable_by_batch_size: int | None = None
+    method: str | None = option(
+        "Drafting method: ngram (prompt lookup, the default where no model is given), suffix (continuations of "
+        "the longest earlier match), or the method that the checkpoint of model is for (docs/drafters.md), which "
+        "is detected where none is named. With ngram+ before it, prompt lookup proposes where it finds a match, "
+        "and the other method elsewhere.",
+        default=None,
+    )
+    drafter: Any = option(
+        "Drafter object to use instead of a method (docs/extending.md). Its num_speculative_tokens is K.",
+        default=None,
+    )
+    model: str | None = option("Draft model or head: a hub id, a local folder or a .gguf file.", default=None)
+    revision: str | None = option("Revision of the draft at the hub.", default=None)
+    num_speculative_tokens: int = option("Drafts a round. K, at least 1.", default=4)
+    draft_tensor_parallel_size: int | None = option(
+        "Devices that the draft is sharded over, a divisor of tensor_parallel_size. 1 replicates it on each. "
+        "Default: the size that is expected to be fastest.",
+        default=None,
+    )
+    max_model_len: int | None = option(
+        "Longest context of the draft, in tokens; rows beyond it decode without drafts. Default: the draft's own.",
+        default=None,
+    )
+    dtype: str | None = option("Compute dtype of the draft. Default: the target's.", default=None)
+    quantization: str | None = option("Not supported yet.", default=None)
+    parallel_drafting: bool | None = option(
+        "Fill all K places in one pass of the draft (PARD, P-EAGLE). None: if the draft was trained to.",
+        default=None,
+    )
+    tree_width: int | None = option(
+        "Candidates after each node of a tree of drafts: the most probable tokens. Any of the first three tree "
+        "options turns trees on; the others default to a width of 4, a depth of 4, and tree_width * tree_depth + "
+        "1 nodes. Requests that sample follow the coupled rule.",
+        default=None,
+    )
+    tree_depth: int | None = option("Levels of a tree of drafts.", default=None)
+    tree_nodes: int | None = option(
+        "Nodes of a tree of drafts, the pending token included: the most probable candidates. "
+        "num_speculative_tokens is then tree_nodes - 1.",
+        default=None,
+    )
+    tree_choices: tuple[tuple[int, ...], ...] | None = option(
+        "Fixed tree, for a drafter that proposes all places at once (Medusa, DFlash, P-EAGLE, PARD): for each "
+        "draft the ranks on the path to it, as [[0], [0, 0], [1]].",
+        default=None,
+    )
+    draft_sample_method: str = option(
+        "probabilistic samples drafts from q, which takes part in acceptance; greedy proposes the argmax token of"
+        " the draft.",
+        default="probabilistic",
+    )
+    rejection_sample_method: str | None = option(
+        "Acceptance rule of all sampling requests: standard, block, coupled or typical. None takes coupled for "
+        "requests with a seed, whose tokens then equal plain decoding's, and block for the others. typical is "
+        "lossy: the output no longer has the target's distribution. synthetic, for benchmarks, accepts drafts at "
+        "given rates whatever they are, and the text means nothing. Requests of temperature 0 are greedy, and "
+        "exact, under every rule but synthetic.",
+        default=None,
+    )
+    posterior_threshold: float | None = option(
+        "Under typical, a draft is accepted if its probability exceeds min(posterior_threshold, posterior_alpha *"
+        " exp(-entropy of the target)). In (0, 1]; default 0.09.",
+        default=None,
+    )
+    posterior_alpha: float | None = option(
+        "Factor of the entropy's term in that minimum. In (0, 1]; default 0.3.",
+        default=None,
+    )
+    synthetic_acceptance_length: float | None = option(
+        "Mean number of tokens a round under synthetic, from 1 to K + 1.",
+        default=None,
+    )
+    synthetic_acceptance_rates: tuple[float, ...] | None = option(
+        "Under synthetic, for each of the K positions the probability that its draft and all before it are accepted.",
+        default=None,
+    )
+    adaptive: bool = option(
+        "Choose the number of drafts of each launch among 0, K/2 and K by their cost and by how many are "
+        "accepted, so that speculation is not slower than plain decoding. False: always K.",
+        default=True,
+    )
+    prompt_lookup_min: int | None = option(
+        "Shortest n-gram that is looked up. Default: 2, beside a draft model 4.",
+        default=None,
+    )
+    prompt_lookup_max: int | None = option(
+        "Longest n-gram that is looked up. Default: 4, beside a draft model 6.",
+        default=None,
+    )
+    suffix_decoding_max_tree_depth: int = option(
+        "Under suffix, the most tokens of a match and its drafts together, 2 to 64.",
+        default=24,
+    )
+    suffix_decoding_max_spec_factor: float = option(
+        "Under suffix, the most drafts for each token of the match.",
+        default=1.0,
+    )
+    suffix_decoding_min_token_prob: float = option(
+        "Under suffix, the estimated probability below which drafts end.",
+        default=0.1,
+    )
+    suffix_decoding_max_cached_requests: int = option("Only 0: the texts of other requests are not kept.", default=0)
+    disable_by_batch_size: int | None = option(
+        "Number of running requests from which on there is no speculation.",
+        default=None,
+    )
 
     def __post_init__(self) -> None:
         if self.drafter is not None:
