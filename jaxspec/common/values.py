@@ -1,7 +1,10 @@
-"""Option classes: frozen dataclasses that name the nearest known option when given an unknown one; and the checks of
-what they are given, each one line that names the value and the limit.
+"""Option classes and checks of their values.
 
-numpy is imported where it is used: the command line reads the classes for its help."""
+An option class is a frozen dataclass. Given an unknown option, it names the nearest known one. A check raises UserError
+with one line that names the value and the limit.
+
+numpy is imported inside functions: the command line imports these classes for --help, which has to be fast.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,16 @@ from typing import Any, TypeVar, dataclass_transform
 from jaxspec.common.errors import UnsupportedError, UserError, quoted
 
 T = TypeVar("T")
-LARGEST = 2**31 - 1  # of 32 bits, in which devices count
+LARGEST = 2**31 - 1  # int32, the type of counts and ids on devices
 LARGEST_ON_HOST = 2**63 - 1
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def options(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose constructor refuses unknown options with one clear line."""
+    """Make the class a frozen dataclass whose constructor raises UserError for an unknown option."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    plain_init, known = cls.__init__, [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    plain_init = cls.__init__
 
     @functools.wraps(plain_init)
     def init(self: Any, **given: Any) -> None:
@@ -37,25 +41,28 @@ def options(cls: type[T]) -> type[T]:
     return cls
 
 
-VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # its names of what has another here
+VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # vLLM's name -> ours, where they differ
 
 
 def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
-    """The refusal of an option, or by whatever word it goes, that `what` does not have."""
+    """Return the error for a name that `what` does not have, with the nearest known name.
+
+    word: the kind of name, for the message.
+    """
     near = [VLLM[name]] if VLLM.get(name) in known else difflib.get_close_matches(name[:80], known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known {word}s: {', '.join(known)}"
     return UserError(f"unknown {word} {quoted(name)} of {what}: {hint}")
 
 
 def truth(value: Any) -> bool:
-    """Whether it is True or False, of Python or of numpy."""
+    """Return whether the value is a bool of Python or numpy."""
     import numpy as np
 
     return isinstance(value, bool | np.bool_)
 
 
 def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str = "") -> int:
-    """value as an int. Raises UserError unless it is a whole number from least to most."""
+    """Return the value as an int. Raises UserError unless it is a whole number from least to most."""
     try:
         if truth(value):
             raise TypeError
@@ -70,7 +77,7 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str =
 
 
 def number(name: str, value: Any) -> float:
-    """value as a float. Raises UserError unless it is a number."""
+    """Return the value as a float. Raises UserError unless it is a number."""
     import numpy as np
 
     scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
@@ -83,24 +90,24 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Raises UserError unless value is True or False."""
+    """Return the value as a bool. Raises UserError unless it is True or False."""
     if not truth(value):
         raise UserError(f"{name}={quoted(value)} must be True or False")
     return bool(value)
 
 
 def ids(name: str, values: Any) -> tuple[int, ...]:
-    """Token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
+    """Return token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
         raise UserError(f"{name}={quoted(values)} must be a list of token ids")
     values = tuple(values)
     if set(map(type, values)) <= {int} and (not values or -LARGEST <= min(values) <= max(values) <= LARGEST):
-        return values  # as most are: a prompt is long, and comes by here more than once
+        return values  # the fast path: prompts are long and are checked several times
     return tuple(whole(name, i, -LARGEST) for i in values)
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """One string or several, none of them empty, as a tuple."""
+    """Return one string or several as a tuple. Raises UserError for an empty string or another type."""
     listed = (value,) if isinstance(value, str | Mapping) or not isinstance(value, Iterable) else tuple(value)
     if any(not isinstance(s, str) or not s for s in listed):
         raise UserError(f"{name}={quoted(value)} must hold non-empty strings")
@@ -108,7 +115,7 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
-    """Raises UnsupportedError for the first of names that is not at its default; the value says what to do."""
+    """Raise UnsupportedError for the first field of `names` that is not at its default. names: field -> remedy."""
     for field in dataclasses.fields(instance):
         if field.name not in names:
             continue
@@ -120,8 +127,10 @@ def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
 
 
 def check_counts(config: Any, most: Mapping[str, int]) -> None:
-    """Raises UserError unless each of these options is a whole number from 1 to most, or None where that is its
-    default."""
+    """Set each field of `most` (field -> limit) to its value as an int.
+
+    Raises UserError unless the value is a whole number from 1 to the limit. None is allowed where it is the default.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name, limit in most.items():
         value = getattr(config, name)
@@ -130,5 +139,6 @@ def check_counts(config: Any, most: Mapping[str, int]) -> None:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise UserError unless the value is one of `allowed`."""
     if value not in allowed:
         raise UserError(f"{name}={value!r} is unknown: use one of {', '.join(allowed)}")
