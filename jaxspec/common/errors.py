@@ -33,7 +33,7 @@ class MisfitError(UserError):
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """A valid input that jaxspec does not support (yet)."""
+    """A valid input that jaxspec does not support."""
 
 
 class DiskError(OSError):
