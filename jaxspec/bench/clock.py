@@ -1,4 +1,4 @@
-"""Timing by synchronisation: warm up, run several times, tell the median, the quartiles and the best."""
+"""Timing of calls that wait for the device: the median, the quartiles and the minimum of several runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Milliseconds: the median, the lower and the upper quartile, the least."""
+    """Milliseconds of several runs: median (ms), lower and upper quartile (low, high), minimum (best)."""
 
     ms: float
     low: float
@@ -25,12 +25,15 @@ class Sample:
 
 
 def summary(ms: Sequence[float]) -> Sample:
-    low, middle, high = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else [ms[0]] * 3
+    """Summarise milliseconds, of which there is at least one."""
+    if len(ms) == 1:
+        return Sample(ms[0], ms[0], ms[0], ms[0])
+    low, middle, high = statistics.quantiles(ms, n=4, method="inclusive")
     return Sample(middle, low, high, min(ms))
 
 
 def measure(call: Callable[[], Any], launches: int, *, warm_up: int = 2) -> Sample:
-    """Milliseconds of one call, device work included: each call's result is waited for. Compile before."""
+    """Time `launches` calls, waiting for the result of each. The call should be compiled before."""
     for _ in range(warm_up):
         jax.block_until_ready(call())
     spent = []

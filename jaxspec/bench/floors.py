@@ -1,4 +1,7 @@
-"""The least that a pass must move or compute. Bytes: every weight once, every key and value of the context once."""
+"""Floors: the fewest bytes and floating-point operations that a pass needs.
+
+A pass reads every weight once and every key and value of the context once.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,35 @@ from jaxspec.models.paged import PagedModel
 
 
 def seen(config: ModelConfig, context: int) -> list[int]:
-    """Positions that each layer reads."""
+    """Return the number of positions that each layer attends to."""
     return [min(context, layer.window or context) for layer in config.layers]
 
 
 def page_bytes(model: PagedModel, rows: int, context: int) -> float:
-    """Keys and values that one pass reads."""
-    of_cache = iter(model.layout.layers)
-    each: list[Any] = []  # of every layer; one that shares another's reads that
+    """Return the bytes of keys and values that one pass reads."""
+    own = iter(model.layout.layers)
+    caches: list[Any] = []  # the cache that each layer reads, its own or an earlier layer's
     for layer in model.config.layers:
-        each.append(next(of_cache) if layer.shares is None else each[layer.shares])
-    seen_by = zip(each, seen(model.config, context), strict=True)
-    return rows * sum(layer.position_bytes() * positions for layer, positions in seen_by)
+        caches.append(next(own) if layer.shares is None else caches[layer.shares])
+    positions = seen(model.config, context)
+    return rows * sum(cache.position_bytes() * n for cache, n in zip(caches, positions, strict=True))
 
 
 def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> float:
+    """Return the bytes of weights, keys and values that one pass reads."""
     return weight_bytes(model.config, params) + page_bytes(model, rows, context)
 
 
 def pass_flop(model: PagedModel, params: Params, tokens: float) -> float:
-    """Two a weight that the pass reads, and token; attention is left out."""
+    """Return the operations of a pass without attention: two per weight and token."""
     return 2 * tokens * weight_count(model.config, params)
 
 
 def drafting_flop(drafter: Any, target: Params, draft: Params, rows: int) -> float:
-    """As `drafting_bytes`, without pages; a drafter that fills its places at once computes all of them in its pass."""
+    """Return the operations of a drafter's passes of one round, without attention.
+
+    A drafter that proposes all K tokens in one pass computes K tokens in it, any other one token a pass.
+    """
     model: PagedModel = drafter.model
     at_once = drafter.independent and model.config.cached_layers
     weights = drafting_weights(drafter, target, draft, weight_count)
@@ -44,31 +51,42 @@ def drafting_flop(drafter: Any, target: Params, draft: Params, rows: int) -> flo
 
 
 def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, context: int) -> float:
-    """Read by a drafter's passes of one round; the head of logits counts in each, be it the target's."""
+    """Return the bytes that a drafter's passes of one round read.
+
+    Every pass reads the output head, also where the head is the target's.
+    """
     model: PagedModel = drafter.model
     pages = page_bytes(model, rows, context) if model.config.cached_layers else 0
     return drafting_weights(drafter, target, draft, weight_bytes) + drafter.passes * pages
 
 
 def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Callable[..., float]) -> float:
-    """What a round's passes read, by `weight_bytes` or `weight_count`; what makes features is read once."""
+    """Return the size of the weights that the drafter's passes of one round read.
+
+    measure: `weight_bytes` or `weight_count`. The weights that compute the features are read once a round, the others
+    in each pass.
+    """
     config = drafter.model.config
-    each = measure(config, draft, without=draft_spec(config).features_from)
-    once = measure(config, draft) - each
+    per_pass = measure(config, draft, without=draft_spec(config).features_from)
+    per_round = measure(config, draft) - per_pass
     borrowed = 0.0
     if draft_spec(config).borrows_head:
-        heads = drafter.target.config
-        borrowed = measure(heads, target) - measure(heads, target, logits=False)
-    return drafter.passes * (each + borrowed) + once
+        lending = drafter.target.config
+        borrowed = measure(lending, target) - measure(lending, target, logits=False)
+    return drafter.passes * (per_pass + borrowed) + per_round
 
 
 def weight_count(config: ModelConfig, params: Params, **which: Any) -> float:
-    """Weights that one pass reads, however many bytes they take."""
+    """Return the number of weights that one pass reads."""
     return sum(w.size for w in read_by_pass(config, params, **which).values())
 
 
 def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -> float:
-    """Two a weight and token; scores and mixing, two each a query, key and channel, half of the square being causal."""
+    """Return the operations of prefilling `rows` prompts.
+
+    Matrix products need two per weight and token. Attention needs four per query, key and channel: two for the scores,
+    two for the weighted sum of values. The causal mask halves the number of pairs of query and key.
+    """
     products = {name for name, p in parameters(config).items() if p.kind == "matrix" and not p.head}
     weights = sum(params[name].size for name in products)
     pairs = [context * n - n * n / 2 for n in seen(config, context)]

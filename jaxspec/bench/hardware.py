@@ -1,6 +1,6 @@
-"""What the device can do at best: the bandwidth and the arithmetic that floors are computed from.
+"""Measured limits of the device, from which floors are computed: memory bandwidth and arithmetic.
 
-Of several runs the fastest counts: a limit that a busy moment lowered would be none.
+The fastest of several runs counts, since a slower one was disturbed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jaxspec.bench.clock import measure
 from pallas_kernels.plain import matmul_precision
 
-REPEATS = 4  # inside one program or one wait, so that launching it does not count
+REPEATS = 4  # operations per program or per wait, so that the time of a launch hardly counts
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What a device can do at best, measured.
+    """Measured limits of a device.
 
-    copy_gb_s: bytes read + written a second by a large copy.
-    read_gb_s: bytes read by a large reduction, measured on CPU only.
-    peak_tflops: of a large matrix product in the compute dtype.
+    copy_gb_s: GB/s of a large copy, reading and writing both counted.
+    read_gb_s: GB/s of a large reduction; None except on CPU.
+    peak_tflops: TFLOP/s of a large matrix product in the compute dtype.
     """
 
     copy_gb_s: float
@@ -33,20 +33,25 @@ class Hardware:
 
     @property
     def floor_gb_s(self) -> float:
-        """What a pass could read at. A CPU's copy writes to memory that it has to read first: there it is the read."""
+        """Bandwidth for floors: on CPU that of reading, since a copy there also reads the memory that it writes."""
         return self.read_gb_s or self.copy_gb_s
 
     def bytes_ms(self, count: float) -> float:
+        """Return the least milliseconds to read `count` bytes."""
         return count / self.floor_gb_s / 1e6
 
     def flop_ms(self, count: float) -> float:
+        """Return the least milliseconds of `count` floating-point operations."""
         return count / self.peak_tflops / 1e9
 
 
 def hardware(dtype: Any, *, launches: int = 20, megabytes: int = 1024, side: int | None = None) -> Hardware:
-    """Measures the first device. megabytes: of the array that is copied; side: of the square matrices."""
+    """Measure the first device.
+
+    megabytes: size of the copied array; side: rows of the square matrices, None for the platform's default.
+    """
     cpu = jax.default_backend() == "cpu"
-    count = megabytes << 18  # float32 elements: more than any cache holds
+    count = megabytes << 18  # float32 elements, by default more than any cache holds
     return Hardware(
         copy_gb_s=copy_bandwidth(count, launches),
         read_gb_s=read_bandwidth(count, launches) if cpu else None,
@@ -55,7 +60,10 @@ def hardware(dtype: Any, *, launches: int = 20, megabytes: int = 1024, side: int
 
 
 def copy_bandwidth(count: int, launches: int) -> float:
-    """GB/s, read + written. Two buffers change roles, so that no fresh memory is touched."""
+    """Return the GB/s of a copy, reading and writing both counted.
+
+    Two buffers take turns as source and target, so that no new memory is allocated.
+    """
 
     @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
     def copy(source, target):
@@ -72,21 +80,26 @@ def copy_bandwidth(count: int, launches: int) -> float:
 
 
 def read_bandwidth(count: int, launches: int) -> float:
-    """GB/s of a sum over rows."""
+    """Return the GB/s of a sum over rows."""
     rows = jnp.ones((count // 4096, 4096), jnp.float32)
-    total = jax.jit(lambda x: x.sum(axis=1))
+
+    @jax.jit
+    def total(x):
+        return x.sum(axis=1)
+
     return 4 * rows.size / measure(lambda: total(rows), launches).best / 1e6
 
 
 def matrix_peak(dtype: Any, side: int, launches: int) -> float:
-    """TFLOP/s of square products, each fed to the next."""
-    square = (jax.random.normal(jax.random.key(0), (side, side)) * side**-0.5).astype(
-        dtype
-    )  # constants cost less power
+    """Return the TFLOP/s of square matrix products, each taking the result of the one before."""
+    # Random, since a product of constants takes less power and runs faster.
+    square = (jax.random.normal(jax.random.key(0), (side, side)) * side**-0.5).astype(dtype)
 
     @jax.jit
     def chain(x):
-        product = lambda _, x: jnp.matmul(x, square, precision=matmul_precision(dtype), preferred_element_type=dtype)
+        def product(_, x):
+            return jnp.matmul(x, square, precision=matmul_precision(dtype), preferred_element_type=dtype)
+
         return jax.lax.fori_loop(0, REPEATS, product, x)
 
     return 2 * side**3 * REPEATS / measure(lambda: chain(square), launches).best / 1e9

@@ -1,4 +1,4 @@
-"""Many requests at once or as they arrive, through the engine: speed, waiting, and where the time went."""
+"""The stage `load`: many requests through the engine. It measures throughput, latency and where the time goes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ from jaxspec.options.speculative import SpeculativeConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
-    """A request to come: its prompt, how many tokens it wants, and when it arrives, in seconds from the start."""
+class Planned:
+    """A request of the workload.
+
+    prompt: token ids.
+    max_tokens: length of the answer.
+    arrives: time of arrival, in seconds from the start.
+    """
 
     prompt: list[int]
     max_tokens: int
     arrives: float
 
 
-def workload(setup: Setup, load: Load) -> list[Wish]:
-    """The same for the same seed."""
+def workload(setup: Setup, load: Load) -> list[Planned]:
+    """Return the requests in the order of arrival. The same seed gives the same requests."""
     rng = np.random.default_rng(load.seed)
     lengths = rng.integers(load.prompt_tokens[0], load.prompt_tokens[-1] + 1, load.requests)
     wanted = rng.integers(load.output_tokens[0], load.output_tokens[-1] + 1, load.requests)
@@ -43,24 +48,32 @@ def workload(setup: Setup, load: Load) -> list[Wish]:
         vocab = min(m.config.vocab_size for m in (setup.target, setup.draft) if m)
         prompts = [rng.integers(0, vocab, length).tolist() for length in lengths]
     arrivals = np.cumsum(gaps) - gaps[0]
-    return [Wish(*row) for row in zip(prompts, wanted.tolist(), arrivals.tolist(), strict=True)]
+    return [Planned(*row) for row in zip(prompts, wanted.tolist(), arrivals.tolist(), strict=True)]
 
 
-def serve(engine: Engine, wishes: Sequence[Wish], *, temperature: float, streaming: bool) -> tuple[list[Request], Any]:
-    """All of them from the first arrival to the last end -> (requests, {where the time went: seconds})."""
-    timing, before = engine.timing, dataclasses.asdict(engine.timing)
+def serve(
+    engine: Engine, workload: Sequence[Planned], *, temperature: float, streaming: bool
+) -> tuple[list[Request], dict[str, float]]:
+    """Serve the workload from the first arrival to the last end.
+
+    Returns: the requests, and the seconds spent on each part of the work.
+    """
+    timing = engine.timing
+    before = dataclasses.asdict(timing)
     requests: list[Request] = []
-    started, idle = time.perf_counter(), 0.0
-    while len(requests) < len(wishes) or engine.busy:
-        while len(requests) < len(wishes) and wishes[len(requests)].arrives <= time.perf_counter() - started:
-            wish = wishes[len(requests)]
-            params = SamplingParams(temperature=temperature, max_tokens=wish.max_tokens, ignore_eos=True)
-            requests.append(engine.add(wish.prompt, params))
-            requests[-1].times.arrived = started + wish.arrives
+    idle = 0.0
+    started = time.perf_counter()
+    while len(requests) < len(workload) or engine.busy:
+        while len(requests) < len(workload) and workload[len(requests)].arrives <= time.perf_counter() - started:
+            planned = workload[len(requests)]
+            params = SamplingParams(temperature=temperature, max_tokens=planned.max_tokens, ignore_eos=True)
+            request = engine.add(planned.prompt, params)
+            request.times.arrived = started + planned.arrives
+            requests.append(request)
         if engine.busy:
             engine.step(streaming=streaming)
         else:
-            wait = started + wishes[len(requests)].arrives - time.perf_counter()
+            wait = started + workload[len(requests)].arrives - time.perf_counter()
             idle += max(wait, 0)
             time.sleep(max(wait, 0))
     whole = time.perf_counter() - started
@@ -70,11 +83,14 @@ def serve(engine: Engine, wishes: Sequence[Wish], *, temperature: float, streami
     return requests, spent | {"idle": idle, "host": whole - idle - sum(spent.values()), "whole": whole}
 
 
-PARTS = ("prefill", "decode", "compile")
+PARTS = ("prefill", "decode", "compile")  # parts of the work that the engine times itself
 
 
-def told(values: Sequence[float | None]) -> dict[str, float | None]:
-    """In milliseconds; None where there is nothing to tell, as of the time between tokens where each answer is one."""
+def latency(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Return mean, median and 99th percentile in milliseconds of seconds, ignoring None.
+
+    All are None where no value is known: answers of one token have no time between tokens.
+    """
     known = 1e3 * np.array([v for v in values if v is not None])
     if not known.size:
         return dict.fromkeys(("mean", "p50", "p99"))
@@ -84,40 +100,48 @@ def told(values: Sequence[float | None]) -> dict[str, float | None]:
 def load_rows(
     point: Any, setup: Setup, load: Load, rows: int, speculative: SpeculativeConfig | None
 ) -> Iterator[dict[str, Any]]:
-    """A row a run. point: the bench's own, which knows floors and makes rows of them."""
-    wishes = workload(setup, load)
-    longest = max(len(w.prompt) + w.max_tokens for w in wishes)
+    """Serve the workload `load.runs` times and yield a row of each run.
+
+    point: the `Point` of the bench, which computes floors and makes rows.
+    rows: most requests that run together.
+    """
+    planned = workload(setup, load)
+    longest = max(len(p.prompt) + p.max_tokens for p in planned)
     max_len = load.max_model_len or longest
     if max_len < longest:
         raise UserError(f"--max-model-len {max_len} is below the {longest} tokens of the longest request: raise it")
     engine = setup.engine(rows, max_len, speculative, enable_prefix_caching=False)
-    floor = floor_ms(point, engine, wishes, rows)
+    floor = floor_ms(point, engine, planned, rows)
     for run in range(1, load.runs + 1):
         say(f"  load, run {run} of {load.runs} ...")
         engine.reset_metrics()
         counts = engine.metrics
-        put_back = engine.scheduler.num_preemptions
-        requests, seconds = serve(engine, wishes, temperature=setup.options.temperature, streaming=bool(load.rate))
+        preemptions = engine.scheduler.num_preemptions
+        requests, seconds = serve(engine, planned, temperature=setup.options.temperature, streaming=bool(load.rate))
         timings = [r.times.timing(len(r.output)) for r in requests]
         tokens = sum(len(r.output) for r in requests)
         took = 1e3 * seconds["whole"]
         yield point.row(
             "load", summary([took]), floor, speculative and speculative.num_speculative_tokens, run=run,
-            requests=len(wishes), rate=load.rate, prompt_tokens=sum(len(w.prompt) for w in wishes), tokens=tokens,
+            requests=len(planned), rate=load.rate, prompt_tokens=sum(len(p.prompt) for p in planned), tokens=tokens,
             tokens_per_second=tokens / seconds["whole"], acceptance_length=counts.mean_acceptance_length,
-            time_to_first_token_ms=told([t.time_to_first_token for t in timings]),
-            time_per_output_token_ms=told([t.time_per_output_token for t in timings]),
-            seconds=seconds, preemptions=engine.scheduler.num_preemptions - put_back,
+            time_to_first_token_ms=latency([t.time_to_first_token for t in timings]),
+            time_per_output_token_ms=latency([t.time_per_output_token for t in timings]),
+            seconds=seconds, preemptions=engine.scheduler.num_preemptions - preemptions,
         )  # fmt: skip
 
 
-def floor_ms(point: Any, engine: Engine, wishes: Sequence[Wish], rows: int) -> float:
-    """Of plain decoding one part after the other: the prompts' arithmetic, and as few passes over all rows as there
-    are tokens for, with as many keys as there are on the average."""
-    config, params, model = point.setup.target.config, point.setup.target.params, engine.runner.decoding.target
-    prefill = sum(floors.prefill_flop(config, params, 1, len(w.prompt)) for w in wishes)
-    tokens = sum(w.max_tokens for w in wishes)
-    keys = round(sum(w.max_tokens * (len(w.prompt) + w.max_tokens / 2) for w in wishes) / tokens)
-    together = min(rows, len(wishes))
+def floor_ms(point: Any, engine: Engine, planned: Sequence[Planned], rows: int) -> float:
+    """Return the least milliseconds in which plain decoding could serve the workload, prefill and decoding in turn.
+
+    Prefill takes its arithmetic. Decoding takes the fewest passes, each over all rows at their average context.
+    """
+    config = point.setup.target.config
+    params = point.setup.target.params
+    model = engine.runner.decoding.target
+    prefill = sum(floors.prefill_flop(config, params, 1, len(p.prompt)) for p in planned)
+    tokens = sum(p.max_tokens for p in planned)
+    keys = round(sum(p.max_tokens * (len(p.prompt) + p.max_tokens / 2) for p in planned) / tokens)
+    together = min(rows, len(planned))
     a_pass = type(point)(point.setup, point.limits, together, keys).floor_of_pass(model, "target", 1)
     return point.limits.flop_ms(prefill) / model.backend.degree + tokens / together * a_pass

@@ -1,9 +1,10 @@
-"""The stages: what is timed, beside what it could take at best."""
+"""The stages of the bench: the time of each, and its floor."""
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,12 +30,12 @@ from jaxspec.parallel.placement import device_name
 from pallas_kernels.device import here
 
 Row = dict[str, Any]
-# Name in a row -> how the never-slower table decodes: no speculation at all, always K, or K as the engine chooses.
+# Ways of the stage `adaptive`: name in a row -> the option `adaptive`, None for no speculation.
 WAYS = {"off": None, "always": False, "adaptive": True}
 
 
 def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
-    """Measures and prints: tables, or one JSON document. Progress goes to standard error."""
+    """Measure, and print tables or one JSON document. Progress goes to standard error."""
     from jaxspec.bench.picture import draw
     from jaxspec.bench.report import show
 
@@ -51,9 +52,9 @@ def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) 
 
 
 def run(options: Options, limits: Hardware | None = None) -> dict[str, Any]:
-    """The JSON document. limits: the device's, where they are known already."""
+    """Measure and return the JSON document. limits: those of the device; None to measure them."""
     dtype = compute_dtype(options.dtype, here())
-    if limits is None:  # before the weights: its arrays are large too
+    if limits is None:  # measured before the weights are loaded, since it needs large arrays too
         say("measuring copy bandwidth and matrix peak ...")
         limits = hardware(dtype)
     say(f"making {options.name} ({dtype.name}) ...")
@@ -64,7 +65,7 @@ def run(options: Options, limits: Hardware | None = None) -> dict[str, Any]:
     rows: list[Row] = []
     for row in all_rows(setup, limits):
         rows.append(row)
-        say(told(row))
+        say(progress_line(row))
     return {
         "device": device_name(),
         "jax": jax.__version__,
@@ -80,8 +81,8 @@ def run(options: Options, limits: Hardware | None = None) -> dict[str, Any]:
     }
 
 
-def told(row: Row) -> str:
-    """A row as a line of progress."""
+def progress_line(row: Row) -> str:
+    """Return a row as a line for standard error."""
     where = f"batch {row['batch_size']}, context {row['context']}" + (f", K {row['k']}" if row["k"] else "")
     speed = f", {row['tokens_per_second']:.1f} tokens/s" if row["tokens_per_second"] else ""
     took = f"{row['ms']:.3f} ms, {row['ratio']:.2f} times its floor"
@@ -89,6 +90,7 @@ def told(row: Row) -> str:
 
 
 def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
+    """Measure all stages at every batch size and context."""
     options = setup.options
     for batch_size in options.batch_sizes:
         for context in options.contexts:
@@ -101,15 +103,18 @@ def all_rows(setup: Setup, limits: Hardware) -> Iterator[Row]:
 
 
 class Point:
-    """The rows of one batch size and context."""
+    """The measurements at one batch size and context. Each method yields or returns rows of the JSON document."""
 
     def __init__(self, setup: Setup, limits: Hardware, batch_size: int, context: int) -> None:
-        self.setup, self.limits, self.options = setup, limits, setup.options
-        self.batch_size, self.context = batch_size, context
+        self.setup = setup
+        self.limits = limits
+        self.options = setup.options
+        self.batch_size = batch_size
+        self.context = context
         self.launches = self.options.launches
 
     def row(self, stage: str, sample: Sample, floor_ms: float, k: int | None = None, **more: Any) -> Row:
-        common = {"tokens_per_second": None, "acceptance_length": None, "synthetic_acceptance_length": None}
+        """Return a row. more: the fields of its stage."""
         return {
             "preset": self.options.name,
             "stage": stage,
@@ -121,71 +126,74 @@ class Point:
             "spread": [sample.low, sample.high],
             "floor_ms": floor_ms,
             "ratio": sample.ms / floor_ms,
-            **common,
+            "tokens_per_second": None,
+            "acceptance_length": None,
+            "synthetic_acceptance_length": None,
             **more,
         }
 
     def model_rows(self) -> Iterator[Row]:
-        """Programs by themselves, at every K."""
-        raw = Raw(
-            self.setup,
-            self.batch_size,
-            self.context,
-            self.options.speculation(max(self.options.ks), None, adaptive=False),
-        )
+        """Time the stages that run device programs without the engine, at every K."""
+        speculation = self.options.speculation(max(self.options.ks), None, adaptive=False)
+        raw = Raw(self.setup, self.batch_size, self.context, speculation)
         draft = self.setup.draft
         alone = draft is None or draft_spec(draft.config).method == "draft_model"
         if not alone and "draft" in self.options.stages:
             say("  draft: left out, a head is no model that decodes by itself; the stage propose times its passes")
-        wanted = lambda stage: stage in self.options.stages and (alone or stage != "draft")
-        if wanted("prefill"):  # first: the others then read what it wrote
+        wanted = set(self.options.stages) - (set() if alone else {"draft"})
+        if "prefill" in wanted:  # first, so that the other stages read the cache that it wrote
             yield self.prefill(raw)
         for stage in ("target", "draft"):
-            if wanted(stage):
+            if stage in wanted:
                 sample = self.per_round(raw.launch(0) if stage == "target" else raw.launch_draft())
                 speed = 1e3 * self.batch_size / sample.ms
                 yield self.row(stage, sample, self.pass_ms(raw, stage), tokens_per_second=speed)
-        if wanted("attention"):
+        if "attention" in wanted:
             yield self.row("attention", self.per_round(raw.attention(0)), self.pages_ms(raw))
         for k in self.options.ks:
             yield from self.k_rows(raw, k)
 
     def k_rows(self, raw: Raw, k: int) -> Iterator[Row]:
+        """Time the round and its stages with K = k."""
         drafting = self.drafting_ms(raw.drafter(k))
         logits = 4 * self.batch_size * (k + 1) * self.setup.target.config.vocab_size
-        least = {
-            "propose": max(drafting, self.limits.bytes_ms(4 * self.batch_size * self.context)),  # n-gram reads the ids
+        floor_ms = {
+            # n-gram drafting reads the ids of the context.
+            "propose": max(drafting, self.limits.bytes_ms(4 * self.batch_size * self.context)),
             "score": self.pass_ms(raw, "target", k + 1),
             "verify": self.limits.bytes_ms(logits),
         }
-        for length, rates in self.options.acceptances("round", k) if "round" in self.options.stages else ():
+        acceptances = self.options.acceptances("round", k) if "round" in self.options.stages else ()
+        for length, rates in acceptances:
             launch = raw.launch(k, rates)
             emitted = float(np.mean(fetch(launch()).emitted[: self.batch_size]))
             facts = {"acceptance_length": emitted, "synthetic_acceptance_length": length}
-            yield self.row("round", self.per_round(launch), least["score"] + drafting, k, **facts)
-        for stage in least:
+            yield self.row("round", self.per_round(launch), floor_ms["score"] + drafting, k, **facts)
+        for stage in floor_ms:
             if stage in self.options.stages:
                 sample = self.per_round(raw.stage(stage, k))
                 more = {"ms_per_draft": sample.ms / k} if stage == "propose" else {}
-                yield self.row(stage, sample, least[stage], k, **more)
+                yield self.row(stage, sample, floor_ms[stage], k, **more)
         if "attention" in self.options.stages:
             yield self.row("attention", self.per_round(raw.attention(k)), self.pages_ms(raw), k)
 
     def engine_rows(self) -> Iterator[Row]:
-        """Through the engine: tokens per second. The milliseconds are those of one token of one row."""
-        stages, options = self.options.stages, self.options
-        if "plain" in stages:
+        """Measure the stages that run through the engine. Their milliseconds are those of a token of one row."""
+        options = self.options
+        if "plain" in options.stages:
             runner = self.race({"plain": None})["plain"]
             yield self.decoding_row("plain", runner)
         for k in options.ks:
-            for length, rates in options.acceptances("speculative", k) if "speculative" in stages else ():
-                ways = {"speculative": options.speculation(k, length, rates, adaptive=False)}
-                yield self.decoding_row("speculative", self.race(ways)["speculative"], k, length)
-            for length, rates in options.acceptances("adaptive", k) if "adaptive" in stages else ():
-                yield from self.never_slower(k, length, rates)
+            if "speculative" in options.stages:
+                for length, rates in options.acceptances("speculative", k):
+                    ways = {"speculative": options.speculation(k, length, rates, adaptive=False)}
+                    yield self.decoding_row("speculative", self.race(ways)["speculative"], k, length)
+            if "adaptive" in options.stages:
+                for length, rates in options.acceptances("adaptive", k):
+                    yield from self.never_slower(k, length, rates)
 
     def load_rows(self) -> Iterator[Row]:
-        """Plain where there is no draft, else with adaptive K."""
+        """Run the stage `load`: with adaptive K, or plain where there is no draft."""
         options = self.options
         serve = functools.partial(load_rows, self, self.setup, options.load, self.batch_size)
         if not options.draft_name:
@@ -197,22 +205,28 @@ class Point:
                     yield row | {"synthetic_acceptance_length": length}
 
     def never_slower(self, k: int, length: float | None, rates: tuple[float, ...]) -> Iterator[Row]:
-        options = self.options
-        choose = lambda way: None if way is None else options.speculation(k, length, rates, adaptive=way)
-        runners = self.race({way: choose(adaptive) for way, adaptive in WAYS.items()})
+        """Measure the stage `adaptive`: no speculation, always K and adaptive K, in turns."""
+        ways = {}
+        for way, adaptive in WAYS.items():
+            speculation = None
+            if adaptive is not None:
+                speculation = self.options.speculation(k, length, rates, adaptive=adaptive)
+            ways[way] = speculation
+        runners = self.race(ways)
         for way, runner in runners.items():
             speedup = runner.tokens_per_second / runners["off"].tokens_per_second
             yield self.decoding_row("adaptive", runner, k, length, way=way, speedup=speedup)
 
     def race(self, ways: dict[str, Any]) -> dict[str, Any]:
+        """Measure ways of decoding against each other. ways: name -> speculative config, None for plain decoding."""
         return race(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
 
     def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
-        """The floor of a token: the passes that it was counted to take."""
-        decoding, model_draft = runner.engine.runner.decoding, self.setup.draft and runner.engine.speculative
+        """Return the row of a way of decoding. The floor of a token counts the passes that it really took."""
+        decoding = runner.engine.runner.decoding
         target_passes, drafts = runner.passes
         floor = target_passes * self.floor_of_pass(decoding.target, "target", (k or 0) + 1)
-        if model_draft:
+        if self.setup.draft and runner.engine.speculative:
             drafter = decoding.drafter
             floor += drafts / drafter.num_speculative_tokens * self.drafting_ms(drafter)
         facts = {
@@ -223,13 +237,17 @@ class Point:
         return self.row(stage, runner.per_token(self.batch_size), floor, k, **facts, **more)
 
     def per_round(self, call: Any) -> Sample:
+        """Time a launch of ROUNDS rounds and return the milliseconds of one round."""
         return measure(call, self.launches) / ROUNDS
 
     def prefill(self, raw: Raw) -> Row:
+        """Time the prefill of all prompts."""
         sample = measure(raw.prefill(), self.launches)
-        config, params, count = self.setup.target.config, self.setup.target.params, self.context - 1
+        config = self.setup.target.config
+        params = self.setup.target.params
+        count = self.context - 1  # the last token of a prompt stays pending
         shape = raw.engine.prefilling.shape
-        chunks = -(-self.batch_size * count // (shape.rows * shape.width))
+        chunks = math.ceil(self.batch_size * count / (shape.rows * shape.width))
         moved = chunks * weight_bytes(config, params, logits=False)
         computed = self.limits.flop_ms(floors.prefill_flop(config, params, self.batch_size, count))
         speed = 1e3 * self.batch_size * count / sample.ms
@@ -237,7 +255,7 @@ class Point:
         return self.row("prefill", sample, floor, tokens_per_second=speed)
 
     def pass_ms(self, raw: Raw, name: str, tokens: int = 1) -> float:
-        """A pass of the target or the draft over so many tokens a row; 0 for a draft that is no model."""
+        """Return the floor of a pass of the target or draft over `tokens` tokens a row; 0 for n-gram drafting."""
         drafter: Any = raw.engine.runner.decoding.drafter
         if name == "draft" and self.setup.draft is None:
             return 0.0
@@ -245,21 +263,22 @@ class Point:
         return self.floor_of_pass(paged, name, tokens)
 
     def floor_of_pass(self, paged: Any, name: str, tokens: int) -> float:
-        """What each device has to read, or to compute, whichever takes longer."""
+        """Return the least milliseconds for each device to read its part or to compute it, whichever takes longer."""
         model: Any = self.setup.target if name == "target" else self.setup.draft
         moved = self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
         computed = self.limits.flop_ms(floors.pass_flop(paged, model.params, self.batch_size * tokens))
         return max(moved, computed) / paged.backend.degree
 
     def drafting_ms(self, drafter: Any) -> float:
-        """The drafter's passes of a round; 0 for one that has no weights."""
+        """Return the floor of the drafter's passes of a round, 0 for a drafter without weights."""
         if self.setup.draft is None:
             return 0.0
-        params = self.setup.target.params, self.setup.draft.params
+        params = (self.setup.target.params, self.setup.draft.params)
         moved = self.limits.bytes_ms(floors.drafting_bytes(drafter, *params, self.batch_size, self.context))
         computed = self.limits.flop_ms(floors.drafting_flop(drafter, *params, self.batch_size))
         return max(moved, computed) / drafter.backend.degree
 
     def pages_ms(self, raw: Raw) -> float:
+        """Return the floor of reading the target's keys and values once."""
         target = raw.engine.runner.decoding.target
         return self.limits.bytes_ms(floors.page_bytes(target, self.batch_size, self.context)) / target.backend.degree

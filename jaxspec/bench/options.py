@@ -1,4 +1,4 @@
-"""What `jaxspec bench` was asked for, checked before anything is loaded or measured."""
+"""Options of `jaxspec bench`, checked before anything is loaded or measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.bench.load_options import Load
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import one_of
 from jaxspec.options.engine import DTYPES, KERNELS, MAX_ROUNDS, EngineConfig
@@ -21,8 +22,8 @@ ENGINE_STAGES = ("plain", "speculative", "adaptive", "load")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ACCEPTING = ("round", "speculative", "adaptive", "load")
 DRAFTING = ("propose", "score", "verify", *ACCEPTING)
-# Option -> the stages that heed it; what is not here, every stage does.
-HEEDED = {
+# Option -> the stages that use it. Every stage uses an option that is not listed.
+USED = {
     "contexts": tuple(stage for stage in STAGES if stage != "load"),
     "launches": tuple(stage for stage in STAGES if stage != "load"),
     "draft": ("draft", *DRAFTING),
@@ -33,89 +34,54 @@ HEEDED = {
     "rates": ACCEPTING,
     "temperature": ("target", "draft", "propose", "verify", "plain", *ACCEPTING),
 }
+# Option -> its flag where the name differs.
 FLAGS = {
     "contexts": "--context",
     "ks": "-k",
     "lengths": "--synthetic-acceptance-length",
     "rates": "--synthetic-acceptance-rates",
     "texts": "--prompts",
-}  # where they have another name
+}
 ADAPTIVE_LENGTHS = (1.2, 2.0, 3.0, 4.0)
-ROUNDS = MAX_ROUNDS  # of a launch, as the engine's own are in generate
-FIRST_ROUNDS = 4  # of the untimed step before each timed one of the engine
+ROUNDS = MAX_ROUNDS  # rounds of a launch: as many as in `LLM.generate`
+FIRST_ROUNDS = 4  # rounds of the untimed engine step before each timed one
 
 
 def launch_tokens(k: int) -> int:
-    """Positions after the context that a launch may write, were every draft accepted."""
+    """Return the most positions after the context that a launch may write."""
     return ROUNDS * (k + 1) + k + 1
 
 
 def engine_tokens(k: int) -> int:
-    """Output that a timed step and the one before it may give; a row that ended would distort it."""
+    """Return the most tokens that a timed step and the step before it may emit.
+
+    Requests allow as many, since a row that ended early would distort the time.
+    """
     return (FIRST_ROUNDS + ROUNDS) * (k + 1) + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Load:
-    """The workload of the stage `load`. The first sentence of each is the command line's help.
-
-    Args:
-      requests: Of the stage load: how many.
-      prompt_tokens: Of the stage load: tokens of a prompt, shortest and longest.
-      output_tokens: Of the stage load: tokens of an answer, shortest and longest.
-      rate: Of the stage load: requests that arrive a second; 0: all at once.
-      texts: Prompts in place of random ids.
-      max_model_len: Of the stage load: the engine's own; as long as the longest request.
-      runs: Of the stage load: how often, the first while programs are compiled.
-      seed: Of the stage load.
-    """
-
-    requests: int = 256
-    prompt_tokens: tuple[int, ...] = (128, 1024)
-    output_tokens: tuple[int, ...] = (64, 256)
-    rate: float = 0.0
-    texts: tuple[str, ...] = ()
-    max_model_len: int | None = None
-    runs: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "runs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} {getattr(self, name)} is below 1")
-        for name in ("prompt_tokens", "output_tokens"):
-            first, *last = getattr(self, name)
-            if len(last) > 1 or (last and last[0] < first):
-                raise UserError(f"--{name.replace('_', '-')}: give the shortest and the longest, 128,1024")
-        if self.texts and self.prompt_tokens != Load.prompt_tokens:
-            raise UserError("--prompt-tokens is the length of random prompts, --prompts gives others: drop one of them")
-        if self.seed < 0:
-            raise UserError(f"--seed {self.seed} is below 0")
-        if not 0 <= self.rate < float("inf"):
-            raise UserError(f"--rate {self.rate} must be 0 or more requests a second")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured, and how. The first sentence of each is the command line's help.
+    """Options of the bench. The first sentence of each entry is its --help text.
 
     Args:
-      preset: Random weights of public shapes, as qwen3-8b+qwen3-0.6b or qwen3-8b+eagle3.
-      model: A real one.
-      draft: The draft of --model; n-gram without one.
-      batch_sizes: One or several: 1,16.
+      preset: Random weights in the shapes of public models, such as qwen3-8b+qwen3-0.6b or qwen3-8b+eagle3.
+      model: Model with real weights.
+      draft: Draft of --model; without it n-gram drafting.
+      batch_sizes: Batch sizes, one or several: 1,16.
       contexts: Tokens in the caches, one or several.
-      ks: One or several: 2,4,6.
-      tree: Width, depth and nodes of a tree of drafts, which stands in place of K: 4,4,17.
-      lengths: Tokens a round, one or several; where K adapts, of drafts that fade. Real acceptance without it.
-      rates: How often the first, second, ... draft is kept, in place of a length: 0.74,0.55.
-      dtype: auto, float32, bfloat16 or float16.
-      stages: Of target,draft,round,...; all but adaptive and load.
-      temperature: 0 is greedy.
-      kernels: reference or pallas; the platform's best.
-      launches: Timed launches a figure.
-      tensor_parallel_size: Devices that the target is cut over.
-      draft_tensor_parallel_size: Parts that the draft is cut into; what pays most.
+      ks: Draft tokens a round (K), one or several: 2,4,6.
+      tree: Width, depth and nodes of a draft tree, in place of K: 4,4,17.
+      lengths: Synthetic tokens a round, one or several; without it real acceptance. See `whole_rates`, and for the
+        stages adaptive and load `fading_rates`.
+      rates: Synthetic acceptance rate of each draft token, in place of a length: 0.74,0.55.
+      dtype: Compute dtype: auto, float32, bfloat16 or float16.
+      stages: Stages to measure, such as target,draft,round; default: all but adaptive and load.
+      temperature: Sampling temperature; 0 is greedy.
+      kernels: Kernels, reference or pallas; default: the platform's best.
+      launches: Timed launches per figure.
+      tensor_parallel_size: Devices that the target is sharded over.
+      draft_tensor_parallel_size: Shards of the draft; default: the fastest number by estimate.
     """
 
     preset: str | None = None
@@ -134,39 +100,53 @@ class Options:
     launches: int = 12
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int | None = None
-    load: Load = Load()
+    load: Load = dataclasses.field(default_factory=Load)
 
     def __post_init__(self) -> None:
-        if (self.preset is None) == (self.model is None):
-            raise UserError("give one of --preset (random weights) and --model (a real model)")
-        if self.preset is not None:
-            from jaxspec.bench import presets
-
-            if self.draft is not None:
-                raise UserError(f"--draft {self.draft} goes with --model: give a preset's draft as target+draft")
-            target, draft = presets.split(self.preset)
-            for name in (target, draft) if draft and draft not in presets.HEADS else (target,):
-                self.check_context(name, presets.preset(name))
+        self.check_models()
         for stage in self.stages:
             one_of("--stages", stage, STAGES)
-        self.check_heeded()
+        self.check_used()
         if self.tree:
-            if self.ks not in (Options.ks, (self.tree[-1] - 1,)):
-                raise UserError(f"--tree stands in place of -k {','.join(map(str, self.ks))}: leave that out")
-            if len(self.tree) != 3 or self.draft_name is None:
-                said = ",".join(map(str, self.tree))
-                raise UserError(f"--tree {said}: give width,depth,nodes, and a draft that grows it")
+            self.check_tree()
             object.__setattr__(self, "ks", (self.tree[2] - 1,))
         one_of("--dtype", self.dtype, DTYPES)
         if self.kernels is not None:
             one_of("--kernels", self.kernels, KERNELS)
-        SamplingParams(temperature=self.temperature)  # refuses what it cannot be
+        SamplingParams(temperature=self.temperature)  # raises UserError for an invalid value
         if self.launches < 1:
             raise UserError(f"--launches {self.launches} is below 1")
         if "draft" in self.stages and self.draft_name is None:
             raise UserError("--stages draft needs a draft model: give --preset target+draft, or --model and --draft")
         if "draft" in self.stages and self.head:
             raise UserError(f"--stages draft: {self.head} is no model that decodes by itself; take the stage propose")
+        self.check_acceptance()
+
+    def check_models(self) -> None:
+        """Raise UserError unless the models are given in one of the two ways, and a preset's context is long enough."""
+        if (self.preset is None) == (self.model is None):
+            raise UserError("give one of --preset (random weights) and --model (a real model)")
+        if self.preset is None:
+            return
+        from jaxspec.bench import presets
+
+        if self.draft is not None:
+            raise UserError(f"--draft {self.draft} goes with --model: give a preset's draft as target+draft")
+        target, draft = presets.split(self.preset)
+        self.check_context(target, presets.preset(target))
+        if draft and draft not in presets.HEADS:
+            self.check_context(draft, presets.preset(draft))
+
+    def check_tree(self) -> None:
+        """Raise UserError for a tree beside another K, and for one that is not width, depth and nodes."""
+        if self.ks not in (Options.ks, (self.tree[-1] - 1,)):
+            raise UserError(f"--tree stands in place of -k {','.join(map(str, self.ks))}: leave that out")
+        if len(self.tree) != 3 or self.draft_name is None:
+            tree = ",".join(map(str, self.tree))
+            raise UserError(f"--tree {tree}: give width,depth,nodes, and a draft that grows it")
+
+    def check_acceptance(self) -> None:
+        """Raise UserError for a synthetic acceptance that some K cannot have."""
         for k in self.ks:
             for length in self.lengths:
                 if length > k + 1:
@@ -180,22 +160,25 @@ class Options:
                     "leave that K out"
                 )
             for acceptance in self.acceptances("speculative", k):
-                self.speculation(k, *acceptance, adaptive=False)  # refuses what it cannot be
+                self.speculation(k, *acceptance, adaptive=False)  # raises UserError for invalid rates
 
-    def check_heeded(self) -> None:
-        """Raise UserError for an option that would be ignored."""
+    def check_used(self) -> None:
+        """Raise UserError for an option that none of the stages would use."""
         if self.rates and self.lengths:
             raise UserError("--synthetic-acceptance-rates and --synthetic-acceptance-length are both given: drop one")
         if self.draft_tensor_parallel_size is not None and self.draft_name is None:
             raise UserError("--draft-tensor-parallel-size needs a draft: give --preset target+draft, or --draft")
         if self.load.texts and self.preset is not None:
             raise UserError("--prompts: random weights read no text: give --model in place of --preset")
-        changed = lambda options, name: getattr(options, name) != getattr(type(options), name)
-        heeded = {name: stages for name, stages in HEEDED.items() if changed(self, name)}
-        heeded |= {name: ("load",) for name in vars(self.load) if changed(self.load, name)}
-        for name, stages in heeded.items():
-            if name in HEEDED and name != "temperature" and self.draft_name is None:
-                stages = tuple(stage for stage in stages if stage != "load")  # which then decodes plainly
+
+        def changed(options: Any, name: str) -> bool:
+            return getattr(options, name) != getattr(type(options), name)
+
+        given = {name: stages for name, stages in USED.items() if changed(self, name)}
+        given |= {name: ("load",) for name in vars(self.load) if changed(self.load, name)}
+        for name, stages in given.items():
+            if name in USED and name != "temperature" and self.draft_name is None:
+                stages = tuple(stage for stage in stages if stage != "load")  # load is plain without a draft
             if not set(stages) & set(self.stages):
                 flag = FLAGS.get(name, "--" + name.replace("_", "-"))
                 if len(stages) == 1:
@@ -209,29 +192,32 @@ class Options:
 
     @property
     def draft_name(self) -> str | None:
+        """Name of the draft, None for n-gram drafting."""
         return self.draft if self.preset is None else self.pair[1]
 
     @property
     def head(self) -> str | None:
-        """The method of a preset's head beside its target."""
+        """Method of the preset's draft where that is a head, else None."""
         from jaxspec.bench import presets
 
         return self.draft_name if self.preset and self.draft_name in presets.HEADS else None
 
     @property
     def name(self) -> str:
+        """Names of target and draft, joined by "+"."""
         return "+".join(part for part in (self.model or self.pair[0], self.draft_name) if part)
 
     @property
     def pair(self) -> tuple[str, str | None]:
-        """The preset's target and draft."""
-        from jaxspec.bench import presets  # with jax, which --help does without
+        """Names of the preset's target and draft."""
+        from jaxspec.bench import presets  # imports jax, too slow for --help
 
         return presets.split(self.preset or "")
 
     def check_context(self, name: str, config: ModelConfig) -> None:
-        """Raises UserError where the model's context does not hold what will be written."""
-        context, k = max(self.contexts), max(self.ks)
+        """Raise UserError where the model's context length is too short for context and output."""
+        context = max(self.contexts)
+        k = max(self.ks)
         need = context + max(launch_tokens(k), engine_tokens(k))
         if need > config.max_model_len:
             raise UserError(
@@ -240,8 +226,10 @@ class Options:
             )
 
     def acceptances(self, stage: str, k: int) -> tuple[tuple[float | None, tuple[float, ...]], ...]:
-        """Return (tokens a round, how often the first, second, ... draft is kept) for each acceptance that this stage
-        is measured at; (None, ()) is the real one."""
+        """Return the acceptances that a stage is measured at, each as (tokens a round, rate of each draft token).
+
+        (None, ()) is real acceptance.
+        """
         if self.rates:
             return ((1 + sum(self.rates), self.rates),)
         lengths = self.lengths
@@ -253,7 +241,7 @@ class Options:
     def speculation(
         self, k: int, length: float | None = None, rates: tuple[float, ...] = (), *, adaptive: bool
     ) -> SpeculativeConfig:
-        """Return the configuration of K drafts at one of the `acceptances`."""
+        """Return the speculative config with K = k at one of the `acceptances`."""
         synthetic: dict[str, Any] = {}
         if length is not None:
             synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
@@ -263,25 +251,34 @@ class Options:
 
 
 def whole_rates(k: int, length: float) -> tuple[float, ...]:
-    """How often the first, second, ... of k drafts is kept, where the first ones always are and the last ones never."""
+    """Return acceptance rates of k draft tokens for a round of `length` tokens: first 1, then a fraction, then 0."""
     return tuple(min(max(length - 1 - i, 0.0), 1.0) for i in range(k))
 
 
 def fading_rates(k: int, length: float) -> tuple[float, ...]:
-    """How often the first, second, ... of k drafts is kept, so that a round yields `length` tokens on the average: each
-    is kept as often after those before it. So real drafts fade. (A length by itself stands for whole drafts that are
-    always kept, of which an adaptive engine soon drafts just as many.)"""
-    low, high = 0.0, 1.0
-    for _ in range(60):
+    """Return acceptance rates of k draft tokens that fall geometrically, for a round of `length` tokens on average.
+
+    Each draft token is accepted equally often once all before it are, much as real ones. The rates of `whole_rates`
+    would suit adaptive K too well: it would soon propose just the tokens that are always accepted.
+    """
+    low = 0.0
+    high = 1.0
+    for _ in range(60):  # bisection of the first rate
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(1, k + 1)) < length - 1 else (low, middle)
+        if sum(middle**i for i in range(1, k + 1)) < length - 1:
+            low = middle
+        else:
+            high = middle
     return tuple(high**i for i in range(1, k + 1))
 
 
 def listed(
     option: str, text: str, kind: Callable[[str], Any] = int, least: float = 1, *, repeats: bool = False
 ) -> tuple[Any, ...]:
-    """ "1,16" -> (1, 16). repeats: whether a value may come twice."""
+    """Parse numbers with commas between them.
+
+    kind, least: type and smallest value of a number; repeats: whether to keep a value that comes twice.
+    """
     try:
         values = tuple(kind(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -293,7 +290,12 @@ def listed(
 
 
 def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, ...]:
-    """The stages in the order of the table; what is unknown stays, to be refused by name. draft: there is a model."""
+    """Return the stages in the order of the table, unknown ones last, for `Options` to refuse.
+
+    text: the option, None for the default.
+    never_slower: whether to add the stage `adaptive`.
+    draft: whether a draft model is given.
+    """
     default = [s for s in STAGES if s not in ("adaptive", "load") and (draft or s != "draft")]
     asked = default if text is None else [s.strip() for s in text.split(",") if s.strip()]
     if not asked:
@@ -303,6 +305,7 @@ def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, .
 
 
 def check_plot(plot: Path) -> None:
+    """Raise UserError for a name that is not *.png, FileNotFoundError for a folder that does not exist."""
     if plot.suffix != ".png":
         raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
     if not plot.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""The document as a picture: a panel for each kind of figure that the run measured, and nothing for the others."""
+"""Picture of the bench's results, with a panel for each kind of figure that the run measured."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from jaxspec.common.writing import whole
 
 Row = dict[str, Any]
 ACCEPTANCE = "synthetic_acceptance_length"
-PARTS = ("propose", "score", "verify")  # of a round
+PARTS = ("propose", "score", "verify")  # stages of a round
 BLUE, GREY, YELLOW, GREEN, RED = "#2a7de1", "#9aa5b1", "#e1a02a", "#3a9a5b", "#c0504d"
 COLOURS = {"plain": GREY, "target": GREY, "draft": GREEN, "round": BLUE, "always K": GREY, "adaptive": BLUE}
 COLOURS |= dict(zip(PARTS, (BLUE, GREY, YELLOW), strict=True))
-WIDEST = 14.0  # inches of a line of panels
-OTHERS = (BLUE, YELLOW, GREEN, RED, "#7a5fb5", "#4db6ac")
+WIDEST = 14.0  # width of a line of panels, in inches
+OTHER_COLOURS = (BLUE, YELLOW, GREEN, RED, "#7a5fb5", "#4db6ac")
+# Field of a row -> its text under the bars.
 SETTINGS = {
     "batch_size": "batch {}",
     "context": "context {}",
@@ -27,10 +28,11 @@ SETTINGS = {
 
 @dataclasses.dataclass
 class Bar:
-    """One place of a panel.
+    """One bar, or one group of bars, of a panel.
 
-    row: it tells the settings under the bar; name: what else stands there.
-    values: series -> height, side by side, or on top of each other.
+    row: the row whose settings are written under the bar.
+    values: series -> height. Several are drawn side by side, or on top of each other in a stacked panel.
+    name: text under the bar, before the settings.
     marks: series -> height of a line across the bar.
     """
 
@@ -42,24 +44,28 @@ class Bar:
 
 @dataclasses.dataclass
 class Panel:
+    """One panel of the picture. level: meaning of the line drawn at height 1, empty for no line."""
+
     title: str
     bars: list[Bar]
     stacked: bool = False
-    level: str = ""  # what the line at 1 means
+    level: str = ""
 
     @property
     def width(self) -> float:
-        """Inches."""
+        """Width in inches."""
         columns = sum(1 if self.stacked else len(bar.values) for bar in self.bars)
         return max(3.6, 1.0 + 0.45 * columns, 1.0 + 0.8 * len(self.bars))
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
+    """Write the picture to a file, whose suffix decides the format."""
     with whole(path) as partial:
         figure(document).savefig(partial, dpi=150)
 
 
 def figure(document: dict[str, Any]) -> Any:
+    """Return the picture as a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -76,7 +82,7 @@ def figure(document: dict[str, Any]) -> Any:
 
 
 def wrapped(panels: list[Panel]) -> list[list[Panel]]:
-    """The panels in lines of WIDEST inches, or of one panel that is wider."""
+    """Arrange the panels in lines of at most WIDEST inches. A wider panel has a line of its own."""
     lines: list[list[Panel]] = []
     for panel in panels:
         if lines and sum(other.width for other in lines[-1]) + panel.width <= WIDEST:
@@ -87,13 +93,22 @@ def wrapped(panels: list[Panel]) -> list[list[Panel]]:
 
 
 def show(axes: Any, panel: Panel) -> None:
+    """Draw a panel."""
     series = list(dict.fromkeys(name for bar in panel.bars for name in bar.values))
-    free = iter(OTHERS * len(series))
+    free = iter(OTHER_COLOURS * len(series))
     colours = {name: COLOURS.get(name) or next(free) for name in series}
     seen: set[str] = set()
-    new = lambda name: name if name not in seen and not seen.add(name) else None  # type: ignore[func-returns-value]
+
+    def new(name: str) -> str | None:
+        """Return the name for the legend the first time, then None."""
+        if name in seen:
+            return None
+        seen.add(name)
+        return name
+
     for at, bar in enumerate(panel.bars):
-        width, bottom = (0.6 if panel.stacked else min(0.8 / len(bar.values), 0.4)), 0.0
+        width = 0.6 if panel.stacked else min(0.8 / len(bar.values), 0.4)
+        bottom = 0.0
         for i, (name, value) in enumerate(bar.values.items()):
             left = at if panel.stacked else at + width * (i - (len(bar.values) - 1) / 2)
             drawn = axes.bar(left, value, width * 0.94, bottom=bottom, color=colours[name], label=new(name))
@@ -118,30 +133,36 @@ def show(axes: Any, panel: Panel) -> None:
     axes.set_axisbelow(True)
     axes.set_xlim(-0.6, len(panel.bars) - 0.4)
     axes.yaxis.set_major_formatter("{x:,g}")
-    told = " ".join([panel.title.lower(), *(bar.name for bar in panel.bars)])
-    if len(seen) > 1 or not all(name in told for name in seen):
+    titles = " ".join([panel.title.lower(), *(bar.name for bar in panel.bars)])
+    if len(seen) > 1 or not all(name in titles for name in seen):
         axes.set_ylim(top=axes.get_ylim()[1] * (1.1 + 0.04 * len(seen)))  # room for the legend
         axes.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
 
 
 def labels(bars: list[Bar]) -> tuple[list[str], str]:
-    """What stands under each bar, and under all of them: the settings that differ, and those that do not."""
-    told = [{name: text.format(bar.row[name]) for name, text in SETTINGS.items() if bar.row.get(name)} for bar in bars]
-    common = {name for name in SETTINGS if len({one[name] for one in told if name in one}) == 1}
-    own = [[bar.name, *(one[name] for name in one if name not in common)] for bar, one in zip(bars, told, strict=True)]
-    shared = ", ".join(next(one[name] for one in told if name in one) for name in SETTINGS if name in common)
-    return ["\n".join(filter(None, texts)) for texts in own], shared
+    """Return the text under each bar, with the settings that differ, and one text with those that all bars share."""
+    texts = [{name: text.format(bar.row[name]) for name, text in SETTINGS.items() if bar.row.get(name)} for bar in bars]
+    common: dict[str, str] = {}
+    for name in SETTINGS:
+        values = {settings[name] for settings in texts if name in settings}
+        if len(values) == 1:
+            common[name] = values.pop()
+    under = []
+    for bar, settings in zip(bars, texts, strict=True):
+        own = [text for name, text in settings.items() if name not in common]
+        under.append("\n".join(filter(None, [bar.name, *own])))
+    return under, ", ".join(common.values())
 
 
 def digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# The panels: the rows of a document -> what is drawn of them.
+# One function for each panel. Each takes all rows of a document.
 
 
 def speeds(rows: list[Row]) -> Panel:
-    """Plain decoding beside every K."""
+    """Return the panel of plain decoding beside every K."""
     plain = {place(r): r["tokens_per_second"] for r in rows if r["stage"] == "plain"}
     bars: dict[tuple, Bar] = {}
     for r in rows:
@@ -153,7 +174,10 @@ def speeds(rows: list[Row]) -> Panel:
 
 
 def times(rows: list[Row]) -> Panel:
-    """Passes, and rounds: their stages on top of each other, which are timed apart and need not add up to the whole."""
+    """Return the panel of the milliseconds of passes and rounds.
+
+    A round's bar is made of its stages. They are timed separately and need not add up to the time of the round.
+    """
     bars = [
         Bar(r, {r["stage"]: r["ms"]}, name=r["stage"], marks={"floor": r["floor_ms"]})
         for r in rows
@@ -168,9 +192,13 @@ def times(rows: list[Row]) -> Panel:
     rounds = []
     for r in rows:
         if r["stage"] == "round":
-            took, floor = {"round": r["ms"]}, {"floor": r["floor_ms"]}
-            of = parts.get((*place(r), r["k"]))
-            rounds.append(Bar(r, of.values, "round", took | floor) if of else Bar(r, took, "round", floor))
+            took = {"round": r["ms"]}
+            floor = {"floor": r["floor_ms"]}
+            stages = parts.get((*place(r), r["k"]))
+            if stages:
+                rounds.append(Bar(r, stages.values, "round", took | floor))
+            else:
+                rounds.append(Bar(r, took, "round", floor))
     drawn = {(*place(bar.row), bar.row["k"]) for bar in rounds}
     alone = [bar for at, bar in parts.items() if at not in drawn]
     return Panel("Milliseconds", bars + rounds + alone, stacked=True)
@@ -190,7 +218,7 @@ def prefill(rows: list[Row]) -> Panel:
 
 
 def ways(rows: list[Row]) -> Panel:
-    """Always K and adaptive K beside plain decoding."""
+    """Return the panel of the speed-ups of always K and adaptive K over plain decoding."""
     bars: dict[tuple, Bar] = {}
     for r in rows:
         if r["stage"] == "adaptive" and r["way"] != "off":
@@ -215,15 +243,16 @@ PANELS = (speeds, times, attention, prefill, ways, load, first_token, next_token
 
 
 def waits(rows: list[Row], figure: str) -> list[Bar]:
-    """Those of each run, where there are any."""
+    """Return bars of the median and the 99th percentile of a latency for each run that has it."""
     loads = [r for r in rows if r["stage"] == "load" and r[figure]["p50"] is not None]
     return [Bar(r, {name: r[figure][name] for name in ("p50", "p99")}) for r in loads]
 
 
 def each(rows: list[Row], stage: str, figure: str) -> list[Bar]:
-    """A bar for each row of a stage."""
+    """Return a bar for each row of a stage."""
     return [Bar(r, {stage: r[figure]}) for r in rows if r["stage"] == stage]
 
 
 def place(row: Row) -> tuple[int, int]:
+    """Return the batch size and context of a row."""
     return row["batch_size"], row["context"]

@@ -1,4 +1,4 @@
-"""Shapes of public models, to be filled with random weights: speed depends on shapes, not on what a model says."""
+"""Shapes of public models, for random weights. Speed depends on the shapes, not on the values of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.rope import Rope
 from jaxspec.parallel.placement import make_placement
 
-# Columns as in the public config.json files; stretch: Llama 3's rope factor, 1 where there is none.
+# Values of the public config.json files. stretch: the factor of Llama 3's scaled rotary embedding, else 1.
 COLUMNS = (
     *("family", "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"),
     *("max_model_len", "theta", "tied", "stretch"),
@@ -37,7 +37,12 @@ NORM_EPS = {"qwen3": 1e-6, "llama": 1e-5}
 
 
 def preset(name: str, target: ModelConfig | None = None) -> ModelConfig:
-    """target: beside which a draft is to stand. Raises: UserError for an unknown name, naming the nearest."""
+    """Return the configuration of a preset.
+
+    target: the target of a draft. A head takes its shapes from it.
+
+    Raises: UserError for an unknown name; the message has the nearest one.
+    """
     if target and name in HEADS:
         return HEADS[name](target)
     if name not in TABLE:
@@ -45,7 +50,8 @@ def preset(name: str, target: ModelConfig | None = None) -> ModelConfig:
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(f"--preset {name!r} is unknown{hint}: use one of {', '.join(TABLE)}, or target+draft of them")
     fields = dict(zip(COLUMNS, TABLE[name], strict=True))
-    theta, stretch = fields.pop("theta"), fields.pop("stretch")
+    theta = fields.pop("theta")
+    stretch = fields.pop("stretch")
     scaling = {"factor": stretch, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
     factors = llama3_factors(scaling, theta, fields["head_dim"]) if stretch != 1 else ()
     return ModelConfig(
@@ -58,21 +64,22 @@ def preset(name: str, target: ModelConfig | None = None) -> ModelConfig:
 
 
 def eagle3_head(target: ModelConfig) -> ModelConfig:
+    """Return the shapes of a published EAGLE-3 head: one layer that reads three of the target's."""
     layers = target.num_layers
     taps = (min(2, layers), layers // 2, max(layers - 3, 0))
-    few = min(32000, target.vocab_size)  # ids, of the published heads
+    few = min(32000, target.vocab_size)  # size of the published heads' reduced vocabulary
     return eagle3.Config(**layers_like(target, 1), taps=taps, target_width=target.width, reduced_vocab_size=few)
 
 
 def dflash_head(target: ModelConfig) -> ModelConfig:
-    """z-lab's: five layers, of five of the target's, for blocks of 16."""
+    """Return the shapes of z-lab's DFlash heads: five layers that read five of the target's, for blocks of 16."""
     taps = tuple(min(2 + round(i * (target.num_layers - 5) / 4), target.num_layers) for i in range(5))
     layers = layers_like(target, 5) | {"qk_norm": True, "mask_id": 0}
     return dflash.Config(**layers, taps=taps, target_width=target.width, block_size=16)
 
 
 def layers_like(target: ModelConfig, count: int) -> dict[str, Any]:
-    """The fields of so many layers as the target has, without what is its family's."""
+    """Return the fields of `count` Llama layers with the target's sizes."""
     kept = (
         "vocab_size",
         "width",
@@ -89,11 +96,11 @@ def layers_like(target: ModelConfig, count: int) -> dict[str, Any]:
 
 
 def like(target: ModelConfig, count: int = 1, **own: Any) -> dict[str, Any]:
-    """The fields of so many of the target's own layers, and others."""
+    """Return the fields of `count` layers of the target's own family, with the fields `own` replaced."""
     return vars(target) | {"num_layers": count, "windows": (None,) * count, "tied": False} | own
 
 
-# Method -> the shapes of the heads that are published for it, beside a target.
+# Method -> a function that returns the shapes of its published heads for a target.
 HEADS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "eagle": lambda target: eagle.Config(**layers_like(target, 1)),
     "eagle3": eagle3_head,
@@ -104,11 +111,11 @@ HEADS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 
 
 def split(names: str) -> tuple[str, str | None]:
-    """ "target+draft" or "target" -> (target, draft or None)."""
+    """Split "target+draft" or "target" into the names of target and draft."""
     target, _, draft = names.partition("+")
     return target, draft or None
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Counted from the shapes; nothing is allocated. A tied embedding counts once."""
+    """Count the parameters from the shapes alone. A tied embedding counts once."""
     return sum(a.size for a in abstract_params(config, "bfloat16", make_placement()).values())

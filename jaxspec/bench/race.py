@@ -1,4 +1,4 @@
-"""Tokens per second through the engine itself: ways of decoding the same prompts, step by step in turns."""
+"""Tokens per second through the engine: several ways of decoding the same prompts, taking turns at every step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxspec.options.speculative import SpeculativeConfig
 
 @dataclasses.dataclass
 class Runner:
-    """One way.
+    """The measurements of one way of decoding.
 
-    tokens, seconds: of its timed steps.
-    ms: milliseconds of each of these, a token of one row.
-    counts: those of its requests, the first, untimed step included.
+    tokens, seconds: totals of the timed steps.
+    ms: milliseconds per token of one row, for each timed step.
+    counts: metrics of the requests, the untimed first step included.
     """
 
     engine: Engine
@@ -36,13 +36,14 @@ class Runner:
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Target and draft passes that a token of a row took, counted: a round yields what it accepts and one more."""
+        """Number of target passes and of draft tokens per emitted token of a row."""
         c = self.counts
+        # A round emits its accepted draft tokens and one more.
         rounds = c.num_emitted_tokens - c.num_accepted_tokens
         return rounds / c.num_emitted_tokens, c.num_draft_tokens / c.num_emitted_tokens
 
     def per_token(self, batch_size: int) -> Sample:
-        """Milliseconds a token of one row: total time over total tokens, with the quartiles of the steps."""
+        """Return milliseconds per token of one row: total time over total tokens, with the quartiles of the steps."""
         return dataclasses.replace(summary(self.ms), ms=1e3 * batch_size / self.tokens_per_second)
 
 
@@ -54,9 +55,14 @@ def race(
     context: int,
     launches: int,
 ) -> dict[str, Runner]:
-    """Decodes batch_size prompts of `context` tokens every way, `launches` timed steps each, interleaved so
-    that what disturbs the machine disturbs all. Prefill and compiling are not timed. The first heat warms up."""
-    max_tokens = engine_tokens(max(setup.options.ks))  # alike for all ways, plain too, so that their shapes are
+    """Decode batch_size prompts of `context` tokens in every way and return the measurements by the way's name.
+
+    Each way takes `launches` timed steps. The ways take turns, so that a disturbance of the machine hits all of them.
+    Prefill and compiling are not timed. A first, discarded heat warms up.
+
+    ways: name -> speculative config, None for plain decoding.
+    """
+    max_tokens = engine_tokens(max(setup.options.ks))  # the same for all ways, so that they have the same shapes
     max_len = context + max_tokens
     engines = {name: setup.engine(batch_size, max_len, s) for name, s in ways.items()}
     runners = {name: Runner(engine) for name, engine in engines.items()}
@@ -71,7 +77,7 @@ def race(
 
 
 def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams) -> None:
-    """Every runner starts all prompts (admission, prefill and a short launch, not timed), then takes a step."""
+    """Let every way start all prompts, untimed (admission, prefill, a short launch), and then take one timed step."""
     started: list[list[Request]] = []
     for runner in runners:
         started.append([runner.engine.add(prompt, params) for prompt in prompts])
@@ -88,12 +94,14 @@ def heat(runners: list[Runner], prompts: list[list[int]], params: SamplingParams
 
 
 def timed_step(runner: Runner, requests: list[Request]) -> None:
-    length = lambda: sum(len(request.output) for request in requests)
-    known, compiled = length(), runner.engine.runner.programs.compile_seconds
-    before = time.perf_counter()
+    """Take one step of the engine and add its tokens and time, compiling excluded, to the measurements."""
+    programs = runner.engine.runner.programs
+    tokens_before = sum(len(request.output) for request in requests)
+    compiled_before = programs.compile_seconds
+    started = time.perf_counter()
     runner.engine.step()
-    seconds = time.perf_counter() - before - (runner.engine.runner.programs.compile_seconds - compiled)
-    gained = length() - known
+    seconds = time.perf_counter() - started - (programs.compile_seconds - compiled_before)
+    gained = sum(len(request.output) for request in requests) - tokens_before
     if not gained:
         why = next((request.error for request in requests if request.error), "it cannot be timed")
         raise RuntimeError(f"a step gave no token: {why}")

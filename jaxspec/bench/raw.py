@@ -1,6 +1,6 @@
-"""The device programs without the engine's host side: launches, prefill, and the stages of a round one by one.
+"""The device programs without the engine's host side: launches, prefill, and each stage of a round by itself.
 
-The only file of this package that knows how a launch is put together.
+No other file of the bench knows how the inputs of a launch are built.
 """
 
 from __future__ import annotations
@@ -36,26 +36,31 @@ from jaxspec.verify import rules
 from pallas_kernels.paged_attention import paged_attention
 
 Call = Callable[[], Any]
-NEVER = 2**30  # no token id, count or logit is as large
+NEVER = 2**30  # larger than any token id, count or logit
 
 
 class Raw:
-    """Rows that stand at one context, and programs over them. Every launch starts from there again, and
-    overwrites what the one before it wrote. The donated caches are threaded through self.engine.runner.cache."""
+    """Rows of one context length, and programs over them.
+
+    Every launch starts at the same context and overwrites what the launch before it wrote. The programs take the
+    caches from self.engine.runner.cache, donate them, and put the new ones there.
+    """
 
     def __init__(self, setup: Setup, batch_size: int, context: int, speculative: SpeculativeConfig) -> None:
         most = speculative.num_speculative_tokens
-        self.speculative, self.length = speculative, context + launch_tokens(most)
+        self.speculative = speculative
+        self.length = context + launch_tokens(most)
         self.engine: Engine = setup.engine(batch_size, self.length, speculative)
-        self.batch_size, self.context = batch_size, context
+        self.batch_size = batch_size
+        self.context = context
         self.prompts = setup.prompts(batch_size, context)
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
         self.row_pages = self.engine.scheduler.pages_for(self.length + most)
-        # As the engine does: attention's cost depends on it.
+        # The cost of attention depends on the width of the block table, so it is the one that the engine chooses.
         _, self.table_width = self.engine.catalogue.shape(1, self.row_pages)
 
     def requests(self, k: int, rates: Sequence[float] = ()) -> list[Request]:
-        """rates: of synthetic acceptance; none is the real one."""
+        """Return the requests of a launch with K = k. rates: of synthetic acceptance; empty for real acceptance."""
         return [
             Request(
                 id=row,
@@ -74,36 +79,45 @@ class Raw:
         ]
 
     def place(self, tree: Any) -> Any:
+        """Copy arrays to the devices, replicated."""
         return jax.device_put(tree, self.engine.runner.placement.sharding())
 
     def inputs(self, k: int, rates: Sequence[float] = ()) -> LaunchInput:
-        """Of a launch of ROUNDS rounds."""
-        requests, shape = self.requests(k, rates), (batch.power_of_two(self.batch_size), self.table_width)
-        make = functools.partial(batch.launch_input, requests, k, batch.variant(requests), self.engine.layout, shape)
-        return make(num_rounds=ROUNDS, rule_options=rates)
+        """Return the input of a launch of ROUNDS rounds."""
+        requests = self.requests(k, rates)
+        return batch.launch_input(
+            requests,
+            k,
+            batch.variant(requests),
+            self.engine.layout,
+            (batch.power_of_two(self.batch_size), self.table_width),
+            num_rounds=ROUNDS,
+            rule_options=rates,
+        )
 
     def config(self, k: int, rates: Sequence[float] = ()) -> DecodeConfig:
-        """The device program at K = k; 0 is plain decoding."""
+        """Return the configuration of the device program with K = k. 0 is plain decoding."""
         variant = batch.variant(self.requests(k, rates))
         return dataclasses.replace(self.engine.runner.decoding, drafter=self.drafter(k), variant=variant)
 
     def drafter(self, k: int) -> Drafter | None:
-        """Of any K; the engine has its largest and the half of that."""
+        """Return a drafter for K = k. The engine itself only has one for its own K and one for half of it."""
         if not k:
             return None
         return drafter(self.speculative, self.engine.runner.paged, k)
 
     def launch(self, k: int, rates: Sequence[float] = ()) -> Call:
-        """One launch of ROUNDS rounds; its result, packed."""
+        """Return a call that runs a launch of ROUNDS rounds and returns its packed result."""
         return self.launching(self.config(k, rates), k, self.inputs(k, rates))
 
     def launch_draft(self) -> Call:
-        """The draft model alone, decoding plainly as if it were a target."""
+        """Return a call that runs a launch of plain decoding with the draft model in place of the target."""
         drafter: Any = self.engine.runner.decoding.drafter
         alone = dataclasses.replace(self.config(0), target=drafter.model)
         return self.launching(alone, 0, self.inputs(0), draft_alone=True)
 
     def launching(self, config: DecodeConfig, k: int, inputs: LaunchInput, *, draft_alone: bool = False) -> Call:
+        """Check a first launch of this program and return the call that runs it."""
         engine = self.engine
 
         def call() -> Any:
@@ -118,24 +132,26 @@ class Raw:
         return call
 
     def check(self, result: LaunchResult, k: int) -> None:
-        """A launch that ended early, or drafted less than it should, would be timed as if it were fast."""
-        emitted, proposed = result.emitted[: self.batch_size], result.proposed[: self.batch_size]
+        """Raise RuntimeError for a launch that ended early or drafted too little: its time would be too short."""
+        emitted = result.emitted[: self.batch_size]
+        proposed = result.proposed[: self.batch_size]
         if int(result.num_rounds) != ROUNDS or not (emitted > 0).all():
             raise RuntimeError(f"a launch did {int(result.num_rounds)} rounds of {ROUNDS}, or a row ended early")
         if k and "draft" in self.engine.runner.params and not (proposed == k).all():
             raise RuntimeError(f"rounds proposed {proposed.min()}..{proposed.max()} drafts instead of {k}")
 
     def prefill(self) -> Call:
-        """The prompts, all but their last token, into the target's cache, in chunks."""
-        engine, requests = self.engine, self.requests(0)
+        """Return a call that prefills the target's cache with the prompts, in chunks, without their last token."""
+        engine = self.engine
+        requests = self.requests(0)
         for request in requests:
             request.target_len = 0
         config = dataclasses.replace(engine.runner.decoding, drafter=None)
         chunks = []
         while left := [r for r in requests if not r.prefilled]:
-            rows = batch.pieces(left, [r.target_len for r in left], engine.prefilling.shape)
-            chunks.append(batch.chunk_input(rows, engine.layout, engine.prefilling.shape, row_pages=self.table_width))
-            for piece in rows:
+            pieces = batch.pieces(left, [r.target_len for r in left], engine.prefilling.shape)
+            chunks.append(batch.chunk_input(pieces, engine.layout, engine.prefilling.shape, row_pages=self.table_width))
+            for piece in pieces:
                 piece.request.target_len += piece.length
 
         def call() -> Any:
@@ -149,8 +165,9 @@ class Raw:
         return call
 
     def stage(self, name: str, k: int) -> Call:
-        """ROUNDS times one stage of a round, at the same place."""
-        config, inputs = self.config(k), self.place(self.inputs(k))
+        """Return a call that runs one stage of a round ROUNDS times, each at the same context."""
+        config = self.config(k)
+        inputs = self.place(self.inputs(k))
         proposal = self.place(some_proposal(config, self.engine, inputs))
         shape = (*inputs.num_tokens.shape, k + 1, config.target.config.vocab_size)
         logits = self.place(jax.random.normal(jax.random.key(0), shape if name == "verify" else (0,)))
@@ -159,70 +176,86 @@ class Raw:
         return self.compiled(program, parts, self.engine.runner.params, inputs, proposal, logits)
 
     def attention(self, k: int) -> Call:
-        """ROUNDS times the target's attention over the pages, layer by layer, K + 1 queries a row."""
-        inputs, model = self.place(self.inputs(k)), self.engine.runner.decoding.target
-        rows, layout = inputs.num_tokens.shape[0], model.layout
-        layer = layout.layers[0]
+        """Return a call that runs the attention of all target layers ROUNDS times, with K + 1 queries a row."""
+        inputs = self.place(self.inputs(k))
+        model = self.engine.runner.decoding.target
+        rows = inputs.num_tokens.shape[0]
+        layer = model.layout.layers[0]
         shape = (rows, k + 1, model.config.layers[0].num_heads, layer.head_dim)
         query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layer.dtype))
         return self.compiled(functools.partial(repeat_attention, model), ("target",), inputs, query)
 
     def compiled(self, program: Callable, parts: tuple[str, ...], *arrays: Any) -> Call:
-        """program(cache, number of rounds, *arrays) -> (cache, something small), the cache donated: the pages of the
-        `parts` that it takes."""
-        engine, rounds = self.engine, self.place(np.int32(ROUNDS))
-        own = lambda cache: {name: getattr(cache, name) for name in parts}
-        cache = lambda: PagedKVCache(**{"target": ()} | own(engine.runner.cache))
+        """Compile a program and return the call that runs it.
+
+        program: a function of (cache, number of rounds, *arrays) that returns (cache, a small result).
+        parts: the fields of the cache that the program takes. They are donated.
+        """
+        engine = self.engine
+        rounds = self.place(np.int32(ROUNDS))
+
+        def own(cache: PagedKVCache) -> dict[str, Any]:
+            return {name: getattr(cache, name) for name in parts}
+
+        def taken() -> PagedKVCache:
+            return PagedKVCache(**{"target": ()} | own(engine.runner.cache))
+
         started = time.perf_counter()
         options = compiler_options(rounds.sharding)
         jitted = jax.jit(program, donate_argnums=0, compiler_options=options)
-        run = jitted.lower(cache(), rounds, *arrays).compile()
+        run = jitted.lower(taken(), rounds, *arrays).compile()
         engine.runner.programs.compile_seconds += time.perf_counter() - started
 
         def call() -> Any:
-            new, done = run(cache(), rounds, *arrays)
+            new, result = run(taken(), rounds, *arrays)
             engine.runner.cache = dataclasses.replace(engine.runner.cache, **own(new))
-            return done
+            return result
 
         return call
 
 
 def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> Proposal:
-    """Drafts of the shapes that the drafter gives; q is flat."""
+    """Return a proposal of the drafter's shapes: token 0 everywhere, q uniform."""
 
     def shapes(params: Any, cache: PagedKVCache, inputs: LaunchInput) -> Any:
         context = begin(config, params, inputs)
         return propose(context, cache, history_of(context, start_state(context)))[0]
 
-    s = jax.eval_shape(shapes, engine.runner.params, engine.runner.cache, inputs)
-    probs = None if s.probs is None else jnp.full(s.probs.shape, 1 / s.probs.shape[-1], s.probs.dtype)
-    return Proposal(jnp.zeros_like(s.tokens), probs, jnp.full_like(s.num_proposed, config.num_speculative_tokens))
+    shaped = jax.eval_shape(shapes, engine.runner.params, engine.runner.cache, inputs)
+    tokens = jnp.zeros_like(shaped.tokens)
+    probs = None
+    if shaped.probs is not None:
+        probs = jnp.full(shaped.probs.shape, 1 / shaped.probs.shape[-1], shaped.probs.dtype)
+    return Proposal(tokens, probs, jnp.full_like(shaped.num_proposed, config.num_speculative_tokens))
 
 
-# Stage -> (the parts of the cache that it takes, and may write; (context, cache, history, proposal, logits) -> (what it
-# gives, the cache)). verify is given logits, as where rows sample.
+def propose_once(context, cache, history, proposal, logits):
+    return propose(context, cache, history)
+
+
+def score_once(context, cache, history, proposal, logits):
+    return score(context, cache, history, proposal)
+
+
+def verify_once(context, cache, history, proposal, logits):
+    """Verify with given logits, as in a round with rows that sample."""
+    return verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))), cache
+
+
+# Stage -> (fields of the cache that it takes and may write, function that returns its result and the cache).
 STAGES: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Any, PagedKVCache]]]] = {
-    "propose": (
-        ("draft", "features"),
-        lambda context, cache, history, proposal, logits: propose(context, cache, history),
-    ),
-    "score": (
-        ("target", "features"),
-        lambda context, cache, history, proposal, logits: score(context, cache, history, proposal),
-    ),
-    "verify": (
-        (),
-        lambda context, cache, history, proposal, logits: (
-            verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))),
-            cache,
-        ),
-    ),
+    "propose": (("draft", "features"), propose_once),
+    "score": (("target", "features"), score_once),
+    "verify": ((), verify_once),
 }
 
 
 def repeat(config: DecodeConfig, once: Callable, cache, num_rounds, params, inputs, proposal, logits):
-    """Runs a stage num_rounds times. Each run depends on all that the one before it gave, through a number that is
-    always 0; otherwise the compiler would run it once, or leave out what nobody reads."""
+    """Run a stage num_rounds times.
+
+    Each run depends on all results of the run before it, through a number that is always 0. Otherwise the compiler
+    would run the stage once, or leave out unused results.
+    """
     context = begin(config, params, inputs)
     start = start_state(context)
 
@@ -236,8 +269,12 @@ def repeat(config: DecodeConfig, once: Callable, cache, num_rounds, params, inpu
 
 
 def repeat_attention(model, cache, num_rounds, inputs, query):
-    """Attention of every layer in turn, each fed with the output of the one before; all have heads of one shape."""
-    c, rows = model.config, query.shape[1]
+    """Run the attention of all layers num_rounds times. The output of a layer is the query of the next.
+
+    All layers must have heads of the same shape.
+    """
+    c = model.config
+    rows = query.shape[1]
 
     def body(_, carry):
         cache, zero = carry
@@ -251,5 +288,5 @@ def repeat_attention(model, cache, num_rounds, inputs, query):
 
 
 def always_zero(tree: Any) -> jax.Array:
-    """0, which the compiler cannot know without computing all of the tree."""
+    """Return 0 in such a way that the compiler has to compute the whole tree for it."""
     return sum((jnp.any(x > NEVER).astype(jnp.int32) for x in jax.tree.leaves(tree)), start=jnp.int32(0))

@@ -1,4 +1,4 @@
-"""The document as tables."""
+"""Tables of the bench's results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Row = dict[str, Any]
 
 
 def show(document: dict[str, Any]) -> None:
-    """Tables on standard output."""
+    """Print the tables."""
     from rich.console import Console
 
     console = Console()
@@ -30,7 +30,7 @@ def show(document: dict[str, Any]) -> None:
 
 
 def table(first: str, *columns: str, title: str | None = None) -> Any:
-    """Narrow enough for a terminal of 80 columns."""
+    """Return a table without rows, formatted to fit into 80 columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -42,8 +42,11 @@ def table(first: str, *columns: str, title: str | None = None) -> Any:
 
 
 def stage_table(rows: list[Row]) -> Any:
-    """ms: of a pass or a round; of `prefill` of the whole prompts; of `plain` and `speculative` of a token of a row.
-    The figure behind it is half the distance of the quartiles."""
+    """Return a table with a line for each stage.
+
+    ms is the time of a pass or a round; of all prompts for `prefill`; of a token of one row for `plain` and
+    `speculative`. The column after it is half the distance between the quartiles.
+    """
     made = table("stage", "batch", "context", "K", "ms", "", "floor", "ratio", "tokens/s", "accept.")
     for r in rows:
         k = "" if r["k"] is None else str(r["k"])
@@ -56,17 +59,18 @@ def stage_table(rows: list[Row]) -> Any:
 
 
 def load_table(rows: list[Row]) -> Any:
-    """The ratio: how often the time that plain decoding and its prefill would take at best."""
+    """Return a table with a line for each run of the stage `load`. The ratio is the run's time over its floor."""
     made = table("run", "requests", "rows", "K", "tokens", "tokens/s", "ratio", "accept.")
     for r in rows:
-        k, counts = "" if r["k"] is None else str(r["k"]), (r["run"], r["requests"], r["batch_size"])
+        k = "" if r["k"] is None else str(r["k"])
+        counts = (r["run"], r["requests"], r["batch_size"])
         figures = (f"{r['tokens_per_second']:,.0f}", f"{r['ratio']:.2f}", f"{r['acceptance_length']:.2f}")
         made.add_row(*map(str, counts), k, f"{r['tokens']:,}", *figures)
     return made
 
 
 def wait_table(rows: list[Row]) -> Any:
-    """Mean, median, 99th percentile."""
+    """Return a table of latencies: mean, median and 99th percentile."""
     made = table("run", "first", "p50", "p99", "next", "p50", "p99", title="ms to the first token, and to each further")
     for r in rows:
         names = ("time_to_first_token_ms", "time_per_output_token_ms")
@@ -75,7 +79,7 @@ def wait_table(rows: list[Row]) -> Any:
 
 
 def time_table(rows: list[Row]) -> Any:
-    """Where the seconds of a run went."""
+    """Return a table of the seconds that each part of a run took."""
     names = list(rows[0]["seconds"])
     made = table("run", *names, title="Seconds")
     for r in rows:
@@ -84,14 +88,17 @@ def time_table(rows: list[Row]) -> Any:
 
 
 def digits(ms: float | None) -> str:
-    """Three that mean something; nothing where there is nothing to tell."""
+    """Format milliseconds with about three significant digits, None as an empty string."""
     if ms is None:
         return ""
-    return f"{ms:.3f}" if ms < 1 else f"{ms:.2f}" if ms < 10 else f"{ms:.1f}"
+    if ms < 1:
+        return f"{ms:.3f}"
+    return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}"
 
 
 def way_table(rows: list[Row]) -> Any:
-    """One line a setting: tokens per second off, always K and adaptive, and what that is beside off."""
+    """Return a table with a line for each setting: tokens per second off, with always K and with adaptive K, and the
+    speed-ups over off."""
     columns = ("batch", "context", "K", "off", "always K", "", "adaptive", "")
     made = table("acceptance", *columns, title="Never slower than off: tokens per second")
     for setting, ways in settings(rows).items():
@@ -104,7 +111,7 @@ def way_table(rows: list[Row]) -> Any:
 
 
 def settings(rows: list[Row]) -> dict[tuple, dict[str, Row]]:
-    """(batch size, context, K, asked acceptance length) -> way -> its row."""
+    """Group rows by setting, (batch size, context, K, synthetic acceptance length), and then by way of decoding."""
     found: dict[tuple, dict[str, Row]] = {}
     for r in rows:
         setting = (r["batch_size"], r["context"], r["k"], r["synthetic_acceptance_length"])

@@ -1,4 +1,4 @@
-"""What is measured: the models, their prompts, and engines over them with pools just large enough."""
+"""The models of the bench, their prompts, and engines with page pools that are just large enough."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ from pallas_kernels.device import Device, here
 
 @dataclasses.dataclass
 class Setup:
-    """What is measured.
+    """The loaded models of a bench.
 
-    tokenizer: of a real model, None for random weights.
-    programs: shared by all engines, so that none compiles what another has; it counts the compiling.
+    device, dtype: the accelerator and the compute dtype.
+    placement: devices and sharding of the target. placement.draft is the draft's.
+    draft: a model or a head, None for n-gram drafting.
+    tokenizer: that of a real model, None for random weights.
+    programs: compiled programs, shared by all engines, with the seconds spent on compiling.
     """
 
     options: Options
@@ -53,10 +56,14 @@ class Setup:
     programs: Programs
 
     def engine(self, rows: int, max_len: int, speculative: SpeculativeConfig | None, **options: Any) -> Engine:
-        """An engine for `rows` requests of max_len tokens each, and nothing beyond. Weights are shared with others.
-        options: others of EngineConfig."""
+        """Return an engine for at most `rows` requests of max_len tokens each. All engines share the weights.
+
+        options: other fields of EngineConfig.
+        """
         drafts = speculative.num_speculative_tokens if speculative else 0
-        models = {"target": self.target} | ({"draft": self.draft} if self.draft and speculative else {})
+        models = {"target": self.target}
+        if self.draft and speculative:
+            models["draft"] = self.draft
         page_size = facts(self.device.platform).page_size
         num_pages = rows * (math.ceil((max_len + drafts) / page_size) + 1)
         self.check_memory(models, page_size, num_pages)
@@ -78,7 +85,7 @@ class Setup:
         )
 
     def check_memory(self, models: dict[str, Model], page_size: int, num_pages: int) -> None:
-        """Raises UserError where the pool does not fit beside what the device holds already."""
+        """Raise UserError where the pool does not fit into the free memory of the device."""
         stats = memory(self.placement.first_device)
         if stats is None:
             return
@@ -91,7 +98,10 @@ class Setup:
             )
 
     def prompts(self, rows: int, context: int) -> list[list[int]]:
-        """Distinct ones, so that no two rows share pages: random ids, or text for a real model."""
+        """Return prompts of `context` tokens: random ids, or English text for a real model.
+
+        They differ, so that no two rows share pages.
+        """
         if self.tokenizer is None:
             vocab = min(m.config.vocab_size for m in (self.target, self.draft) if m)
             return [np.random.default_rng(row).integers(0, vocab, context).tolist() for row in range(rows)]
@@ -106,26 +116,28 @@ class Setup:
 
 
 def english() -> str:
-    """Text that every Python brings along: its language reference, as the interactive help shows it."""
+    """Return a long English text that comes with Python: the topics of its interactive help, the longest first."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics, key=lambda name: -len(topics[name])))
 
 
 def load(options: Options) -> Setup:
-    """Random weights of a preset, born on the device in the compute dtype; or a real model and draft."""
+    """Load a real model and draft, or make the random weights of a preset on the device, in the compute dtype."""
     enable_compilation_cache()
     device = here()
-    dtype, placement = compute_dtype(options.dtype, device), placed(options, device)
+    dtype = compute_dtype(options.dtype, device)
+    placement = placed(options, device)
     names = (options.model or presets.split(options.preset or "")[0], options.draft_name)
-    places = placement, placement.draft
+    placements = (placement, placement.draft)
     models: list[Model | None] = [None, None]
     tokenizer: Any = None
     for i, name in enumerate(names):
         if name is not None and options.preset is not None:
-            config = for_degree(presets.preset(name, models[0].config if models[0] else None), places[i].degree)
-            check_weights_fit(name, config, dtype, places[i])
-            models[i] = Model(config, as_published(random_params(config, dtype, places[i], seed=i)))
+            beside = models[0].config if models[0] else None
+            config = for_degree(presets.preset(name, beside), placements[i].degree)
+            check_weights_fit(name, config, dtype, placements[i])
+            models[i] = Model(config, as_published(random_params(config, dtype, placements[i], seed=i)))
     if options.model is not None:
         models, tokenizer = real(options.model, options.draft, dtype, placement)
         for name, model in zip(names, models, strict=True):
@@ -133,20 +145,27 @@ def load(options: Options) -> Setup:
                 options.check_context(name, model.config)
     target, draft = models
     assert target is not None
-    own, drafts = (Backend(device, place, options.kernels) for place in places)
-    target, draft = target.stored_for(own), draft and draft.stored_for(drafts)
+    target = target.stored_for(Backend(device, placement, options.kernels))
+    draft = draft and draft.stored_for(Backend(device, placement.draft, options.kernels))
     return Setup(options, device, dtype, placement, target, draft, tokenizer, Programs(placement))
 
 
 def as_published(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Numbers such as the public checkpoints hold, which are in bfloat16. The dict is emptied on the way."""
-    rounded = lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    """Round the weights to bfloat16, the dtype of the public checkpoints.
+
+    `params` is emptied in passing, so that not all weights are in memory twice.
+    """
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
     return {name: rounded(params.pop(name)) for name in list(params)}
 
 
 def placed(options: Options, device: Device) -> Placement:
-    """Where the target lies, and by its axes the draft."""
-    size, draft_size = options.tensor_parallel_size, options.draft_tensor_parallel_size
+    """Return the placement of the target, which holds the draft's too."""
+    size = options.tensor_parallel_size
+    draft_size = options.draft_tensor_parallel_size
     if draft_size is None and size > 1 and options.draft_name:
         dtype = compute_dtype(options.dtype, device)
         if options.preset is not None:
@@ -159,15 +178,19 @@ def placed(options: Options, device: Device) -> Placement:
 
 
 def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> None:
+    """Raise UserError where a preset's weights do not fit into the free memory of the first device."""
     stats = memory(placement.first_device)
     shards = abstract_params(config, dtype, placement).values()
     need = sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in shards)
-    if stats and need > (free := stats["bytes_limit"] - stats["bytes_in_use"]):
+    if stats is None:
+        return
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    if need > free:
         raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")
 
 
 def real(model: str, draft: str | None, dtype: Any, placement: Any) -> tuple[list[Model | None], Any]:
-    """(target and draft, tokenizer), as LLM loads them."""
+    """Load a real model and its draft as LLM does. Return [target, draft or None] and the tokenizer."""
     found = resolved(checkpoints.resolve(model))
     tokenizer = checkpoints.load_tokenizer(found.source)
     target = load_model(found, dtype, placement)

@@ -1,4 +1,4 @@
-"""What a user can mend, told apart from what should not have happened."""
+"""Errors that a user can correct. All others are faults of the program."""
 
 from __future__ import annotations
 
@@ -10,53 +10,58 @@ CLOSING = {"(": ")", "[": "]", "{": "}", "'": "'", '"': '"'}
 
 
 class UserError(ValueError):
-    """What was given cannot be served; one line names the value, the limit and the remedy. Any other ValueError that
-    leaves jaxspec is a fault of the program.
+    """An input or option that cannot be served. Its message is one line that names the value, the limit and the remedy.
 
-    param: the option or field at fault; code: OpenAI's name for the kind of error. None where neither is known.
+    Any other ValueError that leaves jaxspec is a fault of the program.
+
+    param: the option or field at fault, or None where it is not known.
+    code: OpenAI's name for the kind of error, or None where there is none.
     """
 
     def __init__(self, message: str = "", *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
     def within(self, where: str) -> Self:
-        """The same error, with its place in front of its message."""
+        """Return the same error with `where` in front of its message."""
         return type(self)(where + str(self), param=self.param, code=self.code)
 
 
 class MisfitError(UserError):
-    """What was given is right in itself, and made for something else."""
+    """An input that is valid in itself but does not fit the other inputs, for example a draft of another target."""
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """It could be served by a program that did more than this one does."""
+    """A valid input that jaxspec does not support."""
 
 
 class DiskError(OSError):
-    """A file that could not be written, for example on a full disk; nothing half is left of it."""
+    """A file that could not be written, for example on a full disk. No partial file is left behind."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as an interrupt does."""
+    """SIGTERM. A command ends on it in the same way as on an interrupt."""
 
 
 def said(error: BaseException) -> str:
-    """What a message says of it: one line."""
+    """Return the error's type and text in one line of at most about 600 characters."""
     return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 600)
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, with an ellipsis where it is longer than `most` characters."""
+    """Return the text, cut to `most` characters and an ellipsis where it is longer."""
     return text if len(text) <= most else text[:most] + "..."
 
 
 def quoted(value: Any, most: int = 80) -> str:
-    """The repr of a value for a message. A long one ends in an ellipsis and closes its quotes and brackets, so that the
-    sentence goes on after it."""
+    """Return the repr of a value for a message, cut to `most` characters and an ellipsis where it is longer.
+
+    Quotes and brackets that the cut left open are closed, so that the message's sentence can continue after the value.
+    """
     try:
         text = repr(value)
-    except Exception:  # Python refuses to write the largest numbers and what is nested deeply, and objects may fail
+    except Exception:  # for very large ints, for deep nesting, or from an object's own __repr__
         if isinstance(value, int):
             return f"{'-' * (value < 0)}(more than {most} digits)"
         return f"<{type(value).__name__}>"
@@ -64,9 +69,9 @@ def quoted(value: Any, most: int = 80) -> str:
 
 
 def closing(text: str) -> str:
-    """Close the quotes and brackets that are open at the end of this beginning of a repr."""
+    """Return the quotes and brackets that close those still open at the end of `text`, the beginning of a repr."""
     still_open: list[str] = []
-    for character in re.sub(r"\\.", "", text):  # no escaped quotes
+    for character in re.sub(r"\\.", "", text):  # an escaped quote closes nothing
         if still_open and character == still_open[-1]:
             still_open.pop()
         elif character in CLOSING and not (still_open and still_open[-1] in "'\""):

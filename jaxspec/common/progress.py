@@ -1,4 +1,4 @@
-"""What long work says on standard error: a bar where a person looks at a terminal, else a line now and then."""
+"""Progress of long work on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from typing import Any
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag
 
-quiet = False  # in a process whose progress is another's
-PATIENCE, EVERY = 1.0, 10.0  # seconds before a bar appears, and between lines
+quiet = False  # True in a process whose progress another process reports
+PATIENCE = 1.0  # seconds before a bar appears
+EVERY = 10.0  # seconds between lines
 
 
 def say(text: str, *, always: bool = False) -> None:
-    """A line on standard error. always: be it quiet or not."""
+    """Write a line to standard error. always: write it even in a quiet process."""
     if always or not quiet:
-        sys.stderr.write(f"{text}\n")  # at once, with its end: others, and JAX's own threads, write there too
+        sys.stderr.write(f"{text}\n")  # line end included: other threads, such as JAX's, write too
         sys.stderr.flush()
 
 
 def wanted(progress: bool, use_tqdm: Any) -> bool:
-    """Whether to show progress: `progress`, or its name in vLLM where that is given."""
+    """Return whether to show progress: `use_tqdm` (vLLM's name of the option) where it is given, else `progress`.
+
+    Raises: UserError for a function as `use_tqdm`.
+    """
     if callable(use_tqdm):
         raise UserError(f"use_tqdm={quoted(use_tqdm)}: give True or False, the bar is not drawn by tqdm")
     return progress if use_tqdm is None else flag("use_tqdm", use_tqdm)
@@ -35,12 +39,13 @@ def wanted(progress: bool, use_tqdm: Any) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class Work:
-    """Something that takes its time.
+    """A task whose progress is shown.
 
-    what: a name for it.
-    total, done: how much there is and how much is done, in `unit`; total is None where that is unknown.
-    most: seconds that it takes at most.
-    text: what is at hand.
+    what: its name.
+    total: the amount of work in `unit`, or None where it is unknown.
+    done: the amount done so far, in `unit`.
+    most: upper bound of its duration, in seconds.
+    text: the current step, in words.
     """
 
     what: str
@@ -51,19 +56,25 @@ class Work:
     text: str = ""
 
     def __post_init__(self) -> None:
-        self.begun, self.started, self.over = self.done, time.monotonic(), threading.Event()
+        self.begun = self.done
+        self.started = time.monotonic()
+        self.over = threading.Event()
 
     def report(self, done: float, text: str = "", total: float | None = None) -> None:
-        """Say how much is done, and what is at hand; total: where it is another than before."""
-        self.done, self.text, self.total = done, text, self.total if total is None else total
+        """Set the amount done and the current step. total: the new total, or None where it has not changed."""
+        self.done = done
+        self.text = text
+        if total is not None:
+            self.total = total
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
     def state(self) -> str:
-        """How much is done, how long it took and will take, and what is at hand."""
-        parts, total = [clock(self.seconds)], self.total
+        """Return one line: the amount done, the seconds spent, the seconds left and the current step."""
+        parts = [clock(self.seconds)]
+        total = self.total
         if total is not None:
             parts.insert(0, f"{min(self.done, total):,.0f} of {total:,.0f} {self.unit}".rstrip())
             if self.begun < self.done < total:
@@ -72,8 +83,8 @@ class Work:
         return ", ".join(parts) + (f": {self.text}" if self.text else "")
 
 
-under_way: list[Work] = []  # the innermost is the last
-drawing = threading.Lock()  # held by the work whose bar is there
+under_way: list[Work] = []  # running tasks; the innermost is the last
+drawing = threading.Lock()  # held by the task that draws the bars
 
 
 @contextlib.contextmanager
@@ -87,8 +98,13 @@ def working(
     enabled: bool = True,
     bar: bool = True,
 ) -> Iterator[Work]:
-    """Show what goes on inside: as a bar on a terminal, which moves whatever the work does, else by a line every ten
-    seconds. What ends before is not shown. Works may be nested. bar: False for lines on a terminal, too."""
+    """Show the progress of the task inside this context; tasks may be nested.
+
+    On a terminal a thread draws a bar, which moves whatever the task does. Elsewhere a line is written every EVERY
+    seconds. A task that ends before its first bar or line shows nothing.
+
+    bar: False to write lines on a terminal too.
+    """
     work = Work(what, total, done, unit, most)
     if quiet or not enabled:
         yield work
@@ -106,14 +122,14 @@ def working(
 
 
 def tell(work: Work) -> None:
-    """Write a line now and then, unless an inner work does."""
+    """Write a line every EVERY seconds until the task ends, except while an inner task runs."""
     while not work.over.wait(EVERY):
         if under_way[-1:] == [work]:
             say(f"{work.what}: {work.state()}")
 
 
 def draw(work: Work) -> None:
-    """Draw bars of this work and of those inside, unless an outer one does."""
+    """Draw bars of this task and its inner tasks until it ends, unless an outer task draws them already."""
     if work.over.wait(PATIENCE) or not drawing.acquire(blocking=False):
         return
     from rich.console import Console
@@ -127,7 +143,7 @@ def draw(work: Work) -> None:
 
 
 def bars() -> Any:
-    """A row for every work that is not over in a moment."""
+    """Return a table with a row for every running task that is older than PATIENCE."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -148,16 +164,20 @@ def clock(seconds: float) -> str:
 
 @contextlib.contextmanager
 def byte_progress(what: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yields advance(amount). total: in bytes."""
+    """Yield a function `advance(amount)`. total and amount are in bytes."""
     with working(what, total / 1e6, unit="MB", enabled=enabled) as work:
-        yield lambda amount: work.report(work.done + amount / 1e6)
+
+        def advance(amount: int) -> None:
+            work.report(work.done + amount / 1e6)
+
+        yield advance
 
 
 @contextlib.contextmanager
 def generation_progress(total: int, metrics: Any, *, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Yields report(done): samples done of total, tokens per second, acceptance length.
+    """Yield a function `report(done)` that shows finished samples, tokens per second and acceptance length.
 
-    metrics: the engine's running totals, so that a report costs the same for one prompt and for thousands.
+    metrics: the engine's running totals. A report costs the same for one prompt and for thousands.
     """
     before = metrics.num_emitted_tokens
     with working("generating", total, unit="samples", enabled=enabled) as work:
@@ -171,20 +191,32 @@ def generation_progress(total: int, metrics: Any, *, enabled: bool) -> Iterator[
 
 @contextlib.contextmanager
 def token_progress(what: str, total: int, done: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """Yields report(done): tokens done of total, tokens per second. done: at the start."""
+    """Yield a function `report(now)` that shows tokens done and tokens per second. done: tokens done at the start."""
     with working(what, total, done=done, unit="tokens", enabled=enabled) as work:
-        yield lambda now: work.report(now, f"{(now - done) / work.seconds:,.0f} tokens/s")
+
+        def report(now: int) -> None:
+            work.report(now, f"{(now - done) / work.seconds:,.0f} tokens/s")
+
+        yield report
 
 
 def compiling(name: str, *, bar: bool = True) -> contextlib.AbstractContextManager[Work]:
-    """What the compiling of a program that a request waits for is done in."""
+    """Return the context in which a program is compiled while a request waits for it."""
     return working(f"compiling ({name})", bar=bar)
 
 
 @contextlib.contextmanager
 def warm_up_progress(*, beside: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields report(done, total, name): programs compiled, the last by name. A line at the end says how long it took.
-    beside: other work goes on, which may write lines of its own."""
+    """Yield a function `report(done, total, name)`: programs compiled, all programs, and the last one's name.
+
+    A line at the end reports the seconds that compiling took.
+
+    beside: True while other work runs that may write lines too; then no bar is drawn.
+    """
     with working("compiling", unit="programs", bar=not beside) as work:
-        yield lambda done, total, name: work.report(done, name, total)
+
+        def report(done: int, total: int, name: str) -> None:
+            work.report(done, name, total)
+
+        yield report
     say(f"compiled {work.done:.0f} programs in {work.seconds:.1f} s")

@@ -1,15 +1,16 @@
-"""Shapes in annotations: `Float[Array, "B K V"]`. They are checked in the tests (jaxtyping with beartype), never here.
+"""Array types with shapes for annotations, such as `Float[Array, "B K V"]`. Only the tests check them (jaxtyping,
+beartype).
 
-The axis letters, everywhere the same:
+The axis letters have the same meaning in every file:
 
   B rows                          H query heads             P pages in the pool
   K draft tokens a round          G key-value heads         S page size, in tokens
   T tokens of a row in one pass   D head size               N pages a row may hold
   V vocabulary                    E model width             R rounds a launch
-  L layers                        F MLP width               M numbers of a token's features
+  L layers                        F MLP width               M size of a token's features
 
-The target's pass over K drafts has T = K + 1. `_` is an axis of no interest, `*rest` or `...` any number of axes. A
-single letter is written with a space before it, " B": linters take it for a name otherwise.
+The target's pass over K draft tokens has T = K + 1. `_` is an axis of any size, `*rest` or `...` any number of axes. A
+single letter is written with a space before it, " B": linters would take "B" for the name of a type.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ else:
     except ImportError:
 
         class Unchecked:
-            """Stands in where jaxtyping, which only the tests need, is not installed: Float[Array, "B V"] is Array."""
+            """Replacement of jaxtyping's types where it is not installed: Float[Array, "B V"] is Array."""
 
             def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
                 return item[0]

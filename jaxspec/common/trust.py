@@ -1,5 +1,7 @@
-"""Files of the cache folder: they are read back only where no other user can have written them. Some hold programs, so
-that reading another user's file would run that user's code."""
+"""Access to files of the cache folder. A file is read only if no other user can have written it.
+
+Some files hold compiled programs: reading another user's file would run that user's code.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,21 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-ROOT = 0  # may write everything anyway, and made the files in a container's image
+ROOT = 0  # trusted: root can write every file anyway, and often owns the files of a container image
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 REMEDY = "delete it, or set JAXSPEC_CACHE to a folder of your own"
-reported: set[tuple[Path, str]] = set()  # folder and reason: one line for all its files
+reported: set[tuple[Path, str]] = set()  # (folder, reason): reported once for all files of the folder
 
 
 def cache_folder() -> Path:
-    """Where fetched files are kept: JAXSPEC_CACHE, else jaxspec in XDG_CACHE_HOME, else ~/.cache/jaxspec."""
+    """Return the folder of cached files: JAXSPEC_CACHE, else $XDG_CACHE_HOME/jaxspec, else ~/.cache/jaxspec."""
     if chosen := os.environ.get("JAXSPEC_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxspec"
 
 
 def flaw(known: os.stat_result) -> str | None:
-    """Return why a file or folder of this status cannot be trusted, or None."""
+    """Return why a file or folder with this status cannot be trusted, or None where it can."""
     if not stat.S_ISREG(known.st_mode) and not stat.S_ISDIR(known.st_mode):
         return "is neither a file nor a folder"
     if known.st_uid not in (ROOT, os.geteuid()):
@@ -38,7 +40,7 @@ def flaw(known: os.stat_result) -> str | None:
 
 
 def private_folder(path: Path) -> Path | None:
-    """Return the folder, made where it is missing and closed to other users; None, with a line, where that fails."""
+    """Make the folder if it is missing, close it to other users and return it. On failure log why and return None."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -59,9 +61,12 @@ def private_folder(path: Path) -> Path | None:
 
 @contextlib.contextmanager
 def trusted(path: Path, *, closed: bool = False) -> Iterator[BufferedReader]:
-    """Open a file that no other user can have written; closed: or can write from now on, where its digest is known.
+    """Open a file that no other user can have written.
 
-    Raises: OSError where it is missing or cannot be read; also, with a line, where it cannot be trusted.
+    closed: whether to take write permission from other users first, instead of refusing a file that they can write.
+    For callers that check the file's digest.
+
+    Raises: OSError where the file is missing, cannot be read or cannot be trusted. The last is also logged.
     """
     try:
         with open(path, "rb", opener=opener) as file:
@@ -78,7 +83,7 @@ def trusted(path: Path, *, closed: bool = False) -> Iterator[BufferedReader]:
 
 
 def close(found: int, allowed: int) -> None:
-    """Take all but these permissions from an own file or folder, where its file system can be written."""
+    """Remove all permissions but `allowed` from this user's file or folder, unless its file system is read-only."""
     known = os.fstat(found)
     if known.st_uid == os.geteuid() and known.st_mode & ~allowed & 0o777:
         with contextlib.suppress(OSError):
@@ -86,10 +91,11 @@ def close(found: int, allowed: int) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its writer
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # without O_NONBLOCK a pipe waits for its writer
 
 
 def report(folder: Path, path: Path, reason: str) -> None:
+    """Log why a path is not used, once for each folder and reason."""
     if (folder, reason) not in reported:
         reported.add((folder, reason))
         logger.warning("%s %s: nothing is read from it or kept there; %s", path, reason, REMEDY)

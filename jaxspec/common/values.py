@@ -1,7 +1,10 @@
-"""Option classes: frozen dataclasses that name the nearest known option when given an unknown one; and the checks of
-what they are given, each one line that names the value and the limit.
+"""Option classes and checks of their values.
 
-numpy is imported where it is used: the command line reads the classes for its help."""
+An option class is a frozen dataclass. Given an unknown option, it names the nearest known one. A check raises UserError
+with one line that names the value and the limit.
+
+numpy is imported inside functions: the command line imports these classes for --help, which has to be fast.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,34 @@ from typing import Any, TypeVar, dataclass_transform
 from jaxspec.common.errors import UnsupportedError, UserError, quoted
 
 T = TypeVar("T")
-LARGEST = 2**31 - 1  # of 32 bits, in which devices count
+LARGEST = 2**31 - 1  # int32, the type of counts and ids on devices
 LARGEST_ON_HOST = 2**63 - 1
 
 
-def option(text: str, *, default: Any = dataclasses.MISSING) -> Any:
+def option(text: str, *, default: Any = dataclasses.MISSING, factory: Any = dataclasses.MISSING) -> Any:
     """Declare a field of an option class. text: what it does; `--help` shows the first sentence."""
-    return dataclasses.field(default=default, metadata={"text": text})
+    return dataclasses.field(default=default, default_factory=factory, metadata={"text": text})
 
 
 def documented(cls: type[T]) -> type[T]:
     """Add the texts of a dataclass's options to its docstring, before the errors that it raises."""
-    described = [(field.name, field.metadata["text"]) for field in dataclasses.fields(cls) if "text" in field.metadata]  # type: ignore[arg-type]
-    lines = [
-        textwrap.fill(f"{name}: {text}", 120, initial_indent="  ", subsequent_indent="    ") for name, text in described
-    ]
+    entries = []
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if "text" in field.metadata:
+            entry = f"{field.name}: {field.metadata['text']}"
+            entries.append(textwrap.fill(entry, 120, initial_indent="  ", subsequent_indent="    "))
     head, raises, errors = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
-    cls.__doc__ = "\n".join([head.rstrip(), "", "Args:", *lines]) + (f"\n\n{raises}{errors}" if raises else "\n")
+    described = "\n".join([head.rstrip(), "", "Args:", *entries])
+    cls.__doc__ = f"{described}\n\n{raises}{errors}" if raises else described
     return cls
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
 def options(cls: type[T]) -> type[T]:
-    """Make a class a frozen dataclass of options. Its constructor refuses an unknown option with one clear line."""
+    """Make a class a frozen dataclass of options. Its constructor raises UserError for an unknown one."""
     cls = documented(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
-    plain_init, known = cls.__init__, [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    plain_init = cls.__init__
 
     @functools.wraps(plain_init)
     def init(self: Any, **given: Any) -> None:
@@ -55,25 +61,28 @@ def options(cls: type[T]) -> type[T]:
     return cls
 
 
-VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # its names of what has another here
+VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # vLLM's name -> ours, where they differ
 
 
 def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
-    """The refusal of an option, or by whatever word it goes, that `what` does not have."""
+    """Return the error for a name that `what` does not have, with the nearest known name.
+
+    word: the kind of name, for the message.
+    """
     near = [VLLM[name]] if VLLM.get(name) in known else difflib.get_close_matches(name[:80], known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known {word}s: {', '.join(known)}"
     return UserError(f"unknown {word} {quoted(name)} of {what}: {hint}")
 
 
 def truth(value: Any) -> bool:
-    """Whether it is True or False, of Python or of numpy."""
+    """Return whether the value is a bool of Python or numpy."""
     import numpy as np
 
     return isinstance(value, bool | np.bool_)
 
 
 def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str = "") -> int:
-    """value as an int. Raises UserError unless it is a whole number from least to most."""
+    """Return the value as an int. Raises UserError unless it is a whole number from least to most."""
     try:
         if truth(value):
             raise TypeError
@@ -88,7 +97,7 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str =
 
 
 def number(name: str, value: Any) -> float:
-    """value as a float. Raises UserError unless it is a number."""
+    """Return the value as a float. Raises UserError unless it is a number."""
     import numpy as np
 
     scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
@@ -101,24 +110,24 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Raises UserError unless value is True or False."""
+    """Return the value as a bool. Raises UserError unless it is True or False."""
     if not truth(value):
         raise UserError(f"{name}={quoted(value)} must be True or False")
     return bool(value)
 
 
 def ids(name: str, values: Any) -> tuple[int, ...]:
-    """Token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
+    """Return token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
         raise UserError(f"{name}={quoted(values)} must be a list of token ids")
     values = tuple(values)
     if set(map(type, values)) <= {int} and (not values or -LARGEST <= min(values) <= max(values) <= LARGEST):
-        return values  # as most are: a prompt is long, and comes by here more than once
+        return values  # the fast path: prompts are long and are checked several times
     return tuple(whole(name, i, -LARGEST) for i in values)
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """One string or several, none of them empty, as a tuple."""
+    """Return one string or several as a tuple. Raises UserError for an empty string or another type."""
     listed = (value,) if isinstance(value, str | Mapping) or not isinstance(value, Iterable) else tuple(value)
     if any(not isinstance(s, str) or not s for s in listed):
         raise UserError(f"{name}={quoted(value)} must hold non-empty strings")
@@ -126,7 +135,7 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
-    """Raises UnsupportedError for the first of names that is not at its default; the value says what to do."""
+    """Raise UnsupportedError for the first field of `names` that is not at its default. names: field -> remedy."""
     for field in dataclasses.fields(instance):
         if field.name not in names:
             continue
@@ -138,8 +147,10 @@ def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
 
 
 def check_counts(config: Any, most: Mapping[str, int]) -> None:
-    """Raises UserError unless each of these options is a whole number from 1 to most, or None where that is its
-    default."""
+    """Set each field of `most` (field -> limit) to its value as an int.
+
+    Raises UserError unless the value is a whole number from 1 to the limit. None is allowed where it is the default.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name, limit in most.items():
         value = getattr(config, name)
@@ -148,5 +159,6 @@ def check_counts(config: Any, most: Mapping[str, int]) -> None:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise UserError unless the value is one of `allowed`."""
     if value not in allowed:
         raise UserError(f"{name}={value!r} is unknown: use one of {', '.join(allowed)}")

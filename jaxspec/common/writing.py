@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and one line where the disk does not take them."""
+"""Atomic writing of files, and a one-line error where the disk refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMEDIES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: "raise the limi
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a path beside this one to write to. The file gets its name at the end, and is removed after any failure."""
+    """Yield a temporary path beside `path` to write to. It is renamed to `path` at the end and removed on failure."""
     partial = path.with_name(f".{os.getpid()}-{threading.get_ident()}.{path.name}")
     try:
         with disk_errors(path):
@@ -30,19 +30,22 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, otherwise: str = "choose another place") -> Iterator[None]:
-    """Raise DiskError, with one line that names this file or folder, where the system does not let it be written.
-    otherwise: the remedy where no more space would help."""
+    """Turn a system error raised inside into a DiskError with one line that names this file or folder.
+
+    otherwise: the remedy for errors other than a full disk, a quota or a file size limit.
+    """
     try:
         yield
     except Exception as error:
-        if (number := system_error(error)) is None:
+        number = system_error(error)
+        if number is None:
             raise
         remedy = REMEDIES.get(number, otherwise)
         raise DiskError(f"{path} cannot be written ({os.strerror(number)}): {remedy}") from error
 
 
 def system_error(error: Exception) -> int | None:
-    """Return the errno of an error: an OSError's, or what safetensors and orbax write into the texts of theirs."""
+    """Return the errno of a system error, else None. safetensors and orbax write the number only into the message."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"os[_ ]error(?:_code)?[ =']*(\d+)", str(error))

@@ -1,4 +1,4 @@
-"""What `jaxspec demo` was asked for, checked before anything is loaded."""
+"""Options of `jaxspec demo`, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from jaxspec.common.values import one_of
 from jaxspec.options.engine import DTYPES, EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 
-LONGEST, PROMPT = 2048, 256  # tokens: of a prompt with its answer, and of the longest prompt
+LONGEST = 2048  # tokens of a prompt and its answer
+PROMPT = 256  # tokens of the longest prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is compared. The first sentence of each is the command line's help.
+    """Options of the demo. The first sentence of each entry is its --help text.
 
     Args:
       max_tokens: Longest answer to each prompt, in tokens.
-      draft: The draft; the head that comes with jaxspec.
-      dtype: As EngineConfig has it.
+      draft: Draft model or head for the demo's target.
+      dtype: Compute dtype, as in EngineConfig.
       compare_transformers: Answer with transformers too (needs torch).
     """
 
@@ -30,7 +31,7 @@ class Options:
     compare_transformers: bool = False
 
     def __post_init__(self) -> None:
-        SamplingParams(max_tokens=self.max_tokens)  # refuses what it cannot be
+        SamplingParams(max_tokens=self.max_tokens)  # raises UserError for an invalid value
         if self.max_tokens > LONGEST - PROMPT:
             raise UserError(
                 f"max_tokens={self.max_tokens} is above {LONGEST - PROMPT}: the demo holds {LONGEST} tokens, "

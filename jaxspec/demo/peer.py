@@ -1,4 +1,4 @@
-"""The demo's prompts answered by transformers, on the same weights in the same run."""
+"""Comparison with transformers: the demo's prompts, with the same weights, in the same run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ WARM_UP_TOKENS = 4
 
 
 def compare(llm: LLM, prompts: Sequence[Any], max_tokens: int, plain: Sequence[list[int]]) -> dict[str, Any]:
-    """dtype -> tokens, seconds, tokens_per_second of greedy answers, one prompt at a time, and how many of them are
-    the `plain` ones.
+    """Answer the prompts greedily with transformers, one at a time, and return the figures of each dtype.
 
-    Raises: UserError, in one line, where torch is missing or the model is none that this can build.
+    plain: token ids of jaxspec's plain answers; "same_answers" counts the answers that equal them.
+
+    Raises: UserError where torch is missing or `build` does not support the model.
     """
     check()
     import torch
@@ -54,12 +55,13 @@ def compare(llm: LLM, prompts: Sequence[Any], max_tokens: int, plain: Sequence[l
 
 
 def check() -> None:
-    """Raises UserError where torch is missing."""
+    """Raise UserError where torch is missing."""
     if importlib.util.find_spec("torch") is None:
         raise UserError("--compare-transformers needs torch: pip install torch, or leave the option out")
 
 
 def answer(model: Any, ids: Any, max_tokens: int) -> list[int]:
+    """Return the new token ids of one greedy answer."""
     import torch
 
     with torch.inference_mode():
@@ -68,7 +70,10 @@ def answer(model: Any, ids: Any, max_tokens: int) -> list[int]:
 
 
 def build(model: Model, stop_ids: list[int]) -> Any:
-    """A torch model with these weights. Raises UserError for a family other than Llama with plain rotary angles."""
+    """Return a torch model with these weights.
+
+    Raises: UserError for a family other than Llama, and for scaled rotary embeddings.
+    """
     import torch
     import transformers
 
@@ -91,29 +96,32 @@ def build(model: Model, stop_ids: list[int]) -> Any:
         pad_token_id=stop_ids[0],
     )
     built = transformers.LlamaForCausalLM(config).eval()
-    missing, unexpected = built.load_state_dict(
-        {name: torch.from_numpy(x) for name, x in tensors(model).items()}, strict=False
-    )
-    assert set(missing) <= {"lm_head.weight"}, missing  # tied
+    state = {name: torch.from_numpy(x) for name, x in tensors(model).items()}
+    missing, unexpected = built.load_state_dict(state, strict=False)
+    assert set(missing) <= {"lm_head.weight"}, missing  # absent where it is tied to the embedding
     assert not unexpected, unexpected
     built.tie_weights()
     return built
 
 
 def tensors(model: Model) -> dict[str, np.ndarray]:
-    """The parameters by Hugging Face's names, output-first and not merged, in float32."""
+    """Return the parameters in float32 under Hugging Face's names: outputs first, merged products split."""
     found = {}
     for where, parameter in parameters(model.config).items():
         x = np.array(dense(model.params[where]), np.float32)
         if parameter.kind == "matrix":
             x = x.T
         for part, name in HF.sources(where).items():
-            found[name] = np.ascontiguousarray(cut(x, dict(parameter.parts), part) if part else x)
+            own = split(x, dict(parameter.parts), part) if part else x
+            found[name] = np.ascontiguousarray(own)
     return found
 
 
-def cut(x: np.ndarray, columns: dict[str, int], part: str) -> np.ndarray:
-    """A part of a merged product [O, ...], whose rows are grouped."""
+def split(x: np.ndarray, columns: dict[str, int], part: str) -> np.ndarray:
+    """Return one part of a merged product [O, ...].
+
+    Its rows are groups; each group holds `columns` rows of every part, in this order.
+    """
     names = list(columns)
     start = sum(columns[name] for name in names[: names.index(part)])
     groups = x.reshape(-1, sum(columns.values()), *x.shape[1:])

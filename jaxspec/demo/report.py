@@ -1,4 +1,4 @@
-"""The demo's document as tables and as a picture."""
+"""Tables and a picture of the demo's results."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from jaxspec.drafters.methods import LOOKUP
 Document = dict[str, Any]
 PEERS = {"float32": "transformers f32", "bfloat16": "transformers bf16"}
 COLOURS = {"plain": "#9aa5b1", "n-gram": "#2a7de1", "both": "#3a9a5b"}
-OF_DRAFT = "#e1812a"
+DRAFT_COLOUR = "#e1812a"  # of every other method
 
 
 def named(method: str) -> str:
-    """What readers are told of a method: a head's own name."""
-    return "both" if method.startswith(LOOKUP) else {"ngram": "n-gram", "draft_model": "draft"}.get(method, method)
+    """Return the method's name in the tables. A head keeps its own name."""
+    if method.startswith(LOOKUP):
+        return "both"
+    return {"ngram": "n-gram", "draft_model": "draft"}.get(method, method)
 
 
 def show(document: Document) -> None:
-    """Answers and tables on standard output."""
+    """Print the answers and the tables."""
     from rich.console import Console
     from rich.text import Text
 
@@ -44,12 +46,12 @@ def show(document: Document) -> None:
 
 
 def speculative(document: Document) -> dict[str, Any]:
-    """The methods that draft."""
+    """Return the results of the speculative methods."""
     return {name: m for name, m in document["methods"].items() if "num_drafts" in m}
 
 
 def empty_table(first: str, *columns: str) -> Any:
-    """Narrow enough for a terminal of 80 columns."""
+    """Return a table without rows, formatted to fit into 80 columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -61,17 +63,17 @@ def empty_table(first: str, *columns: str) -> Any:
 
 
 def method_table(document: Document) -> Any:
-    """A line for each method, and for transformers where they were compared."""
+    """Return a table with a line for each method, and one for each dtype of transformers where it was compared."""
     table = empty_table("method", "K", "tokens/s", "speed-up", "accept.", "% at 1 2 3 4", "same")
     plain = document["methods"]["plain"]["tokens_per_second"]
     for name, m in document["methods"].items():
-        spoken = ["", "", ""]
+        drafting = ["", "", ""]
         if "num_drafts" in m:
             rates = " ".join(f"{100 * rate:.0f}" for rate in acceptance_rates(m))
-            spoken = [f"{m['mean_acceptance_length']:.2f}", rates, "yes" if m["identical_to_plain"] else "NO"]
+            drafting = [f"{m['mean_acceptance_length']:.2f}", rates, "yes" if m["identical_to_plain"] else "NO"]
         speed = m["tokens_per_second"]
         k = str(m.get("num_speculative_tokens", ""))
-        table.add_row(named(name), k, f"{speed:.1f}", f"{speed / plain:.2f}x", *spoken)
+        table.add_row(named(name), k, f"{speed:.1f}", f"{speed / plain:.2f}x", *drafting)
     for dtype, m in (document["transformers"] or {}).items():
         same = f"{m['same_answers']}/{len(document['prompts'])}"
         speed = m["tokens_per_second"]
@@ -80,8 +82,9 @@ def method_table(document: Document) -> Any:
 
 
 def prompt_table(document: Document) -> Any:
-    """Tokens per second by prompt, with the acceptance length where there is one."""
-    methods, drafting = document["methods"], speculative(document)
+    """Return a table of tokens per second by prompt, with the acceptance length of speculative methods."""
+    methods = document["methods"]
+    drafting = speculative(document)
     table = empty_table("tokens/s (accept.)", *map(named, methods))
     for i, title in enumerate(document["titles"]):
         cells = []
@@ -93,23 +96,25 @@ def prompt_table(document: Document) -> Any:
 
 
 def acceptance_rates(method: Document) -> list[float]:
-    """Of the rounds that drafted, the share that accepted the first, second, ... draft."""
+    """Return the share of drafting rounds that accepted the first, second, ... draft token."""
     return [n / max(method["num_drafts"], 1) for n in method["num_accepted_tokens_per_pos"]]
 
 
 def draw(document: Document, path: Path) -> None:
-    """Acceptance by position, and tokens per second by prompt, as a picture (format by the file's ending)."""
+    """Draw acceptance by position and tokens per second by prompt. The file's suffix decides the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    methods, titles, drafting = document["methods"], document["titles"], speculative(document)
+    methods = document["methods"]
+    titles = document["titles"]
+    drafting = speculative(document)
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     FigureCanvasAgg(figure)  # no window, whatever the user's backend
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.9))
 
     positions = range(1, 1 + max(len(m["num_accepted_tokens_per_pos"]) for m in drafting.values()))
-    for name, m in drafting.items():
-        bars(left, list(drafting).index(name), len(drafting), acceptance_rates(m), name, "{:.0%}")
+    for i, (name, m) in enumerate(drafting.items()):
+        bars(left, i, len(drafting), acceptance_rates(m), name, "{:.0%}")
     left.set(title="Drafts accepted, by position", xlabel="position in the round", ylabel="share of drafting rounds")
     left.set(xticks=range(len(positions)), xticklabels=positions, ylim=(0, 1.09))
     left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -118,9 +123,8 @@ def draw(document: Document, path: Path) -> None:
         label = named(name)
         if name in drafting:
             label += f", K = {m['num_speculative_tokens']}, acceptance length {m['mean_acceptance_length']:.2f}"
-        bars(
-            right, i, len(methods), [m["tokens_per_second"], *m["tokens_per_second_per_prompt"]], name, "{:.0f}", label
-        )
+        speeds = [m["tokens_per_second"], *m["tokens_per_second_per_prompt"]]
+        bars(right, i, len(methods), speeds, name, "{:.0f}", label)
     right.axvline(0.5, color="#cccccc", linewidth=1)
     right.set(title="Tokens per second", xticks=range(1 + len(titles)), xticklabels=["all prompts", *titles])
     right.set_ylim(top=right.get_ylim()[1] * 1.45)  # room for the legend
@@ -136,9 +140,9 @@ def draw(document: Document, path: Path) -> None:
 
 
 def bars(axes: Any, i: int, count: int, values: list[float], name: str, form: str, label: str | None = None) -> None:
-    """The i-th of `count` bars of each group."""
+    """Draw the i-th of `count` bars of every group. form: format of the number above each bar."""
     width = 0.8 / count
     at = [group + (i - (count - 1) / 2) * width for group in range(len(values))]
-    drawn = axes.bar(at, values, width=width * 0.94, color=COLOURS.get(named(name), OF_DRAFT), label=label)
+    drawn = axes.bar(at, values, width=width * 0.94, color=COLOURS.get(named(name), DRAFT_COLOUR), label=label)
     size = 10 if count < 3 else 8
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3, color="#333333", fontsize=size)

@@ -1,4 +1,4 @@
-"""The demo: real weights, plain decoding and speculation side by side on the same engine."""
+"""The demo: real weights, plain and speculative decoding side by side."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from jaxspec.api.llm import LLM
 
 NUM_SPECULATIVE_TOKENS = 4
-DRAFT_CHOICES = (2, 3, 4)  # K of the head, or of another --draft, of which the fastest here is shown
-TRIAL_TOKENS = 24  # of each answer, to find it
+DRAFT_CHOICES = (2, 3, 4)  # values of K tried with --draft alone; the fastest on this machine is shown
+TRIAL_TOKENS = 24  # tokens of each answer in that trial
 
 RIVER = (
     "The Amazon river is 6,400 kilometres long. It rises in the Andes of Peru and flows east through Brazil to the "
@@ -36,7 +36,7 @@ CODE = """def total_price(items, tax):
     for item in items:
         price += item.price * item.count
     return price * (1 + tax)"""
-# Title -> what the user says. Repeating and editing is where prompt lookup shines; open questions are where it cannot.
+# Title -> user message. Prompt lookup gains where the answer repeats the prompt, and nothing on an open question.
 PROMPTS = {
     "repeat a text": f"Repeat this text exactly:\n\n{RIVER}",
     "fix spelling": "Fix the spelling mistakes in this text and change nothing else:\n\n"
@@ -49,7 +49,7 @@ PROMPTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Decoding with this LLM and num_speculative_tokens drafts a round."""
+    """One way of decoding: an LLM and the number of draft tokens a round."""
 
     llm: LLM
     num_speculative_tokens: int
@@ -57,9 +57,9 @@ class Way:
 
 @dataclasses.dataclass
 class Run:
-    """One prompt's answer by one method.
+    """The answer to one prompt by one method.
 
-    seconds: of the call, as others' are measured, compiling left out.
+    seconds: wall time of the call without compiling.
     """
 
     output: RequestOutput
@@ -70,11 +70,11 @@ class Run:
         return self.output.outputs[0].token_ids
 
 
-Runs = dict[str, list[Run]]  # method -> of every prompt
+Runs = dict[str, list[Run]]  # method -> its runs, in the order of the prompts
 
 
 def demo(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
-    """Runs the demo and prints it: tables, or one JSON document. Progress goes to standard error."""
+    """Run the demo and print tables or one JSON document. Progress goes to standard error."""
     if plot is not None and plot.suffix != ".png":
         raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
     if plot is not None and not plot.absolute().parent.is_dir():
@@ -92,21 +92,25 @@ def demo(options: Options, *, as_json: bool = False, plot: Path | None = None) -
 
 
 def sampling(max_tokens: int, num_speculative_tokens: int) -> SamplingParams:
+    """Return greedy sampling parameters."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=num_speculative_tokens)
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """Answers every prompt with every method, one at a time, and describes it. All share the target's weights."""
+    """Answer every prompt with every method, one at a time, and return the JSON document.
+
+    All methods share the target's weights.
+    """
     from jaxspec.api.llm import LLM
 
     say(f"loading {MODEL} ...")
-    # One row and a short context: the pool holds what the demo needs and no more.
+    # One row and a short context keep the page pool small.
     llm = LLM(
         MODEL,
         speculative_config=always(NUM_SPECULATIVE_TOKENS, method="ngram"),
         dtype=options.dtype,
         max_num_seqs=1,
-        enable_prefix_caching=False,  # or the second method would find the first one's prompt
+        enable_prefix_caching=False,  # otherwise the second method would reuse the first one's prefill
         max_model_len=options.max_model_len,
     )
     prompts = {title: llm.render_chat([{"role": "user", "content": text}]) for title, text in PROMPTS.items()}
@@ -126,11 +130,7 @@ def measure(options: Options) -> dict[str, Any]:
     ways[method] = choices[max(trials, key=trials.__getitem__)]
     ways = {name: ways[name] for name in ("plain", "ngram", method, LOOKUP + method)}
     say(f"compiled in {sum(compiling.values()):.1f} s; answering {len(prompts)} prompts, one at a time ...")
-    runs: Runs = {name: [] for name in ways}
-    for title, prompt in prompts.items():
-        for name, way in ways.items():
-            runs[name].append(answer(way, prompt, options.max_tokens))
-        say(f"  {title}: " + ", ".join(f"{name} {taken[-1].seconds:.1f} s" for name, taken in runs.items()))
+    runs = answers(ways, prompts, options.max_tokens)
     document = describe(ways, runs, compiling)
     peers = None
     if options.compare_transformers:
@@ -144,12 +144,15 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def always(k: int, **which: str) -> dict[str, Any]:
-    """K drafts in every round: the table shows where they pay and where they do not."""
+    """Return a config with K drafts in every round: the table is to show where drafts do not pay, too."""
     return {**which, "num_speculative_tokens": k, "adaptive": False}
 
 
 def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
-    """K -> way. An engine is compiled for K and half of it, so two engines serve all choices."""
+    """Return the ways of decoding with the draft alone, by K.
+
+    An engine is compiled for its K and for half of it, so one engine can serve two choices of K.
+    """
     ways: dict[int, Way] = {}
     for k in sorted(DRAFT_CHOICES, reverse=True):
         half = next((way for most, way in ways.items() if most // 2 == k), None)
@@ -158,7 +161,7 @@ def draft_ways(llm: LLM, draft: str) -> dict[int, Way]:
 
 
 def trial(ways: dict[int, Way], prompts: dict[str, Any], max_tokens: int) -> dict[int, float]:
-    """K -> tokens per second over the prompts, taken in turns."""
+    """Return the tokens per second of each K, with the values of K taking turns at every prompt."""
     runs: dict[int, list[Run]] = {k: [] for k in ways}
     for prompt in prompts.values():
         for k, way in ways.items():
@@ -171,7 +174,7 @@ def tokens_per_second(runs: list[Run]) -> float:
 
 
 def warm_up(way: Way, prompts: dict[str, Any], max_tokens: int) -> float:
-    """Compiles what these prompts need, by one round of each; the seconds that compiling took."""
+    """Compile the programs for these prompts by starting to stream each. Return the seconds spent on compiling."""
     before = way.llm.timing.compile_seconds
     for prompt in prompts.values():
         pieces = way.llm.stream(prompt, sampling(max_tokens, way.num_speculative_tokens))
@@ -180,15 +183,29 @@ def warm_up(way: Way, prompts: dict[str, Any], max_tokens: int) -> float:
     return way.llm.timing.compile_seconds - before
 
 
+def answers(ways: dict[str, Way], prompts: dict[str, Any], max_tokens: int) -> Runs:
+    """Answer every prompt with every method. The methods take turns at each prompt."""
+    runs: Runs = {name: [] for name in ways}
+    for title, prompt in prompts.items():
+        for name, way in ways.items():
+            runs[name].append(answer(way, prompt, max_tokens))
+        say(f"  {title}: " + ", ".join(f"{name} {taken[-1].seconds:.1f} s" for name, taken in runs.items()))
+    return runs
+
+
 def answer(way: Way, prompt: Any, max_tokens: int) -> Run:
-    timing, params = way.llm.timing, sampling(max_tokens, way.num_speculative_tokens)
-    before, started = timing.compile_seconds, time.perf_counter()
+    """Answer one prompt and time it, compiling excluded."""
+    timing = way.llm.timing
+    params = sampling(max_tokens, way.num_speculative_tokens)
+    compiled_before = timing.compile_seconds
+    started = time.perf_counter()
     (output,) = whole(way.llm.generate([prompt], params, progress=False))
-    return Run(output, time.perf_counter() - started - (timing.compile_seconds - before))
+    seconds = time.perf_counter() - started
+    return Run(output, seconds - (timing.compile_seconds - compiled_before))
 
 
 def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> dict[str, Any]:
-    """The JSON document, but for what only some runs have."""
+    """Return the entries of the JSON document that every demo has."""
     from jaxspec.parallel.placement import device_name
 
     llm = ways["plain"].llm
@@ -217,7 +234,8 @@ def describe(ways: dict[str, Way], runs: Runs, compiling: dict[str, float]) -> d
 
 
 def speculation(taken: list[Run], plain: list[Run], k: int) -> dict[str, Any]:
-    """What a method of k drafts a round adds: its counters, and whether its answers are the plain ones."""
+    """Return the entries of a speculative method: its counters, and where its answers differ from the plain ones."""
+    # An engine counts positions up to its own K, which may be larger than k.
     total = SpecDecodeMetrics()
     for run in taken:
         total += run.output.metrics
@@ -226,7 +244,7 @@ def speculation(taken: list[Run], plain: list[Run], k: int) -> dict[str, Any]:
         "num_speculative_tokens": k,
         "mean_acceptance_length": total.mean_acceptance_length,
         "num_drafts": total.num_drafts,
-        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos[:k],  # an engine counts up to its own K
+        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos[:k],
         "mean_acceptance_length_per_prompt": [run.output.metrics.mean_acceptance_length for run in taken],
         "identical_to_plain": not differences,
         "differences": differences,
@@ -234,9 +252,11 @@ def speculation(taken: list[Run], plain: list[Run], k: int) -> dict[str, Any]:
 
 
 def first_differences(taken: list[Run], plain: list[Run]) -> Iterator[dict[str, int]]:
-    """Where each answer leaves the plain one: which prompt, and the first output position that differs."""
+    """Yield, for each answer that differs from the plain one, the prompt's index and the first differing position."""
     for prompt, (mine, other) in enumerate(zip(taken, plain, strict=True)):
-        a, b = mine.token_ids, other.token_ids
+        a = mine.token_ids
+        b = other.token_ids
         if a != b:
             agree = [x == y for x, y in zip(a, b, strict=False)]
-            yield {"prompt": prompt, "position": agree.index(False) if False in agree else len(agree)}
+            position = agree.index(False) if False in agree else len(agree)
+            yield {"prompt": prompt, "position": position}

@@ -1,4 +1,7 @@
-"""Whether a target and its draft fit on chips that need not be here: bytes on each device, from shapes alone."""
+"""Memory that a target and its draft need on given accelerators, computed from shapes alone.
+
+The accelerators need not be present. All bytes are those of one device.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ from jaxspec.parallel.placement import absent, check_draft_size
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is to fit where. Options as `EngineConfig` and `SpeculativeConfig` have them.
+    """The question: models, accelerators, and options as in `EngineConfig` and `SpeculativeConfig`.
 
     tensor_parallel_size: None for all chips.
-    num_speculative_tokens: None for the default beside a draft, and for no speculation without one.
+    num_speculative_tokens: None for the default where there is a draft, else for no speculation.
     """
 
     target: ModelConfig
@@ -61,13 +64,19 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Bytes are those of one device; pages are of all models together.
+    """The answer. Bytes are those of one device; a page belongs to all models together.
 
-    memory: what the engine uses of a device's; free: what weights and temporary memory leave of it, below 0 where they
-    take more.
-    tokens: of context, of all rows together; longest_context: of a row that is alone.
-    rows: of max_model_len tokens, that the pages hold at once.
-    problems: why it does not work, in words; none where it does.
+    memory: bytes that the engine may use.
+    target_weights, draft_weights: bytes of the weights.
+    temporary: bytes that programs need while they run.
+    free: bytes left for pages; negative where weights and temporary memory exceed `memory`.
+    page_size: tokens of a page.
+    target_page, draft_page, features_page: bytes of a page in each cache.
+    pages: number of pages that fit.
+    tokens: context tokens that fit, over all rows.
+    longest_context: context tokens that fit where a row is alone.
+    rows: rows of max_model_len tokens that fit at once.
+    problems: reasons why the models do not fit; empty where they do.
     """
 
     dtype: str
@@ -88,8 +97,11 @@ class Fit:
 
 
 def fit(asked: Asked) -> Fit:
-    """Raises: UserError for what no engine can be made with, whatever its memory: a degree that does not divide what it
-    cuts, an option out of its range."""
+    """Compute the memory that the models need, and how many pages fit beside them.
+
+    Raises: UserError for options that are invalid whatever the memory, for example a degree that does not divide the
+    model's heads.
+    """
     options = EngineConfig(
         tensor_parallel_size=asked.degree,
         dtype=asked.dtype,
@@ -99,26 +111,30 @@ def fit(asked: Asked) -> Fit:
     if asked.longest > asked.target.max_model_len:
         raise UserError(f"max_model_len={asked.longest} exceeds the model's own {asked.target.max_model_len}: lower it")
     check_degrees(asked)
-    kind, speculative = asked.chips.kind, asked.speculative
-    platform, dtype = facts(kind.platform), compute_dtype(asked.dtype, kind.device)
-    cuts = {"target": asked.degree, "draft": asked.draft_tensor_parallel_size}
-    given = {"target": asked.target} | ({"draft": asked.draft} if asked.draft else {})
-    configs = {name: for_degree(config, cuts[name]) for name, config in given.items()}
-    weights = {name: weight_bytes(config, dtype, cuts[name]) for name, config in configs.items()}
-    page = {name: page_bytes(config, dtype, cuts[name], kind.platform) for name, config in configs.items()}
+    kind = asked.chips.kind
+    platform = facts(kind.platform)
+    speculative = asked.speculative
+    dtype = compute_dtype(asked.dtype, kind.device)
+    degrees = {"target": asked.degree}
+    configs = {"target": for_degree(asked.target, asked.degree)}
+    if asked.draft:
+        degrees["draft"] = asked.draft_tensor_parallel_size
+        configs["draft"] = for_degree(asked.draft, asked.draft_tensor_parallel_size)
+    weights = {name: weight_bytes(config, dtype, degrees[name]) for name, config in configs.items()}
+    page = {name: page_bytes(config, dtype, degrees[name], kind.platform) for name, config in configs.items()}
     width = draft_spec(asked.draft).features_width if asked.draft else 0
     layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
-    features = layout.stored_bytes(cuts["draft"], kind.platform)
+    features = layout.stored_bytes(asked.draft_tensor_parallel_size, kind.platform)
     models = {name: Model(config, {}) for name, config in configs.items()}
     temporary = temporary_bytes(models, options, speculative, kind.platform)
     memory = int(kind.programs_memory * options.memory_utilization)
     free = memory - temporary - sum(weights.values())
     all_pages = sum(page.values()) + features
     pages = max(free, 0) // all_pages
-    # A row holds its drafts, too, until they are verified.
+    # A row's pages also hold its draft tokens until they are verified.
     drafts = speculative.num_speculative_tokens if speculative else 0
-    row = -(-(asked.longest + drafts) // platform.page_size)
-    need = memory - free + row * all_pages
+    pages_per_row = math.ceil((asked.longest + drafts) / platform.page_size)
+    need = memory - free + pages_per_row * all_pages
     lacks = (
         f"{need / 1e9:.2f} GB a device are needed for a row of {asked.longest} tokens, {memory / 1e9:.2f} GB are there"
     )
@@ -136,25 +152,25 @@ def fit(asked: Asked) -> Fit:
         pages=pages,
         tokens=pages * platform.page_size,
         longest_context=min(max(pages * platform.page_size - drafts, 0), asked.target.max_model_len),
-        rows=pages // row,
-        problems=(lacks,) if pages < row else (),
+        rows=pages // pages_per_row,
+        problems=(lacks,) if pages < pages_per_row else (),
     )
 
 
 def weight_bytes(config: ModelConfig, dtype: Any, degree: int) -> int:
-    """Of a model's own parameters, on each of so many devices."""
+    """Return the bytes of a model's own parameters on each of `degree` devices. Shared parameters do not count."""
     own = [p for p in abstract_params(config, dtype, absent(degree)).values() if not p.borrowed]
     return sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in own)
 
 
 def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str) -> int:
-    """Of a page of all layers, on each of so many devices."""
+    """Return the bytes of a page, over all layers, on each of `degree` devices."""
     layout = cache_layout(config, page_size=facts(platform).page_size, num_pages=1, dtype=dtype, platform=platform)
     return layout.stored_bytes(degree, platform)
 
 
 def check_degrees(asked: Asked) -> None:
-    """Raises UserError naming a degree that does not work, and those that do."""
+    """Raise UserError for a tensor parallel degree that does not work. The message names those that do."""
     if asked.degree > asked.chips.count:
         raise UserError(
             f"tensor_parallel_size={asked.degree} needs that many devices, {asked.chips.name} has {asked.chips.count}: "
@@ -162,17 +178,27 @@ def check_degrees(asked: Asked) -> None:
         )
     check_divides(asked.target, asked.degree, most=asked.chips.count)
     if asked.draft is not None:
-        # A draft of smaller degree is cut over the first axis of the target's mesh.
+        # A draft of a smaller degree is sharded over the first axis of the target's mesh.
         degree = asked.draft_tensor_parallel_size
         check_draft_size(degree, asked.degree)
         check_divides(asked.draft, degree, most=asked.degree, of_draft=True)
 
 
 def document(asked: Asked) -> dict[str, Any]:
-    """All of it, for JSON: "chips", the options, "fit" (see `Fit`), whether it "fits", else what "would_fit"."""
-    found, kind = fit(asked), asked.chips.kind
-    chips = {"name": asked.chips.name, "devices": asked.chips.count, "hosts": -(-asked.chips.count // kind.host)}
-    chips |= {"platform": kind.platform, "memory_bytes": kind.memory, "bandwidth_bytes_per_second": kind.bandwidth}
+    """Return question and answer for JSON.
+
+    Keys: "chips", the options, "fit" (the fields of `Fit`), "fits" (a bool), and "would_fit" (the `remedies`).
+    """
+    found = fit(asked)
+    kind = asked.chips.kind
+    chips = {
+        "name": asked.chips.name,
+        "devices": asked.chips.count,
+        "hosts": math.ceil(asked.chips.count / kind.host),
+        "platform": kind.platform,
+        "memory_bytes": kind.memory,
+        "bandwidth_bytes_per_second": kind.bandwidth,
+    }
     speculative = asked.speculative
     return {
         "chips": chips,
@@ -188,7 +214,7 @@ def document(asked: Asked) -> dict[str, Any]:
 
 
 def remedies(asked: Asked, found: Fit) -> list[str]:
-    """The options by which it would work, each by itself; the least of each kind."""
+    """Return the single option changes that would make the models fit: of each kind of change the smallest."""
 
     def works(changes: dict[str, Any]) -> bool:
         try:
@@ -196,12 +222,17 @@ def remedies(asked: Asked, found: Fit) -> list[str]:
         except UserError:  # a degree that does not divide
             return False
 
-    tried = [next((words for words, changes in kind if works(changes)), None) for kind in changes(asked, found)]
-    return [words for words in tried if words]
+    working = []
+    for kind in candidates(asked, found):
+        for words, changes in kind:
+            if works(changes):
+                working.append(words)
+                break
+    return working
 
 
-def changes(asked: Asked, found: Fit) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
-    """Kinds of remedies: each of (what to say, what to change), the least change first."""
+def candidates(asked: Asked, found: Fit) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
+    """Yield kinds of changes. Each is a series of (words for the message, fields to change), the smallest first."""
     have = asked.chips
 
     def numbers(name: str, values: Iterable[int]) -> Iterable[tuple[str, dict[str, Any]]]:

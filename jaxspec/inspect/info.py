@@ -1,32 +1,28 @@
-"""What a model is and what it needs, read from its configuration and tokenizer: no weights are loaded."""
+"""Description of a model and the memory it needs, from its configuration and tokenizer. No weights are loaded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 import checkpoints
 from jaxspec.bench import presets
-from jaxspec.cache import budget
-from jaxspec.cache.pages import cache_layout, features_layout
+from jaxspec.cache.pages import cache_layout
 from jaxspec.common.errors import UserError
 from jaxspec.engine.catalogue import Closed
-from jaxspec.engine.setup import catalogue, temporary_bytes
+from jaxspec.engine.setup import catalogue
 from jaxspec.hardware.accelerators import Accelerator, accelerator
 from jaxspec.hardware.chips import chips
-from jaxspec.hardware.platforms import facts as platform_facts
 from jaxspec.inspect import fit
+from jaxspec.inspect.pool import pool
 from jaxspec.loading.drafts import check_same_tokenizer
 from jaxspec.loading.resolved import ResolvedModel, resolved, resolved_draft
 from jaxspec.loading.weights import check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
 from jaxspec.models.draft_spec import draft_spec
-from jaxspec.models.model import Model
 from jaxspec.models.reading import Reading
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
@@ -36,65 +32,80 @@ from pallas_kernels.device import Device, here
 def describe(
     model: str, draft: str | None = None, device: str | None = None, max_num_seqs: int | None = None
 ) -> dict[str, Any]:
-    """{"model": {...}, "draft": {...} where one is named, "device", "memory_bytes", "temporary_bytes", "page_size",
-    "pages", "tokens_that_fit", "draft_fits", "draft_problem", "programs"}.
+    """Return a description of a model, its draft and the default engine for them, for JSON.
 
-    device: the name of an accelerator, which need not be here; None for this machine's first.
-    memory_bytes: what the engine uses of it, None where that is not known; of it weights and, for programs,
-    temporary_bytes are taken. pages: how many the default engine could hold of both models together in what remains.
-    The draft's "head" is what its checkpoint was taken for (`understood`), None where it is a model of its own.
-    programs: the names of those that an engine compiles which warms up; max_num_seqs: its rows, None for the default.
-    draft_fits: None without a draft, else whether it can draft for the model; draft_problem says why not.
+    device: name of an accelerator, present or not; None for this machine's first device.
+    max_num_seqs: rows of the engine whose programs are listed; None for the default.
+
+    Keys of the result:
+      model, draft: see `facts`; draft is None where none is named. Its "head" is how its checkpoint was read (see
+        `understood`), or None for a draft model.
+      draft_fits, draft_problem: whether the draft can draft for the model, and why not; None without a draft.
+      device: the device in words.
+      memory_bytes: memory that the engine may use, or None where it is unknown. Weights and temporary_bytes (for
+        programs while they run) are taken from it.
+      page_size, pages, tokens_that_fit: tokens of a page, and the pages of both models that fit into the rest.
+      programs: names of the programs that an engine with warm_up=True compiles at its start.
 
     Raises: UserError for an unknown device.
     """
     absent = accelerator(device) if device else None
     chip = absent.device if absent else here()
     found = resolved(checkpoints.resolve(model, weights=False))
-    source, configs = found.source, {"target": found.config}
+    source = found.source
+    configs = {"target": found.config}
     target = facts(source, configs["target"], chip, source)
     document: dict[str, Any] = {"model": target, "draft": None, "draft_fits": None, "draft_problem": None}
     document["device"] = described(chip, absent)
     if draft is not None:
-        draft_source = checkpoints.resolve(draft)  # of a head, the tensors' names say what it is
+        draft_source = checkpoints.resolve(draft)  # with weights: a head is recognised by the names of its tensors
         try:
             drafting = resolved_draft(draft_source, found)
-            configs["draft"], reading = drafting.config, drafting.reading
+            reading = drafting.reading
+            configs["draft"] = drafting.config
             check_same_tokenizer(source, checkpoints.load_tokenizer(source), draft_source)
             check_table(configs["target"], draft_source.name, configs["draft"])
             document["draft_fits"] = True
         except UserError as problem:
             document |= {"draft_fits": False, "draft_problem": str(problem)}
         if "draft" in configs:
-            # A head stops where its target does, whatever it brings.
-            own = reading is None and checkpoints.load_fingerprint(draft_source) is None
-            own = own and checkpoints.has_tokenizer(draft_source)
-            document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own else source)
+            # A head uses its target's tokenizer and stop ids, even where its folder has a tokenizer.
+            is_model = reading is None and checkpoints.load_fingerprint(draft_source) is None
+            own_tokenizer = is_model and checkpoints.has_tokenizer(draft_source)
+            document["draft"] = facts(draft_source, configs["draft"], chip, draft_source if own_tokenizer else source)
             document["draft"]["head"] = understood(reading) if reading else None
     options = EngineConfig(warm_up=True)
-    options = options if max_num_seqs is None else dataclasses.replace(options, max_num_seqs=max_num_seqs)
+    if max_num_seqs is not None:
+        options = dataclasses.replace(options, max_num_seqs=max_num_seqs)
     document["programs"] = programs(configs, options, chip)
-    return document | pool(configs, document, chip, absent)
+    weights = sum(m["weight_bytes"] for m in (document["model"], document["draft"]) if m)
+    return document | pool(configs, weights, chip, absent)
 
 
 def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[str, Any]:
-    """Whether both fit on the chips of that name: `fit.document`, and the models' names. No device is looked for, and
-    a model may be a preset of `jaxspec bench`: only shapes are read.
+    """Return the models' names and `fit.document`: whether both fit on the named chips.
 
-    options: of `fit.Asked`. Raises: UserError for unknown names, and for what no engine can be made with.
+    No device is needed. Since only shapes are read, a model may also be a preset of `jaxspec bench`.
+
+    options: fields of `fit.Asked`.
+
+    Raises: UserError for unknown names and for options that are invalid whatever the memory.
     """
     found = chips(name)
-    public = lambda name, table: name in table and not Path(name).exists()
-    if public(model, presets.TABLE):
+
+    def is_preset(name: str, table: Container[str]) -> bool:
+        return name in table and not Path(name).exists()
+
+    if is_preset(model, presets.TABLE):
         of_target = ResolvedModel(checkpoints.Source("hf", Path(model), model), presets.preset(model))
     else:
         of_target = resolved(checkpoints.resolve(model, weights=False))
     target = of_target.config
     config = None
-    if draft is not None and public(draft, presets.TABLE | presets.HEADS):
+    if draft is not None and is_preset(draft, presets.TABLE | presets.HEADS):
         config = presets.preset(draft, target)
     elif draft is not None:
-        # Of a head, the tensors' names say what it is.
+        # With weights: a head is recognised by the names of its tensors.
         config = resolved_draft(checkpoints.resolve(draft), of_target).config
     if config is not None:
         check_table(target, str(draft), config)
@@ -102,7 +113,7 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
 
 
 def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Device) -> list[str]:
-    """Those of such an engine, in the order in which they are compiled."""
+    """Return the names of the programs that such an engine compiles, in the order of compiling."""
     drafted = configs.get("draft")
     spec = SpeculativeConfig(model="draft") if drafted else None
     longest = configs["target"].max_model_len + (spec.num_speculative_tokens if spec else 0)
@@ -111,37 +122,13 @@ def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Devic
     return [*map(str, (*found.prefills, *found.launches)), "copy_pages"]
 
 
-def pool(
-    configs: dict[str, ModelConfig], document: dict[str, Any], chip: Device, absent: Accelerator | None
-) -> dict[str, Any]:
-    """The memory of the default engine and how many pages it holds, as `engine.setup` divides it."""
-    options, known = EngineConfig(), platform_facts(chip.platform)
-    models = {name: Model(config, {}) for name, config in configs.items()}
-    spec = SpeculativeConfig(model="draft") if "draft" in models else None
-    temporary = temporary_bytes(models, options, spec, chip.platform)
-    taken = temporary + sum(m["weight_bytes"] for m in (document["model"], document["draft"]) if m)
-    if absent is not None:
-        memory: int | None = int(absent.programs_memory * options.memory_utilization)
-        free = int(absent.programs_memory * options.memory_utilization) - taken
-    else:  # weights are not loaded; a pool of fixed size has nothing to do with them
-        free = budget.free_memory(jax.devices()[0], options.memory_utilization, taken)
-        memory = None if known.cache_bytes else free + taken
-    layout = {"page_size": known.page_size, "num_pages": 1, "dtype": compute_dtype("auto", chip)}
-    layouts: list[Any] = [cache_layout(config, **layout, platform=chip.platform) for config in configs.values()]
-    width = draft_spec(configs["draft"]).features_width if "draft" in configs else 0
-    layouts.append(features_layout(width, page_size=known.page_size, num_pages=1, dtype=layout["dtype"]))
-    pages = max(free, 0) // sum(layout.stored_bytes(1, chip.platform) for layout in layouts)
-    fits = {"page_size": known.page_size, "pages": pages, "tokens_that_fit": pages * known.page_size}
-    return {"memory_bytes": memory, "temporary_bytes": temporary, **fits}
-
-
 def this_device() -> str:
-    """This machine's first device, and what it does without."""
+    """Describe this machine's first device and what it lacks."""
     return described(here())
 
 
 def described(chip: Device, absent: Accelerator | None = None) -> str:
-    """What it is, of one that is not here by its data sheet, and whether kernels run there."""
+    """Describe a device, by its data sheet where it is absent, and whether kernels run on it."""
     dtype = compute_dtype("auto", chip).name
     name = chip.kind
     if absent:
@@ -154,7 +141,7 @@ def described(chip: Device, absent: Accelerator | None = None) -> str:
 def facts(
     source: checkpoints.Source, config: ModelConfig, chip: Device, tokenizer_source: checkpoints.Source
 ) -> dict[str, Any]:
-    """One model by itself. dtype and bytes are those of the default engine on this platform."""
+    """Describe one model. dtype and bytes are those of the default engine on this platform."""
     tokenizer = checkpoints.load_tokenizer(tokenizer_source)
     ends = checkpoints.load_ends(tokenizer_source, tokenizer)
     dtype = compute_dtype("auto", chip)
@@ -187,24 +174,32 @@ def shape(c: ModelConfig) -> str:
 
 
 def understood(reading: Reading) -> dict[str, Any]:
-    """What a head's checkpoint was taken for. layers_read: by what goes into them, L the last norm; [] is what leaves
-    that. max_drafts: a round, None where nothing limits them. Then what its own method knows of it."""
-    c, spec = reading.config, draft_spec(reading.config)
+    """Describe how a head's checkpoint was read. The fields of its method's own configuration follow.
+
+    layers_read: the target's layers whose input the head reads; L names the input of the last norm. Empty for a head
+    that reads the last norm's output.
+    max_drafts: draft tokens a round, or None where the head sets no limit.
+    """
+    c = reading.config
+    spec = draft_spec(c)
     declared = {name.rpartition(".")[2] for name in parameters(c, "float32")}
     known = {field.name for field in dataclasses.fields(ModelConfig)} | {"taps", "has_table", "has_head"}
     own = {field.name: getattr(c, field.name) for field in dataclasses.fields(c) if field.name not in known}
-    facts = {
+    return {
+        "method": spec.method,
         "layers_read": list(spec.taps),
         "proposes": c.head_size,
         "max_drafts": spec.max_drafts,
         "mask_id": c.mask_id,
+        "own_table": "embed" in declared,
+        "own_head": "head" in declared,
+        **own,
+        "remark": reading.remark or None,
     }
-    facts |= {"own_table": "embed" in declared, "own_head": "head" in declared}
-    return {"method": spec.method, **facts, **own, "remark": reading.remark or None}
 
 
-def said(head: Mapping[str, Any]) -> str:
-    """The same as text."""
+def head_text(head: Mapping[str, Any]) -> str:
+    """Return the description of `understood` as text."""
 
     def word(value: Any) -> str:
         if isinstance(value, bool):
@@ -215,19 +210,19 @@ def said(head: Mapping[str, Any]) -> str:
 
 
 def stops(model: Mapping[str, Any]) -> list[str]:
-    """Each token that ends a text, with the parts of the checkpoint that name it."""
+    """Return a line for each stop token, with the parts of the checkpoint that name it."""
     named = zip(model["stop_ids"], model["stop_tokens"], model["stop_ids_named_by"], strict=True)
     return [f"{i} {token} ({', '.join(parts)})" for i, token, parts in named]
 
 
 def lacking(document: dict[str, Any]) -> str:
-    """Return why a model does not fit on chips, and what would."""
+    """Return why the models do not fit on the chips, and which changes would make them fit."""
     would = " or ".join(document["would_fit"]) or "no single change of dtype, context, rows or chips"
     return f"{'; '.join(document['fit']['problems'])}; {would} would"
 
 
 def problem(document: dict[str, Any]) -> str | None:
-    """Return why a document of `describe` or `on_chips` answers no, None where it answers yes."""
+    """Return why a document of `describe` or `on_chips` answers no, or None where it answers yes."""
     if "fit" not in document:
         return document["draft_problem"]
     names = " and ".join(filter(None, (document["model"], document["draft"])))
@@ -235,7 +230,7 @@ def problem(document: dict[str, Any]) -> str | None:
 
 
 def show(document: dict[str, Any]) -> None:
-    """The document as a table on standard output."""
+    """Print a document of `describe` as a table."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -248,11 +243,12 @@ def show(document: dict[str, Any]) -> None:
     def row(label: str, *cells: str) -> None:
         table.add_row(Text(label, style="bold"), *(Text(cell) for cell in cells))
 
-    row("device", document["device"], *([""] if len(models) > 1 else []))
+    empty_draft_cell = [""] if len(models) > 1 else []
+    row("device", document["device"], *empty_draft_cell)
     row("model", *(f"{m['name']} ({m['format']})" for m in models))
     row("architecture", *(f"{m['architecture']}: {m['shape']}" for m in models))
     if head := models[-1].get("head"):
-        row("understood", "", said(head))
+        row("understood", "", head_text(head))
     row("parameters", *(f"{m['parameters'] / 1e6:,.1f} million" for m in models))
     row("dtype", *(f"{m['dtype']}, {m['weight_bytes'] / 1e9:.2f} GB of weights" for m in models))
     row("context length", *(f"{m['context_length']} tokens" for m in models))
@@ -260,14 +256,10 @@ def show(document: dict[str, Any]) -> None:
     row("tokenizer", *(f"{m['tokenizer_size']} tokens, vocabulary of {m['vocab_size']}" for m in models))
     row("stop ids", *("\n".join(stops(m)) or "none" for m in models))
     row("chat template", *("yes" if m["chat_template"] else "no" for m in models))
-    taken = sum(m["weight_bytes"] for m in models), document["temporary_bytes"]
     if document["memory_bytes"] is not None:
-        parts = "weights {:.2f}, temporary {:.2f}".format(*(size / 1e9 for size in taken))
-        row(
-            "memory",
-            f"{document['memory_bytes'] / 1e9:.2f} GB: {parts}, pages the rest",
-            *([""] if len(models) > 1 else []),
-        )
+        weights = sum(m["weight_bytes"] for m in models) / 1e9
+        parts = f"weights {weights:.2f}, temporary {document['temporary_bytes'] / 1e9:.2f}, pages the rest"
+        row("memory", f"{document['memory_bytes'] / 1e9:.2f} GB: {parts}", *empty_draft_cell)
     fits = f"about {document['pages']} of {document['page_size']} tokens = {document['tokens_that_fit']} tokens"
     row("pages that fit", fits, *(["the same, shared"] if len(models) > 1 else []))
     row("compiled at start", f"{len(document['programs'])} programs, of an engine that warms up")
@@ -277,26 +269,31 @@ def show(document: dict[str, Any]) -> None:
 
 
 def show_chips(document: dict[str, Any]) -> None:
-    """What `on_chips` says, as a table on standard output."""
+    """Print a document of `on_chips` as a table."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    found, of, k = document["fit"], document["chips"], document["num_speculative_tokens"]
+    found = document["fit"]
+    of = document["chips"]
     table = Table(show_header=False)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
-    gb = lambda size: f"{size / 1e9:.2f} GB"
+
+    def gb(size: float) -> str:
+        return f"{size / 1e9:.2f} GB"
+
     names = [document["model"], *([document["draft"]] if document["draft"] else [])]
-    cuts = [document["tensor_parallel_size"], document["draft_tensor_parallel_size"]]
-    parts = zip(names, cuts, (found["target_weights"], found["draft_weights"]), strict=False)
+    degrees = [document["tensor_parallel_size"], document["draft_tensor_parallel_size"]]
+    parts = zip(names, degrees, (found["target_weights"], found["draft_weights"]), strict=False)
     pages = {"target": found["target_page"], "draft": found["draft_page"], "features": found["features_page"]}
     each = f"{of['memory_bytes'] / 1e9:.0f} GB at {of['bandwidth_bytes_per_second'] / 1e9:,.0f} GB/s"
     rows = {"chips": f"{of['name']}, each {each}; hosts: {of['hosts']}"}
     rows["dtype"] = found["dtype"]
     rows["memory"] = f"{gb(found['memory'])} a device for the engine, of which"
     rows |= {f"  {name}": f"{gb(size)} of weights, cut over {degree}" for name, degree, size in parts}
-    rows["  temporary"] = f"{gb(found['temporary'])}: {document['max_num_seqs']} rows, {k} drafts a round"
+    drafts = document["num_speculative_tokens"]
+    rows["  temporary"] = f"{gb(found['temporary'])}: {document['max_num_seqs']} rows, {drafts} drafts a round"
     rows["  left"] = gb(found["free"])
     page = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in pages.items() if size)
     rows["page"] = f"{found['page_size']} tokens a device: {page}"
@@ -304,7 +301,6 @@ def show_chips(document: dict[str, Any]) -> None:
     rows["one row"] = f"at most {found['longest_context']} tokens"
     rows["rows"] = f"{found['rows']} of {document['max_model_len']} tokens at once"
     rows["fits"] = f"no: {lacking(document)}" if found["problems"] else "yes"
-    for label, said in rows.items():
-        table.add_row(Text(label, style="bold"), Text(said))
-    console = Console()
-    Console(width=min(console.width, 80)).print(table)
+    for label, text in rows.items():
+        table.add_row(Text(label, style="bold"), Text(text))
+    Console(width=min(Console().width, 80)).print(table)

@@ -1,0 +1,56 @@
+"""The page pool of a default engine, computed from shapes and from the memory of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxspec.cache import budget
+from jaxspec.cache.pages import cache_layout, features_layout
+from jaxspec.engine.setup import temporary_bytes
+from jaxspec.hardware.accelerators import Accelerator
+from jaxspec.hardware.platforms import facts
+from jaxspec.loading.weights import compute_dtype
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.draft_spec import draft_spec
+from jaxspec.models.model import Model
+from jaxspec.options.engine import EngineConfig
+from jaxspec.options.speculative import SpeculativeConfig
+from pallas_kernels.device import Device
+
+
+def pool(
+    configs: dict[str, ModelConfig], weight_bytes: int, chip: Device, absent: Accelerator | None
+) -> dict[str, Any]:
+    """Return the memory of the default engine and the pages it holds, divided as in `engine.setup`.
+
+    configs: those of the models, by "target" and "draft"; weight_bytes: bytes of all their weights.
+    absent: the data sheet of the device, or None for this machine's first device.
+    """
+    options = EngineConfig()
+    platform = facts(chip.platform)
+    models = {name: Model(config, {}) for name, config in configs.items()}
+    speculative = SpeculativeConfig(model="draft") if "draft" in models else None
+    temporary = temporary_bytes(models, options, speculative, chip.platform)
+    taken = temporary + weight_bytes
+    memory: int | None
+    if absent is not None:
+        memory = int(absent.programs_memory * options.memory_utilization)
+        free = memory - taken
+    else:
+        # The weights are not loaded, so their bytes are passed as taken. A pool of fixed size ignores them.
+        free = budget.free_memory(jax.devices()[0], options.memory_utilization, taken)
+        memory = None if platform.cache_bytes else free + taken
+    layout = {"page_size": platform.page_size, "num_pages": 1, "dtype": compute_dtype("auto", chip)}
+    layouts: list[Any] = [cache_layout(config, **layout, platform=chip.platform) for config in configs.values()]
+    width = draft_spec(configs["draft"]).features_width if "draft" in configs else 0
+    layouts.append(features_layout(width, page_size=platform.page_size, num_pages=1, dtype=layout["dtype"]))
+    pages = max(free, 0) // sum(layout.stored_bytes(1, chip.platform) for layout in layouts)
+    return {
+        "memory_bytes": memory,
+        "temporary_bytes": temporary,
+        "page_size": platform.page_size,
+        "pages": pages,
+        "tokens_that_fit": pages * platform.page_size,
+    }
