@@ -44,7 +44,7 @@ class Backend:
         """Number of shards of the model."""
         return 1 if self.placement is None else self.placement.degree
 
-    def in_parts(self, vocab_size: int) -> Placement | None:
+    def vocab_placement(self, vocab_size: int) -> Placement | None:
         """Return the placement over which a vocabulary of this size is sharded; None if it is replicated."""
         sharded = self.placement is not None and self.degree > 1 and self.placement.divides(vocab_size)
         return self.placement if sharded else None

@@ -151,7 +151,7 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
         at = plain.likeliest(table)
         return jnp.take_along_axis(table, at[:, None], axis=-1)[:, 0], at + start
 
-    placement = backend.in_parts(size)
+    placement = backend.vocab_placement(size)
     if placement is None:
         return own(table)
     axes = placement.axes

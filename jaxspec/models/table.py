@@ -26,7 +26,7 @@ def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backen
         # Row by row, or else the compiler would convert the whole table to float32 even for a single id.
         return lax.map(row, jnp.clip(ids, 0).reshape(-1)).reshape(*ids.shape, -1)
     rows = table.shape[0]
-    placement = backend.in_parts(rows)
+    placement = backend.vocab_placement(rows)
     if placement is None:
         return take(table, ids)
     axes = placement.axes

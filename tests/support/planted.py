@@ -290,8 +290,8 @@ FAULTS = (
     ),
     Fault(  # min_p is measured from 1, not from the likeliest
         "jaxspec/sampling/distribution.py",
-        "floor = largest + jnp.log(at(rows.min_p))",
-        "floor = jnp.log(at(rows.min_p))",
+        "floor = largest + jnp.log(per_row(rows.min_p))",
+        "floor = jnp.log(per_row(rows.min_p))",
         "tests/sampling/test_distribution.py -k top_k_top_p",
     ),
     Fault(  # a repetition penalty that rewards ids below zero

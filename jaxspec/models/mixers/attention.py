@@ -115,7 +115,7 @@ def mix(
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
     placement = backend.placement
     if placement is not None:
-        specs = {name: partition(w, placement.cut(axes.get(name, ()))) for name, w in weights.items()}
+        specs = {name: partition(w, placement.spec(axes.get(name, ()))) for name, w in weights.items()}
         in_specs = (P(), specs, placement.of_pages, P(), P())
         out_specs = (placement.of_heads, placement.of_pages)
         shard = per_shard(shard, placement, in_specs, out_specs)

@@ -49,6 +49,6 @@ def feed_forward(layer: Any, x, mixed, backend: Backend, **following: Any) -> tu
 
     placement = backend.placement
     if placement is not None:
-        specs = {name: partition(w, placement.cut(axes.get(name, ()))) for name, w in weights.items()}
+        specs = {name: partition(w, placement.spec(axes.get(name, ()))) for name, w in weights.items()}
         shard = per_shard(shard, placement, (P(), placement.of_heads, specs), P())
     return shard(x, mixed, weights)
