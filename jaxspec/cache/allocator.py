@@ -1,4 +1,4 @@
-"""The host's side of the page pool: a free list, reference counts, pages found again by their content."""
+"""The page pool on the host: a free list, reference counts, and an index of pages by their content."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Digest = bytes
 
 
 class OutOfPages(RuntimeError):
-    """The pool has fewer free pages than were asked for. Nothing was taken."""
+    """An allocation of more pages than are free. It takes no page."""
 
 
 class PageAllocator:
-    """Hands out page ids 0..num_pages-1. A page is free again when its last holder releases it.
+    """An allocator of page ids 0..num_pages-1. A page becomes free when its last holder releases it.
 
-    A free page whose content is known by its digest is kept for those who come with the same tokens, until the space
-    is needed: the least recently released goes first.
+    A free page whose content has a digest is kept for later requests with the same tokens until its space is needed.
+    The least recently released page is reused first.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -27,10 +27,10 @@ class PageAllocator:
         self.reset()
 
     def reset(self) -> None:
-        """All pages are free, and none is known by its content."""
+        """Free all pages and forget their contents."""
         self.free = deque(range(self.num_pages))
         self.references = [0] * self.num_pages
-        self.kept: OrderedDict[int, None] = OrderedDict()  # free, but known by its digest; oldest first
+        self.kept: OrderedDict[int, None] = OrderedDict()  # free pages with a digest, the oldest first
         self.page_of: dict[Digest, int] = {}
         self.digest_of: dict[int, Digest] = {}
 
@@ -39,7 +39,10 @@ class PageAllocator:
         return len(self.free) + len(self.kept)
 
     def allocate(self, count: int) -> list[int]:
-        """count fresh pages, each with one reference. Raises OutOfPages, taking nothing, where they are not there."""
+        """Return `count` fresh pages with one reference each.
+
+        Raises: OutOfPages if fewer are free; then no page is taken.
+        """
         if count > self.num_free:
             raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
         while len(self.free) < count:
@@ -52,7 +55,10 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each of these pages, which are held or kept."""
+        """Add one reference to each of these pages.
+
+        Raises: ValueError for a page that is free and not kept.
+        """
         for page in pages:
             if not self.references[page] and page not in self.kept:
                 raise ValueError(f"page {page} is free and cannot be shared")
@@ -60,25 +66,36 @@ class PageAllocator:
             self.references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder less for each of these pages. Of a row's pages the first are the last to be given away."""
+        """Remove one reference from each of these pages, the last page first.
+
+        A row's first pages are thereby reused last: `lookup` finds a later page only together with all before it.
+
+        Raises: ValueError for a page without a reference.
+        """
         for page in reversed(list(pages)):
             if not self.references[page]:
                 raise ValueError(f"page {page} is released more often than it was taken")
             self.references[page] -= 1
-            if not self.references[page]:
-                if page in self.digest_of:
-                    self.kept[page] = None
-                else:
-                    self.free.append(page)
+            if self.references[page]:
+                continue
+            if page in self.digest_of:
+                self.kept[page] = None
+            else:
+                self.free.append(page)
 
     def register(self, page: int, digest: Digest) -> bool:
-        """Makes a held page known by its content, unless the page or the content is known already -> whether it did."""
-        if new := digest not in self.page_of and page not in self.digest_of:
-            self.page_of[digest], self.digest_of[page] = page, digest
-        return new
+        """Register the digest of a held page, unless the page or the digest is registered already.
+
+        Return whether it was registered.
+        """
+        if digest in self.page_of or page in self.digest_of:
+            return False
+        self.page_of[digest] = page
+        self.digest_of[page] = digest
+        return True
 
     def lookup(self, digests: Iterable[Digest]) -> list[int]:
-        """The pages of these digests, up to the first that is not known. No reference is taken."""
+        """Return the pages of these digests, up to the first unknown digest. No reference is added."""
         pages = []
         for digest in digests:
             if digest not in self.page_of:
@@ -88,5 +105,8 @@ class PageAllocator:
 
 
 def digest(before: Digest, tokens: Sequence[int]) -> Digest:
-    """Of a page that holds tokens, `before` being the digest of the page before it (b"" for the first)."""
+    """Return the digest of a page with these tokens.
+
+    before: digest of the page before it; b"" for a row's first page.
+    """
     return hashlib.blake2b(before + np.asarray(tokens, np.int64).tobytes(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Device memory -> number of pages. Target, draft and features share page ids, so all get the same number."""
+"""The number of pages that fit into device memory. Target, draft and features share page ids, hence this number."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from jaxspec.hardware.platforms import PLATFORMS, facts
 
 
 def num_pages(memory_bytes: int, *page_bytes: int) -> int:
-    """Pages that memory_bytes of a device hold, page_bytes being one's of each kind. Raises UserError where not one
-    fits."""
+    """Return the number of pages that fit into memory_bytes of a device.
+
+    page_bytes: bytes of one page of each kind (target, draft, features).
+
+    Raises: UserError if no page fits.
+    """
     pages = int(memory_bytes // sum(page_bytes))
     if pages < 1:
         raise UserError(
@@ -25,20 +29,23 @@ def num_pages(memory_bytes: int, *page_bytes: int) -> int:
 
 
 def least_of_all(number: int) -> int:
-    """Of what all processes give here; their caches have to be one."""
+    """Return the least of the numbers that the processes of the job pass: their caches must be equally large."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
 def memory(device: Any) -> dict[str, int] | None:
-    """bytes_limit and bytes_in_use, where the device has memory of its own and says how much."""
+    """Return the device's memory statistics (bytes_limit, bytes_in_use); None if it has or reports no own memory."""
     stats = None if facts(device.platform).cache_bytes else device.memory_stats()
     return stats if stats and "bytes_limit" in stats else None
 
 
 def free_memory(device: Any, utilization: float, temporary_bytes: int) -> int:
-    """Bytes left for pages on this device, weights being loaded and temporary_bytes kept for the programs."""
+    """Return the bytes left for pages on this device after its weights are loaded.
+
+    utilization: share of the device's memory that may be used. temporary_bytes: bytes reserved for programs.
+    """
     stats = memory(device)
     if stats is None:
         return facts(device.platform).cache_bytes or PLATFORMS["cpu"].cache_bytes or 0

@@ -1,4 +1,4 @@
-"""What a drafter keeps of the target's positions, in pages at the slots of the target's keys and values."""
+"""Features of the target's positions for a drafter, stored in pages at the slots of the target's keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxspec.parallel.placement import Placement
 
 
 def write(cache: PagedKVCache, slots: Int[Array, " _"], features: Float[Array, "B T M"]) -> tuple[Array, ...]:
-    """The feature pages with these at slots i32[B*T]; a slot outside the pool is dropped."""
+    """Return the feature pages with these features at slots i32[B*T]; slots outside the pool are dropped."""
     (pages,) = cache.features
     rows = pages.reshape(-1, pages.shape[-1])
     values = features.reshape(-1, features.shape[-1]).astype(pages.dtype)
@@ -24,14 +24,16 @@ def read(
     block_table: Int[Array, "B N"],
     placement: Placement | None = None,
 ) -> Float[Array, "B T M"]:
-    """The features of these positions of each row; of those that have no page, what happens to be there. placement:
-    whole on each of its devices, else cut as the pages are."""
+    """Return the features of these positions of each row. For a position without a page the values are arbitrary.
+
+    placement: placement on whose devices the result is replicated; None leaves it sharded like the pages.
+    """
     (pages,) = cache.features
     page_size, width = pages.shape[1:]
     page = jnp.take_along_axis(block_table, jnp.clip(positions, 0) // page_size, axis=1, mode="clip")
     slots = page * page_size + positions % page_size
     found = jnp.take(pages.reshape(-1, width), slots, axis=0, mode="clip")
-    # Gathered here, once, or the compiler would cut whatever is made of them.
     if placement is None or placement.alone:
         return found
+    # Gathered here once: else the compiler would shard everything that is computed from the features.
     return lax.with_sharding_constraint(found, placement.sharding())

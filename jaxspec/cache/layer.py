@@ -1,4 +1,4 @@
-"""LayerCache: what a layer remembers of the rows."""
+"""LayerCache: the cache of one layer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax
 
 
 class Moves(NamedTuple):
-    """Where the accepted path of a tree stands, and where a chain's tokens would.
+    """Moves of the accepted path of a tree into the slots that a chain would use.
 
-    source i32[B,D]: positions at which the pass has written the path's tokens.
-    slots i32[B*D]: the slots of a chain; the pad slot for what does not stay, or stands there already.
+    source i32[B,D]: positions at which the pass has written the tokens of the path.
+    slots i32[B*D]: destination slots; the pad slot for a token that is not kept or is there already.
     """
 
     source: jax.Array
@@ -20,11 +20,11 @@ class Moves(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Which tokens of a target pass stay.
+    """The tokens of a target pass that are kept.
 
-    num_kept i32[B]: how many, from the pending token on.
+    num_kept i32[B]: number of kept tokens, the pending token included.
     block_table i32[B,N]: page ids.
-    moves: of a pass over a tree; None for a chain.
+    moves: moves after a pass over a tree; None for a chain.
     """
 
     num_kept: jax.Array
@@ -33,8 +33,8 @@ class Kept(NamedTuple):
 
 
 class LayerCache(abc.ABC):
-    """What a layer remembers of the rows: a pytree of arrays, written by the layer's mixer in each pass."""
+    """The cache of one layer for all rows: a pytree of arrays that the layer's mixer updates in each pass."""
 
     @abc.abstractmethod
     def keep(self, kept: Kept, backend: Any) -> LayerCache:
-        """Return the cache as it is after a pass of which only some tokens stay."""
+        """Return the cache after a pass of which only some tokens are kept."""

@@ -1,7 +1,7 @@
-"""The paged cache: one pytree for both models.
+"""The paged cache: one pytree for target and draft.
 
-Target and draft share page ids and block tables; their buffers differ in shape. Rolling back rejected tokens is
-lowering a row's length: stale slots beyond it are never read and are overwritten later.
+Target and draft share page ids and block tables; their buffers differ in shape. Rejected tokens are rolled back by
+lowering a row's length. Stale slots beyond the length are never read and are overwritten later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.kv_write import kv_write
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedKV(LayerCache):
-    """Keys and values of one layer, in the pages of all rows.
+    """Pages with the keys and values of one layer.
 
     pages: [P, S, 2G, D], keys and values interleaved by head.
     """
@@ -32,18 +32,22 @@ class PagedKV(LayerCache):
     pages: jax.Array
 
     def keep(self, kept: Kept, backend: Any) -> PagedKV:
-        """Return the cache after a pass of which some tokens stay: those of a chain stand where they are."""
+        """Return the cache after a pass of which only some tokens are kept.
+
+        The tokens of a chain are in their slots already; those of a tree's accepted path are moved.
+        """
         if kept.moves is None:
             return self
-        size, table = self.pages.shape[1], kept.block_table
-        page = jnp.take_along_axis(table, jnp.clip(kept.moves.source, 0) // size, axis=1, mode="clip")
+        size = self.pages.shape[1]
+        page = jnp.take_along_axis(kept.block_table, jnp.clip(kept.moves.source, 0) // size, axis=1, mode="clip")
         slots = jnp.minimum(page, self.pages.shape[0] - 1) * size + kept.moves.source % size
 
         def shard(pages, source, target):
             kv = jnp.take(pages.reshape(-1, *pages.shape[2:]), source.reshape(-1), axis=0, mode="clip")
             return kv_write(pages, kv, target, **backend.how())
 
-        if (placement := backend.placement) is not None:
+        placement = backend.placement
+        if placement is not None:
             shard = per_shard(shard, placement, (placement.of_pages, P(), P()), placement.of_pages)
         return PagedKV(shard(self.pages, slots, kept.moves.slots))
 
@@ -53,15 +57,15 @@ class PagedLayer:
     """The shape of one layer's keys and values in a page."""
 
     num_kv_heads: int
-    head_dim: int  # as padded for the platform
+    head_dim: int  # padded for the platform
     dtype: Any
 
     def position_bytes(self) -> int:
-        """Bytes of the keys and values of one position."""
+        """Return the bytes of the keys and values of one position."""
         return 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
-        """Bytes of one position in the memory of each device."""
+        """Return the bytes of one position in the memory of each device."""
         stored = facts(platform).stored_heads(2 * self.num_kv_heads // num_devices)
         return self.position_bytes() // (2 * self.num_kv_heads) * stored
 
@@ -72,17 +76,17 @@ class PagedLayer:
 
 @dataclasses.dataclass(frozen=True)
 class PagedFeatures:
-    """The shape of what a drafter keeps of the target's positions in a page, [P, S, M]."""
+    """The shape of the features of the target's positions in pages [P, S, M]."""
 
     width: int  # M
     dtype: Any
 
     def position_bytes(self) -> int:
-        """Bytes of the features of one position."""
+        """Return the bytes of the features of one position."""
         return self.width * jnp.dtype(self.dtype).itemsize
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
-        """Bytes of one position in the memory of each device."""
+        """Return the bytes of one position in the memory of each device."""
         return self.position_bytes() // num_devices
 
     def empty(self, num_pages: int, page_size: int) -> jax.Array:
@@ -92,9 +96,9 @@ class PagedFeatures:
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """The shape of one model's cache, as programs, budget and sharding see it.
+    """The shape of one model's cache, for programs, budget and sharding.
 
-    layers: of each layer that remembers something, its shape (`PagedLayer`, `PagedFeatures`).
+    layers: shape of each layer with a cache (`PagedLayer`, `PagedFeatures`).
     """
 
     layers: tuple[Any, ...]
@@ -112,17 +116,18 @@ class CacheLayout:
         return self.page_size * sum(layer.position_bytes() for layer in self.layers)
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
-        """Bytes of one page in the memory of each device."""
+        """Return the bytes of one page in the memory of each device."""
         return self.page_size * sum(layer.stored_bytes(num_devices, platform) for layer in self.layers)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class PagedKVCache:
-    """Pages of both models, and of the target's features, under the same ids and block tables.
+    """Pages of target, draft and features. All use the same page ids and block tables.
 
-    target, draft: each a LayerCache a layer that has one; draft is empty where the drafter has none.
-    features: one array [P, S, M] where the drafter reads any, at the slots of the target's keys and values.
+    target: caches of the target's layers.
+    draft: caches of the draft's layers; empty for a drafter without a cache.
+    features: one array [P, S, M] at the slots of the target's keys and values; empty for a drafter that reads none.
     """
 
     target: tuple[LayerCache, ...]
@@ -131,7 +136,7 @@ class PagedKVCache:
 
 
 class Layers(Protocol):
-    """The facts that a cache needs of a model, as `ModelConfig` has them.
+    """The part of `ModelConfig` that a cache needs.
 
     cached_layers: `LayerConfig` of each layer with keys and values of its own.
     """
@@ -142,8 +147,10 @@ class Layers(Protocol):
 
 def cache_layout(config: Layers, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
     """Return the layout of a model's keys and values."""
-    padded, dtype = facts(platform).head_size, jnp.dtype(dtype)
-    layers = tuple(PagedLayer(x.num_kv_heads, padded(x.head_dim), dtype) for x in config.cached_layers)
+    head_size = facts(platform).head_size
+    layers = tuple(
+        PagedLayer(layer.num_kv_heads, head_size(layer.head_dim), jnp.dtype(dtype)) for layer in config.cached_layers
+    )
     return CacheLayout(layers, page_size, num_pages)
 
 
@@ -155,22 +162,22 @@ def features_layout(width: int, *, page_size: int, num_pages: int, dtype: Any) -
 def copy_pages(
     config: Any, params: Any, cache: PagedKVCache, source: jax.Array, target: jax.Array
 ) -> tuple[PagedKVCache, None]:
-    """Copy pages source i32[n] to pages target i32[n]; a target of num_pages is dropped."""
+    """Copy the pages source i32[n] to the pages target i32[n]; a target num_pages is dropped."""
     return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
 
 
 def pages_format(placement: Placement, rank: int = 4) -> Format:
-    """Return the memory layout of pages: row by row, as kernels read them.
+    """Return the memory layout of pages: row-major, as kernels read them.
 
-    Left the choice, the TPU compiler takes an order that pads less, and then each launch copies all pages into the
-    other and back.
+    The TPU compiler alone would choose an order with less padding. Each launch would then copy all pages to row-major
+    order and back.
     """
     spec = placement.of_pages if rank == 4 else placement.of_features
     return Format(Layout(tuple(range(rank))), placement.sharding(spec))
 
 
 def allocate(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
-    """Return zeroed caches of all layers, made on the devices where they belong."""
+    """Return zeroed caches of all layers, created on their devices."""
 
     def zeros() -> tuple[Any, ...]:
         return tuple(layer.empty(layout.num_pages, layout.page_size) for layer in layout.layers)

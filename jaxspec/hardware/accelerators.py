@@ -1,4 +1,4 @@
-"""Accelerators by name, whether they are here or not: what their makers' data sheets say."""
+"""Accelerators by name, with figures from their makers' data sheets. None of them needs to be present."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 from jaxspec.common.errors import UserError, quoted
 
-if TYPE_CHECKING:  # the command line names accelerators before it loads anything
+if TYPE_CHECKING:  # the command line reads the names and must not load JAX for them
     from pallas_kernels.device import Device
 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One by its data sheet.
+    """An accelerator, with figures from its data sheet.
 
-    name: as `jaxspec info --device` and `--chips` know it.
+    name: name for `jaxspec info --device` and `--chips`.
     platform: "gpu" or "tpu".
-    memory: bytes; a data sheet's GB are 10^9, a little less than programs find.
-    bandwidth: of it, bytes a second.
-    capability: of CUDA, (major, minor).
-    host: the most of them in one host.
-    axes: of the grid that several are wired as; 1 where they are only counted.
+    memory: bytes; a data sheet's GB are 10^9 bytes, a little less than programs find.
+    bandwidth: memory bandwidth in bytes per second.
+    capability: CUDA compute capability, (major, minor); None for a TPU.
+    host: largest number of them in one host.
+    axes: number of dimensions of the grid that connects several; 1 if only their number matters.
     """
 
     name: str
@@ -34,30 +34,32 @@ class Accelerator:
 
     @property
     def programs_memory(self) -> int:
-        """Bytes that JAX gives to programs where nobody tells it otherwise."""
+        """Bytes of memory that JAX by default gives to programs."""
         from jaxspec.hardware.platforms import facts
 
         return int(self.memory * facts(self.platform).memory_share)
 
     @property
     def device(self) -> Device:
-        """What it is to programs."""
+        """Device for which programs are compiled."""
         from pallas_kernels.device import Device
 
         return Device(self.platform, self.capability, self.name)
 
 
 def gpu(name: str, memory_gb: float, bandwidth_gb_s: float, *capability: int, host: int = 8) -> Accelerator:
+    """Return a GPU with this memory in GB, bandwidth in GB/s and compute capability (two integers)."""
     cuda = (capability[0], capability[1])
     return Accelerator(name, "gpu", int(memory_gb * 1e9), int(bandwidth_gb_s * 1e9), cuda, host)
 
 
 def tpu(name: str, memory_gb: float, bandwidth_gb_s: float, host: int, axes: int) -> Accelerator:
+    """Return a TPU with this memory in GB and bandwidth in GB/s, per chip."""
     return Accelerator(name, "tpu", int(memory_gb * 1e9), int(bandwidth_gb_s * 1e9), host=host, axes=axes)
 
 
-# Of GPUs that come as a card and as a module, the module's bandwidth. A chip of a TPU, of a B200 board one GPU.
-# A host has as many as the largest that is sold.
+# A GPU sold as a card and as a module has the module's bandwidth. A TPU's figures are per chip, those of a B200 board
+# per GPU. `host` is the size of the largest host that is sold.
 KNOWN = (
     gpu("T4", 16, 320, 7, 5),
     gpu("L4", 24, 300, 8, 9),
@@ -75,7 +77,12 @@ ACCELERATORS = {known.name: known for known in KNOWN}
 
 
 def accelerator(name: str, option: str = "--device") -> Accelerator:
-    """ "l4" and "TPU v5e" are found, too. Raises UserError for what is not listed; option: that named it."""
+    """Return the accelerator of this name; forms like "l4" and "TPU v5e" are accepted.
+
+    option: command-line option that gave the name.
+
+    Raises: UserError for an unknown name.
+    """
     wanted = name.casefold().removeprefix("tpu").removeprefix("nvidia").strip(" -")
     for known in KNOWN:
         if wanted == known.name.casefold():

@@ -1,4 +1,4 @@
-"""Several accelerators by name, "v5e:2x4" or "h200:4", whether they are here or not."""
+"""Several accelerators of one kind by name, "v5e:2x4" or "h200:4". None of them needs to be present."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ import math
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.hardware.accelerators import Accelerator, accelerator
 
-MOST = 10_000  # more than any one machine has
+MOST = 10_000  # more than any machine has
 
 
 @dataclasses.dataclass(frozen=True)
 class Chips:
-    """So many of one kind."""
+    """A number of accelerators of one kind."""
 
     kind: Accelerator
     count: int
 
     @property
     def name(self) -> str:
-        """By which `chips` finds as many."""
+        """Name for which `chips` returns an equal object."""
         return f"{self.kind.name}:{self.count}"
 
 
 def chips(text: str) -> Chips:
-    """ "v5e:2x4" -> 8 of them, as "v5e:8"; "v5e" is one. Raises UserError for what is no such name."""
+    """Parse the name of several accelerators: "v5e:2x4" and "v5e:8" are 8 chips, "v5e" is one.
+
+    Raises: UserError for a text of another form, or a number outside of 1..MOST.
+    """
     name, colon, topology = text.partition(":")
     kind = accelerator(name, "--chips")
     sizes = topology.split("x") if colon else ["1"]
     grid = "x".join(["2"] * kind.axes)
     shown = f"{kind.name}:4" + (f" or {kind.name}:{grid}" if kind.axes > 1 else "")
-    # Digits are counted first: Python itself refuses to read very many.
+    # The length is checked because Python refuses to convert very long digit strings.
     if len(sizes) > kind.axes or not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
         raise UserError(f"--chips {quoted(text)}: {quoted(topology)} is no number of {kind.name}: give it as {shown}")
     count = math.prod(map(int, sizes))

@@ -1,5 +1,7 @@
-"""The facts about each platform: what is chosen where nobody says otherwise, how memory lies, what its compiler is
-told. Which form of an op runs where stands with the ops, in pallas_kernels."""
+"""Facts about each platform: default options, memory layout and compiler options.
+
+pallas_kernels decides which form of an op runs on which platform.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,26 @@ from pallas_kernels.paged_attention import WHOLE_KEYS
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """One platform.
+    """The facts about one platform.
 
-    page_size: tokens of a page.
-    dtype: what "auto" means; float32 on devices that lack it.
-    head_size: a model's head size D -> the one of its pages.
-    stored_heads: keys and values that a token has on a device -> how many its memory holds for them.
-    memory_share: of a device's memory, that JAX gives to programs where nobody tells it otherwise.
-    cache_bytes: of the pages; None for what is left of the device's memory.
-    short_row: tokens; rows that end within have a narrower block table, whose attention is faster. 0 for none.
-    bandwidth, all_reduce: bytes a second that a pass reads its weights at, and seconds that a small sum over devices
-      takes, about: by which a draft's degree is chosen.
-    prefill_tokens: of prompts, in one pass over several; more would make it no faster.
-    piece: tokens of a row of such a pass, which a prompt is cut into.
-    least_pieces: of a pass; fewer would make it no faster.
-    finer: whether there are passes of 6, 12, 24 pieces, too, beside powers of two: where every token costs arithmetic.
-    rounds_per_chunk: of rows that decode, between two such passes.
-    compiler_options: of every program.
-    dense_attention: of passes without a cache, in a dtype of two bytes.
-    text_rows, evaluated_rows: that training generates, and evaluates, at a time; None for all.
+    page_size: tokens per page.
+    dtype: meaning of dtype "auto"; devices without this dtype use float32.
+    head_size: function from a model's head size D to the padded head size in its pages.
+    stored_heads: function from the number of keys and values per token on a device to the number that memory reserves.
+    memory_share: share of a device's memory that JAX by default gives to programs.
+    cache_bytes: bytes of the pages; None for the memory that is left on the device.
+    short_row: length in tokens up to which rows get a narrower block table, with faster attention; 0 for no such table.
+    bandwidth: approximate bytes per second at which a pass reads weights; used to choose the degree of a draft.
+    all_reduce: approximate seconds of a small sum over devices; used to choose the degree of a draft.
+    prefill_tokens: most prompt tokens of one pass over several prompts; more would not make it faster.
+    piece: tokens per row of such a pass; prompts are split into pieces of this size.
+    least_pieces: least number of pieces of a pass; fewer would not make it faster.
+    finer: whether passes have 6, 12 and 24 pieces too, beside powers of two; useful if every token costs arithmetic.
+    rounds_per_chunk: rounds of the decoding rows between two such passes.
+    compiler_options: compiler options of every program.
+    dense_attention: implementation of attention in passes without a cache, for a dtype of two bytes.
+    text_rows: rows that training generates at a time.
+    evaluated_rows: rows that training evaluates at a time; None for all.
     """
 
     page_size: int = 16
@@ -56,11 +59,14 @@ class Platform:
     evaluated_rows: int | None = None
 
 
-MAX_ISA = "--xla_cpu_max_isa="  # of XLA_FLAGS: how much of the CPU the compiler may use
+MAX_ISA = "--xla_cpu_max_isa="  # flag in XLA_FLAGS: the largest instruction set that the compiler may use
 
 
 def cpu_features() -> Mapping[str, bool]:
-    """{"AVX2": True, ...} as numpy finds them, on every system; {} where a later numpy does not say."""
+    """Return numpy's table of CPU features, {"AVX2": True, ...}; an empty one if numpy has none.
+
+    The table is internal to numpy, so that a later version may lack it.
+    """
     try:
         return importlib.import_module("numpy._core._multiarray_umath").__cpu_features__
     except (ImportError, AttributeError):
@@ -68,29 +74,32 @@ def cpu_features() -> Mapping[str, bool]:
 
 
 def vector_width(features: Mapping[str, bool], flags: str) -> dict[str, Any]:
-    """The option for registers of 512 bits, which the compiler leaves alone unless it is asked to use them; none where
-    the CPU has none, or XLA_FLAGS keep the compiler from them."""
+    """Return the compiler option for 512-bit registers, which the compiler does not use by default.
+
+    Return no option if the CPU lacks them or XLA_FLAGS excludes them.
+    """
     limits = [flag.removeprefix(MAX_ISA).upper() for flag in flags.split() if flag.startswith(MAX_ISA)]
     allowed = not limits or limits[-1].startswith(("AVX512", "AMX"))
     return {"xla_cpu_prefer_vector_width": 512} if features.get("AVX512F") and allowed else {}
 
 
 def rounded_up(number: int, multiple: int) -> int:
+    """Return the least multiple that is not below the number."""
     return -(-number // multiple) * multiple
 
 
-# Products over a few rows are loops of the compiler's own: faster where registers of 512 bits are used, if there are
-# any, and where sums may be reordered (see pallas_kernels/streamed.py). What else the compiler calls fast mathematics
-# stays off. Two passes that look for what a loop need not do are left out: they go through the whole program for each
-# layer's loop over keys, which is half of the compiling, and make nothing faster.
 CPU_COMPILER_OPTIONS = {
+    # Both passes scan the whole program for each layer's loop over keys. They take half of the compile time and make
+    # no program faster.
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion,simplify-while-loops",
+    # Products over a few rows are loops that XLA compiles (see pallas_kernels/streamed.py). They are faster with
+    # 512-bit registers and with reordered sums. The other relaxations of fast math stay off.
     **vector_width(cpu_features(), os.environ.get("XLA_FLAGS", "")),
     "xla_cpu_enable_fast_math": True,
     **{f"xla_cpu_fast_math_honor_{what}": True for what in ("nans", "infs", "division", "functions")},
 }
 
-# Left out: the compiler's own kernels for products, which it tries out one by one, where the library's are as fast.
+# XLA would try out its own Triton products one by one, and the products of the library are as fast.
 GPU_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 PLATFORMS = {
@@ -98,7 +107,7 @@ PLATFORMS = {
         dtype="float32",
         bandwidth=2e10,
         all_reduce=1e-4,
-        cache_bytes=1 << 30,  # host memory is shared with everything else: a fixed, modest pool
+        cache_bytes=1 << 30,  # a fixed, modest pool, because host memory is shared with other programs
         prefill_tokens=256,
         piece=16,
         finer=True,
@@ -108,19 +117,19 @@ PLATFORMS = {
         evaluated_rows=16,
     ),
     "gpu": Platform(
-        head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton's blocks are powers of two
+        head_size=lambda size: max(16, 1 << (size - 1).bit_length()),  # Triton blocks are powers of two
         memory_share=0.75,
         bandwidth=3e12,
-        all_reduce=17e-6,  # two H200s, NVLink
+        all_reduce=17e-6,  # between two H200s over NVLink
         short_row=WHOLE_KEYS,
         piece=32,
-        least_pieces=8,  # a pass over 256 tokens takes no longer than reading the weights
+        least_pieces=8,  # a pass over 256 tokens takes as long as reading the weights
         compiler_options=GPU_COMPILER_OPTIONS,
         dense_attention="cudnn",
     ),
     "tpu": Platform(
         page_size=32,
-        head_size=lambda size: rounded_up(size, 128),  # lanes: a narrower row takes as much memory
+        head_size=lambda size: rounded_up(size, 128),  # TPU lanes: a narrower row takes as much memory
         stored_heads=lambda heads: rounded_up(heads, 8) if heads > 4 else heads,
         text_rows=512,
     ),
@@ -128,5 +137,5 @@ PLATFORMS = {
 
 
 def facts(name: str) -> Platform:
-    """Of a platform by JAX's name or ours: "cpu", "gpu", "cuda", "rocm", "tpu"."""
+    """Return the facts about a platform by its name in JAX or here: "cpu", "gpu", "cuda", "rocm" or "tpu"."""
     return PLATFORMS[NAMES[name]]

@@ -1,4 +1,4 @@
-"""Backend: where a program runs, and how."""
+"""Backend: the device, the placement and the kernels of a program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pallas_kernels.device import Device
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """Static facts about where a program runs: what it is compiled for, the placement of the model, choice of kernels.
+    """Static facts about where a program runs: its device, the model's placement and the choice of kernels.
 
-    kernels: as EngineConfig has it.
-    dense_attention: of passes without a cache.
+    device: the device that the program is compiled for.
+    placement: placement of the model; None on a single device.
+    kernels: the option `kernels` of EngineConfig; None lets each op choose.
+    dense_attention: implementation of attention in passes without a cache.
     """
 
     device: Device
@@ -29,30 +31,30 @@ class Backend:
 
     @property
     def alone(self) -> bool:
-        """Whether there is a single device."""
+        """Return whether the program runs on a single device."""
         return self.placement is None or self.placement.alone
 
     @property
     def streams(self) -> bool:
-        """Whether products stream matrices that memory holds output-first (see `jaxspec.models.storage`)."""
+        """Return whether matrix products stream weights stored output-first (see `jaxspec.models.storage`)."""
         return self.device.platform == "cpu" and self.kernels is None and self.alone
 
     @property
     def degree(self) -> int:
-        """The number of shards of the model."""
+        """Number of shards of the model."""
         return 1 if self.placement is None else self.placement.degree
 
-    def in_parts(self, vocab_size: int) -> Placement | None:
-        """Return the placement over which a vocabulary of this size is sharded; None where each device has it whole."""
-        cut = self.placement is not None and self.degree > 1 and self.placement.divides(vocab_size)
-        return self.placement if cut else None
+    def vocab_placement(self, vocab_size: int) -> Placement | None:
+        """Return the placement over which a vocabulary of this size is sharded; None if it is replicated."""
+        sharded = self.placement is not None and self.degree > 1 and self.placement.divides(vocab_size)
+        return self.placement if sharded else None
 
     @property
     def sum_over(self) -> tuple[str, ...]:
-        """The mesh axes over which partial sums are added up; see `Placement.sum_over`."""
+        """Mesh axes over which partial sums are added up; see `Placement.sum_over`."""
         return () if self.placement is None else self.placement.sum_over
 
     def how(self) -> dict[str, Any]:
         """Return the keyword arguments that every op takes."""
-        plain = not self.alone and self.device.platform == "cpu"  # the streamed forms are for one device
+        plain = not self.alone and self.device.platform == "cpu"  # the streamed forms support one device only
         return {"platform": self.device, "implementation": "reference" if plain else self.kernels}

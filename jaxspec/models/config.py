@@ -16,9 +16,9 @@ from jaxspec.models.rope import PLAIN_ROPE, Rope
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a decoder. Frozen and hashable: it is static in every compiled program.
+    """The architecture of a decoder. Frozen and hashable, because it is static in every compiled program.
 
-    per_layer: the layers, where they differ in more than windows; empty where all are as the fields say.
+    per_layer: the layers, if they differ in more than their windows; else empty, and the other fields describe them.
     """
 
     family: str
@@ -30,33 +30,31 @@ class ModelConfig:
     num_kv_heads: int  # G
     head_dim: int  # D
     max_model_len: int
-    windows: tuple[int | None, ...]  # one a layer: sliding window in tokens, None sees everything
+    windows: tuple[int | None, ...]  # sliding window of each layer in tokens; None for no window
     rope: Rope = PLAIN_ROPE
-    local_rope: Rope | None = None  # rotary base of the sliding layers, where it differs
+    local_rope: Rope | None = None  # rotary embedding of the layers with a window, if it differs
     norm_eps: float = 1e-6
-    tied: bool = True  # the head is the embedding table
+    tied: bool = True  # the embedding table is the head
     qkv_bias: bool = False
     qk_norm: bool = False
-    sandwich_norm: bool = False  # Gemma: a norm after attention and after the MLP too
-    norm_plus_one: bool = False  # files store w, the norm multiplies by 1 + w (added once, at load)
+    sandwich_norm: bool = False  # Gemma: further norms after attention and after the MLP
+    norm_plus_one: bool = False  # checkpoints store w and the norm multiplies by 1 + w; 1 is added once, at load
     activation: str = "silu"  # or "gelu_tanh"
-    embed_scale: float = 1.0
-    query_scale: float = 0.0  # multiplies the scores; 0 means head_dim ** -0.5
-    soft_cap: float | None = None  # of attention scores
+    embed_scale: float = 1.0  # factor of the embeddings
+    query_scale: float = 0.0  # factor of the attention scores; 0 means head_dim ** -0.5
+    soft_cap: float | None = None  # soft cap of attention scores
     logit_soft_cap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    # The head has logits for so many ids only (`Vocabulary` in head.py); those of the last rare_vocab_size of them, the
-    # rare ones, go through rare_width channels.
-    reduced_vocab_size: int | None = None
-    rare_vocab_size: int = 0
+    reduced_vocab_size: int | None = None  # number of ids for which the head has logits (`Vocabulary` in head.py)
+    rare_vocab_size: int = 0  # number of these ids, the last ones, whose logits are computed at rank rare_width
     rare_width: int = 0
-    embed_width: int | None = None  # of the table, which is then another model's
-    mask_id: int | None = None  # the id that stands in places to be filled all at once
+    embed_width: int | None = None  # width of the embedding table, if the table belongs to another model
+    mask_id: int | None = None  # input id at the positions that are predicted in parallel
     per_layer: tuple[LayerConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.family not in tuple(FAMILIES):  # what a file says need not be hashable
+        if self.family not in tuple(FAMILIES):  # a tuple: the value comes from a file and need not be hashable
             raise UnsupportedError(f"architecture {short(self.family)}: jaxspec reads {', '.join(FAMILIES)}")
         check_numbers(self)
         if len(self.windows) != self.num_layers:
@@ -71,41 +69,38 @@ class ModelConfig:
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
-        """What each layer is."""
+        """Configuration of every layer."""
         return self.per_layer or layers_alike(self)
 
     @property
     def cached_layers(self) -> tuple[LayerConfig, ...]:
-        """The layers that remember something of a row: those that do not share another's keys and values."""
+        """Layers with a cache of their own. A layer that shares the keys and values of another has none."""
         return tuple(layer for layer in self.layers if layer.shares is None)
 
     @property
     def head_size(self) -> int:
-        """How many ids have logits."""
+        """Number of ids that have logits."""
         return self.reduced_vocab_size or self.vocab_size
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that JSON can hold; `from_json` reads it back."""
+        """Return the configuration as a dict for JSON; `from_json` reads it back."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Raises: UserError for a field that this version does not know, or lacks, or for a value that cannot be."""
+        """Return the configuration that `to_json` wrote.
 
-        def rope(value: Any) -> Rope | None:
-            if value is None:
-                return None
-            if not isinstance(value, Mapping) or not isinstance(value.get("factors"), list | tuple):
-                raise UserError(f"rope={short(value)} must be an object of theta and factors")
-            return Rope(value.get("theta", 0), tuple(value["factors"]))
-
+        Raises: UserError for an unknown or a missing field, or for a value out of its limits.
+        """
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()}
-        fields |= {key: rope(raw[key]) for key in ("rope", "local_rope") if key in raw}
+        for key in ("rope", "local_rope"):
+            if key in raw:
+                fields[key] = rope_from_json(raw[key])
         if fields.pop("kv_copies", 1) != 1:  # a field of earlier versions
             raise UserError("kv_copies: a model whose key-value heads are copied is no checkpoint: convert it again")
         if "per_layer" in raw:
             fields["per_layer"] = tuple(
-                LayerConfig(**layer | {"rope": rope(layer.get("rope"))}) for layer in raw["per_layer"]
+                LayerConfig(**layer | {"rope": rope_from_json(layer.get("rope"))}) for layer in raw["per_layer"]
             )
         for key in ("windows", "eos_ids", "per_layer"):
             if not isinstance(fields.get(key, ()), tuple):
@@ -116,10 +111,20 @@ class ModelConfig:
             raise UserError(f"model configuration: {error}: was it written by another version?") from None
 
 
+def rope_from_json(value: Any) -> Rope | None:
+    """Return the Rope that a JSON object describes; None for null. Raises: UserError if its form is wrong."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not isinstance(value.get("factors"), list | tuple):
+        raise UserError(f"rope={short(value)} must be an object of theta and factors")
+    return Rope(value.get("theta", 0), tuple(value["factors"]))
+
+
 @functools.cache
 def layers_alike(config: ModelConfig) -> tuple[LayerConfig, ...]:
-    """Return the layers of a model whose layers differ in windows only."""
-    c, block = config, mlp_block(config.mlp_width, min(config.num_kv_heads, 8))
+    """Return the layers of a model whose layers differ only in their windows."""
+    c = config
+    block = mlp_block(c.mlp_width, min(c.num_kv_heads, 8))
     return tuple(
         LayerConfig(
             num_heads=c.num_heads,

@@ -1,4 +1,4 @@
-"""DraftSpec: how a model drafts beside its target."""
+"""DraftSpec: the properties of a model as a draft of its target."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxspec.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts beside its target.
+    """Properties of a model as a draft of its target.
 
     method: a name of `jaxspec.drafters.methods`.
-    features_width: M, the numbers that it keeps of each of the target's positions; 0 where it reads none of them.
-    taps: the target's layers whose input becomes features; L names the input of the last norm.
-    features_from: the parameters that compute the features, once a position; a pass reads the others.
-    borrows_head: whether its logits are computed by the target's head.
-    max_drafts: the most drafts that it proposes a round; None where nothing limits them.
+    features_width: M, the size of the features of one target position; 0 for a draft that reads no features.
+    taps: layers of the target whose inputs become features; L names the input of the last norm.
+    features_from: parameters that compute the features, once per position; the draft's own passes do not read them.
+    borrows_head: whether the target's head computes the draft's logits.
+    max_drafts: largest number of draft tokens per round; None for no limit.
     """
 
     method: str = "draft_model"
@@ -30,14 +30,14 @@ class DraftSpec:
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig(ModelConfig, abc.ABC):
-    """The architecture of a drafting head, which is no decoder by itself. Derived classes say how it drafts."""
+    """The architecture of a drafting head, which is not a complete decoder. Each kind of head derives a class."""
 
     @property
     @abc.abstractmethod
     def spec(self) -> DraftSpec:
-        """How it drafts."""
+        """Properties of the head as a draft."""
 
 
 def draft_spec(config: ModelConfig) -> DraftSpec:
-    """Return how a model drafts. A decoder is a draft model."""
+    """Return the properties of a model as a draft. Those of a decoder are the defaults: it is a draft model."""
     return config.spec if isinstance(config, HeadConfig) else DraftSpec()

@@ -1,6 +1,6 @@
-"""The families of models: what sets each apart, in its configurations, its tensors' names and its GGUF files.
+"""The model families: how each differs in its configurations, its tensor names and its GGUF files.
 
-Plain data: a dense family whose switches exist is an entry of FAMILIES, and nothing else.
+All of this is data: a new dense family that needs no new switch is one entry of FAMILIES.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Place = tuple[str, str]  # parameter pattern; which part of it, "" for all
+Place = tuple[str, str]  # name pattern of a parameter; name of the part of it, or "" for the whole
 
-# Of a layer: what Hugging Face's files call a tensor -> where it goes.
+# Places of a layer's tensors, by their names in Hugging Face's files.
 LAYER: dict[str, Place] = {
     "input_layernorm.weight": ("input_norm", ""),
     "self_attn.q_proj.weight": ("qkv", "q"),
@@ -32,53 +32,75 @@ LAYER: dict[str, Place] = {
 
 
 def layer_names(prefix: str, place: str = "layers.{}.") -> dict[str, Place]:
-    """LAYER for files that put `prefix` before the names, and modules that put `place`."""
+    """Return LAYER with `prefix` before the tensor names and `place` before the parameter names."""
     return {prefix + name: (place + parameter, part) for name, (parameter, part) in LAYER.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
-    """Of GGUF files whose general.architecture is the family's name."""
+    """A family's GGUF files, whose general.architecture is the name of the family.
 
-    interleaved: bool = False  # rows of q and k stand as for the rotary embedding that rotates neighbours
-    # Of every `period` layers all but the last have the file's window, unless it says which; 0: none, whatever it says.
+    interleaved: whether the rows of q and k are ordered for a rotary embedding that rotates neighbouring rows.
+    period: P: all layers but every P-th have the file's sliding window, unless the file itself gives a period or lists
+      the layers. 0: no layer has a window, whatever the file says.
+    theta: rotary base, if the file gives none.
+    local_theta: rotary base of the layers with a window, if the file gives none; None if they share `theta`.
+    wide_queries: layer counts of the models that scale queries by (width / heads) ** -0.5.
+    gemma_tokens: whether the SentencePiece tokens rank by id and not by score, runs of spaces are stored as they are,
+      and no space is put before a text.
+    """
+
+    interleaved: bool = False
     period: int = 0
-    theta: float = 1e4  # rotary base, where the file gives none
-    local_theta: float | None = None  # the same of the layers with a window, where these have one of their own
-    wide_queries: tuple[int, ...] = ()  # of so many layers are models whose queries are scaled by width / heads
-    # SentencePiece tokens rank by id, not by score; runs of spaces are stored as such; none goes before a text.
+    theta: float = 1e4
+    local_theta: float | None = None
+    wide_queries: tuple[int, ...] = ()
     gemma_tokens: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    model_type: str  # in a Hugging Face config.json
-    # Switches of ModelConfig, alike in all of its models.
+    """A model family.
+
+    model_type: the family's name in a Hugging Face config.json.
+    qkv_bias, qk_norm, sandwich_norm: switches of ModelConfig, the same in all models of the family.
+    norm_plus_one: the same switch for safetensors; GGUF files store 1 + w.
+    activation: the activation for files that do not name it; a config.json does.
+    scaled_embedding: whether embeddings are multiplied by sqrt(width).
+    windows: layers with the sliding window of config.json: those that layer_types name, all, or none.
+    activation_key: the key of the activation in config.json.
+    takes: options of config.json that this family supports and others refuse (`checkpoints.hf_config.FIXED`).
+    names: places of tensors, by name, that differ from `checkpoints.names.HF`.
+    reads_as: the model_type whose defaults complete a config.json, if transformers does not know the family.
+    gguf: properties of the family's GGUF files; None if there are none or they name another architecture.
+    """
+
+    model_type: str
     qkv_bias: bool = False
     qk_norm: bool = False
     sandwich_norm: bool = False
-    norm_plus_one: bool = False  # in safetensors; GGUF files hold 1 + w
-    activation: str = "silu"  # a config.json names it itself
-    scaled_embedding: bool = False  # by sqrt(width)
-    # Which layers have a config.json's sliding window: those that layer_types name, all of them, or none.
+    norm_plus_one: bool = False
+    activation: str = "silu"
+    scaled_embedding: bool = False
     windows: Literal["named", "all", "none"] = "named"
     activation_key: str = "hidden_act"
-    takes: tuple[str, ...] = ()  # options of config.json that are refused in other families: see `hf.FIXED`
-    names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)  # where not `checkpoints.names.HF`
-    reads_as: str | None = None  # the model_type whose defaults its config.json has, where transformers lacks its own
-    gguf: Gguf | None = Gguf()  # None: no such files, or they say another architecture
+    takes: tuple[str, ...] = ()
+    names: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    reads_as: str | None = None
+    gguf: Gguf | None = Gguf()
 
     def switches(self, width: int) -> dict[str, Any]:
-        """The fields of ModelConfig that hang on nothing else."""
-        alike = {name: getattr(self, name) for name in ("qkv_bias", "qk_norm", "sandwich_norm", "activation")}
-        return alike | {"embed_scale": math.sqrt(width) if self.scaled_embedding else 1.0}
+        """Return the fields of ModelConfig that are fixed by the family and the model's width."""
+        fixed = {name: getattr(self, name) for name in ("qkv_bias", "qk_norm", "sandwich_norm", "activation")}
+        return fixed | {"embed_scale": math.sqrt(width) if self.scaled_embedding else 1.0}
 
 
-ALWAYS = ("attention_bias",)  # these biases are there, whatever is said of them
+ALWAYS = ("attention_bias",)  # the family always has these biases, whatever the option says
 
 FAMILIES = {
     "llama": Family("llama", windows="none", gguf=Gguf(interleaved=True)),
-    "mistral": Family("mistral", windows="all", gguf=None),  # its GGUF files say llama, and do not tell a window in use
+    # Mistral's GGUF files name the architecture llama and do not show whether a window is used.
+    "mistral": Family("mistral", windows="all", gguf=None),
     "qwen2": Family("qwen2", qkv_bias=True, takes=ALWAYS),
     "qwen3": Family("qwen3", qk_norm=True),
     "mimo": Family("mimo", qkv_bias=True, takes=ALWAYS, reads_as="qwen2", gguf=None),
@@ -91,12 +113,13 @@ FAMILIES = {
         scaled_embedding=True,
         activation_key="hidden_activation",
         takes=("final_logit_softcapping", "query_pre_attn_scalar"),
-        names={  # an old name has a new meaning
+        names={  # post_attention_layernorm is the norm before the MLP elsewhere, but not here
             "model.layers.{}.post_attention_layernorm.weight": ("layers.{}.post_attention_norm", ""),
             "model.layers.{}.pre_feedforward_layernorm.weight": ("layers.{}.mlp_norm", ""),
             "model.layers.{}.post_feedforward_layernorm.weight": ("layers.{}.post_mlp_norm", ""),
         },
-        gguf=Gguf(period=6, theta=1e6, local_theta=1e4, wide_queries=(62,), gemma_tokens=True),  # the 27B has 62 layers
+        # 62 layers: Gemma 3 27B.
+        gguf=Gguf(period=6, theta=1e6, local_theta=1e4, wide_queries=(62,), gemma_tokens=True),
     ),
 }
 GGUF = {name: family.gguf for name, family in FAMILIES.items() if family.gguf}

@@ -1,4 +1,4 @@
-"""LayerConfig: what one layer of a decoder is."""
+"""LayerConfig: the configuration of one layer of a decoder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from jaxspec.models.rope import PLAIN_ROPE, Rope
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One layer of a decoder.
+    """The configuration of one layer of a decoder.
 
+    mlp_block: number of columns of gate, and of up, in one group of the merged product gate_up; it divides mlp_width.
+    window: sliding window in tokens; None for no window.
+    query_scale: factor of the attention scores.
+    kv_copies: number of copies of each key-value head of the checkpoint; num_kv_heads counts all copies
+      (`jaxspec.models.sharding`).
+    shares: index of the layer whose keys and values this layer reads; None for its own.
     mixer, mlp: names in `jaxspec.models.mixers` and `jaxspec.models.mlps`.
-    window: how many tokens it sees; None for all.
-    mlp_block: the columns of gate, and of up, in a group of the merged product; it divides mlp_width.
-    kv_copies: how often num_kv_heads counts each key-value head of a checkpoint (`jaxspec.models.sharding`).
-    shares: the layer whose keys and values it reads, instead of its own; None for its own.
     """
 
     num_heads: int
@@ -42,20 +44,22 @@ class LayerConfig:
 
     @property
     def qkv_parts(self) -> dict[str, int]:
-        """Part of the merged product -> its columns in each group of columns.
+        """Number of columns of each part of the merged matrix qkv in one group of columns.
 
-        Columns are grouped by key-value head, not laid side by side, so that any tensor parallelism that divides the
-        number of groups gives each shard its own columns of every part.
+        There is one group for each key-value head, with its columns of q, k and v. Any degree of tensor parallelism
+        that divides the number of groups therefore gives each shard whole groups, with columns of every part.
         """
         return {"q": self.heads_per_group * self.head_dim, "k": self.head_dim, "v": self.head_dim}
 
     @property
     def gate_up_parts(self) -> dict[str, int]:
-        """The same of the merged product of gate and up, by blocks."""
+        """Number of columns of each part of the merged matrix gate_up in one group; a group is a block of each."""
         return {"gate": self.mlp_block, "up": self.mlp_block}
 
 
 def mlp_block(mlp_width: int, shards: int) -> int:
-    """Return the block as wide as a TPU's lanes, 128, or as narrow as it takes to give each shard as many of them."""
-    widths = [2**i for i in range(7, -1, -1) if mlp_width % (2**i * shards) == 0]
-    return widths[0] if widths else math.gcd(mlp_width, 128)
+    """Return the largest power of two up to 128, a TPU's lanes, whose blocks divide evenly among the shards."""
+    for width in (128, 64, 32, 16, 8, 4, 2, 1):
+        if mlp_width % (width * shards) == 0:
+            return width
+    return math.gcd(mlp_width, 128)

@@ -1,4 +1,4 @@
-"""What a decoder's numbers may be: one table, whichever file they come from."""
+"""Limits of the numbers in a decoder's configuration: one table for all file formats."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from jaxspec.common.errors import UserError, quoted
 
 INT32 = 2**31 - 1
 
-# What is checked -> (kind, least, most). Generous: beyond is no model, but a damaged file that would fill the memory,
-# keep the compiler busy for ever, or give NaN for every logit.
+# (type, minimum, maximum) by field. The limits are generous: a number outside comes from a damaged file, which would
+# fill the memory, keep the compiler busy for ever, or make every logit NaN.
 LIMITS: dict[str, tuple[type, float, float]] = {
     "vocab_size": (int, 1, INT32),
-    "num_layers": (int, 1, 1_000),  # of the deepest known it is 126; describing a thousand takes seconds
+    "num_layers": (int, 1, 1_000),  # the deepest known model has 126; building a thousand takes seconds
     "width": (int, 1, 2**20),
     "mlp_width": (int, 1, 2**24),
     "num_heads": (int, 1, 2**16),
     "num_kv_heads": (int, 1, 2**16),
     "head_dim": (int, 2, 2**16),
-    "max_model_len": (int, 1, 2**30),  # positions have 32 bits, and a launch reserves some beyond the last
+    "max_model_len": (int, 1, 2**30),  # positions are int32, and a launch reserves some beyond the last
     "window": (int, 1, INT32),
     "theta": (float, 1, 1e30),
     "factor": (float, 1e-3, 1e6),
@@ -29,33 +29,28 @@ LIMITS: dict[str, tuple[type, float, float]] = {
     "query_scale": (float, 0, 1e6),
     "soft_cap": (float, 1e-3, 1e6),
     "logit_soft_cap": (float, 1e-3, 1e6),
-    "token_id": (int, 0, INT32),  # beyond the vocabulary it is never drawn, which does no harm
-    "bos_id": (int, -1, INT32),  # -1 in files that have none
+    "token_id": (int, 0, INT32),  # an id beyond the vocabulary is harmless: it is never sampled
+    "bos_id": (int, -1, INT32),  # -1 in files without one
     "reduced_vocab_size": (int, 2, INT32),
     "rare_vocab_size": (int, 0, INT32),
     "rare_width": (int, 0, 2**20),
     "embed_width": (int, 1, 2**20),
     "mask_id": (int, 0, INT32),
 }
-OPTIONAL = (
-    "window",
-    "soft_cap",
-    "logit_soft_cap",
-    "bos_id",
-    "reduced_vocab_size",
-    "embed_width",
-    "mask_id",
-)  # may be None
+# Fields that may be None.
+OPTIONAL = ("window", "soft_cap", "logit_soft_cap", "bos_id", "reduced_vocab_size", "embed_width", "mask_id")
 
 
 def number(what: str, value: Any, name: str | None = None) -> Any:
-    """The value, where LIMITS allow it for `what`. name: what the file calls it.
+    """Return the value if it is within the limits of the field `what`.
 
-    Raises: UserError that names it, its value and the limits.
+    name: the field's name in the file, if it differs.
+
+    Raises: UserError that names the field, its value and the limits.
     """
     kind, least, most = LIMITS[what]
     wanted = numbers.Integral if kind is int else numbers.Real
-    # A comparison with NaN is false, and one of integers beyond float's range is exact.
+    # The comparison is false for NaN, and exact for integers beyond the range of floats.
     if isinstance(value, wanted) and not isinstance(value, bool) and least <= value <= most:  # type: ignore[operator]
         return value
     limits = f"{least}..{most}" if kind is int else f"{least:g}..{most:g}"
@@ -63,18 +58,23 @@ def number(what: str, value: Any, name: str | None = None) -> Any:
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
-    """One id, several or None (none), as a tuple without repetitions. Raises: UserError as `number` does."""
-    ids = () if value is None else value if isinstance(value, list | tuple) else (value,)
+    """Return an id, a list of ids or None as a tuple of ids without repetitions. Raises: UserError as `number` does."""
+    if value is None:
+        ids: Any = ()
+    elif isinstance(value, list | tuple):
+        ids = value
+    else:
+        ids = (value,)
     return tuple(dict.fromkeys(int(number("token_id", i, name)) for i in ids))
 
 
 def short(value: Any) -> str:
-    """repr, but never long."""
+    """Return the repr of a value, shortened."""
     return quoted(value, 60)
 
 
 def check_fields(config: Any, of: str = "") -> None:
-    """Raise UserError for a field that LIMITS know and do not allow. of: what stands behind its name."""
+    """Raise UserError for a field outside of LIMITS. of: text after the field's name in the message."""
     for name in LIMITS.keys() & vars(config).keys():
         value = getattr(config, name)
         if value is not None or name not in OPTIONAL:
@@ -82,10 +82,11 @@ def check_fields(config: Any, of: str = "") -> None:
 
 
 def check_numbers(config: Any) -> None:
-    """Every number of a ModelConfig, and that what is a flag is one."""
+    """Raise UserError for a number of a ModelConfig outside of its limits, or for a flag that is not a bool."""
     check_fields(config)
     for name in ("tied", "qkv_bias", "qk_norm", "sandwich_norm", "norm_plus_one"):
-        if not isinstance(value := getattr(config, name), bool):
+        value = getattr(config, name)
+        if not isinstance(value, bool):
             raise UserError(f"{name}={short(value)} must be true or false")
     for window in config.windows:
         if window is not None:
@@ -108,7 +109,7 @@ def check_numbers(config: Any) -> None:
 
 
 def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
-    """Raise UserError for a LayerConfig that no decoder can have."""
+    """Raise UserError for a LayerConfig that cannot be layer `index` of a decoder."""
     check_fields(layer, f" of layer {index}")
     if layer.num_heads % layer.num_kv_heads:
         raise UserError(f"{layer.num_heads} query heads do not divide among {layer.num_kv_heads} key-value heads")
@@ -116,16 +117,16 @@ def check_layer(index: int, layer: Any, layers: Sequence[Any]) -> None:
         raise UserError(f"head_dim {layer.head_dim} is odd: rotary embedding needs pairs")
     if layer.shares is not None:
         read = layers[layer.shares] if 0 <= layer.shares < index else None
-        wanted = layer.num_kv_heads, layer.head_dim
-        if read is None or read.shares is not None or (read.num_kv_heads, read.head_dim) != wanted:
+        heads, size = layer.num_kv_heads, layer.head_dim
+        if read is None or read.shares is not None or (read.num_kv_heads, read.head_dim) != (heads, size):
             raise UserError(
                 f"layer {index} shares the keys and values of layer {layer.shares}: that must be an earlier layer with "
-                f"keys and values of its own, {wanted[0]} heads of {wanted[1]}"
+                f"keys and values of its own, {heads} heads of {size}"
             )
 
 
 def check_vocabulary(config: Any) -> None:
-    """The ids that a draft proposes: as many as there are, and with a head of their own."""
+    """Raise UserError unless the ids of a draft fit into its vocabulary and have a head of their own."""
     if config.reduced_vocab_size is not None and not 2 <= config.reduced_vocab_size <= config.vocab_size:
         raise UserError(
             f"reduced_vocab_size={config.reduced_vocab_size} must lie in 2..{config.vocab_size}, vocab_size"
@@ -135,7 +136,8 @@ def check_vocabulary(config: Any) -> None:
             "tied=True, but a draft with fewer ids, or its target's table, has a head of its own: one of an "
             "earlier version has to be trained again"
         )
-    if not 0 <= config.rare_vocab_size < config.head_size or (config.rare_vocab_size > 0) != (config.rare_width > 0):
+    has_rare = config.rare_vocab_size > 0
+    if not 0 <= config.rare_vocab_size < config.head_size or has_rare != (config.rare_width > 0):
         raise UserError(
             f"rare_vocab_size={config.rare_vocab_size} must lie in 0..{config.head_size - 1}, and rare_width="
             f"{config.rare_width} be above 0 where it is"

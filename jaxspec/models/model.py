@@ -1,4 +1,4 @@
-"""A model as it is loaded: its configuration with its parameters."""
+"""Model: a configuration with loaded parameters."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class Model:
         return compute_dtype(self.params)
 
     def stored_for(self, backend: Backend) -> Model:
-        """The same, its matrices as that backend reads them best."""
+        """Return the model with its parameters in the forms that the backend reads fastest."""
         return dataclasses.replace(self, params=stored_for(backend, self.config, self.params))

@@ -1,4 +1,4 @@
-"""PagedModel: a decoder with its cache layout. One pass writes the tokens' keys and values and attends over pages."""
+"""PagedModel: a decoder with its cache layout. A pass writes the tokens' keys and values and attends over the pages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pallas_kernels.tree import packed
 
 
 class Branches(NamedTuple):
-    """Tokens of a pass that are nodes of a tree. Their slots go by their places in the pass, as a chain's do.
+    """Tokens of a pass that are nodes of a tree. Their slots follow their order in the pass, like those of a chain.
 
-    positions i32[B,T]: where they stand in their texts: as deep in the tree as they are.
-    first i32[B]: the position of the slot of the tree's first node, which an earlier pass may have written.
-    seen bool[B,T,_]: which nodes, counted from there, each of them sees: its ancestors and itself.
+    positions i32[B,T]: positions in the text, which follow from the nodes' depths in the tree.
+    first i32[B]: position of the slot of the tree's first node, which an earlier pass may have written.
+    seen bool[B,T,_]: nodes that each token sees, which are its ancestors and itself; nodes are counted from the first.
     """
 
     positions: jax.Array
@@ -32,12 +32,13 @@ class Branches(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a pass gives.
+    """The results of a pass.
 
-    decoder: bound, whose `logits` the caller may ask for.
-    hidden [B,T,E]: by the last norm.
-    tapped: [B,T,E] each, what went into the layers asked for.
-    slots i32[B*T]: where the tokens' keys and values were written.
+    decoder: the decoder bound to its parameters, for `logits`.
+    hidden [B,T,E]: output of the last norm.
+    pages: updated caches.
+    tapped: inputs [B,T,E] of the layers `taps`.
+    slots i32[B*T]: slots of the tokens' keys and values.
     """
 
     decoder: Decoder
@@ -49,7 +50,10 @@ class Pass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PagedModel:
-    """Static description of a model over pages; max_model_len bounds the positions it may write."""
+    """Static description of a model with a paged cache.
+
+    max_model_len: bound of the positions that it may write.
+    """
 
     config: ModelConfig
     layout: CacheLayout
@@ -67,34 +71,44 @@ class PagedModel:
         taps: tuple[int, ...] = (),
         branches: Branches | None = None,
     ) -> Pass:
-        """tokens, positions i32[B,T], masked bool[B,T] (written nowhere), block_table i32[B,N]; taps: as `Decoder`;
-        branches: of tokens that are no chain.
+        """Run one pass over tokens.
 
-        Rows whose tokens are all masked are not computed. A masked token may only stand after the unmasked ones of its
-        row.
+        A row whose tokens are all masked is not computed. In a row, masked tokens may only follow the unmasked ones.
+
+        Args:
+          tokens, positions: i32[B,T].
+          masked: bool[B,T], tokens whose keys and values are not written.
+          block_table: i32[B,N].
+          taps: as in `Decoder`.
+          branches: the tokens' places in a tree; None for a chain.
         """
-        rows, decoder = self.rows(positions, masked, block_table, branches), bind(self.config, params)
+        rows = self.rows(positions, masked, block_table, branches)
+        decoder = bind(self.config, params)
         hidden, pages, tapped = decoder(tokens, pages, rows, self.backend, taps)
         return Pass(decoder, hidden, pages, tapped, rows.slots)
 
     def rows(
         self, positions: jax.Array, masked: jax.Array, block_table: jax.Array, branches: Branches | None = None
     ) -> Rows:
-        """Where the tokens of a pass stand. Arguments as those of `forward`."""
-        t, slots = positions.shape[1], self.slots(positions, masked, block_table)
-        reach = lambda length: jnp.where(masked[:, 0], 0, positions[:, 0] + length)
-        kv_len, num_keys = reach(t), reach(jnp.sum(~masked, axis=1, dtype=jnp.int32))
+        """Return the positions and slots of the tokens of a pass. The arguments are those of `forward`."""
+        slots = self.slots(positions, masked, block_table)
+
+        def end(length: jax.Array | int) -> jax.Array:
+            return jnp.where(masked[:, 0], 0, positions[:, 0] + length)
+
+        kv_len = end(positions.shape[1])
+        num_keys = end(jnp.sum(~masked, axis=1, dtype=jnp.int32))
         if branches is None:
             return Rows(positions, slots, block_table, kv_len, num_keys)
         return Rows(branches.positions, slots, block_table, kv_len, num_keys, packed(*branches))
 
     def slots(self, positions: jax.Array, masked: jax.Array, block_table: jax.Array) -> jax.Array:
-        """Of these positions [B,T]: i32[B*T], the pad slot where masked."""
+        """Return the slots i32[B*T] of positions [B,T]; the pad slot for masked tokens."""
         b, t = positions.shape
         return slot_mapping(
             positions.reshape(-1),
             masked.reshape(-1),
-            jnp.arange(b + 1, dtype=jnp.int32) * (t - 1),  # the layout before the merge: rows one shorter
+            jnp.arange(b + 1, dtype=jnp.int32) * (t - 1),  # row starts before a merge, which adds one token to each row
             block_table,
             page_size=self.layout.page_size,
             max_model_len=self.max_model_len,
@@ -103,15 +117,15 @@ class PagedModel:
         )
 
     def keep(self, cache: tuple[LayerCache, ...], kept: Kept) -> tuple[LayerCache, ...]:
-        """Return the caches of all layers after a pass of which only some tokens stay."""
+        """Return the caches of all layers after a pass of which only some tokens are kept."""
         return tuple(layer.keep(kept, self.backend) for layer in cache)
 
     def prefill(self, params, pages, tokens, start, length, block_table, *, taps: tuple[int, ...] = ()) -> Pass:
-        """A prompt chunk: tokens i32[B,T] at positions start[b]..., of which length[b] are real. As `forward`."""
+        """Run `forward` on a prompt chunk: tokens i32[B,T] from position start[b] on, of which length[b] are real."""
         return self.forward(params, pages, tokens, *places(tokens, start, length), block_table, taps)
 
 
 def places(tokens: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(positions, masked) of a prompt chunk, its arguments as those of `PagedModel.prefill`."""
+    """Return (positions, masked) of a prompt chunk. The arguments are those of `PagedModel.prefill`."""
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     return start[:, None] + offset, offset >= length[:, None]

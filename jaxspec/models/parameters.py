@@ -1,4 +1,4 @@
-"""What is known of a parameter beside its numbers: said where the nnx module declares it, derived everywhere else."""
+"""The declaration of a parameter: all facts about it beside its values. nnx modules make it; other code reads it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Kind = Literal["matrix", "table", "bias", "norm", "ids"]
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """An abstract array. JAX, which asks for shape, dtype and sharding, takes it for one.
+    """An abstract array with its declaration. It has shape, dtype and sharding, so that JAX accepts it as an array.
 
-    kind: "matrix", [I, O] of a product; "table", whose rows are looked up; "bias"; "norm"; "ids" of another vocabulary.
-    axes: of each dimension the logical axis (`jaxspec.parallel.placement`), None where it is not cut.
-    parts: where it merges several of a checkpoint's, each with its columns in a group (see `LayerConfig.qkv_parts`).
-    copies: part -> how often it holds each of the checkpoint's groups of that part, where not once.
-    head: whether it is read for logits only.
-    borrowed: whether it is the target's, so that no draft's checkpoint has it.
+    kind: "matrix" [I, O] of a product; "table", whose rows are looked up; "bias"; "norm"; "ids" of another vocabulary.
+    axes: logical axis (`jaxspec.parallel.placement`) of each dimension; None for a dimension that is not sharded.
+    parts: for a merge of several tensors, each part's name and its columns in a group (see `LayerConfig.qkv_parts`).
+    copies: for parts that repeat each group of the checkpoint, the part's name and the number of copies.
+    head: whether only the computation of logits reads it.
+    borrowed: whether it is the target's parameter, which a draft's checkpoint does not hold.
     """
 
     shape: tuple[int, ...]
@@ -45,12 +45,15 @@ class Parameter:
 
     @property
     def trained(self) -> bool:
+        """Return whether training changes the parameter."""
         return self.kind != "ids" and not self.borrowed
 
 
 def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable]:
-    """shape, and what else `Parameter` holds -> a variable of that kind, which knows it. All have dtype but norms and
-    ids: norms are small, and Gemma's 1 + w needs the bits."""
+    """Return a function from a shape, and other fields of `Parameter`, to an nnx variable of this kind.
+
+    Norms are float32 whatever the dtype, because they are small and Gemma's 1 + w needs the precision. Ids are int32.
+    """
     own = {"norm": jnp.float32, "ids": jnp.int32}.get(kind, dtype)
 
     def variable(
@@ -58,11 +61,18 @@ def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable]:
         axes: tuple[str | None, ...] = (),
         parts: Mapping[str, int] | None = None,
         copies: Mapping[str, int] | None = None,
-        **known: bool,
+        **flags: bool,
     ):
-        axes, merged = axes or (None,) * len(shape), tuple((parts or {}).items())
-        several = tuple((part, n) for part, n in (copies or {}).items() if n > 1)
-        declared = Parameter(shape, jnp.dtype(own), kind, axes, merged, several, **known)
-        return (nnx.Param if declared.trained else nnx.Variable)(jnp.zeros(shape, own), declared=declared)
+        declared = Parameter(
+            shape,
+            jnp.dtype(own),
+            kind,
+            axes=axes or (None,) * len(shape),
+            parts=tuple((parts or {}).items()),
+            copies=tuple((part, n) for part, n in (copies or {}).items() if n > 1),
+            **flags,
+        )
+        variable_type = nnx.Param if declared.trained else nnx.Variable
+        return variable_type(jnp.zeros(shape, own), declared=declared)
 
     return variable

@@ -1,4 +1,4 @@
-"""How the checkpoint of a head is read."""
+"""Reading: the configuration of a head's checkpoint and the places of its tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from jaxspec.models.families import Place
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How a checkpoint is read: its configuration, and where its tensors go.
+    """The configuration of a head's checkpoint and the places of its tensors.
 
-    ignored: shell patterns of those that are part of something else.
-    copies: tensor -> the parameter of the target, and which part of it, that stands in its place: see `Found.copies`.
-    repeats: tensor -> the one of the same checkpoint that stands in its place, since `tie_weights` says so.
-    ones: those of norms that the head does not have.
-    rest: those of the model in whose checkpoint the head stands, which should be the target.
-    absolute_ids: a reduced vocabulary's ids are written as they are, not as differences from its own.
-    norm_plus_one: norms are written as what is added to 1.
-    remark: what is left out of it, if anything is that somebody may miss.
+    names: places of the tensors, by name.
+    ignored: shell patterns of tensors that are not read.
+    copies: tensors that copy a parameter of the target, with the parameter and part that replace them (`Found.copies`).
+    repeats: tensors that repeat another tensor of the checkpoint, as its option tie_weights says, with that tensor.
+    ones: weights of norms that the head lacks; if a file holds them, all must be 1.
+    rest: tensors of the model whose checkpoint contains the head; that model should be the target.
+    absolute_ids: whether d2t holds the target's ids themselves and not their differences from the draft's ids.
+    norm_plus_one: whether the checkpoint stores w for norms that multiply by 1 + w.
+    remark: warning about parts of the checkpoint that are not used; empty for none.
     """
 
     config: ModelConfig

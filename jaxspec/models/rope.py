@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: frequencies theta^(-2i/D), each divided by factors[i] (all 1 where factors is empty)."""
+    """A rotary embedding with frequencies theta^(-2i/D) / factors[i]; empty factors are all 1."""
 
     theta: float = 10000.0
     factors: tuple[float, ...] = ()

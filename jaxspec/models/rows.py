@@ -1,4 +1,4 @@
-"""Rows: the positions of the tokens of one pass."""
+"""Rows: the positions and slots of the tokens of one pass."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Rows:
-    """The positions of the tokens of one pass.
+    """The positions and slots of the tokens of one pass. A pass without a cache has only positions.
 
-    positions i32[B,T]: of the tokens in their texts.
-    slots i32[B*T]: of their keys and values; the pad slot where nothing is written.
+    positions i32[B,T]: positions of the tokens in their texts.
+    slots i32[B*T]: slots of their keys and values; the pad slot for tokens that are not written.
     block_table i32[B,N]: page ids.
-    kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t.
-    num_keys i32[B]: positions of the row that are written, padding of this pass left out. A row with kv_len 0 is not
-      computed. A pass without a cache has positions only.
-    tree i32[B,T,_]: which nodes each token sees, of tokens that are nodes of a tree (see `paged_attention`); else None.
+    kv_len i32[B]: position of the row's first token + T, so that attention places query t at kv_len - T + t. A row with
+      kv_len 0 is not computed.
+    num_keys i32[B]: number of written positions of the row; the padding of this pass is not counted.
+    tree i32[B,T,_]: nodes that each token sees if the tokens form a tree (see `paged_attention`), else None.
     """
 
     positions: jax.Array
@@ -32,5 +32,5 @@ class Rows:
 
 
 def whole_rows(count: int, length: int) -> Rows:
-    """Return `count` rows of `length` tokens from position 0 on, without a cache."""
+    """Return `count` rows of `length` tokens that begin at position 0, for a pass without a cache."""
     return Rows(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (count, length)))

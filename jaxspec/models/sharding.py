@@ -1,4 +1,4 @@
-"""The sharded layout of a model: which sizes a degree of tensor parallelism divides, and copies of key-value heads."""
+"""The sharded layout of a model: copies of key-value heads, and the sizes that tensor parallelism must divide."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from jaxspec.models.layer_config import LayerConfig, mlp_block
 
 
 def for_degree(config: ModelConfig, degree: int) -> ModelConfig:
-    """Return the same model for so many shards.
+    """Return the configuration of a model for `degree` shards.
 
-    Where a layer has fewer key-value heads, each counts as often as it takes for a shard to have one, with its share of
-    the query heads. Heads beside a target have no copies.
+    In a layer with fewer key-value heads than shards, each head is copied, so that every shard has one head and its
+    share of the query heads. A drafting head is returned unchanged: its heads are not copied.
     """
     if isinstance(config, HeadConfig):
         return config
     layers = tuple(copied(layer, degree) for layer in config.layers)
-    alike = dataclasses.replace(config, num_kv_heads=own_heads(layers[0]), per_layer=())
-    if alike.layers == layers:
-        return alike
+    uniform = dataclasses.replace(config, num_kv_heads=own_heads(layers[0]), per_layer=())
+    if uniform.layers == layers:
+        return uniform
     return dataclasses.replace(config, num_kv_heads=layers[0].num_kv_heads, per_layer=layers)
 
 
 def own_heads(layer: LayerConfig) -> int:
-    """Return the number of key-value heads that a checkpoint has of a layer."""
+    """Return a layer's number of key-value heads in the checkpoint."""
     return layer.num_kv_heads // layer.kv_copies
 
 
 def copied(layer: LayerConfig, degree: int) -> LayerConfig:
+    """Return a layer with its key-value heads copied for `degree` shards, if the sizes allow it."""
     own = own_heads(layer)
-    copies = degree // own if degree % own == 0 == layer.num_heads % degree else 1
+    copies = degree // own if degree % own == 0 and layer.num_heads % degree == 0 else 1
     if copies == layer.kv_copies:
         return layer
     block = mlp_block(layer.mlp_width, min(own, 8) if copies == 1 else degree)
@@ -40,31 +41,39 @@ def copied(layer: LayerConfig, degree: int) -> LayerConfig:
 
 
 def divided_sizes(config: ModelConfig) -> dict[str, list[int]]:
-    """Return what a degree has to divide, by name: of each layer that has it, the size."""
-    features = draft_spec(config).features_width
+    """Return the sizes that a degree of tensor parallelism must divide, by name; some have one value per layer."""
     sizes = {
         "num_heads": [layer.num_heads for layer in config.layers],
         "num_key_value_heads": [layer.num_kv_heads for layer in config.layers],
     }
     blocks = {layer.mlp_block: layer.mlp_width // layer.mlp_block for layer in config.layers}
-    sizes |= {f"intermediate_size / {block}": [count] for block, count in blocks.items()}
-    return sizes | ({"the features of a position": [features]} if features else {})
+    for block, count in blocks.items():
+        sizes[f"intermediate_size / {block}"] = [count]
+    features = draft_spec(config).features_width
+    if features:
+        sizes["the features of a position"] = [features]
+    return sizes
 
 
 def check_divides(config: ModelConfig, degree: int, *, most: int | None = None, of_draft: bool = False) -> None:
-    """Raise UserError naming a size that this degree does not divide, and the degrees that would do.
+    """Raise UserError that names a size which this degree does not divide, and the possible degrees.
 
-    most: the highest degree there could be, of a draft the target's.
+    most: highest possible degree; for a draft, the target's degree.
     """
-    if size := undivided(config, degree):
-        option = "draft_tensor_parallel_size" if of_draft else "tensor_parallel_size"
-        able = [d for d in range(1, (most or config.num_heads) + 1) if not undivided(config, d)]
-        if of_draft:  # what divides its own divides the target's
-            able = [d for d in able if (most or degree) % d == 0]
-        raise UserError(f"{option}={degree} does not divide {size}: use one of {', '.join(map(str, able))}")
+    size = undivided(config, degree)
+    if size is None:
+        return
+    option = "draft_tensor_parallel_size" if of_draft else "tensor_parallel_size"
+    able = [d for d in range(1, (most or config.num_heads) + 1) if undivided(config, d) is None]
+    if of_draft:  # a draft's degree must divide the target's
+        able = [d for d in able if (most or degree) % d == 0]
+    raise UserError(f"{option}={degree} does not divide {size}: use one of {', '.join(map(str, able))}")
 
 
 def undivided(config: ModelConfig, degree: int) -> str | None:
-    """Return the first size that this degree does not divide, key-value heads being copied where they are fewer."""
-    sizes = divided_sizes(for_degree(config, degree))
-    return next((f"{name}={size}" for name, each in sizes.items() for size in each if size % degree), None)
+    """Return the first size that this degree does not divide after heads are copied; None if it divides all."""
+    for name, values in divided_sizes(for_degree(config, degree)).items():
+        for size in values:
+            if size % degree:
+                return f"{name}={size}"
+    return None

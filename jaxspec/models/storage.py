@@ -1,6 +1,6 @@
 """The forms of parameters that programs read fastest.
 
-On a CPU matrices are read output-first, and in half of the bytes where these hold the same numbers.
+On a CPU, matrices are stored output-first. They are stored in bfloat16 if that changes no value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pallas_kernels.weights.output_first import Streamed
 def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
     """Return params in the forms that the programs of this backend read fastest.
 
-    The dict is emptied on the way, so that memory never holds both forms: give a copy of one that is used elsewhere.
+    The dict may be emptied, so that memory never holds both forms of all parameters: pass a copy of a shared dict.
     """
     if not backend.streams or compute_dtype(params) != jnp.float32:
         return params
@@ -33,7 +33,7 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
     streamed = {name for name, x in params.items() if not isinstance(x, Weight) and streams_alone(known[name], x)}
     halved = all(same_in_bfloat16(params[name]) for name in streamed)
     found: dict[str, Any] = {}
-    for name in list(params):  # one after the other: memory holds one of them twice
+    for name in list(params):  # one at a time: memory holds only one of them twice
         x = params.pop(name)
         if halved and name in streamed:
             x = x.astype(jnp.bfloat16)
@@ -49,10 +49,10 @@ def narrow(params: Params) -> bool:
 
 
 def streams_alone(parameter: Parameter, x: jax.Array) -> bool:
-    """Return whether products stream a parameter for one row of x, too.
+    """Return whether products stream a parameter even for a single row of x.
 
-    They read it where it is a matrix, or a table that is the head. What the library reads for one row would be
-    converted each time.
+    Only a matrix or a table that is the head can be streamed. A product that the library computes would convert a
+    bfloat16 matrix each time.
     """
     if parameter.kind == "matrix":
         return num_streams(1, *x.shape) > 1
@@ -61,5 +61,5 @@ def streams_alone(parameter: Parameter, x: jax.Array) -> bool:
 
 @jax.jit
 def same_in_bfloat16(x: jax.Array) -> jax.Array:
-    """Return whether bfloat16 holds the very numbers of x."""
+    """Return whether bfloat16 represents every value of x exactly."""
     return jnp.all(lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) == x)

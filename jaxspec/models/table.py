@@ -1,4 +1,4 @@
-"""From ids to the rows of a table."""
+"""Lookup of the rows of an embedding table."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from jaxspec.parallel.placement import per_shard
 
 
 def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backend) -> Float[Array, "*n E"]:
-    """The rows of these ids; of an id beyond the table its last row. On several devices each looks into its own part.
+    """Return the rows of these ids; for an id beyond the table, its last row.
 
-    The compiler by itself would, for a single id, first bring the whole table together on each device: of Qwen3-8B
-    1.2 GB in every pass over one row.
+    If the table is sharded, each device looks into its own part. The compiler alone would gather the whole table on
+    each device even for a single id: 1.2 GB for Qwen3-8B in every pass over one row.
     """
     if backend.alone and backend.device.platform == "cpu" and table.dtype == jnp.bfloat16:
-        # Row by row: the compiler would first widen the whole table for a single id.
-        row = lambda i: lax.dynamic_index_in_dim(table, i, 0, keepdims=False).astype(jnp.float32)
+
+        def row(i: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(table, i, 0, keepdims=False).astype(jnp.float32)
+
+        # Row by row, or else the compiler would convert the whole table to float32 even for a single id.
         return lax.map(row, jnp.clip(ids, 0).reshape(-1)).reshape(*ids.shape, -1)
-    # clip: a draft with fewer ids than the target may be shown one it lacks, and the default would make it NaN.
-    take = lambda table, ids: jnp.take(table, ids, axis=0, mode="clip")
     rows = table.shape[0]
-    if (placement := backend.in_parts(rows)) is None:
+    placement = backend.vocab_placement(rows)
+    if placement is None:
         return take(table, ids)
-    axes, part = placement.axes, rows // placement.degree
+    axes = placement.axes
+    part = rows // placement.degree
 
     def own(table: jax.Array, ids: jax.Array) -> jax.Array:
         at = jnp.clip(ids, 0, rows - 1) - lax.axis_index(axes) * part
@@ -35,3 +38,11 @@ def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backen
         return lax.psum(jnp.where(here[..., None], take(table, at), 0), axes)
 
     return per_shard(own, placement, (P(axes, None), P()), P())(table, ids)
+
+
+def take(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return the rows of these ids; for an id beyond the table, its last row.
+
+    A draft with fewer ids than the target may read an id that it lacks: mode "fill", the default, would return NaN.
+    """
+    return jnp.take(table, ids, axis=0, mode="clip")

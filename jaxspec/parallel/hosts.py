@@ -1,5 +1,7 @@
-"""Several machines as one: a process on each, which JAX makes one of. Process 0 takes requests and decides; the others
-run the same programs on their devices."""
+"""A job of several processes, one on each host, which JAX connects.
+
+Process 0 takes the requests and plans. The other processes run the same programs on their devices.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,19 @@ from jaxspec.parallel.peers import Peers
 
 logger = logging.getLogger(__name__)
 
-FOUND_OUT = ("gcetpu", "gketpu", "slurm", "ompi")  # JAX's names; others write lines of their own while they look
+# Detectors of JAX, by their names. The others print lines of their own.
+FOUND_OUT = ("gcetpu", "gketpu", "slurm", "ompi")
 
 
 @options
 class Hosts:
-    """Which process of a job this one is.
+    """The place of this process in a job of several.
 
     Args:
-      coordinator: HOST:PORT at which process 0 can be reached. On Cloud TPU and Slurm none of these options is needed.
-      num_processes: How many processes there are, one a host.
-      process_id: This one's number, from 0.
-      join_timeout: Seconds that the others may take to come.
+      coordinator: HOST:PORT of process 0. On Cloud TPU and Slurm none of these options is needed.
+      num_processes: Number of processes, one per host.
+      process_id: Number of this process, from 0.
+      join_timeout: Seconds to wait for the other processes.
     """
 
     coordinator: str | None = None
@@ -36,8 +39,13 @@ class Hosts:
     join_timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        which = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
-        if missing := [name for name, value in which.items() if value is None]:
+        which = {
+            "coordinator": self.coordinator,
+            "num_processes": self.num_processes,
+            "process_id": self.process_id,
+        }
+        missing = [name for name, value in which.items() if value is None]
+        if missing:
             if len(missing) < len(which):
                 raise UserError(f"{missing[0]} is missing: give all of {', '.join(which)}, or none")
         else:
@@ -48,13 +56,13 @@ class Hosts:
             raise UserError(f"join_timeout={self.join_timeout} must lie in (0, 1e6], in seconds")
 
 
-_peers: Peers | None = None  # this process's; JAX, too, can be told only once
+_peers: Peers | None = None  # of this process, set once: JAX cannot be initialised again either
 
 
 def peers() -> Peers | None:
-    """The other processes of this one's job; None where it is alone.
+    """Return the other processes of the job; None for a single process.
 
-    Raises: UserError where JAX was told of others and jaxspec was not.
+    Raises: UserError if JAX was initialised for several processes without `join_hosts`.
     """
     import jax
 
@@ -67,17 +75,18 @@ def peers() -> Peers | None:
 
 
 def leave(status: int) -> None:
-    """Before a process that may have others ends at once: they are told, and it ends here."""
+    """Tell the other processes that this one ends, and end it at once. Do nothing in a job of one process."""
     if _peers is not None:
         _peers.end(f"process {_peers.rank} ended with status {status}", status, said=True)
 
 
 @contextlib.contextmanager
 def together(values: Callable[[], Mapping[str, Any]]) -> Iterator[Peers | None]:
-    """What all processes of the job do, each with these values, and nobody goes on alone; yields the others. values:
-    asked for where there are others.
+    """Run a block in all processes of the job, or in none: an error in one ends all. Yield the other processes.
 
-    Raises: UserError, in a process that has others, where they run a model already.
+    values: function that returns the values that must be equal in all processes; called only in a job of several.
+
+    Raises: UserError, in a job of several processes, if they run a model already.
     """
     found = peers()
     if found is None:
@@ -96,14 +105,21 @@ def join_hosts(
     *,
     join_timeout: float = 300.0,
 ) -> None:
-    """Makes this process one of a job's, in place of `jax.distributed.initialize`: call it before anything uses a
-    device. Then `LLM(...)`, the same in each, gives a model over the devices of all to process 0; in the others it does
-    what that one decides, until that one ends, and ends the process.
+    """Join this process to a job of several, in place of `jax.distributed.initialize`.
 
-    coordinator ("HOST:PORT" at process 0), num_processes, process_id: on Cloud TPU and Slurm they are found out, and
-    where there are no others nothing is done. join_timeout: seconds that the others may take to come.
+    Call it before anything uses a device. Afterwards call `LLM(...)` with the same arguments in every process. In
+    process 0 it returns a model over the devices of all processes. In the others it executes the plans of process 0
+    until that process is done, and then ends the process.
 
-    Raises: UserError where the others do not come or are of another version, or what is missing was not found out.
+    On Cloud TPU and Slurm the first three arguments are detected; in a job of one process nothing is done.
+
+    Args:
+      coordinator: "HOST:PORT" of process 0.
+      num_processes: number of processes, one per host.
+      process_id: number of this process, from 0.
+      join_timeout: seconds to wait for the other processes.
+
+    Raises: UserError if a process does not come or has another version, or if missing arguments are not detected.
     """
     wanted = Hosts(
         coordinator=coordinator, num_processes=num_processes, process_id=process_id, join_timeout=join_timeout
@@ -113,17 +129,20 @@ def join_hosts(
 
 
 def join(hosts: Hosts) -> bool:
-    """Whether this process was told, or found out, which it is of how many."""
+    """Join the job that `hosts` describes or that is detected. Return whether there is one.
+
+    Raises: UserError as `join_hosts` does.
+    """
     global _peers
-    local_ids = None
     if hosts.coordinator is None:
-        if (found := surroundings(hosts.join_timeout)) is None:
+        found = surroundings(hosts.join_timeout)
+        if found is None:
             return False
         where, count, rank, local_ids = found
     else:
         assert hosts.num_processes is not None
         assert hosts.process_id is not None
-        where, count, rank = hosts.coordinator, hosts.num_processes, hosts.process_id
+        where, count, rank, local_ids = hosts.coordinator, hosts.num_processes, hosts.process_id, None
     if _peers is not None:
         raise UserError("this process has joined its job already: join once")
     if count == 1:
@@ -138,9 +157,10 @@ def join(hosts: Hosts) -> bool:
 
 
 def start(where: str, count: int, rank: int, local_ids: Any) -> None:
+    """Initialise JAX for the job."""
     import jax
 
-    # It would take SIGTERM for itself, and tell of a preemption that nobody waits for.
+    # JAX's preemption service would handle SIGTERM and announce a preemption that nobody waits for.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         where, count, rank, local_device_ids=local_ids, cluster_detection_method="deactivate", initialization_timeout=60
@@ -148,16 +168,20 @@ def start(where: str, count: int, rank: int, local_ids: Any) -> None:
 
 
 def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
-    """(HOST:PORT of process 0, how many, which, ids of its devices or None), as Cloud TPU, Slurm or Open MPI tell; None
-    where nothing does, or this process is alone."""
+    """Detect the job from Cloud TPU, Slurm or Open MPI.
+
+    Return (HOST:PORT of process 0, number of processes, number of this process, ids of its devices or None). Return
+    None if nothing is detected or the job has one process.
+    """
     from jax._src.clusters import ClusterEnv
 
     try:
         known = (kind for kind in ClusterEnv._cluster_types if kind.name in FOUND_OUT and kind.is_env_present())
-        if (kind := next(known, None)) is None:
+        kind = next(known, None)
+        if kind is None:
             return None
         found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, kind.name, int(timeout))
-    except Exception as error:  # a machine that looks like one of several, and has nobody who could tell
+    except Exception as error:  # the machine looks like part of a cluster, but the cluster's service does not answer
         logger.info("who else is here could not be found out: %r", error)
         return None
     where, count, rank, local_ids = found
@@ -167,11 +191,12 @@ def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """What all processes must have the same of."""
+    """Return the versions that must be equal in all processes."""
     return {name: version(name) for name in ("jaxspec", "jax", "jaxlib")}
 
 
 def version(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # a source tree on the path

@@ -1,4 +1,4 @@
-"""Lists of the host as the rectangular arrays of a program."""
+"""Rectangular arrays for a program, made of lists on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def padded(lists: Sequence[Any], rows: int, width: int, fill: int | float, dtype: Any = np.int32) -> Any:
-    """Return lists as an array [rows, width], filled up."""
+    """Return one list per row as an array [rows, width], padded with `fill`."""
     array = np.full((rows, width), fill, dtype)
     for row, values in enumerate(lists):
         array[row, : len(values)] = values
@@ -17,5 +17,5 @@ def padded(lists: Sequence[Any], rows: int, width: int, fill: int | float, dtype
 
 
 def filled(rows: int, values: Sequence, dtype: type, fill: int | float = 0) -> Any:
-    """Return values as an array [rows], filled up."""
+    """Return one value per row as an array [rows], padded with `fill`."""
     return np.array([*values, *[fill] * (rows - len(values))], dtype)

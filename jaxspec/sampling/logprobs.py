@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under raw logits, their ranks, and the likeliest ids."""
+"""Log-probabilities and ranks of tokens under the raw logits, and the most probable ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxspec.common.shapes import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Logprobs:
-    """Of each token, and of the n likeliest ids at its place.
+    """The log-probabilities of each token and of the n most probable ids at its position.
 
-    chosen f32[B,T]: the token's own log-probability.
-    rank i32[B,T]: 1 for the likeliest.
-    top_ids i32[B,T,n]: the likeliest first.
+    chosen f32[B,T]: log-probability of the token.
+    rank i32[B,T]: rank of the token; 1 is the most probable.
+    top_ids i32[B,T,n]: most probable ids in descending order.
     top f32[B,T,n]: their log-probabilities.
     """
 
@@ -29,13 +29,21 @@ class Logprobs:
 
 
 def empty(num_rows: int, length: int, n: int) -> Logprobs:
-    """Room for `length` tokens a row."""
-    floats, ints = (lambda *shape, t=t: jnp.zeros((num_rows, length, *shape), t) for t in (jnp.float32, jnp.int32))
-    return Logprobs(floats(), ints(), ints(n), floats(n))
+    """Return zeros for `length` tokens per row."""
+    token = (num_rows, length)
+    return Logprobs(
+        chosen=jnp.zeros(token, jnp.float32),
+        rank=jnp.zeros(token, jnp.int32),
+        top_ids=jnp.zeros((*token, n), jnp.int32),
+        top=jnp.zeros((*token, n), jnp.float32),
+    )
 
 
 def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], n: int) -> Logprobs:
-    """Of these tokens, and of the n likeliest ids at each place. Ids as likely as the token do not lower its rank."""
+    """Compute the Logprobs of these tokens, with the n most probable ids at each position.
+
+    Ids that tie with a token do not lower its rank.
+    """
     total = jax.nn.logsumexp(logits, axis=-1)
     value = jnp.take_along_axis(logits, tokens[..., None], axis=-1)
     rank = 1 + jnp.sum(logits > value, axis=-1, dtype=jnp.int32)
@@ -44,6 +52,6 @@ def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], n: int) -
 
 
 def record(kept: Logprobs, at: Int[Array, "B T"], new: Logprobs) -> Logprobs:
-    """new written into kept at these places of its second axis; places beyond it are dropped."""
+    """Return `kept` with `new` written at indices `at` of the second axis; indices beyond it are dropped."""
     rows = jnp.arange(at.shape[0])[:, None]
     return jax.tree.map(lambda old, x: old.at[rows, at].set(x, mode="drop"), kept, new)

@@ -194,8 +194,8 @@ FAULTS = (
     ),
     Fault(  # attention reads slots that nobody wrote
         "jaxspec/models/paged.py",
-        "kv_len, num_keys = reach(t), reach(jnp.sum(~masked, axis=1, dtype=jnp.int32))",
-        "kv_len = num_keys = reach(t)",
+        "num_keys = end(jnp.sum(~masked, axis=1, dtype=jnp.int32))",
+        "num_keys = kv_len",
         "tests/engine/test_no_law.py -k 'spoils or alone'",
     ),
     Fault(  # a second failure leaves callers waiting
@@ -290,8 +290,8 @@ FAULTS = (
     ),
     Fault(  # min_p is measured from 1, not from the likeliest
         "jaxspec/sampling/distribution.py",
-        "floor = largest + jnp.log(at(rows.min_p))",
-        "floor = jnp.log(at(rows.min_p))",
+        "floor = largest + jnp.log(per_row(rows.min_p))",
+        "floor = jnp.log(per_row(rows.min_p))",
         "tests/sampling/test_distribution.py -k top_k_top_p",
     ),
     Fault(  # a repetition penalty that rewards ids below zero
@@ -350,8 +350,8 @@ FAULTS = (
     ),
     Fault(  # it reads one layer below those that it was trained for
         "jaxspec/models/decoder.py",
-        "tuple(passed[i] for i in taps)",
-        "tuple(passed[max(i - 1, 0)] for i in taps)",
+        "tuple(inputs[i] for i in taps)",
+        "tuple(inputs[max(i - 1, 0)] for i in taps)",
         f"{HEADS} -k 'every_round and eagle3'",
     ),
     Fault(  # a layer whose output is meant is read before it

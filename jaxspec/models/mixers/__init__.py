@@ -1,8 +1,8 @@
-"""The first halves of a layer, which mix the tokens of a row. A file each, by the name in `LayerConfig.mixer`.
+"""Mixers: the first half of a layer, which mixes the tokens of a row. One file each, named by `LayerConfig.mixer`.
 
-A file has two functions. `declare(layer, config, own, dtype, entry)` adds the parameters to a Layer. `mix(layer, x,
-normed, memory, read, rows, ropes, backend, **options)` gives the mixed x [B,T,_], which the layer multiplies with its
-parameter `out`, and what the layer remembers afterwards.
+Each file has two functions. `declare(layer, config, own, dtype, entry)` adds the parameters to a Layer. `mix(layer, x,
+normed, memory, read, rows, ropes, backend, **options)` returns the mixed x [B,T,_] and the layer's updated cache. The
+MLP multiplies the mixed x with the layer's parameter `out`.
 """
 
 from jaxspec.models.mixers import attention

@@ -1,4 +1,4 @@
-"""Attention over the keys and values that a row has left in its pages."""
+"""Attention over the keys and values in a row's pages."""
 
 from __future__ import annotations
 
@@ -27,30 +27,39 @@ from pallas_kernels.streamed import once
 from pallas_kernels.weights import product
 from pallas_kernels.weights import specs as partition
 
-Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]
+Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]  # cos and sin, by Rope and head size
+
+# Parameters that only some families have: argument of `self_attention`, attribute of the Layer.
+OPTIONAL_PARAMETERS = {"norm": "input_norm", "bias": "qkv_bias", "q_norm": "q_norm", "k_norm": "k_norm"}
 
 
 class KeysValues(NamedTuple):
-    """Keys and values [B,T,G,D] of a pass without a cache, which is all that a row holds."""
+    """Keys and values [B,T,G,D] of a pass without a cache. They cover the whole row."""
 
     key: jax.Array
     value: jax.Array
 
 
 def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry: int | None) -> None:
-    """Add the parameters. entry: the width of what the layer reads, where that is not x but comes to it normed."""
-    c, matrix, norm = config, declared("matrix", dtype), declared("norm")
+    """Add the parameters of the mixer to a Layer.
+
+    entry: width of an input that replaces x and arrives normed; None if the mixer reads x.
+    """
+    c = config
+    matrix = declared("matrix", dtype)
+    bias = declared("bias", dtype)
+    norm = declared("norm")
     layer.input_norm = None if entry else norm(c.width)
     if own.shares is None:
-        width, parts, copies = own.qkv_width, own.qkv_parts, {"k": own.kv_copies, "v": own.kv_copies}
-        layer.qkv = matrix(entry or c.width, width, axes=(None, "heads"), parts=parts, copies=copies)
+        merged: dict[str, Any] = {"parts": own.qkv_parts, "copies": {"k": own.kv_copies, "v": own.kv_copies}}
+        layer.qkv = matrix(entry or c.width, own.qkv_width, axes=(None, "heads"), **merged)
         if c.qkv_bias:
-            layer.qkv_bias = declared("bias", dtype)(width, axes=("heads",), parts=parts, copies=copies)
+            layer.qkv_bias = bias(own.qkv_width, axes=("heads",), **merged)
     else:
         width = own.num_heads * own.head_dim
         layer.q = matrix(entry or c.width, width, axes=(None, "heads"))
         if c.qkv_bias:
-            layer.q_bias = declared("bias", dtype)(width, axes=("heads",))
+            layer.q_bias = bias(width, axes=("heads",))
     if c.qk_norm:
         layer.q_norm = norm(own.head_dim)
         if own.shares is None:
@@ -59,14 +68,14 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
 
 
 def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -> Tables:
-    """Compute the rotary tables of these rows, one of each base and head size that a layer asks for."""
+    """Compute the rotary tables of these rows, one for each Rope and head size of the layers."""
     compute = functools.partial(once, cos_and_sin) if backend.streams else cos_and_sin
     wanted = dict.fromkeys((layer.rope, layer.head_dim) for layer in layers)
     return {(rope, size): compute(rope, size, rows.positions) for rope, size in wanted}
 
 
 def cos_and_sin(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute cos and sin [B,T,D/2] of the angles of these positions, in float32."""
+    """Compute cos and sin [B,T,D/2] of the rotary angles of positions [B,T], in float32."""
     frequencies = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if rope.factors:
         frequencies = frequencies / np.asarray(rope.factors)
@@ -77,20 +86,22 @@ def cos_and_sin(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Ar
 def mix(
     layer: Any, x, normed, memory: Any, read: Any, rows: Rows, ropes: Tables, backend: Backend, num_queries=None
 ) -> tuple[jax.Array, Any]:
-    """Attend with x [B,T,E] -> ([B,T,H*D], what the layer remembers).
+    """Attend with x [B,T,E]; return (mixed [B,T,H*D], the layer's updated cache).
 
-    normed: x by this layer's norm, or None.
-    memory: the layer's pages, or None for a pass without a cache.
-    read: what the layer remembers whose keys and values this one shares, else None.
-    num_queries: as in `self_attention`, of a pass over pages.
+    normed: x normed by this layer's norm, or None.
+    memory: the layer's cache, or None in a pass without a cache.
+    read: the cache of the layer whose keys and values this layer shares, else None.
+    num_queries: as in `self_attention`, for a pass over pages.
     """
     if layer.own.shares is not None:
         return shared_attention(layer, x, normed, read, rows, ropes, backend), None
     if memory is None:
         return without_cache(layer, x, normed, ropes, backend)
     used = {"qkv": layer.qkv, "next_out": layer.out}
-    names = {"norm": "input_norm", "bias": "qkv_bias", "q_norm": "q_norm", "k_norm": "k_norm"}
-    used |= {name: parameter for name, at in names.items() if (parameter := getattr(layer, at, None)) is not None}
+    for name, attribute in OPTIONAL_PARAMETERS.items():
+        parameter = getattr(layer, attribute, None)
+        if parameter is not None:
+            used[name] = parameter
     weights = {name: parameter[...] for name, parameter in used.items()}
     axes = {name: parameter.declared.axes for name, parameter in used.items()}
     if normed is not None:
@@ -102,35 +113,42 @@ def mix(
         return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
 
     where = {name: getattr(rows, name) for name in ("slots", "block_table", "kv_len", "num_keys", "tree")}
-    if (placement := backend.placement) is not None:
-        parts = {name: partition(w, placement.cut(axes.get(name, ()))) for name, w in weights.items()}
-        places, results = (P(), parts, placement.of_pages, P(), P()), (placement.of_heads, placement.of_pages)
-        shard = per_shard(shard, placement, places, results)
+    placement = backend.placement
+    if placement is not None:
+        specs = {name: partition(w, placement.spec(axes.get(name, ()))) for name, w in weights.items()}
+        in_specs = (P(), specs, placement.of_pages, P(), P())
+        out_specs = (placement.of_heads, placement.of_pages)
+        shard = per_shard(shard, placement, in_specs, out_specs)
     mixed, pages = shard(x, weights, memory.pages, where, tables_of(layer, ropes))
     return mixed, PagedKV(pages)
 
 
 def options_of(layer: Any) -> dict[str, Any]:
-    """Return the options of attention that are a layer's own."""
+    """Return the attention options of a layer."""
     return {"scale": layer.own.query_scale, "window": layer.own.window, "soft_cap": layer.config.soft_cap}
 
 
 def tables_of(layer: Any, ropes: Tables) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin for a layer."""
     return ropes[layer.own.rope, layer.own.head_dim]
 
 
 def value(layer: Any, name: str) -> Any:
-    """Return a parameter that some families have, else None."""
-    return None if (parameter := getattr(layer, name, None)) is None else parameter[...]
+    """Return the value of a parameter; None in families without it."""
+    parameter = getattr(layer, name, None)
+    return None if parameter is None else parameter[...]
 
 
 def normed_by(layer: Any, x, normed):
+    """Return x normed by the layer's norm; `normed` holds it if it has been computed already."""
     return rms_norm(layer.input_norm[...], x, layer.config.norm_eps) if normed is None else normed
 
 
 def shared_attention(layer: Any, x, normed, read: Any, rows: Rows, ropes: Tables, backend: Backend) -> jax.Array:
     """Attend with the queries of x to the keys and values of another layer."""
-    own, eps, (cos, sin) = layer.own, layer.config.norm_eps, tables_of(layer, ropes)
+    own = layer.own
+    eps = layer.config.norm_eps
+    cos, sin = tables_of(layer, ropes)
     heads = product(normed_by(layer, x, normed), layer.q[...], device=backend.device)
     query = project_queries(heads, value(layer, "q_bias"), value(layer, "q_norm"), cos, sin, own.num_heads, eps)
     if isinstance(read, KeysValues):
@@ -142,30 +160,42 @@ def shared_attention(layer: Any, x, normed, read: Any, rows: Rows, ropes: Tables
         return mixed[..., : own.head_dim].reshape(*mixed.shape[:2], -1)
 
     where = {name: getattr(rows, name) for name in ("block_table", "kv_len", "num_keys", "tree")}
-    if (placement := backend.placement) is not None:
-        places = P(None, None, placement.axes, None), placement.of_pages, P()
-        shard = per_shard(shard, placement, places, placement.of_heads)
+    placement = backend.placement
+    if placement is not None:
+        in_specs = (P(None, None, placement.axes, None), placement.of_pages, P())
+        shard = per_shard(shard, placement, in_specs, placement.of_heads)
     return shard(query, read.pages, where)
 
 
 def without_cache(layer: Any, x, normed, ropes: Tables, backend: Backend) -> tuple[jax.Array, KeysValues]:
-    """Attend in a pass where x [B,T,E] holds all that each row sees. It can be differentiated.
+    """Attend in a differentiable pass in which x [B,T,E] holds whole rows.
 
     Raises: UnsupportedError for a soft cap.
     """
-    own, eps, (cos, sin) = layer.own, layer.config.norm_eps, tables_of(layer, ropes)
-    bias, q_norm, k_norm = (value(layer, name) for name in ("qkv_bias", "q_norm", "k_norm"))
+    eps = layer.config.norm_eps
+    cos, sin = tables_of(layer, ropes)
+    bias = value(layer, "qkv_bias")
+    q_norm = value(layer, "q_norm")
+    k_norm = value(layer, "k_norm")
     heads = product(normed_by(layer, x, normed), layer.qkv[...])
-    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, own.num_kv_heads, eps)
-    kept = KeysValues(key, val)
-    return dense_attention(layer, query, kept, backend), kept
+    query, key, val = project(heads, bias, q_norm, k_norm, cos, sin, layer.own.num_kv_heads, eps)
+    keys_values = KeysValues(key, val)
+    return dense_attention(layer, query, keys_values, backend), keys_values
 
 
-def dense_attention(layer: Any, query, kept: KeysValues, backend: Backend) -> jax.Array:
-    if (soft_cap := layer.config.soft_cap) is not None:
+def dense_attention(layer: Any, query, keys_values: KeysValues, backend: Backend) -> jax.Array:
+    """Attend with query [B,T,H,D] to the keys and values of whole rows; return [B,T,H*D]."""
+    soft_cap = layer.config.soft_cap
+    if soft_cap is not None:
         raise UnsupportedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
     window = layer.own.window
-    options: dict[str, Any] = {"scale": layer.own.query_scale, "is_causal": True}
-    options["local_window_size"] = None if window is None else (window - 1, 0)
-    mixed = jax.nn.dot_product_attention(query, *kept, implementation=backend.dense_attention, **options)
+    mixed = jax.nn.dot_product_attention(
+        query,
+        keys_values.key,
+        keys_values.value,
+        scale=layer.own.query_scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=backend.dense_attention,
+    )
     return mixed.reshape(*query.shape[:2], -1)

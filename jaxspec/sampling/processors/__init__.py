@@ -1,6 +1,6 @@
-"""Processors shape logits before temperature, in vLLM's order: forbidden ids, bias, penalties. A file each.
+"""Processors: changes of logits before temperature, in vLLM's order: forbidden ids, bias, penalties. One file each.
 
-A new one is a file with a class derived from `Processor`, and a line in PROCESSORS.
+A new processor is a file with a class derived from `Processor`, and a line in PROCESSORS.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from jaxspec.sampling.processors.penalties import Penalties
 
 # In the order in which they are applied.
 PROCESSORS: dict[str, type[Processor]] = {"forbidden": Forbidden, "bias": Bias, "penalties": Penalties}
-Processors = Mapping[str, Processor]  # by name; empty where no row asks for any
+Processors = Mapping[str, Processor]  # by name; empty if no row uses any
 
 
 def of_requests(requests: Sequence[Any], rows: int, room: Any, vocab_size: int) -> dict[str, Processor]:
-    """Pack the parameters of requests. room: how many ids a row may list, see `engine.batch.Room`."""
+    """Pack the parameters of requests. room: number of ids that a row may list (`engine.batch.Room`)."""
     return {name: kind.of_requests(requests, rows, room, vocab_size) for name, kind in PROCESSORS.items()}
 
 
 def tables(processors: Processors, text: Text) -> dict[str, Any]:
-    """Compute what is constant during a launch."""
+    """Compute each processor's constants of a launch."""
     return {name: processor.tables(text) for name, processor in processors.items()}
 
 
 def init(processors: Processors, text: Text) -> dict[str, Any]:
-    """Compute the states that belong to the committed text."""
+    """Compute each processor's state after the committed text."""
     return {name: processor.init(text) for name, processor in processors.items()}
 
 
 def adjuster(processors: Processors, tables: Mapping[str, Any], states: Mapping[str, Any], text: Text) -> Adjust | None:
-    """Return the changes to a round's logits; None where no row asks for any. text, states: as the round begins."""
+    """Return the function that changes a round's logits; None if no row uses a processor.
+
+    text, states: their values at the start of the round.
+    """
     if not processors:
         return None
 
@@ -52,5 +55,5 @@ def adjuster(processors: Processors, tables: Mapping[str, Any], states: Mapping[
 
 
 def advance(processors: Processors, states: Mapping[str, Any], emitted: Int[Array, "B _"]) -> dict[str, Any]:
-    """Return the states after a round's committed tokens, padded with -1."""
+    """Return each processor's state after a round's committed tokens, which are padded with -1."""
     return {name: processor.advance(states[name], emitted) for name, processor in processors.items()}

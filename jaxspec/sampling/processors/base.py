@@ -1,4 +1,4 @@
-"""The protocol of a processor, and what processors have in common."""
+"""The protocol of processors and their common types."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxspec.common.shapes import Array, Float, Int
 
-# adjust(logits [B,V], drafts i32[B,K], i) -> logits [B,V] after the first i of the drafts, of each row where it is
-# i32[B]; -inf where forbidden.
+# adjust(logits [B,V], drafts i32[B,K], i) returns the changed logits [B,V] of the token after the first i drafts, with
+# -inf for forbidden ids. i is an integer, or i32[B] with one value per row.
 Adjust = Callable[[Float[Array, "B V"], Int[Array, "B K"], Any], Float[Array, "B V"]]
 
 
@@ -21,9 +21,9 @@ Adjust = Callable[[Float[Array, "B V"], Int[Array, "B K"], Any], Float[Array, "B
 class Text:
     """The committed text of all rows.
 
-    tokens i32[B,_]: prompt and output.
-    num_tokens i32[B]: how many they are.
-    prompt_len i32[B]: how many are the prompt's.
+    tokens i32[B,_]: tokens of prompt and output.
+    num_tokens i32[B]: number of these tokens.
+    prompt_len i32[B]: number of tokens of the prompt.
     stop_ids i32[B,_]: ids that end a row, padded with -1.
     vocab_size: V.
     """
@@ -37,11 +37,11 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a round's token.
+    """The place of a token in a round.
 
-    text: as the round began.
-    drafts i32[B,K]: of the round.
-    i i32[B]: how many of the drafts stand before this token.
+    text: text at the start of the round.
+    drafts i32[B,K]: draft tokens of the round.
+    i i32[B]: number of draft tokens before this token.
     """
 
     text: Text
@@ -50,34 +50,37 @@ class Place:
 
 
 class Processor(abc.ABC):
-    """One way to shape the distributions of rows: the rows' parameters, as a pytree of arrays with a row axis.
+    """A change of the rows' logits. An object holds the rows' parameters, as a pytree of arrays with a row axis.
 
-    Whatever it does may depend on the committed text and on the drafts before the token that is being chosen, never on
-    that token. It is the same for the draft's q and the target's p.
+    The change may depend on the committed text and on the drafts before the token that is sampled, but not on that
+    token. It applies to the draft's q and to the target's p alike.
     """
 
     @classmethod
     @abc.abstractmethod
     def of_requests(cls, requests: Sequence[Any], rows: int, room: Any, vocab_size: int) -> Processor:
-        """Pack the parameters of requests into numpy arrays; rows beyond the requests ask for nothing."""
+        """Pack the parameters of requests into numpy arrays; rows beyond the requests change nothing."""
 
     def tables(self, text: Text) -> Any:
-        """Return what is constant during a launch and costs something to compute, once a launch."""
+        """Return constants of a launch that are worth computing only once."""
         return None
 
     def init(self, text: Text) -> Any:
-        """Return the state that belongs to the committed text, once a launch: a pytree of arrays with a row axis."""
+        """Return the state after the committed text at the start of a launch: a pytree of arrays with a row axis."""
         return None
 
     @abc.abstractmethod
     def apply(self, tables: Any, state: Any, logits: Float[Array, "B V"], place: Place) -> Float[Array, "B V"]:
-        """Return the logits of this place, -inf where forbidden. state: as the round began."""
+        """Return the changed logits of this place, -inf for forbidden ids. state: state at the start of the round."""
 
     def advance(self, state: Any, emitted: Int[Array, "B _"]) -> Any:
-        """Return the state after a round's committed tokens, padded with -1."""
+        """Return the state after a round's committed tokens, which are padded with -1."""
         return state
 
 
 def put(x: Array, ids: Int[Array, "B _"]):
-    """Return x.at[b, ids[b]] for an update that drops what is padded: -1 would wrap, V is dropped."""
+    """Return x.at[b, ids[b]] for an update with mode="drop".
+
+    The padding -1 is replaced by V, because a negative index would wrap.
+    """
     return x.at[jnp.arange(x.shape[0])[:, None], jnp.where(ids < 0, x.shape[1], ids)]

@@ -1,4 +1,4 @@
-"""Numbers that a row adds to logits: its logit_bias, and -inf where only some ids are allowed."""
+"""Bias of logits: a row's logit_bias, and -inf for ids that are not among its allowed_token_ids."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxspec.sampling.processors.base import Place, Processor, Text, put
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class FewBiased:
-    """The bias of a few ids of each row, padded with -1.
+    """The bias of a few ids of each row. Lists of ids are padded with -1.
 
-    restricted bool[B]: only allowed_ids may be chosen.
+    restricted bool[B]: whether only allowed_ids may be sampled.
     allowed_ids i32[B,_].
-    ids i32[B,_]: to whose logits something is added.
-    values f32[B,_]: what.
+    ids i32[B,_]: ids with a logit bias.
+    values f32[B,_]: bias of each of these ids.
     """
 
     restricted: jax.Array
@@ -32,6 +32,7 @@ class FewBiased:
     values: jax.Array
 
     def dense(self, vocab_size: int) -> Float[Array, "B V"]:
+        """Return the bias of all ids."""
         forbidden = jnp.where(self.restricted, -jnp.inf, 0.0)[:, None]
         bias = jnp.broadcast_to(forbidden, (self.restricted.shape[0], vocab_size))
         bias = put(bias, self.allowed_ids).set(0.0, mode="drop")
@@ -41,7 +42,7 @@ class FewBiased:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Bias(Processor):
-    """The bias of each row: of a few ids, or dense f32[B,V]."""
+    """The bias of each row: FewBiased, or a dense array f32[B,V]."""
 
     bias: FewBiased | jax.Array
 
@@ -59,13 +60,15 @@ class Bias(Processor):
 
 
 def few_biased(params: Sequence[Any], rows: int, width: int) -> FewBiased:
-    """Return the bias of SamplingParams that list few ids."""
-    listed = lambda lists, fill=-1.0, dtype=np.int32: padded(lists, rows, width, fill, dtype)
+    """Return the bias of SamplingParams that list at most `width` ids."""
+    allowed_ids = [p.allowed_token_ids or () for p in params]
+    ids = [[i for i, _ in p.logit_bias] for p in params]
+    values = [[value for _, value in p.logit_bias] for p in params]
     return FewBiased(
         restricted=filled(rows, [p.allowed_token_ids is not None for p in params], np.bool_, False),
-        allowed_ids=listed([p.allowed_token_ids or () for p in params]),
-        ids=listed([[i for i, _ in p.logit_bias] for p in params]),
-        values=listed([[value for _, value in p.logit_bias] for p in params], 0.0, np.float32),
+        allowed_ids=padded(allowed_ids, rows, width, -1),
+        ids=padded(ids, rows, width, -1),
+        values=padded(values, rows, width, 0.0, np.float32),
     )
 
 

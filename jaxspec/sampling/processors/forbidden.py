@@ -1,4 +1,4 @@
-"""Ids that a row may not choose at a place: stop ids of a text that is too short, and the ends of bad words."""
+"""Ids that are forbidden for one token: stop ids while the text is too short, and the last ids of bad words."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxspec.sampling.processors.base import Place, Processor, put
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Forbidden(Processor):
-    """Ids that are forbidden at a place.
+    """Ids that are forbidden for one token.
 
-    min_len i32[B]: total length below which no stop id is chosen.
+    min_len i32[B]: total length below which stop ids are forbidden.
     bad_words i32[B,words,_]: id sequences, aligned to the right, padded with -1.
     """
 
@@ -42,7 +42,7 @@ class Forbidden(Processor):
 
 
 def aligned_right(words: Sequence[Sequence[Sequence[int]]], shape: tuple[int, int, int]) -> Any:
-    """Return id sequences of each row as an array [rows, words, length], -1 before the shorter ones."""
+    """Return the id sequences of each row as an array [rows, words, length], with -1 before the shorter ones."""
     array = np.full(shape, -1, np.int32)
     for row, listed in enumerate(words):
         for i, word in enumerate(listed):
@@ -57,11 +57,12 @@ def completes_bad_word(
     num_tokens: Int[Array, " B"],
     place: Place,
 ) -> Bool[Array, "B words"]:
-    """Return whether the output so far, the first drafts included, ends with all but the last id of a bad word.
+    """Return for each bad word whether the output before this token ends with all of the word but its last id.
 
-    The prompt takes no part.
+    The output includes the first i drafts. The prompt does not count.
     """
-    length, i = bad_words.shape[2] - 1, place.i[:, None]
+    length = bad_words.shape[2] - 1
+    i = place.i[:, None]
     at = num_tokens[:, None] + jnp.arange(-length, 0)
     recent = jnp.concatenate([jnp.take_along_axis(tokens, jnp.maximum(at, 0), axis=1), place.drafts], axis=1)
     recent = jnp.take_along_axis(recent, i + jnp.arange(length), axis=1)

@@ -1,9 +1,8 @@
-"""Penalties of ids that occur already: repetition (in prompt or output), presence and frequency (in the output)."""
+"""Penalties for ids that occur already: repetition (in prompt or output), presence and frequency (in the output)."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +28,15 @@ class Penalties(Processor):
 
     @classmethod
     def of_requests(cls, requests, rows, room, vocab_size):
-        params, column = [r.params for r in requests], functools.partial(filled, rows)
+        params = [r.params for r in requests]
         return cls(
-            repetition=column([p.repetition_penalty for p in params], np.float32, 1.0),
-            presence=column([p.presence_penalty for p in params], np.float32),
-            frequency=column([p.frequency_penalty for p in params], np.float32),
+            repetition=filled(rows, [p.repetition_penalty for p in params], np.float32, 1.0),
+            presence=filled(rows, [p.presence_penalty for p in params], np.float32),
+            frequency=filled(rows, [p.frequency_penalty for p in params], np.float32),
         )
 
     def tables(self, text: Text) -> Bool[Array, "B V"]:
-        """Return whether each id occurs in the prompt."""
+        """Return for each id whether it occurs in the prompt."""
         position = jnp.arange(text.tokens.shape[1])[None, :]
         prompt = jnp.where(position < text.prompt_len[:, None], text.tokens, -1)
         return put(jnp.zeros((len(text.tokens), text.vocab_size), bool), prompt).set(True, mode="drop")
@@ -61,5 +60,5 @@ class Penalties(Processor):
 
 
 def count(counts: Int[Array, "B V"], ids: Int[Array, "B _"]) -> Int[Array, "B V"]:
-    """Return counts with these ids added; -1 is none."""
+    """Return the counts with these ids added; the padding -1 is not counted."""
     return put(counts, ids).add(1, mode="drop")
