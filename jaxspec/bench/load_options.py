@@ -5,31 +5,31 @@ from __future__ import annotations
 import dataclasses
 
 from jaxspec.common.errors import UserError
+from jaxspec.common.values import documented, option
 
 
+@documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """The workload of the stage `load`. The first sentence of each entry is its --help text.
+    """The workload of the stage `load`. The first sentence of each entry is its --help text."""
 
-    Args:
-      requests: Number of requests of the load stage.
-      prompt_tokens: Shortest and longest prompt of the load stage, in tokens.
-      output_tokens: Shortest and longest answer of the load stage, in tokens.
-      rate: Requests per second of the load stage; 0: all at once.
-      texts: Prompts in place of random ids.
-      max_model_len: Longest context of the load stage's engine; default: the longest request.
-      runs: Runs of the load stage; programs are compiled in the first.
-      seed: Random seed for the load stage.
-    """
-
-    requests: int = 256
-    prompt_tokens: tuple[int, ...] = (128, 1024)
-    output_tokens: tuple[int, ...] = (64, 256)
-    rate: float = 0.0
-    texts: tuple[str, ...] = ()
-    max_model_len: int | None = None
-    runs: int = 3
-    seed: int = 0
+    requests: int = option("Number of requests of the load stage.", default=256)
+    prompt_tokens: tuple[int, ...] = option(
+        "Shortest and longest prompt of the load stage, in tokens.",
+        default=(128, 1024),
+    )
+    output_tokens: tuple[int, ...] = option(
+        "Shortest and longest answer of the load stage, in tokens.",
+        default=(64, 256),
+    )
+    rate: float = option("Requests per second of the load stage; 0: all at once.", default=0.0)
+    texts: tuple[str, ...] = option("Prompts in place of random ids.", default=())
+    max_model_len: int | None = option(
+        "Longest context of the load stage's engine; default: the longest request.",
+        default=None,
+    )
+    runs: int = option("Runs of the load stage; programs are compiled in the first.", default=3)
+    seed: int = option("Random seed for the load stage.", default=0)
 
     def __post_init__(self) -> None:
         for name in ("requests", "runs"):

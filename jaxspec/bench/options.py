@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.load_options import Load
 from jaxspec.common.errors import UserError
-from jaxspec.common.values import one_of
+from jaxspec.common.values import documented, one_of, option
 from jaxspec.options.engine import DTYPES, KERNELS, MAX_ROUNDS, EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
@@ -60,46 +60,42 @@ def engine_tokens(k: int) -> int:
     return (FIRST_ROUNDS + ROUNDS) * (k + 1) + 1
 
 
+@documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the bench. The first sentence of each entry is its --help text.
+    """Options of the bench. The first sentence of each entry is its --help text."""
 
-    Args:
-      preset: Random weights in the shapes of public models, such as qwen3-8b+qwen3-0.6b or qwen3-8b+eagle3.
-      model: Model with real weights.
-      draft: Draft of --model; without it n-gram drafting.
-      batch_sizes: Batch sizes, one or several: 1,16.
-      contexts: Tokens in the caches, one or several.
-      ks: Draft tokens a round (K), one or several: 2,4,6.
-      tree: Width, depth and nodes of a draft tree, in place of K: 4,4,17.
-      lengths: Synthetic tokens a round, one or several; without it real acceptance. See `whole_rates`, and for the
-        stages adaptive and load `fading_rates`.
-      rates: Synthetic acceptance rate of each draft token, in place of a length: 0.74,0.55.
-      dtype: Compute dtype: auto, float32, bfloat16 or float16.
-      stages: Stages to measure, such as target,draft,round; default: all but adaptive and load.
-      temperature: Sampling temperature; 0 is greedy.
-      kernels: Kernels, reference or pallas; default: the platform's best.
-      launches: Timed launches per figure.
-      tensor_parallel_size: Devices that the target is sharded over.
-      draft_tensor_parallel_size: Shards of the draft; default: the fastest number by estimate.
-    """
-
-    preset: str | None = None
-    model: str | None = None
-    draft: str | None = None
-    batch_sizes: tuple[int, ...] = (1,)
-    contexts: tuple[int, ...] = (512,)
-    ks: tuple[int, ...] = (4,)
-    tree: tuple[int, ...] = ()
-    lengths: tuple[float, ...] = ()
-    rates: tuple[float, ...] = ()
-    dtype: str = EngineConfig.dtype
-    stages: tuple[str, ...]
-    temperature: float = 0.0
-    kernels: str | None = None
-    launches: int = 12
-    tensor_parallel_size: int = 1
-    draft_tensor_parallel_size: int | None = None
+    preset: str | None = option(
+        "Random weights in the shapes of public models, such as qwen3-8b+qwen3-0.6b or qwen3-8b+eagle3.",
+        default=None,
+    )
+    model: str | None = option("Model with real weights.", default=None)
+    draft: str | None = option("Draft of --model; without it n-gram drafting.", default=None)
+    batch_sizes: tuple[int, ...] = option("Batch sizes, one or several: 1,16.", default=(1,))
+    contexts: tuple[int, ...] = option("Tokens in the caches, one or several.", default=(512,))
+    ks: tuple[int, ...] = option("Draft tokens a round (K), one or several: 2,4,6.", default=(4,))
+    tree: tuple[int, ...] = option("Width, depth and nodes of a draft tree, in place of K: 4,4,17.", default=())
+    lengths: tuple[float, ...] = option(
+        "Synthetic tokens a round, one or several; without it real acceptance. See `whole_rates`, and for the "
+        "stages adaptive and load `fading_rates`.",
+        default=(),
+    )
+    rates: tuple[float, ...] = option(
+        "Synthetic acceptance rate of each draft token, in place of a length: 0.74,0.55.",
+        default=(),
+    )
+    dtype: str = option("Compute dtype: auto, float32, bfloat16 or float16.", default=EngineConfig.dtype)
+    stages: tuple[str, ...] = option(
+        "Stages to measure, such as target,draft,round; default: all but adaptive and load.",
+    )
+    temperature: float = option("Sampling temperature; 0 is greedy.", default=0.0)
+    kernels: str | None = option("Kernels, reference or pallas; default: the platform's best.", default=None)
+    launches: int = option("Timed launches per figure.", default=12)
+    tensor_parallel_size: int = option("Devices that the target is sharded over.", default=1)
+    draft_tensor_parallel_size: int | None = option(
+        "Shards of the draft; default: the fastest number by estimate.",
+        default=None,
+    )
     load: Load = dataclasses.field(default_factory=Load)
 
     def __post_init__(self) -> None:

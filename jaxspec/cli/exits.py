@@ -135,8 +135,12 @@ def interruptible() -> Iterator[None]:
         return
     kinds = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
     first: list[float] = []  # time of the first signal, once it has come
+    dropped = threading.Event()  # set from a dropped exception until its signal has come again
 
     def stop(number: int, frame: Any) -> None:
+        if dropped.is_set() and runs(send_again, frame):
+            return  # Python would drop the exception here too; the signal comes again
+        dropped.clear()
         if not first:
             first.append(time.monotonic())
             raise kinds[signal.Signals(number)]
@@ -150,8 +154,14 @@ def interruptible() -> Iterator[None]:
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             return hook(unraisable)
         first.clear()
+        dropped.set()
         number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+        threading.Thread(target=send, args=(number,), daemon=True).start()
+
+    def send(number: int) -> None:
+        while dropped.is_set():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
 
     hook = sys.unraisablehook
     sys.unraisablehook = send_again
@@ -163,3 +173,12 @@ def interruptible() -> Iterator[None]:
         if not first:  # else the process is about to end, and further signals may come
             for kind, handler in before.items():
                 signal.signal(kind, handler)
+
+
+def runs(function: Callable[..., Any], frame: Any) -> bool:
+    """Return whether a frame is one of this function, or of what it has called."""
+    while frame is not None:
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxspec.common import embedded
 from jaxspec.common.errors import UserError
-from jaxspec.common.values import one_of
+from jaxspec.common.values import documented, one_of, option
 from jaxspec.options.engine import DTYPES, EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 
@@ -14,21 +14,15 @@ LONGEST = 2048  # tokens of a prompt and its answer
 PROMPT = 256  # tokens of the longest prompt
 
 
+@documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the demo. The first sentence of each entry is its --help text.
+    """Options of the demo. The first sentence of each entry is its --help text."""
 
-    Args:
-      max_tokens: Longest answer to each prompt, in tokens.
-      draft: Draft model or head for the demo's target.
-      dtype: Compute dtype, as in EngineConfig.
-      compare_transformers: Answer with transformers too (needs torch).
-    """
-
-    max_tokens: int = 64
-    draft: str = embedded.DRAFT
-    dtype: str = EngineConfig.dtype
-    compare_transformers: bool = False
+    max_tokens: int = option("Longest answer to each prompt, in tokens.", default=64)
+    draft: str = option("Draft model or head for the demo's target.", default=embedded.DRAFT)
+    dtype: str = option("Compute dtype, as in EngineConfig.", default=EngineConfig.dtype)
+    compare_transformers: bool = option("Answer with transformers too (needs torch).", default=False)
 
     def __post_init__(self) -> None:
         SamplingParams(max_tokens=self.max_tokens)  # raises UserError for an invalid value

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from jaxspec.common.errors import UserError
-from jaxspec.common.values import number, options, whole
+from jaxspec.common.values import number, option, options, whole
 from jaxspec.parallel.meeting import MOST_PROCESSES, address, gather, visit
 from jaxspec.parallel.peers import Peers
 
@@ -24,19 +24,15 @@ FOUND_OUT = ("gcetpu", "gketpu", "slurm", "ompi")
 
 @options
 class Hosts:
-    """The place of this process in a job of several.
+    """The place of this process in a job of several."""
 
-    Args:
-      coordinator: HOST:PORT of process 0. On Cloud TPU and Slurm none of these options is needed.
-      num_processes: Number of processes, one per host.
-      process_id: Number of this process, from 0.
-      join_timeout: Seconds to wait for the other processes.
-    """
-
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
-    join_timeout: float = 300.0
+    coordinator: str | None = option(
+        "HOST:PORT of process 0. On Cloud TPU and Slurm none of these options is needed.",
+        default=None,
+    )
+    num_processes: int | None = option("Number of processes, one per host.", default=None)
+    process_id: int | None = option("Number of this process, from 0.", default=None)
+    join_timeout: float = option("Seconds to wait for the other processes.", default=300.0)
 
     def __post_init__(self) -> None:
         which = {

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.common.errors import UserError, quoted, shortened
-from jaxspec.common.values import number, options, whole
+from jaxspec.common.values import number, option, options, whole
 from jaxspec.server.settings import LONGEST
 
 if TYPE_CHECKING:
@@ -49,27 +49,26 @@ MOST_CLIENTS = 1000  # limit of connections of OpenAI's client
 class LoadOptions:
     """The requests of a load test.
 
-    Args:
-      model: Name of the model at the server; by default the first that the server lists.
-      api_key: API key of the server; the variable OPENAI_API_KEY keeps it out of the list of processes.
-      concurrency: Number of clients at the same time; several numbers are measured one after the other.
-      num_requests: Requests for each number of clients, and at least two for each client.
-      prompt_words: Words in each prompt; all prompts differ.
-      max_tokens: Tokens in each answer.
-      temperature: Sampling temperature; 0 is greedy.
-      timeout: Seconds that a client waits for the server.
-
     Raises: UserError for a value out of its range.
     """
 
-    model: str | None = None
-    api_key: str | None = None
-    concurrency: tuple[int, ...] = (1, 100)
-    num_requests: int = 20
-    prompt_words: int = 64
-    max_tokens: int = 64
-    temperature: float = 0.0
-    timeout: float = 600.0
+    model: str | None = option(
+        "Name of the model at the server; by default the first that the server lists.",
+        default=None,
+    )
+    api_key: str | None = option(
+        "API key of the server; the variable OPENAI_API_KEY keeps it out of the list of processes.",
+        default=None,
+    )
+    concurrency: tuple[int, ...] = option(
+        "Number of clients at the same time; several numbers are measured one after the other.",
+        default=(1, 100),
+    )
+    num_requests: int = option("Requests for each number of clients, and at least two for each client.", default=20)
+    prompt_words: int = option("Words in each prompt; all prompts differ.", default=64)
+    max_tokens: int = option("Tokens in each answer.", default=64)
+    temperature: float = option("Sampling temperature; 0 is greedy.", default=0.0)
+    timeout: float = option("Seconds that a client waits for the server.", default=600.0)
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "prompt_words", "max_tokens"):

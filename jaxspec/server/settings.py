@@ -6,7 +6,7 @@ import ipaddress
 import re
 
 from jaxspec.common.errors import UserError, quoted
-from jaxspec.common.values import flag, number, options, strings, whole
+from jaxspec.common.values import flag, number, option, options, strings, whole
 
 ANY = "*"  # allows any host or origin
 LARGEST_PORT = 65_535
@@ -37,41 +37,46 @@ LONGEST = 1e6  # seconds, limit of each timeout
 class ServerConfig:
     """The address of a server and the limits of its requests.
 
-    Args:
-      host: Address to listen on. The default cannot be reached from other machines.
-      port: Port to listen on; 0 takes a free one.
-      api_key: Key that clients have to send as "Authorization: Bearer ...".
-      allowed_hosts: Names that requests may have as their Host; "*" allows any. Loopback names and `host` are allowed,
-        too. If no names are given, a server on any but a loopback address allows any.
-      allowed_origins: Origins of web pages that may use the server, such as "https://example.com"; "*" allows any.
-      served_model_name: Name that requests use for the model. Default: the name with which it is loaded.
-      max_queue: Samples that may wait for a row; requests for more are answered 429.
-      max_connections: Connections at a time; by default 2,048, or fewer if the process may not open as many files. A
-        new connection takes the place of the one that has kept the server waiting the longest.
-      max_body_bytes: Largest body of a request, in bytes.
-      refuse_control_tokens: Refuse texts that hold a control token of the model, such as <|im_end|>.
-      enable_log_requests: Write a line for each request on standard error, without its texts.
-      max_answer_logprobs: Largest number of log-probabilities in an answer: samples x tokens x entries of a token.
-      request_timeout: Seconds that a request may take, including its wait in the queue.
-      drain_timeout: Seconds that running requests have to end after SIGTERM or SIGINT.
-
     Raises: UserError for a value out of its range.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    allowed_hosts: str | tuple[str, ...] | list[str] = ()
-    allowed_origins: str | tuple[str, ...] | list[str] = ()
-    served_model_name: str | None = None
-    max_queue: int = 256
-    max_connections: int | None = None
-    max_body_bytes: int = 1 << 20
-    refuse_control_tokens: bool = False
-    enable_log_requests: bool = False
-    max_answer_logprobs: int = 500_000
-    request_timeout: float = 600.0
-    drain_timeout: float = 30.0
+    host: str = option("Address to listen on. The default cannot be reached from other machines.", default="127.0.0.1")
+    port: int = option("Port to listen on; 0 takes a free one.", default=8000)
+    api_key: str | None = option('Key that clients have to send as "Authorization: Bearer ...".', default=None)
+    allowed_hosts: str | tuple[str, ...] | list[str] = option(
+        'Names that requests may have as their Host; "*" allows any. Loopback names and `host` are allowed, '
+        "too. If no names are given, a server on any but a loopback address allows any.",
+        default=(),
+    )
+    allowed_origins: str | tuple[str, ...] | list[str] = option(
+        'Origins of web pages that may use the server, such as "https://example.com"; "*" allows any.',
+        default=(),
+    )
+    served_model_name: str | None = option(
+        "Name that requests use for the model. Default: the name with which it is loaded.",
+        default=None,
+    )
+    max_queue: int = option("Samples that may wait for a row; requests for more are answered 429.", default=256)
+    max_connections: int | None = option(
+        "Connections at a time; by default 2,048, or fewer if the process may not open as many files. A new "
+        "connection takes the place of the one that has kept the server waiting the longest.",
+        default=None,
+    )
+    max_body_bytes: int = option("Largest body of a request, in bytes.", default=1 << 20)
+    refuse_control_tokens: bool = option(
+        "Refuse texts that hold a control token of the model, such as <|im_end|>.",
+        default=False,
+    )
+    enable_log_requests: bool = option(
+        "Write a line for each request on standard error, without its texts.",
+        default=False,
+    )
+    max_answer_logprobs: int = option(
+        "Largest number of log-probabilities in an answer: samples x tokens x entries of a token.",
+        default=500_000,
+    )
+    request_timeout: float = option("Seconds that a request may take, including its wait in the queue.", default=600.0)
+    drain_timeout: float = option("Seconds that running requests have to end after SIGTERM or SIGINT.", default=30.0)
 
     def __post_init__(self) -> None:
         for name, limits in COUNTS.items():

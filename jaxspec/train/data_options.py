@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.common.errors import UserError
-from jaxspec.common.values import LARGEST_ON_HOST, options, whole
+from jaxspec.common.values import LARGEST_ON_HOST, option, options, whole
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train.prompts import CATEGORIES
 
@@ -34,33 +33,38 @@ TEMPERATURES = {0.0: 0.5, 0.7: 0.4, 1.0: 0.1}
 
 @options
 class DataOptions:
-    """Options of data generation.
+    """Options of data generation."""
 
-    The first sentence of each is the command line's help.
-
-    Args:
-      tokens: Least number of tokens in all, prompts included.
-      seed: Random seed for prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.
-      length: Longest sequence in tokens, prompt included. A prompt takes at most half of it, a message that the target
-        writes at most a quarter.
-      shard_size: Sequences in each shard.
-      mixture: Shares of chat, story, code, summary, rewrite, list, translate, free, self, begun: chat:2,self:1. Here a
-        mapping from prompts.CATEGORIES.
-      temperatures: Shares of temperatures. Here a mapping; 0 is greedy.
-      rows: Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU, halved until they fit. Their number changes
-        the speed, but the data only by rounding.
-      part: I-th of N processes, with a device each, that fill the folder together. Here (i, n): the process generates
-        every n-th shard, and that share of the tokens.
-    """
-
-    tokens: int = 10_000_000
-    seed: int = 0
-    length: int = 512
-    shard_size: int = 4096
-    mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(MIXTURE))
-    temperatures: Mapping[float, float] = dataclasses.field(default_factory=lambda: dict(TEMPERATURES))
-    rows: int | None = None
-    part: tuple[int, int] = (1, 1)
+    tokens: int = option("Least number of tokens in all, prompts included.", default=10_000_000)
+    seed: int = option(
+        "Random seed for prompts and samples. Sequence i of shard s depends on (seed, s, i) alone.",
+        default=0,
+    )
+    length: int = option(
+        "Longest sequence in tokens, prompt included. A prompt takes at most half of it, a message that the "
+        "target writes at most a quarter.",
+        default=512,
+    )
+    shard_size: int = option("Sequences in each shard.", default=4096)
+    mixture: Mapping[str, float] = option(
+        "Shares of chat, story, code, summary, rewrite, list, translate, free, self, begun: chat:2,self:1. Here"
+        " a mapping from prompts.CATEGORIES.",
+        factory=lambda: dict(MIXTURE),
+    )
+    temperatures: Mapping[float, float] = option(
+        "Shares of temperatures. Here a mapping; 0 is greedy.",
+        factory=lambda: dict(TEMPERATURES),
+    )
+    rows: int | None = option(
+        "Sequences decoded together; 2048 on GPU, 512 on TPU, 16 on CPU, halved until they fit. Their number "
+        "changes the speed, but the data only by rounding.",
+        default=None,
+    )
+    part: tuple[int, int] = option(
+        "I-th of N processes, with a device each, that fill the folder together. Here (i, n): the process "
+        "generates every n-th shard, and that share of the tokens.",
+        default=(1, 1),
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.part[0] <= self.part[1]:

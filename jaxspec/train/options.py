@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from jaxspec.common.errors import UserError
-from jaxspec.common.values import LARGEST_ON_HOST, one_of, options, whole
+from jaxspec.common.values import LARGEST_ON_HOST, one_of, option, options, whole
 from jaxspec.options.engine import DTYPES
 from jaxspec.train.data_options import shares
 from jaxspec.train.methods import METHODS
@@ -22,92 +22,106 @@ DEFAULT_LOSS = "kl:1,tv:1"
 class TrainOptions:
     """Options for building and distilling a draft.
 
-    The first sentence of each is the command line's help.
-
-    Args:
-      data: Folder of training data that the target wrote.
-      out: Folder to write, which is then the draft's name.
-      target: The model that the draft is for.
-      method: draft_model, eagle3, mtp, medusa, dflash or dspark. The first is a small model of its own; the others are
-        heads that read the target's hidden states. eagle3 and mtp draft one token after another, medusa and dflash all
-        at once. dspark drafts all at once too, but for a small part that reads the previous token.
-      layers: Layers of the draft; by default 2, for eagle3 1. For medusa: blocks of each head, by default 1.
-      width: Width of the draft; by default two thirds of the target's.
-      heads: Query heads; by default as many as fit the width. Their size is always the target's.
-      kv_heads: Key-value heads; by default the greatest common divisor of the target's and the query heads.
-      mlp_width: Width of the MLP; by default in proportion to the draft's width.
-      vocab_size: Ids that the draft can propose, the most frequent ones; by default 16384, for eagle3 32000, or all
-        there are. It reads all ids, in the target's own table. medusa, dflash and dspark by default propose all ids,
-        with the target's own head.
-      rare_ids: Rarest of the draft's ids, with a narrower head; by default half. Their logits cost less. A draft with
-        all ids, and a head, by default has none.
-      rare_width: Width of the head for rare ids; by default a quarter of the draft's width.
-      markov_rank: Channels from the previous token to the logits in dspark; by default 64.
-      init_from_target: Start with the target's layers and embeddings. The layers are evenly spaced ones, where the
-        shapes agree; the embeddings are projected if the widths differ. False: random.
-      init_from: Start with this draft, and train it further. Its shape and its vocabulary stay. More layers may be
-        asked for, which add nothing at first.
-      top_n: Most probable next tokens that the target teaches, computed once; 0 for all, in every step. Default: 64.
-        They are kept on disk beside the data. All other ids count as one.
-      keep_features: Compute the features that a head reads once, and keep them on disk. Otherwise every step computes
-        them. For each token they take one or four vectors of the target's width, beside the data. The size is reported
-        before it is written.
-      steps: Steps of the optimiser.
-      minutes: Minutes that the command may take; only as many steps are made as fit.
-      batch_size: Rows of a step.
-      length: Tokens of a row.
-      accumulate: Parts in which a step's rows are computed, to save memory.
-      loss: Weights of kl, rkl and tv. The loss is the weighted sum of forward KL, reverse KL and total variation, such
-        as "kl:1,tv:0.5".
-      learning_rate: Highest learning rate; a cosine lowers it to a hundredth. It serves both Muon and Adam (step.py).
-      warmup: Steps until the highest learning rate. The rise is linear.
-      weight_decay: Weight decay of the layers' matrices. These are the ones that Muon trains.
-      clip: Largest norm of the gradients.
-      eval_every: Steps between measurements and checkpoints.
-      eval_prompts: Held-out prompts of a measurement.
-      eval_tokens: Longest answer to each prompt, in tokens.
-      num_speculative_tokens: Drafts per round in a measurement; a head learns as many.
-      seed: Random seed for the initial weights and the order of the data.
-      dtype: auto, float32, bfloat16 or float16; master parameters are float32. "auto": as in EngineConfig.
-      resume: Resume the run that was stopped in --out.
-
     Raises: UserError for a value out of its range.
     """
 
-    data: Path
-    out: Path
-    target: str
-    method: str = "draft_model"
-    layers: int | None = None
-    width: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    mlp_width: int | None = None
-    vocab_size: int | None = None
-    rare_ids: int | None = None
-    rare_width: int | None = None
-    markov_rank: int | None = None
-    init_from_target: bool = True
-    init_from: str | None = None
-    top_n: int | None = None
-    keep_features: bool = False
-    steps: int = 2000
-    minutes: float | None = None
-    batch_size: int = 32
-    length: int = 512
-    accumulate: int = 1
-    loss: str = DEFAULT_LOSS
-    learning_rate: float = 4e-3
-    warmup: int = 100
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    eval_every: int = 200
-    eval_prompts: int = 32
-    eval_tokens: int = 64
-    num_speculative_tokens: int = 4
-    seed: int = 0
-    dtype: str = "auto"
-    resume: bool = False
+    data: Path = option("Folder of training data that the target wrote.")
+    out: Path = option("Folder to write, which is then the draft's name.")
+    target: str = option("The model that the draft is for.")
+    method: str = option(
+        "draft_model, eagle3, mtp, medusa, dflash or dspark. The first is a small model of its own; the others "
+        "are heads that read the target's hidden states. eagle3 and mtp draft one token after another, medusa "
+        "and dflash all at once. dspark drafts all at once too, but for a small part that reads the previous "
+        "token.",
+        default="draft_model",
+    )
+    layers: int | None = option(
+        "Layers of the draft; by default 2, for eagle3 1. For medusa: blocks of each head, by default 1.",
+        default=None,
+    )
+    width: int | None = option("Width of the draft; by default two thirds of the target's.", default=None)
+    heads: int | None = option(
+        "Query heads; by default as many as fit the width. Their size is always the target's.",
+        default=None,
+    )
+    kv_heads: int | None = option(
+        "Key-value heads; by default the greatest common divisor of the target's and the query heads.",
+        default=None,
+    )
+    mlp_width: int | None = option("Width of the MLP; by default in proportion to the draft's width.", default=None)
+    vocab_size: int | None = option(
+        "Ids that the draft can propose, the most frequent ones; by default 16384, for eagle3 32000, or all "
+        "there are. It reads all ids, in the target's own table. medusa, dflash and dspark by default propose "
+        "all ids, with the target's own head.",
+        default=None,
+    )
+    rare_ids: int | None = option(
+        "Rarest of the draft's ids, with a narrower head; by default half. Their logits cost less. A draft with"
+        " all ids, and a head, by default has none.",
+        default=None,
+    )
+    rare_width: int | None = option(
+        "Width of the head for rare ids; by default a quarter of the draft's width.",
+        default=None,
+    )
+    markov_rank: int | None = option(
+        "Channels from the previous token to the logits in dspark; by default 64.",
+        default=None,
+    )
+    init_from_target: bool = option(
+        "Start with the target's layers and embeddings. The layers are evenly spaced ones, where the shapes "
+        "agree; the embeddings are projected if the widths differ. False: random.",
+        default=True,
+    )
+    init_from: str | None = option(
+        "Start with this draft, and train it further. Its shape and its vocabulary stay. More layers may be "
+        "asked for, which add nothing at first.",
+        default=None,
+    )
+    top_n: int | None = option(
+        "Most probable next tokens that the target teaches, computed once; 0 for all, in every step. Default: "
+        "64. They are kept on disk beside the data. All other ids count as one.",
+        default=None,
+    )
+    keep_features: bool = option(
+        "Compute the features that a head reads once, and keep them on disk. Otherwise every step computes "
+        "them. For each token they take one or four vectors of the target's width, beside the data. The size is"
+        " reported before it is written.",
+        default=False,
+    )
+    steps: int = option("Steps of the optimiser.", default=2000)
+    minutes: float | None = option(
+        "Minutes that the command may take; only as many steps are made as fit.",
+        default=None,
+    )
+    batch_size: int = option("Rows of a step.", default=32)
+    length: int = option("Tokens of a row.", default=512)
+    accumulate: int = option("Parts in which a step's rows are computed, to save memory.", default=1)
+    loss: str = option(
+        "Weights of kl, rkl and tv. The loss is the weighted sum of forward KL, reverse KL and total variation,"
+        ' such as "kl:1,tv:0.5".',
+        default=DEFAULT_LOSS,
+    )
+    learning_rate: float = option(
+        "Highest learning rate; a cosine lowers it to a hundredth. It serves both Muon and Adam (step.py).",
+        default=4e-3,
+    )
+    warmup: int = option("Steps until the highest learning rate. The rise is linear.", default=100)
+    weight_decay: float = option(
+        "Weight decay of the layers' matrices. These are the ones that Muon trains.",
+        default=0.01,
+    )
+    clip: float = option("Largest norm of the gradients.", default=1.0)
+    eval_every: int = option("Steps between measurements and checkpoints.", default=200)
+    eval_prompts: int = option("Held-out prompts of a measurement.", default=32)
+    eval_tokens: int = option("Longest answer to each prompt, in tokens.", default=64)
+    num_speculative_tokens: int = option("Drafts per round in a measurement; a head learns as many.", default=4)
+    seed: int = option("Random seed for the initial weights and the order of the data.", default=0)
+    dtype: str = option(
+        'Auto, float32, bfloat16 or float16; master parameters are float32. "auto": as in EngineConfig.',
+        default="auto",
+    )
+    resume: bool = option("Resume the run that was stopped in --out.", default=False)
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "eval_every", "eval_prompts", "eval_tokens"):

@@ -18,6 +18,7 @@ from jaxspec.cli.app import app
 from jaxspec.cli.fields import sentences, spoken
 from jaxspec.cli.speculation import Method
 from jaxspec.common.errors import UserError
+from jaxspec.common.values import option, options
 from jaxspec.demo.options import Options as DemoOptions
 from jaxspec.drafters.methods import NAMES
 from jaxspec.hardware.accelerators import ACCELERATORS
@@ -254,16 +255,17 @@ def test_options_are_those_of_the_classes():
     assert {*Method} == {*NAMES, "none"}
 
 
-def test_help_is_the_first_sentence_of_the_docstring():
+def test_help_is_the_first_sentence_of_an_option():
+    @options
     class Options:
-        """What.
-
-        Args:
-          one: The first: a.b or c. And more
-            of it.
-          two, three: Both.
+        """Options of a test.
 
         Raises: nothing.
         """
 
-    assert sentences(Options) == {"one": "The first: a.b or c.", "two": "Both.", "three": "Both."}
+        one: int = option("The first: a.b or c. And more of it.", default=1)
+        two: int = option("The second.")
+
+    assert sentences(Options) == {"one": "The first: a.b or c.", "two": "The second."}
+    listed = "Args:\n  one: The first: a.b or c. And more of it.\n  two: The second."
+    assert Options.__doc__ == f"Options of a test.\n\n{listed}\n\nRaises: nothing."

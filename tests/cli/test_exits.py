@@ -278,6 +278,12 @@ def test_the_first_interrupt_ends_train_draft(folder, tmp_path):
 
 def test_an_interrupt_that_python_drops_comes_again():
     """In a callback of the garbage collector, where JAX has one, an exception is written down and forgotten."""
+
+    def check(code: str) -> None:
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=LONG)
+        assert (done.returncode, done.stderr) == (130, "jaxspec: interrupted\n")
+
     code = """
 import gc, os, signal, sys, time
 from jaxspec.cli import exits
@@ -293,8 +299,12 @@ def run():
 
 sys.exit(exits.status(run))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=LONG)
-    assert (done.returncode, done.stderr) == (130, "jaxspec: interrupted\n")
+    check(code)
+    # The signal comes while what sends it is still at work.
+    slow = (
+        "exits.threading.Thread.start = lambda self, start=exits.threading.Thread.start: (start(self), time.sleep(0.1))"
+    )
+    check(code.replace("def run", f"{slow}\n\ndef run"))
 
 
 @pytest.mark.thorough
