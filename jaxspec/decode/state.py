@@ -89,7 +89,7 @@ class DecodeConfig:
 
     @property
     def position_limit(self) -> int:
-        """The shorter of the target's and the draft's context lengths. Drafting stops there."""
+        """The smaller of the target's and the draft's context lengths. No draft is proposed beyond it."""
         limit = self.target.max_model_len
         own = self.drafter.max_model_len if self.drafter else None
         return min(limit, own or limit)

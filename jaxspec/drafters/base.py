@@ -182,7 +182,7 @@ class Drafter(abc.ABC):
     def grow(
         self, params: Params, cache: PagedKVCache, history: History, shape: Any, rank: Rank
     ) -> tuple[Proposal, Any, tuple[LayerCache, ...]]:
-        """Propose a tree of `shape`. Return the proposal, the tree (`jaxspec.drafters.trees.tree.Kept`) and the pages.
+        """Propose a tree of `shape`. Return the proposal, the tree (`jaxspec.drafters.trees.tree.Grown`) and the pages.
 
         Needed only for a drafter that is not independent.
 

@@ -15,7 +15,7 @@ from jaxspec.common.errors import UserError
 from jaxspec.common.shapes import Array, Bool, Int
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank
 from jaxspec.drafters.chain import Step, at_once, chain
-from jaxspec.drafters.trees.tree import Nodes, Shape, grown, nodes_at
+from jaxspec.drafters.trees.tree import Nodes, Shape, grow_tree, nodes_at
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
 from pallas_kernels.merge_tokens import merge_tokens
@@ -148,10 +148,10 @@ class DraftModelTree(DraftModel):
             done = self.model.forward(own, pages, nodes.tokens, slots, masked, table, branches=branches)
             return Step(done.decoder, done.hidden, done.pages)
 
-        kept, pages = grown(shape, Step(done.decoder, take_row(done.hidden, last - start), done.pages), step, rank)
+        grown, pages = grow_tree(shape, Step(done.decoder, take_row(done.hidden, last - start), done.pages), step, rank)
         in_step = history.draft_len >= last - self.max_lag
         wanted = jnp.where(history.live & in_step, history.num_wanted, 0)
-        return Proposal(kept[0], None, wanted, jnp.where(in_step, last + 1, history.draft_len)), kept, pages
+        return Proposal(grown.tokens, None, wanted, jnp.where(in_step, last + 1, history.draft_len)), grown, pages
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Drafter:

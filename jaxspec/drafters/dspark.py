@@ -23,7 +23,7 @@ from jaxspec.drafters import dflash
 from jaxspec.drafters.base import Choose, History, Proposal, Rank
 from jaxspec.drafters.chain import Place, Step, chain
 from jaxspec.drafters.heads import Found
-from jaxspec.drafters.trees.tree import Nodes, Shape, grown
+from jaxspec.drafters.trees.tree import Nodes, Shape, grow_tree
 from jaxspec.models import families
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec
@@ -119,7 +119,10 @@ module.register(Config, DSparkHead)
 
 
 class After(Place):
-    """A place of the block with the addition of the previous token, or of the previous token of each of k nodes."""
+    """A place of the block whose logits include the Markov head's addition.
+
+    added: the addition for the previous token [B,V], or for the previous token of each of k nodes [B,k,V].
+    """
 
     def __init__(self, place: tuple[Any, ...], added: Float[Array, "B *k V"]) -> None:
         super().__init__(*place)
@@ -162,8 +165,8 @@ class DSpark(dflash.DFlash):
 
         first = step(state, block.pending, 0)
         first = first._replace(state=jnp.repeat(first.state[:, None], shape.width, axis=1))
-        kept, _ = grown(shape, first, next_level, rank)
-        return Proposal(kept[0], None, block.wanted, block.draft_len), kept, block.pages
+        grown, _ = grow_tree(shape, first, next_level, rank)
+        return Proposal(grown.tokens, None, block.wanted, block.draft_len), grown, block.pages
 
     def steps(self, block: dflash.Block) -> tuple[Callable[..., Step], jax.Array]:
         """Return step(state, token, i) and the first state.

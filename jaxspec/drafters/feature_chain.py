@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank, target_parameters
 from jaxspec.drafters.chain import Step, at_once, chain
-from jaxspec.drafters.trees.tree import Nodes, Shape, grown, nodes_at
+from jaxspec.drafters.trees.tree import Nodes, Shape, grow_tree, nodes_at
 from jaxspec.models.decoder import bind
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel
@@ -87,8 +87,8 @@ class FeatureChain(Drafter):
 
         pages, carried = first.state
         carried = jnp.repeat(carried[:, None], shape.width, axis=1)  # the same for all nodes of the first level
-        kept, (pages, _) = grown(shape, Step(first.head, first.hidden, (pages, carried)), step, rank)
-        return self.proposal(history, kept[0], None, last, in_step), kept, pages
+        grown, (pages, _) = grow_tree(shape, Step(first.head, first.hidden, (pages, carried)), step, rank)
+        return self.proposal(history, grown.tokens, None, last, in_step), grown, pages
 
     def first_pass(self, params, cache, history: History) -> tuple[Step, jax.Array, jax.Array]:
         """Run the pass over the entries that the cache lacks, up to the pending token's.

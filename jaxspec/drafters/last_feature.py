@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank, target_parameters
 from jaxspec.drafters.chain import Step
-from jaxspec.drafters.trees.tree import Nodes, Shape, grown
+from jaxspec.drafters.trees.tree import Nodes, Shape, grow_tree
 from jaxspec.models.decoder import bind
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel
@@ -71,8 +71,8 @@ class LastFeature(Drafter):
             return step(jnp.take_along_axis(state, nodes.after[:, :, None], axis=1), nodes.tokens, level)
 
         first = Step(head, hidden, jnp.repeat(state[:, None], shape.width, axis=1))
-        kept, _ = grown(shape, first, next_level, rank, alike=False)
-        return Proposal(kept[0], None, self.wanted(history)), kept, cache.draft
+        grown, _ = grow_tree(shape, first, next_level, rank, alike=False)
+        return Proposal(grown.tokens, None, self.wanted(history)), grown, cache.draft
 
     def start(self, params, cache, history: History) -> tuple[Callable[..., Step], Any, Any]:
         """Return step(state, token, i), which runs the head for draft i, the first state, and the pending token."""

@@ -8,7 +8,7 @@ from jaxspec.drafters.base import Chunk, Drafter
 
 
 class Wrapper(Drafter):
-    """A drafter around another one, `draft`, whose needs it has: the same cache, features and context length."""
+    """A drafter that contains another one, `draft`, and needs the same cache, features and context length."""
 
     draft: Drafter
 

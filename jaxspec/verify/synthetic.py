@@ -11,7 +11,7 @@ from jaxspec.verify.base import Case, Verdict, leading
 def verify(case: Case) -> Verdict:
     """Accept drafts at the rates in `case.options`: P(at least i drafts are accepted) for i = 1..K or more.
 
-    Each draft is judged conditionally on the acceptance of those before it, with the ratio of two rates.
+    Given that the drafts before it are accepted, a draft is accepted with the ratio of its rate and the previous one.
     """
     rates = jnp.concatenate([jnp.ones(1), case.options[: case.num_drafts]])
     num_accepted = leading(case.uniforms() * rates[:-1] < rates[1:], case.proposal.num_proposed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,16 +75,27 @@ class Tree(Wrapper):
             proposal, pages = self.draft.propose(params, cache, deep, ranked(rank, self.shape.depth))
             levels: Any = proposal.probs  # `ranked` returns these in a distribution's place
             ids, scores = levels
-            kept = of_levels(self.shape, ids, scores, proposal.num_proposed)
+            grown = of_levels(self.shape, ids, scores, proposal.num_proposed)
         else:
-            proposal, kept, pages = self.draft.grow(params, cache, deep, self.shape, rank)
-        tokens, tree, num_possible = kept
-        wanted = jnp.where(proposal.num_proposed > 0, jnp.minimum(history.num_wanted, num_possible), 0)
-        return dataclasses.replace(proposal, tokens=tokens, probs=None, num_proposed=wanted, tree=tree), pages
+            proposal, grown, pages = self.draft.grow(params, cache, deep, self.shape, rank)
+        wanted = jnp.where(proposal.num_proposed > 0, jnp.minimum(history.num_wanted, grown.num_possible), 0)
+        proposal = dataclasses.replace(
+            proposal, tokens=grown.tokens, probs=None, num_proposed=wanted, tree=grown.topology
+        )
+        return proposal, pages
 
 
-# The drafts i32[B,K] of a tree, its topology, and the number i32[B] of drafts that have probability above 0.
-Kept = tuple[jax.Array, Topology, jax.Array]
+class Grown(NamedTuple):
+    """A tree of drafts.
+
+    tokens i32[B,K]: ids of the drafts.
+    topology: topology of the drafts.
+    num_possible i32[B]: number of drafts that have probability above 0; they come first.
+    """
+
+    tokens: jax.Array
+    topology: Topology
+    num_possible: jax.Array
 
 
 def ranked(rank: Rank, depth: int) -> Choose:
@@ -99,7 +110,7 @@ def ranked(rank: Rank, depth: int) -> Choose:
 
 def of_levels(
     shape: Shape, ids: Int[Array, "B D w"], scores: Float[Array, "B D w"], num_levels: Int[Array, " B"]
-) -> Kept:
+) -> Grown:
     """Return the tree of each level's candidates, which do not depend on the levels above.
 
     ids, scores: the w best candidates of each level, and their log-probabilities.
@@ -115,7 +126,7 @@ def of_levels(
         tree = topology(jnp.broadcast_to(parents, (rows, len(parents))), shape.depth)
         # The proposal is a prefix: it ends before the first draft of probability 0.
         possible = jnp.cumprod((scores[:, level, rank] > -jnp.inf).astype(jnp.int32), axis=1)
-        return ids[:, level, rank], tree, jnp.sum(possible, axis=1, dtype=jnp.int32)
+        return Grown(ids[:, level, rank], tree, jnp.sum(possible, axis=1, dtype=jnp.int32))
 
     def at_level(x, i):
         return jnp.repeat(lax.dynamic_index_in_dim(x, i, axis=1), shape.width, axis=1)
@@ -143,9 +154,9 @@ class Nodes:
     seen: jax.Array
 
 
-def grown(
+def grow_tree(
     shape: Shape, first: Step, step: Callable[[Any, Nodes, Any], Step], rank: Rank, *, alike: bool = True
-) -> tuple[Kept, Any]:
+) -> tuple[Grown, Any]:
     """Grow a tree level by level. Return the tree and the last state.
 
     Args:
@@ -193,7 +204,7 @@ def best_of(scores: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B w"
     return take(scores, chosen), chosen
 
 
-def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any], *, alike: bool) -> tuple[Kept, Any]:
+def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any], *, alike: bool) -> tuple[Grown, Any]:
     """Find the tree of the best candidates of all levels. Return the tree and the last state.
 
     Args:
@@ -248,4 +259,4 @@ def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any]
     before = jnp.argmax(wanted[:, :, None] == chosen[:, None], axis=2).astype(jnp.int32) + 1
     tree = topology(jnp.pad(jnp.where(wanted < 0, 0, before), ((0, 0), (1, 0))), depth)
     num_possible = jnp.sum(best > -jnp.inf, axis=1, dtype=jnp.int32)
-    return (take(ids, chosen), tree, num_possible), state
+    return Grown(take(ids, chosen), tree, num_possible), state
