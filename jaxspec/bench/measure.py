@@ -30,7 +30,7 @@ from jaxspec.parallel.placement import device_name
 from pallas_kernels.device import here
 
 Row = dict[str, Any]
-# Ways of the stage `adaptive`: name in a row -> the option `adaptive`, None for no speculation.
+# Ways of the stage `adaptive`, by their names in a row: the option `adaptive`, or None for no speculation.
 WAYS = {"off": None, "always": False, "adaptive": True}
 
 
@@ -218,7 +218,7 @@ class Point:
             yield self.decoding_row("adaptive", runner, k, length, way=way, speedup=speedup)
 
     def race(self, ways: dict[str, Any]) -> dict[str, Any]:
-        """Measure ways of decoding against each other. ways: name -> speculative config, None for plain decoding."""
+        """Measure ways of decoding against each other. ways: speculative configs by name, None for plain decoding."""
         return race(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
 
     def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
