@@ -206,12 +206,12 @@ class Point:
 
     def never_slower(self, k: int, length: float | None, rates: tuple[float, ...]) -> Iterator[Row]:
         """Measure the stage `adaptive`: no speculation, always K and adaptive K, in turns."""
-        ways = {}
+        ways: dict[str, Any] = {}
         for way, adaptive in WAYS.items():
-            speculation = None
-            if adaptive is not None:
-                speculation = self.options.speculation(k, length, rates, adaptive=adaptive)
-            ways[way] = speculation
+            if adaptive is None:
+                ways[way] = None
+            else:
+                ways[way] = self.options.speculation(k, length, rates, adaptive=adaptive)
         runners = self.race(ways)
         for way, runner in runners.items():
             speedup = runner.tokens_per_second / runners["off"].tokens_per_second
