@@ -18,19 +18,20 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/choose_a_drafter.ipynb)
 #
-# A drafter pays where it is right often enough for what it costs:
+# A drafter pays if its drafts are accepted often enough for what they cost:
 #
-# speed-up = tokens that a round yields / cost of a round, in steps of plain decoding.
+# speed-up = tokens per round / cost of a round, in steps of plain decoding.
 #
-# Here several methods write the same text side by side. We see how often each is right, by position; what its rounds
-# cost, by the bytes that they read and by the clock; what speed-up that predicts; and what speed-up there is.
+# Here several methods write the same text side by side. For each method we measure how often its drafts are accepted at
+# each position, and what its rounds cost, by the bytes they read and by the clock. From both follows a predicted
+# speed-up, which we compare with the measured one.
 #
 # Sizes: a target of 135 million parameters (a download of 98 MB, once) and a head of 15 million, which comes with
 # jaxspec. All cells together take two to three minutes on two CPU cores, half of it compiling.
 #
 # ## 1. Install
-# Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
-# session: one to three minutes. Where jaxspec is installed already, it changes nothing.
+# Colab's own JAX is older than jaxspec needs. This cell upgrades it for this runtime, in one to three minutes, and says
+# whether to restart the session. Where jaxspec is installed already, the cell changes nothing.
 
 # %%
 import glob
@@ -46,14 +47,14 @@ SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /conte
 
 
 def runtime():
-    """What pip has to know: the kind of device, found without JAX."""
+    """Return jaxspec's extra for this device, found without JAX, for pip."""
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
         return "tpu"
     return "cuda12" if shutil.which("nvidia-smi") else ""
 
 
 found = importlib.util.find_spec("jaxspec")
-if found and found.origin:  # a folder of that name is none
+if found and found.origin:  # a mere folder of that name has no origin
     print("jaxspec is installed.")
 else:
     loaded = "jax" in sys.modules
@@ -70,20 +71,24 @@ else:
 
 # %% [markdown]
 # ## 2. The methods
-# Those that need no further download, and a line for your own: a folder that [train_a_drafter](train_a_drafter.ipynb)
-# wrote, or a head from the hub for another target. All methods: docs/drafters.md.
+# The methods below need no further download. There is a line for a drafter of your own: a folder that
+# [train_a_drafter](train_a_drafter.ipynb) wrote, or a head from the hub for another target. All methods:
+# docs/drafters.md.
 #
-# The texts are of two kinds: `echo`, where much of the answer stands in the prompt already, and `fresh`, where it does
-# not. Methods differ in which of them they are good at.
+# The texts are of two kinds: in `echo` much of the answer is in the prompt already, in `fresh` it is not. Some methods
+# are good at one kind only.
 
 # %%
 TARGET = "smollm2-135m-instruct"
-NUM_DRAFTS = 4  # K: drafts of a round
+NUM_DRAFTS = 4  # K, draft tokens a round
 METHODS = {
-    "ngram": {"method": "ngram"},  # looks the last tokens up in the text so far
-    "suffix": {"method": "suffix"},  # the same, weighing all places where they occur
-    "eagle3": {"model": "smollm2-135m-eagle3"},  # a head, trained for this target, whose hidden states it reads
-    # The first where it finds something, the second elsewhere.
+    # Finds the last tokens earlier in the text and proposes what followed them there.
+    "ngram": {"method": "ngram"},
+    # The same, weighing all places where they occur.
+    "suffix": {"method": "suffix"},
+    # A head trained for this target, whose hidden states it reads.
+    "eagle3": {"model": "smollm2-135m-eagle3"},
+    # n-gram drafts where they find something, the head elsewhere.
     "ngram+eagle3": {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"},
     # "mine": {"model": "my-draft"},
 }
@@ -98,16 +103,15 @@ TEXTS = {
         "Write a Python function that takes a list of integers and returns the largest.",
     ],
 }
-CALIBRATION = "Describe a day in the life of a lighthouse keeper."  # for what a round costs, which no text decides
+CALIBRATION = "Describe a day in the life of a lighthouse keeper."  # for the cost of a round, the same for any text
 MAX_TOKENS = 64
-HEATS = 2  # the best one counts
+HEATS = 2  # timed heats, of which the fastest counts
 
 # %% [markdown]
 # ## 3. Measure
-# Each method shares the target's weights and decodes one request at a time, K drafts in every round, greedily, in
-# float32, so that all have to write the same text. They run in turns, so that whatever disturbs the machine disturbs
-# all of them; the first heat compiles and does not count. One to two minutes on two CPU
-# cores.
+# All methods share the target's weights and decode one request at a time, with K drafts in every round. Decoding is
+# greedy and in float32, so all methods must write the same text. They take turns, so that a disturbance of the machine
+# hits all of them. The first heat compiles and does not count. This takes one to two minutes on two CPU cores.
 
 # %%
 import dataclasses
@@ -128,8 +132,8 @@ class Run:
     """One method's answers to one kind of text."""
 
     ids: list
-    accepted: list  # drafts kept, by position
-    drafting: int  # rounds that proposed something
+    accepted: list  # accepted draft tokens, by position
+    drafting: int  # rounds with drafts
     seconds: float
 
     @property
@@ -138,7 +142,7 @@ class Run:
 
     @property
     def rounds(self):
-        """A round yields the drafts that it keeps and one token more, but for one that ends its answer."""
+        """Number of rounds. A round emits its accepted drafts and one token more, unless it ends the answer."""
         return max(self.tokens - sum(self.accepted), self.drafting)
 
 
@@ -166,15 +170,15 @@ for name in METHODS:
     print(f"{name:<18} same text as plain decoding: {same}")
 
 # %% [markdown]
-# ## 4. How often is each right?
-# **The curves:** of all rounds, the share that kept at least the first, the second, ... draft. The area under a curve,
-# plus one, is how many tokens a round yields.
+# ## 4. How often are drafts accepted?
+# **The curves:** the share of all rounds that accepted at least one draft token, two, and so on. The sum over the
+# positions, plus one, is the mean number of tokens per round.
 
 # %%
 import matplotlib.pyplot as plt
 
 COLOURS = dict(zip(METHODS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-DASHES = {name: "-:"[i % 2] for i, name in enumerate(METHODS)}  # so that curves that coincide are both seen
+DASHES = {name: "-:"[i % 2] for i, name in enumerate(METHODS)}  # so that two curves in the same place are both visible
 positions = range(1, NUM_DRAFTS + 1)
 figure, axes = plt.subplots(1, len(TEXTS), figsize=(11, 3.6), layout="constrained", sharey=True)
 for kind, panel in zip(TEXTS, axes, strict=True):
@@ -190,28 +194,28 @@ plt.show()
 
 # %% [markdown]
 # ## 5. What does a round cost?
-# Decoding one request is mostly reading weights. A plain step reads the target once. A round reads it once, too (K + 1
-# tokens in one pass), and the drafter as often as it makes a pass. So by bytes (`jaxspec/bench/floors.py`) a round
-# costs
+# Decoding one request mostly consists of reading weights. A plain step reads the target's weights once. A round reads
+# them once too, in one pass over K + 1 tokens, and the drafter's weights once in each of its passes. Counted in bytes
+# (`jaxspec/bench/floors.py`), the cost of a round in plain steps is
 #
-# (bytes of the target + bytes of the drafter's passes) / bytes of the target
+# (bytes of the target + bytes of the drafter's passes) / bytes of the target.
 #
-# plain steps. By the clock it costs more: computing for K + 1 tokens takes time where a device computes slowly, as CPUs
-# do, and so do many small passes. That is measured here on a text of its own.
+# By the clock a round costs more: a device that computes slowly, such as a CPU, needs time for K + 1 tokens, and many
+# small passes take time too. We measure this on a separate text.
 
 # %%
 from jaxspec.bench import floors
 
-CONTEXT = 128  # positions whose keys and values are read
+CONTEXT = 128  # positions whose keys and values a pass reads
 
 
 def round_bytes(llm):
-    """(of the target's pass, of the drafter's passes)."""
+    """Return the bytes that the target's pass of a round reads, and those of the drafter's passes."""
     runner, drafter = llm.engine.runner, llm.engine.runner.decoding.drafter
     params, target = runner.params, floors.pass_bytes(runner.paged["target"], runner.params["target"], 1, CONTEXT)
     if "draft" not in params:
         return target, 0.0
-    drafter = getattr(drafter, "draft", drafter)  # of two in turn, the one that has weights
+    drafter = getattr(drafter, "draft", drafter)  # of ngram+eagle3, the part with weights
     return target, floors.drafting_bytes(drafter, params["target"], params["draft"], 1, CONTEXT)
 
 
@@ -248,8 +252,9 @@ plt.show()
 
 # %% [markdown]
 # ## 6. Predicted against measured
-# **The picture:** each method and text is a pair of points, as high as its measured speed-up: the hollow one stands
-# where bytes predict it, the filled one where the clock does, and on the grey diagonal a prediction is right.
+# **The picture:** each method and kind of text is a pair of points. Their height is the measured speed-up. The hollow
+# point is at the speed-up predicted from bytes, the filled one at that predicted from the clock. A prediction on the
+# grey diagonal is exact.
 
 # %%
 MARKS = dict(zip(TEXTS, "os", strict=False))
@@ -280,12 +285,13 @@ plt.show()
 
 # %% [markdown]
 # ## 7. What to take from it
-# - Looking up gains only where text repeats itself or its prompt (summaries, rewriting, code that is edited), and reads
-#   no weights for it. A head or a draft model that was trained for the target gains on any text.
-# - Both: `"ngram+"` before the method.
-# - A better draft helps only as far as its own cost allows: compare the two factors, not the acceptance length alone.
-# - In use leave `adaptive` on: jaxspec measures cost and acceptance while it runs, and drafts less, or not at all,
-#   where drafts do not pay.
-# - For another target, with every part timed beside what the device could do at best:
-#   `jaxspec bench --model TARGET --draft DRAFT --stages target,draft,round -k 4` (docs/benchmarks.md).
+# - n-gram drafting reads no weights, but gains only where the text repeats itself or its prompt (summaries, rewriting,
+#   editing of code). A head or draft model that was trained for the target gains on any text.
+# - `"ngram+"` before a method's name combines both.
+# - A better draft helps only if its cost does not grow as much. Compare tokens per round and cost together, not the
+#   acceptance length alone.
+# - In production leave `adaptive` on: jaxspec measures cost and acceptance while it runs. Where drafts do not pay, it
+#   drafts less or not at all.
+# - `jaxspec bench --model TARGET --draft DRAFT --stages target,draft,round -k 4` times every part for another target,
+#   beside the limits of the device (docs/benchmarks.md).
 # - [train_a_drafter](train_a_drafter.ipynb) makes one more row of this table.

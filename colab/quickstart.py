@@ -18,14 +18,13 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/quickstart.ipynb)
 #
-# A small *draft* proposes a few tokens, the large *target* checks them all in one pass and keeps those that it would
-# have written itself. The text is the target's, word for word; only the time changes. This notebook runs on a TPU, a
-# GPU or a CPU: it looks at what it finds and picks a pair of models that fits. On two CPU cores all of it takes one to
-# two minutes.
+# A small *draft* proposes a few tokens. The large *target* checks all of them in one pass and accepts those that it
+# would have written itself. The text is exactly the target's; only the time changes. This notebook runs on a TPU, a GPU
+# or a CPU and picks a pair of models that fits the machine. On two CPU cores all of it takes one to two minutes.
 #
 # ## 1. Install
-# Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
-# session: one to three minutes. Where jaxspec is installed already, it changes nothing.
+# Colab's own JAX is older than jaxspec needs. This cell upgrades it for this runtime, in one to three minutes, and says
+# whether to restart the session. Where jaxspec is installed already, the cell changes nothing.
 
 # %%
 import glob
@@ -41,14 +40,14 @@ SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /conte
 
 
 def runtime():
-    """What pip has to know: the kind of device, found without JAX."""
+    """Return jaxspec's extra for this device, found without JAX, for pip."""
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
         return "tpu"
     return "cuda12" if shutil.which("nvidia-smi") else ""
 
 
 found = importlib.util.find_spec("jaxspec")
-if found and found.origin:  # a folder of that name is none
+if found and found.origin:  # a mere folder of that name has no origin
     print("jaxspec is installed.")
 else:
     loaded = "jax" in sys.modules
@@ -75,7 +74,7 @@ from jaxspec.inspect import info
 devices = jax.devices()
 platform = devices[0].platform
 stats = devices[0].memory_stats() or {}
-memory = stats.get("bytes_limit", 0) / 1e9  # 0: the device does not say, as CPUs do not
+memory = stats.get("bytes_limit", 0) / 1e9  # 0 where the device does not report it, as on CPU
 WORDS = {
     "tpu": "A TPU: the place for which this was made.",
     "gpu": "A GPU: good. The draft's small passes gain most here.",
@@ -87,12 +86,13 @@ print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.this_device()
 
 # %% [markdown]
 # ## 3. Load a pair
-# With network and enough memory: Qwen3 from the hub. Else a pair that needs no hub: SmolLM2-135M-Instruct with the
-# head that comes with jaxspec, which was trained for it and reads its hidden states, and n-gram drafts, which look the
-# next words up in what was said before, where there is something to be found.
+# With a network and enough memory this loads Qwen3 from the hub. Otherwise it loads a pair that needs no hub:
+# SmolLM2-135M-Instruct with two drafters. The one is the head that comes with jaxspec; it was trained for this target
+# and reads its hidden states. The other is n-gram drafting: it finds the last tokens earlier in the text and proposes
+# what followed them there. It is used wherever it finds something.
 #
-# Downloads, once: 18 GB for Qwen3-8B and its draft, 6 GB for Qwen3-1.7B and the same draft, which take minutes; 98 MB
-# for SmolLM2.
+# Downloads, once: 18 GB for Qwen3-8B and its draft or 6 GB for Qwen3-1.7B and the same draft, which takes minutes;
+# 98 MB for SmolLM2.
 
 # %%
 import urllib.request
@@ -100,7 +100,7 @@ import urllib.request
 from jaxspec.loading.weights import compute_dtype
 from pallas_kernels.device import here
 
-LARGE = [("Qwen/Qwen3-8B", 40), ("Qwen/Qwen3-1.7B", 12)]  # with the memory, in GB, that is comfortable for each
+LARGE = [("Qwen/Qwen3-8B", 40), ("Qwen/Qwen3-1.7B", 12)]  # with the memory that each needs with room to spare, in GB
 NUM_DRAFTS = 4
 
 
@@ -119,14 +119,14 @@ if fitting and online():
 else:
     model, drafting = "smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}
 
-# Always K drafts, so that the plots show what each K does; by default jaxspec chooses K itself.
+# K drafts in every round, so that the plots show the effect of each K. By default jaxspec chooses K itself.
 speculative = {**drafting, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}
 llm = LLM(model, speculative_config=speculative, max_model_len=512, max_num_seqs=4, enable_prefix_caching=False)
 print(f"{model} with {drafting}, loaded in {llm.timing.load_seconds:.1f} s")
 
 # %% [markdown]
 # ## 4. Generate
-# The first call compiles, half a minute or so on every device; what was compiled is kept for the next start.
+# The first call compiles, for about half a minute on every device. The compiled programs are cached for the next start.
 
 # %%
 max_tokens = 64
@@ -144,7 +144,7 @@ for question, output in zip(QUESTIONS, outputs, strict=True):
     print(f"[{output.metrics.mean_acceptance_length:.2f} tokens a round]")
 
 # %% [markdown]
-# Piece by piece, as the text is made:
+# Streaming prints each piece of text as soon as it is generated:
 
 # %%
 for piece in llm.stream(prompts[-1], SamplingParams(temperature=0.7, seed=1, max_tokens=max_tokens)):
@@ -152,7 +152,8 @@ for piece in llm.stream(prompts[-1], SamplingParams(temperature=0.7, seed=1, max
 
 # %% [markdown]
 # ## 5. How good are the drafts?
-# Left: how many of a round's drafts were kept. Right: the share of rounds that kept the first, second, ... draft.
+# Left: the number of draft tokens accepted in a round. Right: the share of rounds that accepted the first, second, ...
+# draft token.
 
 # %%
 import itertools
@@ -163,7 +164,7 @@ counts = [0] * (NUM_DRAFTS + 1)
 rounds = 0
 for output in outputs:
     m = output.metrics
-    reached = [m.num_drafts, *m.num_accepted_tokens_per_pos, 0]  # rounds that kept at least 0, 1, 2, ... drafts
+    reached = [m.num_drafts, *m.num_accepted_tokens_per_pos, 0]  # rounds that accepted at least 0, 1, 2, ... drafts
     counts = [count + a - b for count, (a, b) in zip(counts, itertools.pairwise(reached), strict=True)]
     rounds += m.num_drafts
 
@@ -178,13 +179,13 @@ plt.show()
 
 # %% [markdown]
 # ## 6. Is it faster, and is it the same text?
-# The same prompts, one at a time, with 0 (plain decoding) to K drafts a round. Compiling is not counted. A minute or
-# two. Left: tokens a second for each K. Right: plain decoding beside the best K.
+# We answer the same prompts one at a time, with 0 (plain decoding) to K drafts a round. Compiling is not counted. This
+# takes a minute or two. Left: tokens a second for each K. Right: plain decoding beside the best K.
 
 
 # %%
 def speed(k):
-    """Tokens a second with k drafts a round, and the ids; once to compile, once to measure."""
+    """Return the tokens a second with k drafts a round, and the ids. The first of two runs compiles."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=k)
     for _ in range(2):
         before = llm.timing.as_dict()
@@ -210,18 +211,18 @@ right.set(title="Plain beside speculative", ylabel="tokens a second", ylim=(0, 1
 plt.show()
 
 # %% [markdown]
-# In bfloat16 a tie between two tokens may fall differently when several tokens are checked at once; in float32
-# (`dtype="float32"`) the text is the same, token for token.
+# In bfloat16, rounding may decide a near-tie between two tokens differently when several tokens are checked at once. In
+# float32 (`dtype="float32"`) the text is the same, token for token.
 #
 # ## 7. Next
-# - See inside: [trace_a_round](trace_a_round.ipynb) takes one round apart, the best introduction to the code.
-# - Your own pair: `LLM("Qwen/Qwen3-8B", speculative_config={"model": "Qwen/Qwen3-0.6B"}, max_model_len=4096)`; the two
-#   need one tokenizer. Heads that read the target (EAGLE-3, Medusa, MTP, DFlash and others) are given in the same way.
-#   `!jaxspec info MODEL --draft DRAFT` tells beforehand what fits.
+# - How it works: [trace_a_round](trace_a_round.ipynb) takes one round apart. It is the best introduction to the code.
+# - Your own pair: `LLM("Qwen/Qwen3-8B", speculative_config={"model": "Qwen/Qwen3-0.6B"}, max_model_len=4096)`; both
+#   need the same tokenizer. Heads that read the target's hidden states (EAGLE-3, Medusa, MTP, DFlash and others) are
+#   given in the same way. `!jaxspec info MODEL --draft DRAFT` reports beforehand whether a pair fits.
 # - Which method? [choose_a_drafter](choose_a_drafter.ipynb) puts several side by side.
 # - Your own draft: [train_a_drafter](train_a_drafter.ipynb), or `!jaxspec generate-data --help` and
 #   `!jaxspec train-draft --help`.
-# - Leave `adaptive` out: jaxspec then measures what drafts cost and gain, and chooses K, 0 included, per launch.
+# - Leave `adaptive` out: jaxspec then measures what drafts cost and gain, and chooses K (0 included) for each launch.
 # - OpenAI's API over HTTP: `!jaxspec serve MODEL --draft DRAFT` (docs/serving.md).
-# - `!jaxspec bench --help` times every part beside what the device could do at best.
+# - `!jaxspec bench` times every part beside the limits of the device; see `!jaxspec bench --help`.
 # - Sampling, seeds, penalties, log-probabilities, several samples a prompt: all work under speculation (docs/).

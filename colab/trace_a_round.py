@@ -19,16 +19,16 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/trace_a_round.ipynb)
 #
 # A round of speculative decoding has four parts: *propose*, *score*, *verify*, *commit*. jaxspec runs many rounds in
-# one device program; here we take one round out of it and call its parts by hand, the same functions on the same
-# arrays. Each section names the file that it shows: read them side by side. In the end the engine runs the same
-# round, and has to commit the same tokens.
+# one device program. Here we take one round out of it and call its parts by hand: the same functions on the same
+# arrays. Each section names the source file that it shows, so that you can read both side by side. At the end the
+# engine runs the same round and must commit the same tokens.
 #
 # Sizes: a target of 135 million parameters (a download of 98 MB, once) and its EAGLE-3 head of 15 million, which comes
 # with jaxspec. All cells together take half a minute to a minute on two CPU cores, most of it compiling.
 #
 # ## 1. Install
-# Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
-# session: one to three minutes. Where jaxspec is installed already, it changes nothing.
+# Colab's own JAX is older than jaxspec needs. This cell upgrades it for this runtime, in one to three minutes, and says
+# whether to restart the session. Where jaxspec is installed already, the cell changes nothing.
 
 # %%
 import glob
@@ -44,14 +44,14 @@ SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /conte
 
 
 def runtime():
-    """What pip has to know: the kind of device, found without JAX."""
+    """Return jaxspec's extra for this device, found without JAX, for pip."""
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
         return "tpu"
     return "cuda12" if shutil.which("nvidia-smi") else ""
 
 
 found = importlib.util.find_spec("jaxspec")
-if found and found.origin:  # a folder of that name is none
+if found and found.origin:  # a mere folder of that name has no origin
     print("jaxspec is installed.")
 else:
     loaded = "jax" in sys.modules
@@ -68,10 +68,10 @@ else:
 
 # %% [markdown]
 # ## 2. A prompt, read by both models
-# Two requests share the engine, so that the pages of one lie between those of the other. We look at the first, `tea`.
-# Pages are tiny (8 tokens) and the pool has six, so that all of it fits into a picture. `kernels="reference"` computes
-# in plain `jax.numpy`, `rejection_sample_method="standard"` asks for the textbook rule, and float32 lets us compare to
-# the last bit or nearly so. About 15 seconds: loading, then compiling.
+# Two requests share the engine, so that their pages are interleaved in the pool. We look at the first request, `tea`.
+# Pages are tiny (8 tokens) and the pool has only six, so that the whole pool fits into a picture. `kernels="reference"`
+# computes in plain `jax.numpy`, and `rejection_sample_method="standard"` selects the textbook rule. In float32 our
+# results and the engine's agree almost to the last bit. Loading and compiling take about 15 seconds.
 
 # %%
 import jax
@@ -82,7 +82,7 @@ import numpy as np
 from jaxspec import LLM, SamplingParams
 
 K, PAGE_SIZE, NUM_PAGES = 4, 8, 6
-TEMPERATURE, SEED = 0.7, 11  # of this seed the round keeps some drafts and rejects one
+TEMPERATURE, SEED = 0.7, 11  # with this seed the round accepts some drafts and rejects one
 PROMPTS = ["To make a cup of tea, you first boil the water", "One, two, three"]
 
 llm = LLM(
@@ -108,14 +108,14 @@ tea = requests[0]
 
 
 def words(ids):
-    """Each token's text; what cannot be seen is written out."""
+    """Return the text of each token, with line ends written as \\n."""
     return [llm.tokenizer.decode([int(i)]).replace("\n", "\\n") for i in ids]
 
 
 print(len(tea.prompt), "tokens:", " | ".join(words(tea.prompt)))
 
 # %% [markdown]
-# A step of the engine (`jaxspec/engine/engine.py`) admits both, gives them pages, reads their prompts into both caches
+# A step of the engine (`jaxspec/engine/engine.py`) admits both requests, gives them pages, prefills both caches
 # (`jaxspec/decode/prefill.py`) and runs one round. We trace the second round; `grow` makes sure that every row has
 # pages for it.
 #
@@ -132,10 +132,10 @@ print("pending:", words(tea.tokens[-1:]))
 print("block tables:", [request.pages for request in requests])
 
 # %% [markdown]
-# ## 3. What a launch is given
-# `jaxspec/engine/batch.py` packs requests into arrays, `jaxspec/decode/state.py` says what each means, and
-# `begin` and `start_state` (`jaxspec/decode/loop.py`) make of them what the loop carries. B is the number of rows,
-# N the pages of the widest block table.
+# ## 3. The inputs of a launch
+# `jaxspec/engine/batch.py` packs requests into arrays, and `jaxspec/decode/state.py` explains each array. From them
+# `begin` and `start_state` (`jaxspec/decode/loop.py`) make the state that the loop carries. B is the number of rows, N
+# the number of pages in the widest block table.
 
 # %%
 from jaxspec.decode.loop import begin, start_state
@@ -148,21 +148,22 @@ state = start_state(begin(config, params, inputs))
 history = history_of(begin(config, params, inputs), state)
 for name in ("num_tokens", "draft_len", "num_wanted", "live", "block_table"):
     print(f"history.{name:<12} {np.asarray(getattr(history, name)).tolist()}")
-print(f"a block table's entry of {NUM_PAGES} is none yet: pages are 0 to {NUM_PAGES - 1}")
+print(f"the block table's entry {NUM_PAGES} means no page: pages are 0 to {NUM_PAGES - 1}")
 
 
 def by_itself(part):
-    """A part of the round, which is a pure function, as a program of its own. The caches that come in stay."""
+    """Compile a part of the round, a pure function, as a program of its own. It does not donate the caches."""
     run = jax.jit(lambda params, inputs, *arrays: part(begin(config, params, inputs), *arrays))
     return lambda *arrays: run(params, inputs, *arrays)
 
 
 # %% [markdown]
 # ## 4. Propose
-# `propose` in `jaxspec/decode/round.py` calls the drafter, here `jaxspec/drafters/feature_chain.py`: K passes of the
-# head, each reading the token that the one before it drew, and beside it what the target had in mind there: hidden
-# states of three of its layers, or in their place what the head made itself. Besides the tokens it gives q, the law
-# that each was drawn from. (A few seconds of compiling.)
+# `propose` in `jaxspec/decode/round.py` calls the drafter, here `jaxspec/drafters/feature_chain.py`, for K passes of
+# the head. Each pass reads the token that the pass before it drew, and a feature vector. For positions that the
+# target has read, the features are hidden states of three of its layers; after them, the head's own output takes their
+# place. Besides the tokens, `propose` returns q, the distribution that each token was drawn from. (This compiles for a
+# few seconds.)
 
 # %%
 from jaxspec.decode.round import propose
@@ -177,10 +178,10 @@ for draft, chance in zip(drafts, q_drafts, strict=True):
 
 # %% [markdown]
 # ## 5. Score
-# `score` is one pass of the target over K + 1 tokens, the pending one and the drafts. It costs about as much as a pass
-# over one, since reading the weights is what takes time. `process` (`jaxspec/sampling/distribution.py`) applies the
-# temperature, as it did for q; softmax then gives p, what the target itself would have said at each place, were the
-# drafts before it right. (A few seconds of compiling.)
+# `score` is one pass of the target over K + 1 tokens: the pending one and the drafts. It costs about as much as a pass
+# over one token, as long as most of the time goes into reading the weights. `process`
+# (`jaxspec/sampling/distribution.py`) applies the temperature, as it did for q. Softmax then gives p: the target's own
+# distribution at each place, given the drafts before it. (This compiles for a few seconds.)
 
 # %%
 from jaxspec.decode.round import score
@@ -189,25 +190,26 @@ from jaxspec.sampling.distribution import process
 scores, cache_after_score = by_itself(score)(cache_after_propose, history, proposal)
 logits = process(scores.values, inputs.sampling, filters=False)
 p = np.asarray(jax.nn.softmax(logits, axis=-1)[0])
-print("p", p.shape, "one law for each place, sums", p.sum(axis=-1).round(3).tolist())
+print("p", p.shape, "one distribution for each place, sums", p.sum(axis=-1).round(3).tolist())
 
 # %% [markdown]
-# **The picture:** at each place, what the draft thought (q) beside what the target thinks (p), for the likeliest
-# tokens; the one that was drafted is marked. Behind the last draft there is only p: the place of the bonus token.
+# **The picture:** at each place, the draft's distribution (q) beside the target's (p), for the most probable tokens.
+# The draft token is marked. After the last draft there is only p, for the bonus token.
 
 # %%
 BLUE, ORANGE, GREEN, RED, GREY = "#2a7de1", "#f28e2b", "#2e9e5b", "#d1495b", "#c9ced6"
 SHOWN = 5
 
 
-def beside(axes, laws, title, marked=None, colour_of_mark=ORANGE):
-    """Bars of the likeliest tokens of these laws, {label: (law, colour)}, and of the marked one."""
-    together = np.max([law for law, _ in laws.values()], axis=0)
+def beside(axes, distributions, title, marked=None, colour_of_mark=ORANGE):
+    """Draw bars of the most probable tokens and the marked one. distributions: {label: (probabilities, colour)}."""
+    together = np.max([probabilities for probabilities, _ in distributions.values()], axis=0)
     ids = [int(i) for i in np.argsort(-together)[:SHOWN]]
     ids = ids if marked is None or marked in ids else [*ids[:-1], marked]
-    height = 0.8 / len(laws)
-    for j, (label, (law, colour)) in enumerate(laws.items()):
-        axes.barh(np.arange(len(ids)) + (j + 0.5) * height - 0.4, law[ids], height, color=colour, label=label)
+    height = 0.8 / len(distributions)
+    for j, (label, (probabilities, colour)) in enumerate(distributions.items()):
+        at = np.arange(len(ids)) + (j + 0.5) * height - 0.4
+        axes.barh(at, probabilities[ids], height, color=colour, label=label)
     axes.set_yticks(range(len(ids)), [repr(word)[1:-1].replace(" ", "␣") for word in words(ids)])
     for tick, i in zip(axes.get_yticklabels(), ids, strict=True):
         if i == marked:
@@ -219,27 +221,27 @@ def beside(axes, laws, title, marked=None, colour_of_mark=ORANGE):
 
 figure, places = plt.subplots(1, K + 1, figsize=(15, 3.4), layout="constrained")
 for i, axes in enumerate(places[:-1]):
-    laws = {"q: draft": (q[i], ORANGE), "p: target": (p[i], BLUE)}
-    beside(axes, laws, f"place {i + 1}: draft '{drafts[i].strip()}'", marked=int(proposal.tokens[0, i]))
+    distributions = {"q: draft": (q[i], ORANGE), "p: target": (p[i], BLUE)}
+    beside(axes, distributions, f"place {i + 1}: draft '{drafts[i].strip()}'", marked=int(proposal.tokens[0, i]))
 beside(places[-1], {"p: target": (p[K], BLUE)}, f"place {K + 1}: bonus token")
 places[0].set_ylabel("token (␣ is a space)")
 places[0].legend(loc="lower right")
-figure.suptitle("What draft and target think of the next token, place by place (the draft in bold orange)")
+figure.suptitle("Distributions of the next token at each place (the draft token in bold orange)")
 plt.show()
 
 # %% [markdown]
 # ## 6. Verify
-# The rejection rule, `jaxspec/verify/standard.py`: a draft x stays with probability min(1, p(x) / q(x)). Whether it
-# does is settled by a uniform number u, which belongs to the request's seed and to the position
-# (`jaxspec/sampling/rng.py`): x stays where u q(x) < p(x). The first one that fails ends it; what comes behind was
-# drafted after a token that is not there, and is not looked at.
+# The rule of rejection sampling (`jaxspec/verify/standard.py`) accepts a draft token x with probability
+# min(1, p(x) / q(x)). It draws a uniform number u from the request's seed and the position (`jaxspec/sampling/rng.py`)
+# and accepts x where u q(x) < p(x). The first rejection ends the round: the drafts after it followed a token that is
+# not in the text, so they are not looked at.
 
 # %%
 from jaxspec.sampling.rng import of_seed
 from jaxspec.verify import standard
 from jaxspec.verify.base import Case
 
-own = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # other rules look at it
+own = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # the argmax tokens, which other rules need
 case = Case(logits, own, proposal, of_seed(inputs.sampling.seed), history.num_tokens, inputs.rule_options)
 u = np.asarray(case.uniforms()[0])
 p_drafts = np.asarray(at_tokens(jnp.asarray(p[None, :-1]), proposal.tokens[:1])[0])
@@ -252,7 +254,8 @@ for row in zip(drafts, q_drafts, p_drafts, chance, u, outcomes, strict=True):
     print("{!r:>14} {:7.3f} {:7.3f} {:12.3f} {:7.3f}  {}".format(*row))
 
 # %% [markdown]
-# **The picture:** a draft stays where its dot, the number that was drawn, lies inside its bar, the chance that it had.
+# **The picture:** a draft token is accepted where its dot (the number u) is inside its bar (the acceptance
+# probability).
 
 # %%
 colours = {"kept": GREEN, "rejected": RED, "not looked at": GREY}
@@ -262,37 +265,37 @@ axes.scatter(range(K), u, color="black", zorder=3, label="u, the number drawn")
 for i, outcome in enumerate(outcomes):
     axes.text(i, 1.03, outcome, ha="center", color=colours[outcome] if outcome != "not looked at" else "grey")
 axes.set_xticks(range(K), [f"{i + 1}: '{draft.strip()}'" for i, draft in enumerate(drafts)])
-axes.set(title="Which drafts stay", xlabel="draft", ylabel="min(1, p / q)", ylim=(0, 1.15))
+axes.set(title="Which drafts are accepted", xlabel="draft", ylabel="min(1, p / q)", ylim=(0, 1.15))
 axes.spines[["top", "right"]].set_visible(False)
 axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
 plt.show()
 
 # %% [markdown]
-# Each round gives one token more than it keeps drafts. Where a draft was rejected, this one is drawn from what p has
-# more than q, made to sum to one (`extra_law`): exactly what makes the output follow the target's law. Where all were
-# kept it is the bonus token, drawn from p.
+# Each round yields its accepted drafts and one extra token. Where a draft was rejected, the extra token replaces it. It
+# is drawn from the residual max(p - q, 0), normalised (`extra_law`), and this makes the output follow the target's
+# distribution exactly. Where all drafts were accepted, the extra token is the bonus token, drawn from p.
 #
-# **The picture:** at the place of the rejected draft, the green bars are the law of the token that replaces it; the
-# one that was drawn is marked.
+# **The picture:** at the place of the rejected draft, the green bars are the distribution of the token that replaces
+# it. The token that was drawn is marked.
 
 # %%
 extra_law = np.asarray(standard.extra_law(jax.nn.softmax(logits, axis=-1), proposal, verdict.num_accepted)[0])
 extra = int(verdict.next_token[0])
 rejected = num_accepted < K
-laws = {"q: draft": (q[num_accepted], ORANGE)} if rejected else {}
-laws |= {"p: target": (p[num_accepted], BLUE), "law of the extra token": (extra_law, GREEN)}
+distributions = {"q: draft": (q[num_accepted], ORANGE)} if rejected else {}
+distributions |= {"p: target": (p[num_accepted], BLUE), "the extra token": (extra_law, GREEN)}
 figure, axes = plt.subplots(figsize=(8, 3.8), layout="constrained")
 what = f"replaces '{drafts[num_accepted].strip()}'" if rejected else "is the bonus token"
-beside(axes, laws, f"Place {num_accepted + 1}: '{words([extra])[0].strip()}' {what}", extra, GREEN)
+beside(axes, distributions, f"Place {num_accepted + 1}: '{words([extra])[0].strip()}' {what}", extra, GREEN)
 axes.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
 # ## 7. Commit
-# `verify` of `jaxspec/decode/round.py` sends each row to its rule, so its verdict has to be ours. `commit` then appends
-# the kept drafts and the extra token, and sets the new lengths. It moves no keys and values: those of rejected drafts
-# stay where they are, beyond the row's length, where nobody reads them and later rounds overwrite them. That is all
-# there is to rolling back.
+# `verify` of `jaxspec/decode/round.py` applies to each row its own rule, so its verdict must equal ours. `commit` then
+# appends the accepted drafts and the extra token, and sets the new lengths. It moves no keys and values. Those of
+# rejected drafts stay in their slots beyond the row's length: they are never read, and later rounds overwrite them.
+# That is the whole rollback.
 
 # %%
 from jaxspec.decode.round import commit, verify
@@ -307,9 +310,9 @@ print("gained:", " | ".join(words(by_hand[0])), f"({num_accepted} drafts and one
 print(f"tokens: {length} -> {after.num_tokens[0]}; the draft has read: {tea.draft_len} -> {after.draft_len[0]}")
 
 # %% [markdown]
-# **The picture:** the target's pages before and after, one row a page and one box a slot; a box is coloured where the
-# cache holds numbers. Red ones were written for drafts that were rejected, or that followed one: nobody reads them. The
-# pending token has a slot (dashed), but its own keys and values come with the next round, in place of what is there.
+# **The picture:** the target's pages before and after, with one line for each page and one box for each slot. A box is
+# coloured where the slot was written. Red slots were written for drafts that were rejected or followed a rejected one;
+# they are never read. The pending token has a slot (dashed). Its keys and values are written there in the next round.
 
 
 # %%
@@ -317,7 +320,7 @@ VALID, STALE = "#bcd6f7", "#f3b8bf"
 
 
 def draw_pages(axes, cache, tokens, num_tokens, title):
-    """tokens: that `tea` wrote or will write, by position; num_tokens: how many of them are text."""
+    """Draw the pool. tokens: those in the slots of `tea`, by position; num_tokens: the length of its text."""
     written = np.abs(np.asarray(cache.target[0].pages)).sum(axis=(2, 3)) > 0
     place_of = {page: i for i, page in enumerate(tea.pages)}
     for page, slot in np.ndindex(NUM_PAGES, PAGE_SIZE):
@@ -342,7 +345,7 @@ def draw_pages(axes, cache, tokens, num_tokens, title):
 figure, (left, right) = plt.subplots(1, 2, figsize=(15, 4.2), layout="constrained")
 draw_pages(left, cache, words(tea.tokens), length, f"Before: {length} tokens, block table {tea.pages}")
 final = int(after.num_tokens[0])
-# What stands in a slot: what was read there, which for rejected drafts is no longer the text.
+# The tokens whose keys and values are in the slots. Rejected drafts among them are not part of the text.
 held = [*tea.tokens, *np.asarray(proposal.tokens[0]).tolist()]
 held[final - 1] = by_hand[0][-1]
 draw_pages(right, cache_after_score, words(held), final, f"After: {final} tokens, same pages, nothing was moved")
@@ -354,9 +357,9 @@ plt.show()
 
 # %% [markdown]
 # ## 8. The engine's own round
-# Now the engine runs the launch that we took apart: `round` of `jaxspec/decode/round.py` within the `while_loop` of
-# `jaxspec/decode/loop.py`, as one compiled program. The random numbers depend on seed and position alone, so it has to
-# commit what we did.
+# Now the engine runs the same launch as one compiled program: `round` of `jaxspec/decode/round.py` inside the
+# `while_loop` of `jaxspec/decode/loop.py`. The random numbers depend on the seed and the position alone, so the engine
+# must commit the same tokens.
 
 # %%
 from jaxspec.engine.runner import fetch
@@ -370,16 +373,16 @@ ours, engines = jax.tree.leaves(cache_after_score.target), jax.tree.leaves(runne
 gap = max(float(jnp.abs(a - b).max()) for a, b in zip(ours, engines, strict=True))
 print(f"largest difference between our pages and the engine's: {gap:.1e}")
 
-engine.absorb(requests, result)  # the engine takes the result in, and goes on until both have ended
+engine.absorb(requests, result)  # give the engine the result, then let it finish both requests
 while engine.busy:
     engine.step()
 print("and the whole text:", repr(llm.tokenizer.decode(tea.tokens)))
 
 # %% [markdown]
 # ## 9. Next
-# - Change `SEED`, `TEMPERATURE` or the prompt, and run all cells again: some rounds keep all drafts, some none.
-# - Read `jaxspec/decode/round.py` from top to bottom: you have seen every function of it that a chain of drafts needs.
-# - By default a request with a seed is under the *coupled* rule and one without under *block* verification
-#   (docs/sampling.md): another file beside `jaxspec/verify/standard.py` each, the same round.
+# - Change `SEED`, `TEMPERATURE` or the prompt, and run all cells again: some rounds accept all drafts, some none.
+# - Read `jaxspec/decode/round.py` from top to bottom: you have seen every function that a chain of drafts needs.
+# - By default a request with a seed uses the *coupled* rule, and one without a seed *block* verification
+#   (docs/sampling.md). Each rule is a file beside `jaxspec/verify/standard.py`; the round is the same.
 # - [quickstart](quickstart.ipynb) generates text, [train_a_drafter](train_a_drafter.ipynb) trains the draft that
 #   proposes, [choose_a_drafter](choose_a_drafter.ipynb) compares methods.

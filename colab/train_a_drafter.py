@@ -18,17 +18,17 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/train_a_drafter.ipynb)
 #
-# From a target to a draft of your own: the target writes text, a small drafter learns from it, its curve is drawn, and
-# then it is measured: which drafts are accepted, and how much faster the target writes with them, the same text.
+# This notebook trains a drafter for a target. The target writes text, and a small drafter learns from it. Then we
+# measure which drafts are accepted, and how much faster the target writes the same text with them.
 #
-# Sizes: the target has 135 million parameters (a download of 98 MB, once). On one accelerator an EAGLE-3 head is
-# trained, which reads the target's hidden states: minutes in all, of which `MINUTES` are for training. On a CPU it is a
-# toy, a small draft model that learns just enough for the curve to move, in two to four minutes on two cores: no
-# speed-up is to be expected there.
+# Sizes: the target has 135 million parameters (a download of 98 MB, once). On an accelerator the drafter is an EAGLE-3
+# head, which reads the target's hidden states. That takes minutes in all, of which `MINUTES` are for training. On a CPU
+# the drafter is only a toy: a small draft model that learns just enough for the loss to fall, in two to four minutes on
+# two cores. Expect no speed-up there.
 #
 # ## 1. Install
-# Colab's own JAX is older than jaxspec needs. The cell upgrades it for this runtime and says whether to restart the
-# session: one to three minutes. Where jaxspec is installed already, it changes nothing.
+# Colab's own JAX is older than jaxspec needs. This cell upgrades it for this runtime, in one to three minutes, and says
+# whether to restart the session. Where jaxspec is installed already, the cell changes nothing.
 
 # %%
 import glob
@@ -44,14 +44,14 @@ SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /conte
 
 
 def runtime():
-    """What pip has to know: the kind of device, found without JAX."""
+    """Return jaxspec's extra for this device, found without JAX, for pip."""
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
         return "tpu"
     return "cuda12" if shutil.which("nvidia-smi") else ""
 
 
 found = importlib.util.find_spec("jaxspec")
-if found and found.origin:  # a folder of that name is none
+if found and found.origin:  # a mere folder of that name has no origin
     print("jaxspec is installed.")
 else:
     loaded = "jax" in sys.modules
@@ -68,7 +68,7 @@ else:
 
 # %% [markdown]
 # ## 2. Sizes
-# All of them in one place. More text and more minutes make a better draft; nothing else has to be changed.
+# All sizes are set here. For a better draft, raise the amount of text and the minutes; nothing else has to change.
 
 # %%
 import pathlib
@@ -97,10 +97,9 @@ print(f"{TOKENS:,} tokens of text, then " + (f"{MINUTES:g} minutes" if MINUTES e
 
 # %% [markdown]
 # ## 3. The target writes
-# A drafter learns what *this* target would say, so the target writes its data itself: it answers prompts that come
-# from a grammar, or that it makes up. Waiting time: half a minute for 4 million tokens on an H200, after
-# compiling; in proportion longer on smaller accelerators; one minute for 4,000 tokens on two CPU cores. On the command
-# line:
+# A drafter learns what *this* target would say, so the target writes the training data itself. It answers prompts that
+# come from a grammar or that it makes up. After compiling, this takes half a minute for 4 million tokens on an H200,
+# longer in proportion on smaller accelerators, and one minute for 4,000 tokens on two CPU cores. On the command line:
 # `jaxspec generate-data --target smollm2-135m-instruct --out data --tokens 4000000`
 
 # %%
@@ -118,13 +117,13 @@ print(f"\n{written['sequences']} sequences, {written['tokens']} tokens")
 
 # %% [markdown]
 # ## 4. The drafter learns
-# The loss is forward KL plus total variation, between the drafter's law and the target's. Total variation is 1 minus
-# the probability that a draft is accepted, so what is minimised is what is wanted. Every `EVAL_EVERY` steps the engine
-# itself measures the acceptance length on held-out prompts and keeps the best drafter so far.
+# The loss is forward KL plus total variation, between the drafter's distribution and the target's. Total variation is 1
+# minus the probability that a draft token is accepted, so minimising it raises acceptance. Every `EVAL_EVERY`
+# steps the engine itself measures the acceptance length on held-out prompts, and the best drafter so far is saved.
 #
-# Waiting time: `MINUTES` on an accelerator (compiling included), one to two minutes on two CPU cores. On the command
-# line: `jaxspec train-draft --method eagle3 --data data --out draft --minutes 4`. `METHOD = "draft_model"` trains a
-# small model of its own instead of a head.
+# This takes `MINUTES` on an accelerator (compiling included), one to two minutes on two CPU cores. On the command line:
+# `jaxspec train-draft --method eagle3 --data data --out draft --minutes 4`. `METHOD = "draft_model"` trains a small
+# model of its own instead of a head.
 
 # %%
 from jaxspec.train.loop import train
@@ -151,8 +150,8 @@ draft = train(
 print("\nthe drafter:", draft)
 
 # %% [markdown]
-# **The curves:** left the loss; in the middle the chance that a draft is accepted when sampling; right what all of it
-# is for, the tokens of a round on held-out prompts, of which 1 is plain decoding and K + 1 the most that there is.
+# **The curves:** left the loss; in the middle the probability that a draft token is accepted when sampling; right the
+# measured tokens per round on held-out prompts, between 1 (plain decoding) and K + 1.
 
 # %%
 import json
@@ -178,8 +177,9 @@ print(f"best acceptance length {best['acceptance_length']:.2f}, at step {best['s
 
 # %% [markdown]
 # ## 5. Which drafts are accepted?
-# Prompts that the training data cannot hold, answered greedily with K drafts in every round. Everything from here on is
-# in float32, in which speculation changes not one token of greedy text. Half a minute: loading, compiling, answering.
+# We answer prompts that the training data cannot contain, greedily and with K drafts in every round. From here on
+# everything is in float32, where speculation does not change a single token of greedy text. Loading, compiling and
+# answering take half a minute.
 
 # %%
 from jaxspec import SamplingParams
@@ -199,7 +199,7 @@ greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
 
 def answers(llm):
-    """The ids of all answers, one prompt at a time, and the tokens a second; compiling is not counted."""
+    """Answer all prompts. Return the ids and the tokens a second, compiling excluded."""
     before = llm.timing.as_dict()
     ids = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, progress=False)]
     return ids, sum(map(len, ids)) / (llm.timing.decode_seconds - before["decode_seconds"])
@@ -211,8 +211,8 @@ shares = [n / max(counts.num_drafts, 1) for n in counts.num_accepted_tokens_per_
 print(f"{counts.mean_acceptance_length:.2f} tokens a round")
 
 # %% [markdown]
-# **The bars:** the share of rounds that kept the first, the second, ... draft; each can only be kept where all before
-# it were.
+# **The bars:** the share of rounds that accepted the first, the second, ... draft token. A draft token can only be
+# accepted if all before it in the round were.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
@@ -225,8 +225,8 @@ plt.show()
 
 # %% [markdown]
 # ## 6. Is it faster?
-# The same prompts, plainly and with the drafter, in turns, so that whatever disturbs the machine disturbs both; the
-# best of three counts. Half a minute.
+# We answer the same prompts plainly and with the drafter. Both take turns, so that a disturbance of the machine hits
+# both, and the best of three runs counts. This takes half a minute.
 
 # %%
 plain = llm.speculating(None)  # the same weights, no drafts
@@ -241,8 +241,8 @@ print(f"plain {speeds['plain']:.1f} tokens/s, {METHOD} {speeds[METHOD]:.1f} toke
 print(f"speed-up {speeds[METHOD] / speeds['plain']:.2f}x, same text: {same}")
 
 # %% [markdown]
-# **The bars:** tokens a second, plainly and with the drafter. Here K drafts are made in every round; by default jaxspec
-# makes none where they do not pay.
+# **The bars:** tokens a second of plain decoding and with the drafter. Here every round has K drafts; by default
+# jaxspec makes none where they do not pay.
 
 # %%
 figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
@@ -255,7 +255,7 @@ plt.show()
 # ## 7. Next
 # - Keep it: copy the folder `draft`. `LLM(TARGET, speculative_config={"model": "that/folder"})` reads it anywhere, and
 #   `jaxspec serve TARGET --draft that/folder` serves with it.
-# - Train on: more `TOKENS` (a good draft of this target had 150 million) and more `MINUTES`; a run that was ended goes
-#   on with `resume=True`. What pays is written down in docs/training.md.
-# - [choose_a_drafter](choose_a_drafter.ipynb) puts it beside the other methods: add a line with its folder.
-# - [trace_a_round](trace_a_round.ipynb) shows what becomes of a draft in a round.
+# - Train longer: more `TOKENS` (a good draft of this target had 150 million) and more `MINUTES`. An interrupted run
+#   continues with `resume=True`. docs/training.md describes what improves a drafter.
+# - [choose_a_drafter](choose_a_drafter.ipynb) compares it with the other methods: add a line with its folder.
+# - [trace_a_round](trace_a_round.ipynb) shows what happens to a draft token in a round.

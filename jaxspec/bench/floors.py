@@ -42,7 +42,8 @@ def pass_flop(model: PagedModel, params: Params, tokens: float) -> float:
 def drafting_flop(drafter: Any, target: Params, draft: Params, rows: int) -> float:
     """Return the operations of a drafter's passes of one round, without attention.
 
-    A drafter that proposes all K tokens in one pass computes K tokens in it, any other one token a pass.
+    A drafter with attention that proposes all K tokens in one pass computes K tokens a row in it. Any other drafter
+    computes one token a row in each pass.
     """
     model: PagedModel = drafter.model
     at_once = drafter.independent and model.config.cached_layers

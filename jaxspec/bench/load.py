@@ -52,7 +52,7 @@ def workload(setup: Setup, load: Load) -> list[Planned]:
 
 
 def serve(
-    engine: Engine, workload: Sequence[Planned], *, temperature: float, streaming: bool
+    engine: Engine, planned: Sequence[Planned], *, temperature: float, streaming: bool
 ) -> tuple[list[Request], dict[str, float]]:
     """Serve the workload from the first arrival to the last end.
 
@@ -63,17 +63,17 @@ def serve(
     requests: list[Request] = []
     idle = 0.0
     started = time.perf_counter()
-    while len(requests) < len(workload) or engine.busy:
-        while len(requests) < len(workload) and workload[len(requests)].arrives <= time.perf_counter() - started:
-            planned = workload[len(requests)]
-            params = SamplingParams(temperature=temperature, max_tokens=planned.max_tokens, ignore_eos=True)
-            request = engine.add(planned.prompt, params)
-            request.times.arrived = started + planned.arrives
+    while len(requests) < len(planned) or engine.busy:
+        while len(requests) < len(planned) and planned[len(requests)].arrives <= time.perf_counter() - started:
+            arriving = planned[len(requests)]
+            params = SamplingParams(temperature=temperature, max_tokens=arriving.max_tokens, ignore_eos=True)
+            request = engine.add(arriving.prompt, params)
+            request.times.arrived = started + arriving.arrives
             requests.append(request)
         if engine.busy:
             engine.step(streaming=streaming)
         else:
-            wait = started + workload[len(requests)].arrives - time.perf_counter()
+            wait = started + planned[len(requests)].arrives - time.perf_counter()
             idle += max(wait, 0)
             time.sleep(max(wait, 0))
     whole = time.perf_counter() - started

@@ -30,7 +30,7 @@ from jaxspec.parallel.placement import device_name
 from pallas_kernels.device import here
 
 Row = dict[str, Any]
-# Ways of the stage `adaptive`: name in a row -> the option `adaptive`, None for no speculation.
+# Ways of the stage `adaptive`, by their names in a row: the option `adaptive`, or None for no speculation.
 WAYS = {"off": None, "always": False, "adaptive": True}
 
 
@@ -206,19 +206,19 @@ class Point:
 
     def never_slower(self, k: int, length: float | None, rates: tuple[float, ...]) -> Iterator[Row]:
         """Measure the stage `adaptive`: no speculation, always K and adaptive K, in turns."""
-        ways = {}
+        ways: dict[str, Any] = {}
         for way, adaptive in WAYS.items():
-            speculation = None
-            if adaptive is not None:
-                speculation = self.options.speculation(k, length, rates, adaptive=adaptive)
-            ways[way] = speculation
+            if adaptive is None:
+                ways[way] = None
+            else:
+                ways[way] = self.options.speculation(k, length, rates, adaptive=adaptive)
         runners = self.race(ways)
         for way, runner in runners.items():
             speedup = runner.tokens_per_second / runners["off"].tokens_per_second
             yield self.decoding_row("adaptive", runner, k, length, way=way, speedup=speedup)
 
     def race(self, ways: dict[str, Any]) -> dict[str, Any]:
-        """Measure ways of decoding against each other. ways: name -> speculative config, None for plain decoding."""
+        """Measure ways of decoding against each other. ways: speculative configs by name, None for plain decoding."""
         return race(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
 
     def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:

@@ -22,7 +22,7 @@ ENGINE_STAGES = ("plain", "speculative", "adaptive", "load")
 STAGES = (*MODEL_STAGES, *ENGINE_STAGES)
 ACCEPTING = ("round", "speculative", "adaptive", "load")
 DRAFTING = ("propose", "score", "verify", *ACCEPTING)
-# Option -> the stages that use it. Every stage uses an option that is not listed.
+# The stages that use an option, by its name. Every stage uses an option that is not listed.
 USED = {
     "contexts": tuple(stage for stage in STAGES if stage != "load"),
     "launches": tuple(stage for stage in STAGES if stage != "load"),
@@ -34,7 +34,7 @@ USED = {
     "rates": ACCEPTING,
     "temperature": ("target", "draft", "propose", "verify", "plain", *ACCEPTING),
 }
-# Option -> its flag where the name differs.
+# Flags of options, where they differ from the option's name.
 FLAGS = {
     "contexts": "--context",
     "ks": "-k",

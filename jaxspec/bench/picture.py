@@ -16,7 +16,7 @@ COLOURS = {"plain": GREY, "target": GREY, "draft": GREEN, "round": BLUE, "always
 COLOURS |= dict(zip(PARTS, (BLUE, GREY, YELLOW), strict=True))
 WIDEST = 14.0  # width of a line of panels, in inches
 OTHER_COLOURS = (BLUE, YELLOW, GREEN, RED, "#7a5fb5", "#4db6ac")
-# Field of a row -> its text under the bars.
+# Texts under the bars, by the field of the row.
 SETTINGS = {
     "batch_size": "batch {}",
     "context": "context {}",
@@ -31,9 +31,9 @@ class Bar:
     """One bar, or one group of bars, of a panel.
 
     row: the row whose settings are written under the bar.
-    values: series -> height. Several are drawn side by side, or on top of each other in a stacked panel.
+    values: heights by series. Several are drawn side by side, or on top of each other in a stacked panel.
     name: text under the bar, before the settings.
-    marks: series -> height of a line across the bar.
+    marks: heights of lines across the bar, by series.
     """
 
     row: Row

@@ -80,18 +80,8 @@ def dflash_head(target: ModelConfig) -> ModelConfig:
 
 def layers_like(target: ModelConfig, count: int) -> dict[str, Any]:
     """Return the fields of `count` Llama layers with the target's sizes."""
-    kept = (
-        "vocab_size",
-        "width",
-        "mlp_width",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "max_model_len",
-        "rope",
-        "norm_eps",
-    )
-    same = {name: getattr(target, name) for name in kept}
+    sizes = ("vocab_size", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "max_model_len")
+    same = {name: getattr(target, name) for name in (*sizes, "rope", "norm_eps")}
     return same | {"family": "llama", "num_layers": count, "windows": (None,) * count, "tied": False}
 
 
@@ -100,7 +90,7 @@ def like(target: ModelConfig, count: int = 1, **own: Any) -> dict[str, Any]:
     return vars(target) | {"num_layers": count, "windows": (None,) * count, "tied": False} | own
 
 
-# Method -> a function that returns the shapes of its published heads for a target.
+# Functions that return the shapes of a method's published heads for a target, by method.
 HEADS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
     "eagle": lambda target: eagle.Config(**layers_like(target, 1)),
     "eagle3": eagle3_head,

@@ -60,7 +60,7 @@ def race(
     Each way takes `launches` timed steps. The ways take turns, so that a disturbance of the machine hits all of them.
     Prefill and compiling are not timed. A first, discarded heat warms up.
 
-    ways: name -> speculative config, None for plain decoding.
+    ways: speculative configs by name, None for plain decoding.
     """
     max_tokens = engine_tokens(max(setup.options.ks))  # the same for all ways, so that they have the same shapes
     max_len = context + max_tokens

@@ -242,7 +242,8 @@ def verify_once(context, cache, history, proposal, logits):
     return verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))), cache
 
 
-# Stage -> (fields of the cache that it takes and may write, function that returns its result and the cache).
+# For each stage: the fields of the cache that it takes and may write, and the function that returns its result and the
+# cache.
 STAGES: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Any, PagedKVCache]]]] = {
     "propose": (("draft", "features"), propose_once),
     "score": (("target", "features"), score_once),

@@ -180,10 +180,10 @@ def placed(options: Options, device: Device) -> Placement:
 def check_weights_fit(name: str, config: Any, dtype: Any, placement: Any) -> None:
     """Raise UserError where a preset's weights do not fit into the free memory of the first device."""
     stats = memory(placement.first_device)
-    shards = abstract_params(config, dtype, placement).values()
-    need = sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in shards)
     if stats is None:
         return
+    shards = abstract_params(config, dtype, placement).values()
+    need = sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in shards)
     free = stats["bytes_limit"] - stats["bytes_in_use"]
     if need > free:
         raise UserError(f"{name} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: choose a smaller preset")

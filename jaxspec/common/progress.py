@@ -110,7 +110,9 @@ def working(
         yield work
         return
     terminal = bar and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    watching = threading.Thread(target=draw if terminal else tell, args=(work,), name="jaxspec-progress", daemon=True)
+    watching = threading.Thread(
+        target=draw if terminal else write_lines, args=(work,), name="jaxspec-progress", daemon=True
+    )
     under_way.append(work)
     watching.start()
     try:
@@ -121,7 +123,7 @@ def working(
         watching.join()
 
 
-def tell(work: Work) -> None:
+def write_lines(work: Work) -> None:
     """Write a line every EVERY seconds until the task ends, except while an inner task runs."""
     while not work.over.wait(EVERY):
         if under_way[-1:] == [work]:

@@ -61,7 +61,7 @@ def options(cls: type[T]) -> type[T]:
     return cls
 
 
-VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # vLLM's name -> ours, where they differ
+VLLM = {"block_size": "page_size", "max_num_batched_tokens": "prefill_chunk"}  # our names of vLLM's options
 
 
 def unknown(name: str, what: str, known: Sequence[str], word: str = "option") -> UserError:
@@ -135,7 +135,7 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
-    """Raise UnsupportedError for the first field of `names` that is not at its default. names: field -> remedy."""
+    """Raise UnsupportedError for the first field of `names` that is not at its default. names: remedies by field."""
     for field in dataclasses.fields(instance):
         if field.name not in names:
             continue
@@ -147,7 +147,7 @@ def refuse_unsupported(instance: Any, names: dict[str, str]) -> None:
 
 
 def check_counts(config: Any, most: Mapping[str, int]) -> None:
-    """Set each field of `most` (field -> limit) to its value as an int.
+    """Set each field that `most` gives a limit to its value as an int.
 
     Raises UserError unless the value is a whole number from 1 to the limit. None is allowed where it is the default.
     """

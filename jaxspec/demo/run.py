@@ -36,7 +36,7 @@ CODE = """def total_price(items, tax):
     for item in items:
         price += item.price * item.count
     return price * (1 + tax)"""
-# Title -> user message. Prompt lookup gains where the answer repeats the prompt, and nothing on an open question.
+# User messages by title. Prompt lookup gains where the answer repeats the prompt, and nothing on an open question.
 PROMPTS = {
     "repeat a text": f"Repeat this text exactly:\n\n{RIVER}",
     "fix spelling": "Fix the spelling mistakes in this text and change nothing else:\n\n"
@@ -70,7 +70,7 @@ class Run:
         return self.output.outputs[0].token_ids
 
 
-Runs = dict[str, list[Run]]  # method -> its runs, in the order of the prompts
+Runs = dict[str, list[Run]]  # runs by method, in the order of the prompts
 
 
 def demo(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:

@@ -174,7 +174,7 @@ def shape(c: ModelConfig) -> str:
 
 
 def understood(reading: Reading) -> dict[str, Any]:
-    """Describe how a head's checkpoint was read. The fields of its method's own configuration follow.
+    """Describe how a head's checkpoint was read. The last entries are the fields of its method's own configuration.
 
     layers_read: the target's layers whose input the head reads; L names the input of the last norm. Empty for a head
     that reads the last norm's output.
