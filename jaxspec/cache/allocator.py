@@ -36,6 +36,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
+        """Number of pages without a holder."""
         return len(self.free) + len(self.kept)
 
     def allocate(self, count: int) -> list[int]:

@@ -62,7 +62,7 @@ def through(layers: Sequence[Layer], x, cache, rows: Rows, backend: Backend, *, 
 
     The list `inputs` holds the input of each layer, and last the output of the last layer.
 
-    cache: the caches of the layers that have keys and values of their own, in order; None for each in a pass without.
+    cache: caches of the layers with keys and values of their own, in order; in a pass without a cache, None for each.
     norm: scale of the norm after the last layer, or None.
     entry: normed input that the first layer's mixer reads in place of x, or None.
     """
@@ -158,6 +158,7 @@ def describe(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict]:
 
 
 def dotted(path: tuple) -> str:
+    """Return the name of the parameter at a path of nnx."""
     return ".".join(map(str, path))
 
 

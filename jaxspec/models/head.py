@@ -69,6 +69,7 @@ class Head(nnx.Module):
             self.rare_head = matrix(c.rare_width, c.rare_vocab_size, axes=(None, "vocab"), head=True)
 
     def declare_ids(self, config: ModelConfig) -> None:
+        """Declare the ids of a reduced vocabulary, if the model has one."""
         if config.reduced_vocab_size:
             ids = declare("ids")
             self.d2t = ids(config.head_size)
@@ -76,6 +77,7 @@ class Head(nnx.Module):
 
     @property
     def vocabulary(self) -> Vocabulary | None:
+        """Reduced vocabulary; None if the model has all ids of the target."""
         return Vocabulary(self.d2t[...], self.t2d[...]) if self.config.reduced_vocab_size else None
 
     def parts(self, x, backend: Backend) -> list[jax.Array]:

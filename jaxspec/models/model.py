@@ -20,6 +20,7 @@ class Model:
 
     @property
     def dtype(self) -> Any:
+        """Dtype of activations."""
         return compute_dtype(self.params)
 
     def stored_for(self, backend: Backend) -> Model:

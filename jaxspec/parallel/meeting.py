@@ -1,5 +1,7 @@
-"""How the processes of a job find each other: all call process 0 and say which they are. Anybody else may call there,
-too: a stranger costs a line and its connection."""
+"""The rendezvous of a job's processes: all connect to process 0 and introduce themselves.
+
+Anybody else may connect there too. Such a stranger is reported in one line, and its connection is closed.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,17 @@ from jaxspec.common.progress import say
 from jaxspec.parallel.peers import connection, difference
 
 MOST_PROCESSES = 4096
-MOST_STRANGERS = 64  # connections that have not said who they are
-LARGEST = 1 << 16  # bytes of what is said here
-HEADER = 4  # bytes: the size, as multiprocessing's connections send it
-PATIENCE = 5.0  # seconds, in which a caller has to say who it is
-RETRY = 0.2  # seconds
-LATER = 5.0  # seconds, in which those that come after a refusal are told of it
+MOST_STRANGERS = 64  # connections beyond the expected ones that have not introduced themselves
+LARGEST = 1 << 16  # bytes of a message
+HEADER = 4  # bytes of a message's size, in the form of multiprocessing's connections
+PATIENCE = 5.0  # seconds for a caller to introduce itself
+RETRY = 0.2  # seconds between attempts
+LATER = 5.0  # seconds after a refusal in which further processes are still told of it
 OTHER = "it says something else"
 
 
 def address(text: Any) -> tuple[str, int]:
-    """ "HOST:PORT" -> both. Raises UserError for what is none."""
+    """Parse "HOST:PORT". Raises: UserError for a text of another form."""
     host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise UserError(f"coordinator={quoted(text)} must be HOST:PORT, such as 10.0.0.1:8476")
@@ -34,18 +36,21 @@ def address(text: Any) -> tuple[str, int]:
 
 
 class Stranger(Exception):
-    """Who is there is no process of this job; the text says how that is known."""
+    """A caller that is not a process of this job; the text gives the reason."""
 
 
 class Frame:
-    """What one side says: a size and JSON, which may come in any pieces, until a time."""
+    """A message that is being received: its size, then JSON. It may arrive in any pieces, until a deadline."""
 
     def __init__(self, until: float) -> None:
-        self.until, self.data = until, b""
+        self.until = until
+        self.data = b""
 
     def read(self, sock: socket.socket) -> bool:
-        """Take what has come of the frame, and nothing behind it; return whether it is whole. Raises Stranger where it
-        cannot become one, OSError as the socket does."""
+        """Read the available bytes of the message, and none beyond it. Return whether the message is complete.
+
+        Raises: Stranger if it cannot become a message, OSError as the socket does.
+        """
         while missing := self.size - len(self.data):
             try:
                 piece = sock.recv(missing)
@@ -58,7 +63,7 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """Bytes of the frame, as far as is known."""
+        """Bytes of the message with its header; before the header is complete, those of the header."""
         if len(self.data) < HEADER:
             return HEADER
         size = int.from_bytes(self.data[:HEADER], "big", signed=True)
@@ -66,142 +71,211 @@ class Frame:
             raise Stranger(OTHER)
         return HEADER + size
 
-    def said(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
+        """Parse the complete message. Raises: Stranger unless it is a JSON object."""
         try:
-            said = json.loads(self.data[HEADER:])
+            content = json.loads(self.data[HEADER:])
         except (ValueError, RecursionError):
-            said = None
-        if not isinstance(said, dict):
+            content = None
+        if not isinstance(content, dict):
             raise Stranger(OTHER)
-        return said
+        return content
 
 
 class Caller:
-    """Who called process 0, and has not said yet which process it is."""
+    """A connection to process 0 that has not introduced itself yet."""
 
     def __init__(self, sock: socket.socket, host: str, until: float) -> None:
-        self.sock, self.host, self.frame = sock, host, Frame(until)
+        self.sock = sock
+        self.host = host
+        self.frame = Frame(until)
 
     def hello(self) -> tuple[int, dict[str, str]] | None:
-        """Return which process it is, and what it has; None before all of it has come. Raises as `Frame.read`."""
+        """Return the caller's process number and its values; None before its message is complete.
+
+        Raises: Stranger or OSError as `Frame.read` does, Stranger for a message of another form.
+        """
         if not self.frame.read(self.sock):
             return None
-        has = self.frame.said()
-        rank = has.pop("process_id", None)
-        if type(rank) is not int or not 0 <= rank < MOST_PROCESSES or "num_processes" not in has:
+        values = self.frame.content()
+        rank = values.pop("process_id", None)
+        if type(rank) is not int or not 0 <= rank < MOST_PROCESSES or "num_processes" not in values:
             raise Stranger(OTHER)
-        if not all(isinstance(value, str) for value in has.values()):
+        if not all(isinstance(value, str) for value in values.values()):
             raise Stranger(OTHER)
-        return rank, has
+        return rank, values
+
+
+class Callers:
+    """The connections to process 0 that have not introduced themselves yet.
+
+    server: listening socket.
+    until: function that returns the time at which all calls end.
+    most: largest number of callers at a time.
+    """
+
+    def __init__(self, server: socket.socket, until: Callable[[], float], most: int) -> None:
+        self.server = server
+        self.until = until
+        self.most = most
+        self.open: dict[socket.socket, Caller] = {}  # the oldest first
+        self.reported: set[str] = set()  # hosts of refused callers
+
+    def accept(self) -> None:
+        """Accept a call, if there is one. Refuse the oldest caller if there are too many."""
+        try:
+            sock, (host, *_) = self.server.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # too many open files: make room
+            if self.open:
+                self.refuse(self.oldest, error)
+            time.sleep(RETRY)
+            return
+        sock.setblocking(False)
+        self.open[sock] = Caller(sock, host, min(time.monotonic() + PATIENCE, self.until()))
+        if len(self.open) > self.most:
+            self.refuse(self.oldest, "too many call at once")
+
+    @property
+    def oldest(self) -> Caller:
+        return next(iter(self.open.values()))
+
+    def refuse(self, caller: Caller, why: object) -> None:
+        """Close a connection, and report the first one of each host."""
+        del self.open[caller.sock]
+        caller.sock.close()
+        if caller.host not in self.reported:
+            self.reported.add(caller.host)
+            say(f"{caller.host} called, and is no process of this job: {why}")
+
+    def refuse_late(self, now: float) -> None:
+        """Refuse the callers that have not introduced themselves in time."""
+        for caller in list(self.open.values()):
+            if caller.frame.until <= now:
+                self.refuse(caller, f"it said nothing whole within {PATIENCE:g} seconds")
+
+    def deadline(self) -> float:
+        """Return the time at which the next caller is late, or all calls end."""
+        return min([self.until(), *(caller.frame.until for caller in self.open.values())])
+
+    def hello(self, sock: socket.socket) -> tuple[int, dict[str, str]] | None:
+        """Return `Caller.hello` of a connection; None as well for a refused one."""
+        caller = self.open.get(sock)
+        if caller is None:  # refused to make room
+            return None
+        try:
+            found = caller.hello()
+        except (Stranger, OSError) as error:
+            self.refuse(caller, error)
+            return None
+        if found is not None:
+            del self.open[sock]
+        return found
 
 
 def hellos(
     server: socket.socket, until: Callable[[], float], most: int
 ) -> Generator[tuple[socket.socket, int, dict[str, str]]]:
-    """Yield (connection, process, what it has) of each process that calls before `until()`. A caller has PATIENCE
-    seconds in all to say which one it is, and holds nobody up; of more than `most` the first has to go."""
-    callers: dict[socket.socket, Caller] = {}
-    reported: set[str] = set()
+    """Yield (connection, process number, values) of each process that calls before `until()`.
+
+    A caller has PATIENCE seconds to introduce itself and does not delay the others. The oldest of too many is refused.
+    """
+    callers = Callers(server, until, most)
     server.setblocking(False)
-
-    def refuse(caller: Caller, why: object) -> None:
-        del callers[caller.sock]
-        caller.sock.close()
-        if caller.host not in reported:  # a line for each
-            reported.add(caller.host)
-            say(f"{caller.host} called, and is no process of this job: {why}")
-
-    def accept() -> None:
-        try:
-            sock, (host, *_) = server.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:  # as many are open as may be
-            for first in list(callers.values())[:1]:
-                refuse(first, error)
-            time.sleep(RETRY)
-            return
-        sock.setblocking(False)
-        callers[sock] = Caller(sock, host, min(time.monotonic() + PATIENCE, until()))
-        if len(callers) > most:
-            refuse(next(iter(callers.values())), "too many call at once")
-
     try:
         while (now := time.monotonic()) < until():
-            for late in [caller for caller in callers.values() if caller.frame.until <= now]:
-                refuse(late, f"it said nothing whole within {PATIENCE:g} seconds")
-            ends = min([until(), *(caller.frame.until for caller in callers.values())])
+            callers.refuse_late(now)
             sock: Any
-            for sock in wait([server, *callers], ends - now):
+            for sock in wait([server, *callers.open], callers.deadline() - now):
                 if sock is server:
-                    accept()
-                elif caller := callers.get(sock):  # else it had to go
-                    try:
-                        found = caller.hello()
-                    except (Stranger, OSError) as error:
-                        refuse(caller, error)
-                        continue
-                    if found:
-                        yield callers.pop(sock).sock, *found
+                    callers.accept()
+                elif found := callers.hello(sock):
+                    yield sock, *found
     finally:
-        for sock in callers:
+        for sock in callers.open:
             sock.close()
 
 
 def gather(
     where: str, count: int, rank: int, timeout: float, mine: Mapping[str, str]
 ) -> tuple[int, dict[int, Connection]]:
-    """Process 0 waits for the others, and looks whether they belong here -> (port for JAX, by process the way to it).
-    Raises UserError, in all of them, where one does not, or does not come."""
-    host, port = address(where)
+    """Wait as process 0 for the other processes and check their values; return (port for JAX, connections by process).
+
+    A process that does not fit is refused, and with it all others: the wait then lasts for at most LATER more seconds,
+    and every process that has come gets the reason.
+
+    mine: values that must be equal in all processes.
+
+    Raises: UserError, in all of the processes, if one has other values or does not come.
+    """
     mine = {**mine, "num_processes": str(count)}
     found: dict[int, socket.socket] = {}
     come: list[socket.socket] = []
-    refusal, until = "", time.monotonic() + timeout
-    try:
-        server = socket.create_server((host, port), family=family(host), backlog=count)
-    except OSError as error:
-        raise UserError(
-            f"process 0 cannot listen at {where} ({error}): give its own address, and a free port"
-        ) from None
+    refusal = ""
+    until = time.monotonic() + timeout
+    server = listen(where, count)
     calls = hellos(server, lambda: until, count + MOST_STRANGERS)
     with server, contextlib.closing(calls):
-        while len(come) < count - 1 and (call := next(calls, None)):
-            sock, their_rank, has = call
-            line = difference(mine, has, their_rank)
-            if their_rank in found or not 0 < their_rank < count:
-                line = line or f"two processes have process_id={their_rank}: give each its own"
+        while len(come) < count - 1:
+            call = next(calls, None)
+            if call is None:
+                break
+            sock, their_rank, values = call
+            line = difference(mine, values, their_rank)
+            if line is None and (their_rank in found or not 0 < their_rank < count):
+                line = f"two processes have process_id={their_rank}: give each its own"
             come.append(sock)
             found[their_rank] = sock
-            if line and not refusal:
-                refusal, until = line, min(until, time.monotonic() + LATER)
-    if len(come) < count - 1:
+            if line is not None and not refusal:
+                refusal = line
+                until = min(until, time.monotonic() + LATER)
+    if len(come) < count - 1 and not refusal:
         missing = next(i for i in range(1, count) if i not in found)
-        refusal = refusal or (
+        refusal = (
             f"process {missing} did not come to {where} within {timeout:g} seconds: start all, or raise join_timeout"
         )
     if refusal:
         for sock in come:
-            tell(sock, {"refused": refusal})
+            send(sock, {"refused": refusal})
             sock.close()
         raise UserError(refusal)
+    port = free_port(where)
+    for sock in found.values():
+        send(sock, {"port": port})
+    return port, {other: connection(sock) for other, sock in found.items()}
+
+
+def listen(where: str, backlog: int) -> socket.socket:
+    """Return a socket that listens at HOST:PORT. Raises: UserError if that is impossible."""
+    host, port = address(where)
+    try:
+        return socket.create_server((host, port), family=family(host), backlog=backlog)
+    except OSError as error:
+        line = f"process 0 cannot listen at {where} ({error}): give its own address, and a free port"
+        raise UserError(line) from None
+
+
+def free_port(where: str) -> int:
+    """Return a free port at the host of HOST:PORT."""
+    host, _ = address(where)
     with socket.create_server((host, 0), family=family(host)) as free:
-        number = free.getsockname()[1]
-    for other in found.values():
-        tell(other, {"port": number})
-    return number, {other: connection(sock) for other, sock in found.items()}
+        return free.getsockname()[1]
 
 
 def visit(
     where: str, count: int, rank: int, timeout: float, mine: Mapping[str, str]
 ) -> tuple[int, dict[int, Connection]]:
-    """As `gather`, for another process than 0."""
-    until, reason = time.monotonic() + timeout, "no answer"
+    """Connect to process 0 as another process; return (port for JAX, connection by process).
+
+    Raises: UserError if process 0 does not answer or refuses.
+    """
+    until = time.monotonic() + timeout
     while True:
         try:
             sock = socket.create_connection(address(where), timeout=max(until - time.monotonic(), 1e-3))
             break
-        except OSError as error:  # it is not there yet, nor perhaps its name
+        except OSError as error:  # process 0 is not listening yet, or its host name is still unknown
             reason = str(error)
         if time.monotonic() + RETRY > until:
             raise UserError(
@@ -210,35 +284,37 @@ def visit(
             )
         time.sleep(RETRY)
     with sock:
-        tell(sock, {**mine, "num_processes": str(count), "process_id": rank})
+        send(sock, {**mine, "num_processes": str(count), "process_id": rank})
         try:
-            told = heard(sock, until + timeout)  # it may wait for others
-            if "refused" in told:
-                raise UserError(str(told["refused"]))
-            if type(told.get("port")) is not int:
+            answer = receive(sock, until + timeout)  # process 0 may still wait for others
+            if "refused" in answer:
+                raise UserError(str(answer["refused"]))
+            if type(answer.get("port")) is not int:
                 raise Stranger(OTHER)
         except (Stranger, OSError) as error:
             line = f"process 0 at {where} went away before all were there ({error}): see what it says"
             raise UserError(line) from None
-        return told["port"], {0: connection(sock)}
+        return answer["port"], {0: connection(sock)}
 
 
 def family(host: str) -> socket.AddressFamily:
+    """Return the address family of a host: IPv6 for an IPv6 address, else IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def tell(other: socket.socket, said: Mapping[str, Any]) -> None:
-    frame = json.dumps(said).encode()
+def send(other: socket.socket, content: Mapping[str, Any]) -> None:
+    """Send a message. Ignore errors of the socket: the other side reports a lost connection."""
+    message = json.dumps(content).encode()
     with contextlib.suppress(OSError):
         other.settimeout(PATIENCE)
-        other.sendall(len(frame).to_bytes(HEADER, "big", signed=True) + frame)
+        other.sendall(len(message).to_bytes(HEADER, "big", signed=True) + message)
 
 
-def heard(other: socket.socket, until: float) -> dict[str, Any]:
-    """Return what the other side says by then. Raises Stranger where it does not."""
+def receive(other: socket.socket, until: float) -> dict[str, Any]:
+    """Return the message that the other side sends before the deadline. Raises: Stranger if none comes."""
     frame = Frame(until)
     other.setblocking(False)
     while not frame.read(other):
         if not wait([other], max(until - time.monotonic(), 0)):
             raise Stranger("it said nothing in time")
-    return frame.said()
+    return frame.content()

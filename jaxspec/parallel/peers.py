@@ -1,5 +1,8 @@
-"""What the processes of one job say to each other, over TCP. Process 0 tells the others what to do, and they do it.
-Whichever fails says why, and all end: a pass that one of them does not run would keep the others waiting for ever."""
+"""The messages between the processes of one job, over TCP. Process 0 sends plans, and the others execute them.
+
+A process that fails sends the reason, and all processes end. A pass that one process does not run would otherwise keep
+the others waiting for ever.
+"""
 
 from __future__ import annotations
 
@@ -21,59 +24,77 @@ from typing import Any, NoReturn
 from jaxspec.common.errors import Terminated, UserError, said, shortened
 from jaxspec.common.progress import say
 
-# The first byte of a frame: a plan; values to compare; why all end; process 0 is done; process 0 is to end.
-PLAN, VALUES, FAILED, DONE, STOP = (bytes([kind]) for kind in range(5))
-LARGEST = 1 << 30  # bytes of a frame
+# The first byte of a message.
+PLAN = b"\x00"  # a plan to execute
+VALUES = b"\x01"  # values that process 0 compares with its own
+FAILED = b"\x02"  # the reason for which all processes end, and their exit status
+DONE = b"\x03"  # process 0 is done
+STOP = b"\x04"  # a signal for process 0
+
+LARGEST = 1 << 30  # bytes of a message
 PATIENCE = 1.0  # seconds
-SILENCE = 30  # seconds after which a machine that does not answer is lost
+SILENCE = 30  # seconds without an answer after which a machine is considered lost
 
 
 def connection(sock: socket.socket) -> Connection:
-    """Frames over a socket that notices where the other machine is lost."""
+    """Return a connection for messages over a socket that detects the loss of the other machine."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 1000 * SILENCE}
     for name, value in wanted.items():
-        if hasattr(socket, name):  # not everywhere
+        if hasattr(socket, name):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Connection(sock.detach())
 
 
 class Peers:
-    """The other processes: for process 0 all of them, for these process 0.
+    """The connections to the other processes: in process 0 to all of them, in the others to process 0.
 
-    rank: this process's number.
+    rank: number of this process.
+    connections: connections by number of process.
+    inbox: received messages of each process, plans or values.
+    gone: event for each process, set when its connection has ended.
+    sending: lock of each connection for sending.
+    ending: lock that a thread takes, and keeps, to end this process.
+    done: whether a connection may end without an error, because process 0 is done.
+    taken: whether a model uses these processes.
     """
 
     def __init__(self, rank: int, connections: Mapping[int, Connection]) -> None:
-        self.rank, self.connections = rank, dict(connections)
+        self.rank = rank
+        self.connections = dict(connections)
         self.inbox: dict[int, SimpleQueue[bytes]] = {other: SimpleQueue() for other in connections}
         self.gone = {other: threading.Event() for other in connections}
         self.sending = {other: threading.Lock() for other in connections}
-        self.ending = threading.Lock()  # whoever has it ends the process, in its own words
-        self.done = self.taken = False
+        self.ending = threading.Lock()
+        self.done = False
+        self.taken = False
         for other in connections:
             threading.Thread(target=self.listen, args=(other,), name=f"process-{other}", daemon=True).start()
         if rank == 0:
             atexit.register(self.finish)
 
-    # Process 0 says what is to be done, and the others do it.
+    # Plans: process 0 sends them, the others execute them.
 
     def take(self) -> None:
-        """Raises UserError where something in this job is told already what to do."""
+        """Reserve the processes for one model. Raises: UserError if a model uses them already."""
         if self.taken:
             raise UserError("these processes run a model already: one LLM is made in a job of several processes")
         self.taken = True
 
     def tell(self, plan: bytes) -> None:
+        """Send a plan to the other processes."""
         for other in self.connections:
             self.send(other, PLAN + plan)
 
     def follow(self, execute: Callable[[bytes], Any]) -> None:
-        """Does what process 0 tells, until that one is done. A signal to end is passed on to process 0, which may have
-        something to bring to its end, and ends all."""
-        first: list[float] = []
+        """Execute the plans of process 0 until that process is done.
+
+        SIGINT and SIGTERM are forwarded to process 0, which may have work to finish and then ends all processes. A
+        second signal after PATIENCE seconds ends this process.
+        """
+        first: list[float] = []  # time of the first signal
 
         def stop(number: int, frame: Any) -> None:
             if not first:
@@ -83,78 +104,96 @@ class Peers:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
-        main = threading.current_thread() is threading.main_thread()
-        before = {kind: signal.signal(kind, stop) for kind in (signal.SIGINT, signal.SIGTERM) if main}
+        before = {}
+        if threading.current_thread() is threading.main_thread():  # no other thread can set handlers
+            for kind in (signal.SIGINT, signal.SIGTERM):
+                before[kind] = signal.signal(kind, stop)
         with self.together():
-            while (frame := self.inbox[0].get())[:1] == PLAN:
-                execute(frame[1:])
+            while (message := self.inbox[0].get())[:1] == PLAN:
+                execute(message[1:])
         for kind, handler in before.items():
             signal.signal(kind, handler)
 
     def finish(self) -> None:
-        """Process 0 is done, and the others may leave; they say why where an error ended it. (Where a person types, one
-        is remembered from long ago.)"""
-        self.done, error = True, None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        frame = DONE if error is None else FAILED + json.dumps([f"process 0 failed: {said(error)}", 1]).encode()
+        """Tell the other processes, as process 0, that it is done, or which uncaught error ended it.
+
+        In an interactive session sys.last_value may be an old error and is ignored.
+        """
+        self.done = True
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        message = DONE if error is None else failure(f"process 0 failed: {said(error)}", 1)
         for other in self.connections:
             with contextlib.suppress(OSError):
-                self.send(other, frame)
+                self.send(other, message)
 
-    # All have to be alike.
+    # Values that must be equal in all processes.
 
     def agree(self, values: Mapping[str, Any]) -> None:
-        """Ends all where a process has another value than process 0."""
+        """Compare the values with those of process 0. A difference ends all processes."""
         mine = {name: str(value) for name, value in values.items()}
-        if self.rank:
+        if self.rank != 0:
             self.send(0, VALUES + json.dumps(mine).encode())
             return
         for other, inbox in self.inbox.items():
-            if line := difference(mine, json.loads(inbox.get()[1:]), other):
+            line = difference(mine, json.loads(inbox.get()[1:]), other)
+            if line is not None:
                 self.end(line, 2)
 
-    # The ends.
+    # The end of all processes.
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What goes wrong inside goes wrong for all."""
+        """Run a block whose errors end all processes."""
         try:
             yield
         except BaseException as error:
             self.fail(error)
 
     def fail(self, error: BaseException) -> NoReturn:
-        time.sleep(PATIENCE)  # where another was lost this is what came of it, and what ends all is that
-        what = "was interrupted" if isinstance(error, KeyboardInterrupt) else None
-        if what is None and not isinstance(error, UserError | OSError) and not self.ending.locked():
+        """End all processes because of an error in this one."""
+        # The error may follow from the loss of another process. The wait lets that be found and reported instead.
+        time.sleep(PATIENCE)
+        if isinstance(error, KeyboardInterrupt):
+            line = f"process {self.rank} was interrupted"
+        elif isinstance(error, UserError | OSError) or self.ending.locked():
+            line = f"process {self.rank}: {error}"
+        else:
             traceback.print_exception(error)
-            what = f"failed: {said(error)}"
-        self.end(f"process {self.rank} {what}" if what else f"process {self.rank}: {error}", status_of(error))
+            line = f"process {self.rank} failed: {said(error)}"
+        self.end(line, status_of(error))
 
     def end(self, line: str, status: int, *, said: bool = False) -> NoReturn:
-        """Ends this process, and the others. At once: what runs on a device without all of them has no end. said: this
-        process has said why."""
+        """End this process and the others at once: a pass that some of them do not run would never end.
+
+        line: the reason. said: whether this process has printed the reason already.
+        """
         if not self.ending.acquire(blocking=False):
-            threading.Event().wait()  # another thread is about to end it
-        if threading.current_thread() is threading.main_thread():  # a second signal is not to cut this off
+            threading.Event().wait()  # another thread is ending this process
+        if threading.current_thread() is threading.main_thread():  # a second signal must not interrupt this
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
         line = " ".join(line.split())
         for other in self.connections:
             with contextlib.suppress(OSError):
-                self.send(other, FAILED + json.dumps([line, status]).encode())
+                self.send(other, failure(line, status))
         if not said:
             say(f"jaxspec: {line}: all processes end", always=True)
-        if self.rank == 0:  # jax's service is in this process: the others would tell of its end, at length
+        if self.rank == 0:
+            # JAX's coordination service runs in process 0. The others must end first, or they would report its loss.
             until = time.monotonic() + 2 * PATIENCE
             for event in self.gone.values():
                 event.wait(max(until - time.monotonic(), 0))
         end_at_once(status)
 
-    def send(self, other: int, frame: bytes) -> None:
+    def send(self, other: int, message: bytes) -> None:
+        """Send a message to another process; the loss of that process ends all.
+
+        Raises: OSError if it cannot be sent.
+        """
         if not self.sending[other].acquire(timeout=PATIENCE):
             raise OSError(f"process {other} does not listen")
         try:
-            self.connections[other].send_bytes(frame)
+            self.connections[other].send_bytes(message)
         except OSError:
             if not self.ending.locked() and not self.done:
                 self.end(f"process {other} was lost", 1)
@@ -163,28 +202,34 @@ class Peers:
             self.sending[other].release()
 
     def listen(self, other: int) -> None:
-        """What the other process says; a thread of its own, so that it is heard whatever the others do."""
+        """Receive the messages of another process, in a thread of its own, so that none waits for other work."""
         try:
             while True:
-                frame = self.connections[other].recv_bytes(LARGEST)
-                kind, rest = frame[:1], frame[1:]
+                message = self.connections[other].recv_bytes(LARGEST)
+                kind, rest = message[:1], message[1:]
                 if kind == FAILED:
-                    if not self.ending.locked():  # else it answers this one's own end, and all that is left is its own
+                    if not self.ending.locked():  # else it is only the answer to this process's own end
                         self.end(*json.loads(rest))
                     continue
                 if kind == STOP:
                     os.kill(os.getpid(), rest[0])
                     continue
-                self.done |= kind == DONE
-                self.inbox[other].put(frame)
+                if kind == DONE:
+                    self.done = True
+                self.inbox[other].put(message)
         except (EOFError, OSError):
             self.gone[other].set()
             if not self.done:
                 self.end(f"process {other} was lost", 1)
 
 
+def failure(line: str, status: int) -> bytes:
+    """Return the message that ends all processes for this reason, with this exit status."""
+    return FAILED + json.dumps([line, status]).encode()
+
+
 def end_at_once(status: int) -> NoReturn:
-    """Without what Python does at the end of a process, but nothing that was printed is lost."""
+    """End the process without Python's cleanup. Printed output is flushed first."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -192,13 +237,14 @@ def end_at_once(status: int) -> NoReturn:
 
 
 def status_of(error: BaseException) -> int:
+    """Return the exit status for an error: 130 or 143 for signals, 2 for errors of the user, else 1."""
     if isinstance(error, KeyboardInterrupt):
         return 143 if isinstance(error, Terminated) else 130
     return 2 if isinstance(error, UserError | OSError) else 1
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], other: int) -> str | None:
-    """The first value that differs between process 0 and another, in words."""
+    """Return a message about the first value that differs between process 0 and another; None if all are equal."""
     for name in dict.fromkeys([*mine, *theirs]):
         here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if here != there:

@@ -45,6 +45,7 @@ class SamplingRows:
 
     @property
     def greedy(self) -> jax.Array:
+        """Greedy rows, bool[B]."""
         return self.temperature == 0.0
 
 
