@@ -9,6 +9,7 @@ import math
 import pytest
 
 from checkpoints import gguf_config, hf_config
+from jaxspec.common.errors import UserError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
 from tests.support.tiny_models import FAMILIES
@@ -216,6 +217,8 @@ def test_json_round_trip(config):
 def test_json_of_another_version():
     with pytest.raises(ValueError, match="flux"):
         ModelConfig.from_json(FAMILIES["llama"].to_json() | {"flux": 1})
+    with pytest.raises(UserError, match="per_layer=3 must be a list"):
+        ModelConfig.from_json(FAMILIES["llama"].to_json() | {"per_layer": 3})
 
 
 @pytest.mark.parametrize(

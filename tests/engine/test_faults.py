@@ -299,7 +299,7 @@ def test_a_request_given_up_in_the_middle_of_a_step(monkeypatch):
 class InterruptAt:
     """Raises KeyboardInterrupt before the count-th line of the engine's own files that is executed."""
 
-    FILES = ("jaxspec/engine/", "jaxspec/cache/allocator", "jaxspec/detokenizer", "jaxspec/tokens")
+    FILES = ("jaxspec/engine/", "jaxspec/cache/allocator", "jaxspec/api/detokenizer", "jaxspec/api/tokens")
 
     def __init__(self, count: int) -> None:
         self.left = count

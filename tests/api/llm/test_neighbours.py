@@ -20,6 +20,7 @@ from jaxspec.api.completions import Job
 from tests.api.async_llm.calls import SOON
 from tests.api.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of, text_of
 from tests.checkpoints.files import fails
+from tests.support.sizes import cases
 from tests.support.vocabularies import Failing
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -131,11 +132,11 @@ def interrupt() -> None:
 def test_an_interrupt_while_requests_are_queued(llm):
     """Whatever the line: nothing of them stays behind."""
     files = (
-        "jaxspec/job",
-        "jaxspec/llm",
+        "api/completions",
+        "api/llm",
         "engine/roster",
         "engine/scheduler",
-        "jaxspec/detokenizer",
+        "api/detokenizer",
         "engine/arrivals",
     )
     asked = llm._prepare(PROMPTS[:2], SHORT)
@@ -162,14 +163,15 @@ class Dropped:
         next(self.stream)
 
 
-def test_streams_that_the_collector_finds_anywhere(llm):
+@cases("first", [1, 2, 3], quick=[1])
+def test_streams_that_the_collector_finds_anywhere(llm, first):
     """They end wherever Python looks for cycles, be it in the middle of what the engine does for another request."""
     files = ("engine/roster", "engine/scheduler", "cache/allocator")
     submit = lambda: llm._submit(llm._prepare([PROMPTS[3]], SHORT)[0])
     (expected,) = llm.generate(PROMPTS[3], SHORT)
     gc.disable()
     try:
-        for line in itertools.count(1):
+        for line in itertools.count(first, 3):
             Dropped(llm)
             with at_line(line, files, gc.collect) as waiting:
                 job = submit()
