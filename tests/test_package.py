@@ -319,3 +319,15 @@ def test_init_files_only_reexport():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         statements = tree.body[ast.get_docstring(tree) is not None :]
         assert all(isinstance(statement, ast.ImportFrom) for statement in statements), path
+
+
+DECODED = {"Of", "What", "Where", "That", "As", "Whether", "How", "Why", "By", "Into", "It"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_docstring_begins_with_a_verb_or_a_noun(module):
+    """Other first words stand for a subject that the reader has to guess."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+    assert not [text for text in texts if text and text.split()[0] in DECODED]

@@ -6,8 +6,8 @@ from jaxspec.common.errors import UserError
 from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, option, options, refuse_unsupported
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KERNELS = ("reference", "pallas")  # what pallas_kernels.forms calls them, which needs jax
-MAX_ROUNDS = 64  # of a launch; static: sizes its result, while the number of rounds itself is dynamic
+KERNELS = ("reference", "pallas")  # the names of pallas_kernels.forms, which imports jax
+MAX_ROUNDS = 64  # a launch; static, because it sizes the result. The number of rounds is dynamic
 
 
 @options

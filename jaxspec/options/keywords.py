@@ -31,7 +31,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options of a chat template, as jaxspec.api.chat.rendering takes them."""
+    """Options of a chat template: the keyword arguments of `jaxspec.api.chat.rendering`."""
 
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None

@@ -1,4 +1,4 @@
-"""SamplingParams: one request's wishes. Names, defaults and meanings are vLLM's."""
+"""Parameters of one request. Names, defaults and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag, ids, number, option, options, strings, whole
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
-MAX_SAMPLES = 16_384  # of a prompt, as in vLLM
-MAX_LOGPROBS = 20  # most alternatives that can be asked for a token, as in vLLM
+MAX_SAMPLES = 16_384  # samples of a prompt, as in vLLM
+MAX_LOGPROBS = 20  # alternatives to each token, as in vLLM
 MAX_LOGIT_BIAS = 100.0
-SEEDS = (-(1 << 63), (1 << 64) - 1)  # 64 bits, with a sign or without
+SEEDS = (-(1 << 63), (1 << 64) - 1)  # signed or unsigned numbers of 64 bits
 
-# Whole numbers: name -> (least, most); None is allowed for those whose default it is.
+# Whole numbers, by name: (least, most). None is allowed if it is the default.
 COUNTS: dict[str, tuple[int, ...]] = {
     "n": (1, MAX_SAMPLES),
     "max_tokens": (1,),
@@ -28,8 +28,8 @@ COUNTS: dict[str, tuple[int, ...]] = {
     "num_speculative_tokens": (0,),
 }
 HINTS = {"top_k": "; 0 turns it off", "num_speculative_tokens": "; 0 turns speculation off"}
-# Numbers: name -> (least, most, the same in words). Devices compute in float32: beyond these bounds it makes no law of
-# logits any more, or the same law as at the bound.
+# Numbers, by name: (least, most, both in words). Devices compute in float32: beyond these bounds the distribution is
+# not finite, or equals that at the bound.
 RANGES = {
     "temperature": (0.0, 1e6, "[0, 1e6]; 0 is greedy"),
     "top_p": (math.ulp(0.0), 1.0, "(0, 1]; 1 turns it off"),
@@ -43,7 +43,7 @@ FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 @options
 class SamplingParams:
-    """How one request is decoded. The output follows the same distribution with speculation or without.
+    """Sampling parameters of one request. The output follows the same distribution with speculation or without.
 
     Raises: UserError for a value out of its range.
     """
@@ -108,7 +108,9 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
         for name, limits in COUNTS.items():
             value = getattr(self, name)
             if value is not None or DEFAULTS[name] is not None:
@@ -138,18 +140,18 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p takes part."""
+        """Return whether top-k, top-p or min-p changes the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def processed(self) -> bool:
-        """Whether ids are penalised, biased or forbidden; bad_words, which are strings, apart."""
+        """Return whether ids are penalised, biased or forbidden. bad_words are strings, and do not count here."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
         return penalties or self.min_tokens > 0 or bool(self.logit_bias) or self.allowed_token_ids is not None
 
 
 def bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
-    """A mapping or pairs of (id, bias), as pairs: hashable, sorted by id. Ids may be strings, as JSON has them."""
+    """Return a mapping, or pairs of (id, bias), as pairs sorted by id. Ids may be strings, as in JSON."""
     try:
         given = list(bias.items() if isinstance(bias, Mapping) else bias or ())
         pairs = [(int(i) if isinstance(i, str) and i.isdecimal() else i, value) for i, value in given]

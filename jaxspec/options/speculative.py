@@ -22,17 +22,18 @@ from jaxspec.options import trees
 from jaxspec.options.engine import DTYPES
 from jaxspec.verify import rules
 
-# The (shortest, longest) n-gram that is looked up: alone, and before another method. A short match is a better guess
-# than none, but not than a draft model's: on the held-out prompts SmolLM2's draft alone has an acceptance length of
-# 2.65, after a look for 2 to 4 tokens 2.57, for 4 to 6 tokens 2.65.
-LOOKUP_ALONE, LOOKUP_FIRST = (2, 4), (4, 6)
-MAX_LOOKUP = 64  # tokens of an n-gram that is looked up: each is a comparison with all of the row
-MAX_DRAFTS = 256  # of a round; the best is below 20, and a program for 1,000 is not compiled in minutes
+# The (shortest, longest) n-gram that prompt lookup compares: as the only method, and before another method. A short
+# match is better than no proposal, but worse than a draft model's. On the held-out prompts SmolLM2's draft has an
+# acceptance length of 2.65 alone, 2.57 after lookup of 2 to 4 tokens, and 2.65 after lookup of 4 to 6 tokens.
+LOOKUP_ALONE = (2, 4)
+LOOKUP_FIRST = (4, 6)
+MAX_LOOKUP = 64  # tokens of an n-gram; each costs a comparison with the whole row
+MAX_DRAFTS = 256  # drafts a round; the best number is below 20, and compiling a program for 1,000 takes minutes
 
 
 @options
 class SpeculativeConfig:
-    """How tokens are proposed and accepted.
+    """Options of speculation: how tokens are proposed and accepted.
 
     Raises: UserError for a value out of its range, UnsupportedError for what is not supported yet.
     """
@@ -212,22 +213,25 @@ class SpeculativeConfig:
 
     @property
     def tree(self) -> bool:
-        """Whether drafts are a tree."""
+        """Return whether drafts are a tree."""
         return any(x is not None for x in (self.tree_width, self.tree_depth, self.tree_nodes, self.tree_choices))
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the drafter has any, be they within the target's checkpoint."""
+        """Return whether the drafter has parameters, in a checkpoint of its own or in the target's."""
         if self.drafter is not None:
             return False
         return self.method is None or methods.METHODS[methods.split(self.method)[1]].parameters is not None
 
     @property
     def lookup(self) -> tuple[int, int]:
-        """(shortest, longest) n-gram that is looked up."""
+        """The (shortest, longest) n-gram that prompt lookup compares."""
         shortest, longest = LOOKUP_FIRST if methods.split(str(self.method))[0] else LOOKUP_ALONE
-        given = lambda value, default: default if value is None else value
-        return given(self.prompt_lookup_min, shortest), given(self.prompt_lookup_max, longest)
+        if self.prompt_lookup_min is not None:
+            shortest = self.prompt_lookup_min
+        if self.prompt_lookup_max is not None:
+            longest = self.prompt_lookup_max
+        return shortest, longest
 
     @property
     def rule_options(self) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""transformers' options of `generate`: which of ours they are, and why some have no match."""
+"""transformers' options of `generate`: the options here that match them, and why some have no match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxspec.options.keywords import GenerateOptions
 
 MAX_NEW_TOKENS, TOP_K = 20, 50  # transformers' defaults
 
-# transformers' name -> that of SamplingParams, where they differ.
+# Names in SamplingParams by transformers' name, if they differ.
 NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -20,20 +20,20 @@ NAMES = {
     "stop_strings": "stop",
     "eos_token_id": "stop_token_ids",
 }
-# The same of SpeculativeConfig.
+# Names in SpeculativeConfig by transformers' name.
 DRAFTS = {
     "num_assistant_tokens": "num_speculative_tokens",
     "prompt_lookup_num_tokens": "num_speculative_tokens",
     "max_matching_ngram_size": "prompt_lookup_max",
 }
-# What takes part in sampling only -> values that a greedy request may have.
+# Options of sampling alone, with the values that a greedy request may have.
 SAMPLED: dict[str, tuple[float, ...]] = {"temperature": (0, 1), "top_k": (0, -1, TOP_K), "top_p": (1,), "min_p": (0,)}
 KNOWN = frozenset(GenerateOptions.__annotations__)
-# What a model's generation config sets where the caller does not. Its end ids are the model's stop ids anyway.
+# Options that a model's generation config sets if the caller does not. Its end ids are the model's stop ids anyway.
 OF_THE_MODEL = {"do_sample", "max_length", "repetition_penalty", *SAMPLED, *NAMES} - {"eos_token_id"}
 
-# What transformers does and this does not: why, or what to use -> name -> the value that asks for nothing. These change
-# the text, so they are refused in a model's generation config too.
+# Options that are not supported, by the reason or the remedy: each with the value that has no effect. These change the
+# text, so they are refused in a model's generation config too.
 OF_THE_TEXT: dict[str, dict[str, Any]] = {
     "one text is decoded at a time, no beams are searched": {
         "num_beams": 1,
@@ -79,7 +79,7 @@ OF_THE_TEXT: dict[str, dict[str, Any]] = {
     },
     "tokens of the prompt are not changed": {"token_healing": False},
 }
-# The same of how it is computed and what comes back.
+# Unsupported options of how the text is computed, and of what is returned.
 OF_THE_PROGRAM: dict[str, dict[str, Any]] = {
     "give prompts: strings or lists of token ids, without padding": {
         "inputs": None,
@@ -129,7 +129,7 @@ OF_THE_PROGRAM: dict[str, dict[str, Any]] = {
 
 
 def refuse(name: str, value: Any) -> None:
-    """Raises what is to say of an option that is not known here, unless it asks for nothing."""
+    """Raise UnsupportedError or UserError for an option that is unknown here, unless its value has no effect."""
     for reason, names in (OF_THE_TEXT | OF_THE_PROGRAM).items():
         if name in names:
             if value is None or value == names[name]:

@@ -1,4 +1,4 @@
-"""The options of trees of drafts: what is left out of them is filled in, and what no tree has is refused."""
+"""Checks of the options of trees of drafts, and their defaults."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import whole
 from jaxspec.drafters import methods
 
-MAX_WIDTH, MAX_NODES = 64, 257  # the pending token among them
+MAX_WIDTH = 64
+MAX_NODES = 257  # includes the pending token
 COUNTS = {"tree_width": MAX_WIDTH, "tree_depth": MAX_NODES - 1, "tree_nodes": MAX_NODES}
-WIDTH, DEPTH = 4, 4  # where they are not said
+WIDTH, DEPTH = 4, 4  # defaults
 
 Path = tuple[int, ...]  # the ranks that lead to a draft
 
 
 def checked(config: Any) -> dict[str, Any]:
-    """All tree options of a SpeculativeConfig that has some, and what follows from them. Raises UserError for a tree
-    that cannot be."""
-    said = {name: getattr(config, name) for name in COUNTS}
-    said = {name: whole(name, value, 1, COUNTS[name]) for name, value in said.items() if value is not None}
-    found = sized(said) if config.tree_choices is None else fixed(config.tree_choices, said)
+    """Return all tree options of a SpeculativeConfig that gives some, and the options that they determine.
+
+    Raises: UserError for a tree that is impossible.
+    """
+    given = {}
+    for name, most in COUNTS.items():
+        value = getattr(config, name)
+        if value is not None:
+            given[name] = whole(name, value, 1, most)
+    found = sized(given) if config.tree_choices is None else fixed(config.tree_choices, given)
     nodes = found["tree_nodes"]
     if config.num_speculative_tokens not in (type(config).num_speculative_tokens, nodes - 1):
         raise UserError(
@@ -39,11 +45,13 @@ def checked(config: Any) -> dict[str, Any]:
     return found | {"num_speculative_tokens": nodes - 1, "rejection_sample_method": "coupled"}
 
 
-def sized(said: dict[str, int]) -> dict[str, Any]:
-    """A tree that is found anew each round."""
-    width, depth = said.get("tree_width", WIDTH), said.get("tree_depth", DEPTH)
-    nodes = said.get("tree_nodes", width * depth + 1)
-    least, most = width * (depth - 1) + 2, width + (depth - 1) * width**2 + 1
+def sized(given: dict[str, int]) -> dict[str, Any]:
+    """Return the options of a tree whose shape each round chooses by the probabilities of its candidates."""
+    width = given.get("tree_width", WIDTH)
+    depth = given.get("tree_depth", DEPTH)
+    nodes = given.get("tree_nodes", width * depth + 1)
+    least = width * (depth - 1) + 2
+    most = width + (depth - 1) * width**2 + 1
     if not least <= nodes <= min(most, MAX_NODES):
         raise UserError(
             f"tree_nodes={nodes} must lie in {least}..{min(most, MAX_NODES)} with tree_width={width} and "
@@ -52,11 +60,13 @@ def sized(said: dict[str, int]) -> dict[str, Any]:
     return {"tree_width": width, "tree_depth": depth, "tree_nodes": nodes}
 
 
-def fixed(choices: Any, said: dict[str, int]) -> dict[str, Any]:
-    """The tree of these paths, level by level."""
+def fixed(choices: Any, given: dict[str, int]) -> dict[str, Any]:
+    """Return the options of the tree with these paths, which are sorted by level."""
     line = f"tree_choices={quoted(choices)} must be a list of paths, each a list of ranks below {MAX_WIDTH}"
-    listed = lambda x: isinstance(x, Iterable) and not isinstance(x, str | bytes)
-    if not listed(choices) or not all(map(listed, choices := list(choices))):
+    if not is_list(choices):
+        raise UserError(line)
+    choices = list(choices)
+    if not all(map(is_list, choices)):
         raise UserError(line)
     paths: list[Path] = [tuple(whole("a rank of tree_choices", x, 0, MAX_WIDTH - 1) for x in path) for path in choices]
     known = set(paths)
@@ -66,7 +76,11 @@ def fixed(choices: Any, said: dict[str, int]) -> dict[str, Any]:
         if path[:-1] and path[:-1] not in known:
             raise UserError(f"tree_choices has {list(path)}, but not {list(path[:-1])}, which it comes after: add that")
     found = {"tree_width": 1 + max(map(max, paths)), "tree_depth": max(map(len, paths)), "tree_nodes": len(paths) + 1}
-    for name, value in said.items():
-        if value != found[name]:  # else it is what was found before
+    for name, value in given.items():
+        if value != found[name]:  # options that were checked before hold these values
             raise UserError(f"tree_choices is given, and {name}={value}: drop one of them")
     return {"tree_choices": tuple(sorted(paths, key=lambda path: (len(path), path)))} | found
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
