@@ -92,7 +92,7 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def of_folder(folder: Path) -> Any:
-    """Read the tokenizer of a folder. If transformers fails, try again without the keys whose value is null."""
+    """Read the tokenizer of a folder. If transformers fails, try again without null entries of its files."""
 
     def read(folder: Path) -> Any:
         return transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -93,7 +93,7 @@ def appearing(folder: Path, replaced: Collection[str] = ()) -> Iterator[Path]:
 
 
 def remove(partial: Path) -> None:
-    """Delete a temporary folder, or the file that `end_writing` left in its place."""
+    """Delete a temporary folder, or the file that blocks its name after an interrupt (`end_writing`)."""
     shutil.rmtree(partial, ignore_errors=True)
     with contextlib.suppress(OSError):
         partial.unlink()

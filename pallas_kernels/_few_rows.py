@@ -118,7 +118,7 @@ def product(x, weights, *, gated=None, then=None, device):
     if gated is None:
         grid = width // columns, num_splits(depth, width // columns)
         out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
-    else:  # (block of gate and up, part of the block): dividing a single index would hide that columns stay aligned
+    else:  # (gate/up block, part of it): from a single divided index the compiler could not infer alignment
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     deep, stages = reads(rows, depth, columns, math.prod(grid))
@@ -140,7 +140,7 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
-    program, part = pl.program_id(0), pl.program_id(1)  # a part of the depth, or of a block of gate and up
+    program, part = pl.program_id(0), pl.program_id(1)  # part: of the summed dimension, or of a gate/up block
     if gated is None:
         share = depth // out.shape[0]
         begin, column = part * share, program * columns + each

@@ -145,7 +145,7 @@ def overlap(text: str, string: str) -> int:
     """Return the length of the longest beginning of the string that the text ends with, the whole string excluded."""
     size = min(len(string) - 1, len(text))
     while size > 0:
-        size = string.rfind(text[-1], 0, size) + 1  # the beginning can only end at this character
+        size = string.rfind(text[-1], 0, size) + 1  # the stop string's beginning has to end with this character
         if text.endswith(string[:size]):
             break
         size -= 1

@@ -33,7 +33,7 @@ def summary(ms: Sequence[float]) -> Sample:
 
 
 def measure(call: Callable[[], Any], launches: int, *, warm_up: int = 2) -> Sample:
-    """Time `launches` calls, waiting for the result of each. The call should be compiled before."""
+    """Return the Sample of `launches` timed calls, each until its result is there. Compile the call before."""
     for _ in range(warm_up):
         jax.block_until_ready(call())
     spent = []

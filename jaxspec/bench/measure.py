@@ -222,7 +222,7 @@ class Point:
         return race(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
 
     def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
-        """Return the row of a way of decoding. The floor of a token counts the passes that it really took."""
+        """Return the result row of a decoding method. Its bytes floor counts the target passes really made."""
         decoding = runner.engine.runner.decoding
         target_passes, drafts = runner.passes
         floor = target_passes * self.floor_of_pass(decoding.target, "target", (k or 0) + 1)

@@ -56,7 +56,7 @@ class Raw:
         self.prompts = setup.prompts(batch_size, context)
         self.params = SamplingParams(temperature=setup.options.temperature, max_tokens=1, ignore_eos=True)
         self.row_pages = self.engine.scheduler.pages_for(self.length + most)
-        # The cost of attention depends on the width of the block table, so it is the one that the engine chooses.
+        # Attention costs more with a wider block table, so the width is the one that the engine chooses.
         _, self.table_width = self.engine.catalogue.shape(1, self.row_pages)
 
     def requests(self, k: int, rates: Sequence[float] = ()) -> list[Request]:

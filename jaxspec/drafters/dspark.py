@@ -105,7 +105,7 @@ class Markov(nnx.Module):
 
 
 class DSparkHead(dflash.DFlashHead):
-    """The layers of DFlash with a Markov head."""
+    """The layers of DFlash with a Markov head, which adds logits that depend on the previous token."""
 
     config: Config
 

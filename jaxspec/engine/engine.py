@@ -231,7 +231,7 @@ class Engine:
         """Prefill the draft with what it lacks of these requests. Return the seconds that this took."""
         if not any(map(self.lag.too_far, requests)):
             return 0.0
-        self.prefilling.settle()  # prompts of other requests do not count
+        self.prefilling.settle()  # so that passes over other prompts are not timed with those below
         before = self.timing.prefill_seconds
         self.prefilling.catch_up(requests, self.grown_shape(requests)[1])
         self.prefilling.settle()

@@ -199,7 +199,7 @@ def understood(reading: Reading) -> dict[str, Any]:
 
 
 def head_text(head: Mapping[str, Any]) -> str:
-    """Return the description of `understood` as text."""
+    """Return the facts about a head (from `understood`) as one line of text."""
 
     def word(value: Any) -> str:
         if isinstance(value, bool):

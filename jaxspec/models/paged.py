@@ -126,6 +126,6 @@ class PagedModel:
 
 
 def places(tokens: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (positions, masked) of a prompt chunk. The arguments are those of `PagedModel.prefill`."""
+    """Return (positions, whether each is padding) of a prompt chunk, for the arguments of `PagedModel.prefill`."""
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     return start[:, None] + offset, offset >= length[:, None]

@@ -63,7 +63,7 @@ async def prepared(llm: AsyncLLM, request: Wish, room: int, control: Mapping[int
 
 
 def work(params: SamplingParams, texts: Sequence[Any]) -> int:
-    """Estimate the cost of `prepare`, in characters of text. Each prompt costs a pass through all lists of params."""
+    """Estimate the cost of `prepare`, in characters of text. Each prompt goes through all lists of ids and words."""
     lists = (params.logit_bias, params.allowed_token_ids, params.stop_token_ids)
     each = PROMPT + WORD * len(params.bad_words) + sum(len(given or ()) for given in lists)
     return sum(map(len, texts)) + each * len(texts)

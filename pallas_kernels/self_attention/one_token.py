@@ -173,7 +173,7 @@ def _kernel(
             slot = page * page_size + lax.rem(key_at, page_size)
             mask = jnp.broadcast_to(used[:, None], (block_keys, half))
 
-            def load(part):  # in halves, like the queries, so that all tiles have their rows at the same threads
+            def load(part):  # two halves of D, like the queries: all tiles then lay their rows on the same threads
                 return [
                     plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
                     for at in halves

@@ -28,7 +28,7 @@ class Topology:
 
 
 def topology(parents: Int[Array, "B T"], most: int) -> Topology:
-    """Return the topology of a tree from its places' parents. most: D, the maximum depth."""
+    """Return depths, ancestors and paths of a tree, given the parent of each node. most: D, the maximum depth."""
     num_places = parents.shape[1]
     place = jnp.arange(num_places, dtype=jnp.int32)
     ancestors = (place == parents[:, :, None]) | jnp.eye(num_places, dtype=bool)
