@@ -29,6 +29,7 @@ from tests.drafters.references.common import Shape
 from tests.parallel import member
 from tests.support.model_folders import write_model
 from tests.support.root import ROOT
+from tests.support.sizes import cases
 
 LONGEST = 300  # seconds within which all have ended, once one has
 GENERATE = ("generate", "Count the words", "--temperature", "0", "--method", "none")
@@ -111,8 +112,7 @@ CASES = {  # processes, devices of each, the draft, into how many parts it is cu
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", CASES)
+@cases("name", CASES, rest=["two", "four, a head"])
 def test_the_same_tokens(folder, name):
     """As one process has: greedy, seeded, penalised, preempted, aborted, coming later."""
     count, devices, draft, degree = CASES[name]
@@ -153,14 +153,17 @@ def test_a_command(folder):
 LONG = ("--max-tokens", "480")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
+@cases(
     ("count", "number", "rank", "line", "status"),
     [
         (4, signal.SIGKILL, 1, "process 1 was lost", 1),
         (2, signal.SIGKILL, 0, "process 0 was lost", 1),
         (2, signal.SIGTERM, 1, "process 0 was interrupted", 143),  # which was asked to end by process 1
         (2, signal.SIGINT, 0, "process 0 was interrupted", 130),
+    ],
+    rest=[
+        (2, signal.SIGKILL, 0, "process 0 was lost", 1),
+        (2, signal.SIGTERM, 1, "process 0 was interrupted", 143),
     ],
 )
 def test_one_that_ends_ends_all(folder, count, number, rank, line, status):
@@ -260,7 +263,7 @@ def test_one_that_does_not_come(folder):
         ((status, out, err),) = found.wait(LONGEST)
     assert (status, out) == (2, "")
     assert "process 1 did not come to 127.0.0.1:" in err
-    assert "within 2 seconds: start all, or raise join_timeout" in err
+    assert "within 2 seconds: start all, or raise --join-timeout" in err
 
 
 @pytest.fixture(scope="module")
