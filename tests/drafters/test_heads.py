@@ -130,7 +130,7 @@ def one_shape(engine: Engine) -> Engine:
     return engine
 
 
-@cases("name", list(HEADS), quick=["eagle3", "mtp", "dflash"])
+@cases("name", list(HEADS), quick=["eagle3", "mtp", "dflash", "dspark", "medusa"])
 def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch):
     """Prompts of one token, of one page, of several chunks; then the same pages again, with another token after them;
     samples of one prompt; a row that drafts less, and one that drafts nothing for a while."""
