@@ -32,8 +32,8 @@ SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", 
 # Dtypes of integer tensors, in the notation of safetensors.
 INTEGERS = ("I64", "I32", "BOOL")
 INDEX = "model.safetensors.index.json"
-# Where a folder's tensors may be: in one file, in the shards that an index names, or in all files of a pattern. The
-# first that exists is used. Like transformers, prefer the one file over an index beside it.
+# Places of a folder's tensors: one file, the shards that an index names, or all files of a pattern. The first that
+# exists is used. Like transformers, prefer the one file over an index beside it.
 LAYOUTS = (
     ("model.safetensors", INDEX, "*.safetensors"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt"),

@@ -295,7 +295,7 @@ plt.show()
 # `verify` of `jaxspec/decode/round.py` applies to each row its own rule, so its verdict must equal ours. `commit` then
 # appends the accepted drafts and the extra token, and sets the new lengths. It moves no keys and values. Those of
 # rejected drafts stay in their slots beyond the row's length: they are never read, and later rounds overwrite them.
-# That is the whole rollback.
+# This lowering of lengths is the whole rollback.
 
 # %%
 from jaxspec.decode.round import commit, verify

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.load_options import Load
 from jaxspec.common.errors import UserError
-from jaxspec.common.values import documented, one_of, option
+from jaxspec.common.values import documented, flag_of, one_of, option
 from jaxspec.options.engine import DTYPES, KERNELS, MAX_ROUNDS, EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
@@ -176,7 +176,7 @@ class Options:
             if name in USED and name != "temperature" and self.draft_name is None:
                 stages = tuple(stage for stage in stages if stage != "load")  # load is plain without a draft
             if not set(stages) & set(self.stages):
-                flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+                flag = FLAGS.get(name, flag_of(name))
                 if len(stages) == 1:
                     raise UserError(
                         f"{flag} belongs to the stage {stages[0]}, which is not asked for: add --stages {stages[0]}"

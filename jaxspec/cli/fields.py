@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec.common.errors import UserError
+from jaxspec.common.values import flag_of
 
 FIELD = inspect.Parameter.empty  # marks what an option takes over from its field
 
@@ -67,7 +68,7 @@ class Fields:
             text = own.help or helps.get(name, "")
             if default is None and not own.help and kept not in (None, FIELD, ()):  # else --help would show no default
                 text = f"{text.removesuffix('.')}; {kept}."
-            flags = own.flags or (("--" + name.replace("_", "-"),) if default is False else ())
+            flags = own.flags or ((flag_of(name),) if default is False else ())
             option = typer.Option(*flags, help=text, metavar=own.metavar)
             kind = kinds[name] if own.kind is FIELD else own.kind
             kind = kind | None if default is None else kind
@@ -106,10 +107,6 @@ def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def flags(parameters: Sequence[inspect.Parameter]) -> Iterator[tuple[str, tuple[str, ...]]]:

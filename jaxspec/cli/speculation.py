@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.cli.fields import Fields, flag_of, spoken
+from jaxspec.cli.fields import Fields, spoken
 from jaxspec.cli.shared import OWN
 from jaxspec.common import embedded
 from jaxspec.common.errors import UserError, quoted
+from jaxspec.common.values import flag_of
 from jaxspec.drafters import methods
 from jaxspec.options.speculative import SpeculativeConfig
 

@@ -74,6 +74,11 @@ def unknown(name: str, what: str, known: Sequence[str], word: str = "option") ->
     return UserError(f"unknown {word} {quoted(name)} of {what}: {hint}")
 
 
+def flag_of(name: str) -> str:
+    """Return the command line's flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
 def truth(value: Any) -> bool:
     """Return whether the value is a bool of Python or numpy."""
     import numpy as np

@@ -207,7 +207,7 @@ class Engine:
         short = streaming or num_rounds < PROBE_ROUNDS
         kind = (self.grown_shape(requests)[0], short)  # a round of a short launch takes longer
         rows = [(r.num_speculative_tokens, r.acceptance) for r in requests]
-        # Where noise is drawn by round, a seeded request's tokens depend on the number of drafts.
+        # With noise that is drawn by round, a seeded request's tokens depend on the number of drafts.
         pinned = any(r.params.seed is not None and RULES[r.rule].noise == "round" for r in requests)
         limit = self.speculative.disable_by_batch_size if self.speculative else None
         if limit is not None and len(self.scheduler.running) >= limit and not pinned:

@@ -27,7 +27,7 @@ BACKLOG = 2048  # connections that the kernel queues until they are accepted
 RETRY = 0.5  # seconds until the next attempt after a failure to accept
 POLL = 0.01  # seconds between checks for a free place while no connection may be evicted
 REPORT = 60.0  # seconds between two log lines about failures to accept
-# What the server waits for -> seconds that a client has for it. body.py limits the time of a body.
+# Seconds that a client has, by what the server waits for. body.py limits the time of a body.
 LIMITS = {"headers": 30.0, "reading": 60.0}
 PAUSE = 1.0  # seconds of waiting for a client after which a new connection may take its place
 IDLE = 5  # seconds until a connection without a request is closed
@@ -105,7 +105,7 @@ class Connection(H11Protocol):
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering and self.last and self.cycle.keep_alive:
             self.cycle.keep_alive = False
-            # As if the client had asked for it: uvicorn then adds "Connection: close" to its answer.
+            # Pretend that the client asked for it: uvicorn then adds "Connection: close" to its answer.
             self.cycle.scope["headers"] = [*self.cycle.scope["headers"], CLOSE_HEADER]
         if self.flow.write_paused:
             self.wait_for("reading")

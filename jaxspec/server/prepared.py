@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.chat import as_prompt, rendering
@@ -16,16 +14,14 @@ from jaxspec.common.errors import UserError
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server import control_tokens
 from jaxspec.server.fields import Wish
+from jaxspec.server.offload import PROMPTS, offload
 from jaxspec.server.refusal import refusal_for
-
-T = TypeVar("T")
 
 SHORT = 10_000  # characters or token ids that are prepared in the event loop, without a thread
 # Cost of each prompt, bad word and message besides its text, in characters.
 PROMPT = 500
 WORD = 200
 MESSAGE = 50
-LONG_PROMPTS = concurrent.futures.ThreadPoolExecutor(1, "jaxspec-prompts")
 
 
 def room_of(llm: AsyncLLM) -> int:
@@ -47,10 +43,10 @@ async def prepared(llm: AsyncLLM, request: Wish, room: int, control: Mapping[int
     try:
         if control:
             size = sum(len(text) for _, text in control_tokens.texts(request))
-            await in_turn(size, functools.partial(control_tokens.refuse, tokenizer, control, request))
+            await offload(size > SHORT, control_tokens.refuse, tokenizer, control, request, threads=PROMPTS)
         if request.prompts is None:
             render = functools.partial(rendering, tokenizer, request.messages, **request.chat)
-            rendered = await in_turn(MESSAGE * len(request.messages), render)
+            rendered = await offload(MESSAGE * len(request.messages) > SHORT, render, threads=PROMPTS)
             texts: Sequence[Any] = [await llm.templates.text(rendered)]
             as_ids = functools.partial(as_prompt, tokenizer)
         else:
@@ -58,8 +54,8 @@ async def prepared(llm: AsyncLLM, request: Wish, room: int, control: Mapping[int
             as_ids = functools.partial(encoded, tokenizer)
     except UserError as error:
         raise refusal_for(error, request.source, vars(request.params), request.source) from None
-    cost = work(request.params, texts)
-    return await in_turn(cost, functools.partial(prepare, llm, request, room, texts, as_ids))
+    large = work(request.params, texts) > SHORT
+    return await offload(large, prepare, llm, request, room, texts, as_ids, threads=PROMPTS)
 
 
 def work(params: SamplingParams, texts: Sequence[Any]) -> int:
@@ -67,13 +63,6 @@ def work(params: SamplingParams, texts: Sequence[Any]) -> int:
     lists = (params.logit_bias, params.allowed_token_ids, params.stop_token_ids)
     each = PROMPT + WORD * len(params.bad_words) + sum(len(given or ()) for given in lists)
     return sum(map(len, texts)) + each * len(texts)
-
-
-async def in_turn(size: int, call: Callable[[], T]) -> T:
-    """Make a call: directly if it is short, else in the one thread for long calls, after those before it."""
-    if size <= SHORT:
-        return call()
-    return await asyncio.get_running_loop().run_in_executor(LONG_PROMPTS, call)
 
 
 def prepare(

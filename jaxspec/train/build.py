@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.common.errors import UserError
+from jaxspec.common.values import flag_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.model import Model
@@ -232,11 +233,6 @@ def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
         if name not in taken and getattr(options, name) is not None:
             its = f"takes {', '.join(map(flag_of, taken))}" if taken else "has its target's shape"
             raise UserError(f"{flag_of(name)} is of another method, --method {options.method} {its}: leave it out")
-
-
-def flag_of(name: str) -> str:
-    """Return the command line's flag of an option."""
-    return "--" + name.replace("_", "-")
 
 
 def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.common.errors import UserError
+from jaxspec.common.values import flag_of
 from jaxspec.models.decoder import parameters
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
@@ -39,7 +40,7 @@ def begun(draft: Model, target: Model, options: TrainOptions, counts: np.ndarray
     for option, has in shape.items():
         wanted = getattr(options, option)
         if wanted not in (None, has) and not (option == "layers" and deepens):
-            flag = build.flag_of(option)
+            flag = flag_of(option)
             raise UserError(f"{given} has {has} where {flag} {wanted} asks for another shape: leave {flag} out")
     if method.READS:
         new = method.new(dataclasses.replace(options, init_from=None, **shape), target, counts, placement)

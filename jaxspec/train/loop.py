@@ -18,6 +18,7 @@ from checkpoints import orbax
 from checkpoints.reading import read_json, told
 from jaxspec.common.errors import UserError
 from jaxspec.common.progress import Work, say, working
+from jaxspec.common.values import flag_of
 from jaxspec.common.writing import disk_errors, whole
 from jaxspec.train import methods
 from jaxspec.train.ahead import ahead
@@ -110,8 +111,9 @@ def check_folder(options: TrainOptions) -> None:
     begun = read_json(path)
     for name, value in recipe(options).items():
         if begun.get(name) != value:
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"--resume with {option} {value}, but the run was begun with {begun.get(name)}: use that")
+            raise UserError(
+                f"--resume with {flag_of(name)} {value}, but the run was begun with {begun.get(name)}: use that"
+            )
 
 
 def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -> None:

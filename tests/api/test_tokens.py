@@ -71,7 +71,7 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked():
 @pytest.mark.parametrize("kind", BYTES)
 @given(st.data())
 def test_text_is_shown_as_soon_as_no_byte_can_change_it(kind, data):
-    """What is shown is what all continuations have in common."""
+    """The shown text is what all continuations have in common."""
     begun, known = data.draw(drawn(kind)), vocabulary(tokenizer_of(kind))
     reader = known.reader(known, False)
     shown = "".join(reader.read([i]) for i in begun)

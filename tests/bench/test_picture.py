@@ -13,7 +13,7 @@ WAITS = {"mean": 40.5, "p50": 41.5, "p99": 42.5}
 
 
 def row(stage, batch_size=1, k=None, length=None, **more):
-    """As a run has it; ms is another number for each."""
+    """Return a row as a run has it. No two rows have the same ms."""
     ms = 1 + STAGES.index(stage) + batch_size / 16 + (k or 0) / 8
     common = {"stage": stage, "way": None, "batch_size": batch_size, "context": 512, "k": k, "ms": ms}
     figures = {"floor_ms": ms / 2, "tokens_per_second": 1000 / ms, "synthetic_acceptance_length": length}

@@ -78,7 +78,7 @@ def test_observers_hear_of_every_sample_once(llm, monkeypatch):
 
 
 def test_progress_shows_running_totals(monkeypatch):
-    """What a report costs does not depend on how many requests there are."""
+    """The cost of a report does not depend on the number of requests."""
     metrics = SpecDecodeMetrics(num_emitted_tokens=1000)
     with generation_progress(5000, metrics, enabled=True) as report:
         metrics += SpecDecodeMetrics(2, 8, [2, 1], 5)
