@@ -12,6 +12,7 @@ from checkpoints.gguf_config import GGUF_ENDS
 from checkpoints.loading import GENERATION_CONFIG, load_config, load_generation_config, load_tokenizer
 from checkpoints.reading import read_config, told
 from checkpoints.sources import Source
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import token_ids
 
 # Keys that name stop ids in config.json and generation_config.json.
@@ -23,20 +24,20 @@ ANSWER = "answer4711"  # a text that no chat template contains
 MOST_LINES = 10_000  # lines that a chat template may execute; usual ones execute some hundred
 
 
-def load_stop_ids(source: Source, tokenizer: Any = None) -> tuple[int, ...]:
+def load_stop_ids(source: Source, tokenizer: Any = None, config: ModelConfig | None = None) -> tuple[int, ...]:
     """Return the token ids that end a text, each once. Arguments and errors are those of `load_ends`."""
-    return tuple(load_ends(source, tokenizer))
+    return tuple(load_ends(source, tokenizer, config))
 
 
-def load_ends(source: Source, tokenizer: Any = None) -> dict[int, tuple[str, ...]]:
+def load_ends(source: Source, tokenizer: Any = None, config: ModelConfig | None = None) -> dict[int, tuple[str, ...]]:
     """Return the token ids that end a text, each with the parts of the checkpoint that name it.
 
-    tokenizer: the source's tokenizer; loaded if not given.
+    tokenizer, config: those of the source; loaded if not given.
     Raises: UserError, naming the file, for a value that is not a token id of at most 31 bits.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
     found: dict[int, tuple[str, ...]] = {}
-    for file, keys in named(source).items():
+    for file, keys in named(source, config).items():
         for key, value in keys:
             with told(source.path if source.kind == "gguf" else source.path / file):
                 add(found, token_ids(value, key), f"{file} {key}".strip())
@@ -54,14 +55,14 @@ def add(found: dict[int, tuple[str, ...]], ids: tuple[int, ...], part: str) -> N
         found[i] = (*found.get(i, ()), part)
 
 
-def named(source: Source) -> dict[str, list[tuple[str, Any]]]:
+def named(source: Source, config: ModelConfig | None) -> dict[str, list[tuple[str, Any]]]:
     """Return for each file the keys that name stop ids, with their values."""
-    if source.kind == "orbax":
-        return {orbax.CONFIG_FILE: [("eos_ids", load_config(source).eos_ids)]}
     if source.kind == "gguf":
         meta = gguf.read_header(source.path).meta
         return {"": [(key, meta[key]) for key in GGUF_ENDS if key in meta]}
-    load_config(source)  # raises for a folder that is not a supported model
+    config = load_config(source) if config is None else config  # raises for a folder that is not a supported model
+    if source.kind == "orbax":
+        return {orbax.CONFIG_FILE: [("eos_ids", config.eos_ids)]}
     own = read_config(source.path / "config.json")
     return {GENERATION_CONFIG: list(ends_of(load_generation_config(source))), "config.json": list(ends_of(own))}
 

@@ -89,7 +89,7 @@ class LLM:
             self.tokenizer = checkpoints.load_tokenizer(
                 checkpoints.resolve(self.config.tokenizer, weights=False) if self.config.tokenizer else source
             )
-            self.stop_ids = checkpoints.load_stop_ids(source, self.tokenizer)
+            self.stop_ids = checkpoints.load_stop_ids(source, self.tokenizer, self._resolved.config)
             self._begin(speculative, draft, started)
             if self._peers:
                 self._peers.agree({"its configuration": self.engine.runner.configs, "pages": self.engine.layout})

@@ -81,7 +81,7 @@ def as_jaxspec(
     if weight_bits is not None:
         params = {name: jax.device_put(rounded(name, known[name], x), here) for name, x in params.items()}
     if tokenizer is not None:
-        config = dataclasses.replace(config, eos_ids=checkpoints.load_stop_ids(source, tokenizer))
+        config = dataclasses.replace(config, eos_ids=checkpoints.load_stop_ids(source, tokenizer, config))
     checkpoints.save(dst, params, config, tokenizer, fingerprint=fingerprint)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
+from collections.abc import Callable
 
 import checkpoints
 from checkpoints import heads, names
@@ -66,24 +68,30 @@ def resolved_draft(source: checkpoints.Source, target: ResolvedModel, method: st
 
     Raises: UserError where it is for another method or does not fit, else as `checkpoints.load_config` does.
     """
-    reading = read(source, target, method)
-    config = reading.config if reading else checkpoints.load_config(source)
-    return ResolvedModel(source, config, reading, target, method)
+    own_config = functools.cache(functools.partial(checkpoints.load_config, source))
+    reading = read(source, own_config, target, method)
+    return ResolvedModel(source, reading.config if reading else own_config(), reading, target, method)
 
 
 def reread(draft: ResolvedModel, differing: frozenset[str]) -> ResolvedModel:
     """Resolve a head again, now that some of its copies are known to differ from the target's tensors."""
     assert draft.target is not None
-    reading = read(draft.source, draft.target, draft.method, differing)
+    own_config = functools.partial(checkpoints.load_config, draft.source)
+    reading = read(draft.source, own_config, draft.target, draft.method, differing)
     assert reading is not None
     return dataclasses.replace(draft, config=reading.config, reading=reading)
 
 
 def read(
-    source: checkpoints.Source, target: ResolvedModel, method: str | None, differing: frozenset[str] = frozenset()
+    source: checkpoints.Source,
+    own_config: Callable[[], ModelConfig],
+    target: ResolvedModel,
+    method: str | None,
+    differing: frozenset[str] = frozenset(),
 ) -> Reading | None:
     """Return how a head is read, None for a draft that is a model of its own.
 
+    own_config: parses the configuration of a draft that is a model of its own.
     differing: names of the head's copies that are known to differ from the target's tensors.
     Raises as `resolved_draft` does.
     """
@@ -93,7 +101,7 @@ def read(
     inner = methods.within(shapes)  # the method of a head within a model's checkpoint
     if wanted and methods.METHODS[wanted].parameters == "target":
         found = wanted
-    elif not wanted and found == "draft_model" and inner and same_size(checkpoints.load_config(source), target.config):
+    elif not wanted and found == "draft_model" and inner and same_size(own_config(), target.config):
         found = inner  # a draft model as large as its target would gain nothing, so its head is meant
     if wanted not in (None, found):
         raise UserError(f"method={wanted!r}, but {source.name!r} is a checkpoint of method {found!r}: leave method out")

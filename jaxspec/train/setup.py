@@ -103,7 +103,7 @@ def prepare(options: TrainOptions) -> Setup:
     else:
         draft = method.new(options, target, counts, placement)
     ids = {name: draft.params[name] for name, p in parameters(draft.config).items() if p.kind == "ids"}
-    stop_ids = checkpoints.load_stop_ids(source, tokenizer)
+    stop_ids = checkpoints.load_stop_ids(source, tokenizer, found.config)
     everywhere = make_placement(count)
     return Setup(options, target, draft, ids, shards, rows, stop_ids, fingerprint, device, dtype, placement, everywhere)
 
