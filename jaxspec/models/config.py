@@ -98,7 +98,7 @@ class ModelConfig:
                 fields[key] = rope_from_json(raw[key])
         if fields.pop("kv_copies", 1) != 1:  # a field of earlier versions
             raise UserError("kv_copies: a model whose key-value heads are copied is no checkpoint: convert it again")
-        if isinstance(raw.get("per_layer"), list):
+        if isinstance(raw.get("per_layer"), list | tuple):
             fields["per_layer"] = tuple(
                 LayerConfig(**layer | {"rope": rope_from_json(layer.get("rope"))}) for layer in raw["per_layer"]
             )

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,13 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    with whole(path) as partial, partial.open("wb") as file:
-        np.savez(file, **{name: arrays[name] for name in ARRAYS})  # type: ignore[arg-type]
+    """Write a shard whole or not at all.
+
+    It is written in a thread, where no interrupt is raised: zipfile cannot close a file in whose midst one came, and
+    fails with an error of its own.
+    """
+    with whole(path) as partial, partial.open("wb") as file, ThreadPoolExecutor(1) as pool:
+        pool.submit(np.savez, file, **{name: arrays[name] for name in ARRAYS}).result()  # type: ignore[arg-type]
 
 
 def read_shard(path: Path) -> dict[str, np.ndarray]:

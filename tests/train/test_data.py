@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import random
+import signal
+import zipfile
 
 import numpy as np
 import pytest
@@ -197,6 +200,19 @@ def test_a_full_disk_ends_it_with_what_is_kept(llm, out, options, tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == [data.MANIFEST, next(tmp_path.glob(data.SHARDS)).name]
     generate.generate(llm, tmp_path, DataOptions(**options), target="tiny", progress=False)
     assert contents(tmp_path) == contents(out)
+
+
+def test_an_interrupt_while_a_shard_is_written_stays_one(tmp_path, monkeypatch):
+    """zipfile fails in its own way where one comes in the midst of a file."""
+    real = zipfile._ZipWriteFile.__init__
+
+    def interrupted(self, *given):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(self, *given)
+
+    monkeypatch.setattr(zipfile._ZipWriteFile, "__init__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        data.write_shard(tmp_path / "shard-00000.npz", {name: np.zeros(2) for name in data.ARRAYS})
 
 
 def test_parts_fill_a_folder_together(llm, out, options, tmp_path):
