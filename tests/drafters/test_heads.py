@@ -157,7 +157,7 @@ def test_every_round_proposes_what_the_reference_does(folders, name, monkeypatch
     paused = served.add(PROMPT[:13], SamplingParams(temperature=0.0, max_tokens=60))
     for rounds_without in (3, CHUNK + 5):
         served.step(1)
-        served.absorb([paused], fetch(served.runner.start(served.launch([paused], 0, rounds_without))))
+        served.apply_result([paused], fetch(served.runner.start(served.launch([paused], 0, rounds_without))))
     while served.busy:
         served.step()
     jax.effects_barrier()

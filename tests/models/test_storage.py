@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench.setup import as_published
-from jaxspec.loading.weights import laid
+from jaxspec.bench.models import as_published
+from jaxspec.loading.weights import resharded
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import compute_dtype, weight_bytes
 from jaxspec.models.model import Model
@@ -123,7 +123,7 @@ def test_over_several_devices_they_lie_in_float32_again():
     model = tiny_models.model(CONFIG)
     params = published(CONFIG)
     halved = dataclasses.replace(model, params=stored_for(STREAMS, CONFIG, dict(params)))
-    over_two = laid(halved, make_placement(2))
+    over_two = resharded(halved, make_placement(2))
     assert over_two.dtype == halved.dtype == jnp.float32
     for name, array in params.items():
         assert over_two.params[name].dtype == array.dtype, name

@@ -14,9 +14,9 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.model import Model
 from jaxspec.options.engine import KERNELS
 from pallas_kernels import (
+    argmax,
     feed_forward,
     kv_write,
-    likeliest_token,
     merge_tokens,
     paged_attention,
     self_attention,
@@ -61,7 +61,7 @@ def traced(op: str, implementation: str | None, device: Device, rows: int = 1, d
             lambda *a: self_attention(*a[:-1], norm=a[-1], **layer, **attention, **how),
             (x(1, rows, 256), x(256, 640), pages, shape(rows), *table, *[f32(1, rows, 32)] * 2, f32(256)),
         ),
-        "likeliest": (lambda *a: likeliest_token(*a, **how), (x(rows, 256), x(1000, 256))),
+        "likeliest": (lambda *a: argmax(*a, **how), (x(rows, 256), x(1000, 256))),
     }[op]
     return str(jax.make_jaxpr(function)(*arguments))
 

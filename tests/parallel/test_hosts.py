@@ -271,7 +271,7 @@ def test_what_is_no_plan():
     class Unknown:
         x: int = 0
 
-    with pytest.raises(TypeError, match="Unknown is not told to other processes: list it in CLASSES"):
+    with pytest.raises(TypeError, match="Unknown cannot be sent to other processes: list it in CLASSES"):
         wire.as_json(Unknown())
 
 

@@ -23,7 +23,7 @@ from jaxspec.cli import main
 from jaxspec.common.errors import UserError
 from jaxspec.inspect.info import describe
 from jaxspec.train import data, kept, loop
-from jaxspec.train.setup import prepare
+from jaxspec.train.preparation import prepare
 from jaxspec.train.step import learning_rate
 from tests.checkpoints.files import fails
 from tests.support import model_folders

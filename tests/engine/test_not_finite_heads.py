@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.results import NO_NUMBERS
+from jaxspec.engine.results import NOT_FINITE_MESSAGE
 from jaxspec.models.decoder import random_params
 from jaxspec.models.model import Model
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
-from tests.engine.test_no_law import CONFIG, POISON, PROMPTS, poisoned, served
+from tests.engine.test_not_finite import CONFIG, POISON, PROMPTS, poisoned, served
 from tests.support import lively_heads, tiny_models
 from tests.support.sizes import cases
 
@@ -50,6 +50,6 @@ def test_a_row_ends_alone(kind, where, monkeypatch):
         requests = tiny_models.run(found, PROMPTS, ASKED)
         assert [(r.output, r.error) for r in requests] == [(r.output, r.error) for r in expected]
     assert [expected[i].finish_reason for i in GOOD] == ["length"] * len(GOOD)
-    assert (expected[1].error == NO_NUMBERS) == (where == "the target")
+    assert (expected[1].error == NOT_FINITE_MESSAGE) == (where == "the target")
     assert POISON in PROMPTS[1]
     assert (requests[0].metrics.num_draft_tokens > 0) == (where == "the target"), "no draft without a number"
