@@ -135,7 +135,7 @@ class AsyncLLM:
             self._thread.tell(self._thread.abort, call)
 
     def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> PromptRequest:
-        """Return the prompt as an Ask that has a request_id."""
+        """Return the prompt as a request that has a request_id."""
         self._thread.check_open()
         if isinstance(prompt, PromptRequest) and sampling_params is not None:
             raise UserError("sampling_params belong to `prepare` where the prompt is prepared: leave them out here")

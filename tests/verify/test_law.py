@@ -224,7 +224,7 @@ block_judged = block.judged
 FAULTS = [
     (standard, "leading", lambda accepted, num_proposed: num_proposed),
     (standard, "residual_distribution", from_the_target),
-    (block, "extra_law", from_the_target),
+    (block, "residual_distribution", from_the_target),
     (block, "judged", only_the_path_so_far),
 ]
 

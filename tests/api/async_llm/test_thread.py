@@ -152,7 +152,7 @@ def test_a_text_that_cannot_be_made_is_its_callers_trouble(llm, expected, monkey
     output = PromptRun.output
 
     def failing(prompt_run):
-        if prompt_run.ask.text == PROMPTS[0]:
+        if prompt_run.prompt_request.text == PROMPTS[0]:
             raise LookupError("no such word")
         return output(prompt_run)
 

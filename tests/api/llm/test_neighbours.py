@@ -53,7 +53,7 @@ def test_nor_do_they_while_others_read_on(llm, monkeypatch):
         real = PromptRun.pieces
 
         def pieces(prompt_run: PromptRun) -> list[Any]:
-            for sample in prompt_run.samples if prompt_run.ask.ids in bad else ():
+            for sample in prompt_run.samples if prompt_run.prompt_request.ids in bad else ():
                 sample.detokenizer.reader = None
             return real(prompt_run)
 
@@ -134,7 +134,7 @@ def test_an_interrupt_while_requests_are_queued(llm):
     files = (
         "api/completions",
         "api/llm",
-        "engine/roster",
+        "engine/open_requests",
         "engine/scheduler",
         "api/detokenizer",
         "engine/arrivals",
@@ -166,7 +166,7 @@ class Dropped:
 @cases("first", [1, 2, 3], quick=[1])
 def test_streams_that_the_collector_finds_anywhere(llm, first):
     """They end wherever Python looks for cycles, be it in the middle of what the engine does for another request."""
-    files = ("engine/roster", "engine/scheduler", "cache/allocator")
+    files = ("engine/open_requests", "engine/scheduler", "cache/allocator")
     submit = lambda: llm._submit(llm._prepare([PROMPTS[3]], SHORT)[0])
     (expected,) = llm.generate(PROMPTS[3], SHORT)
     gc.disable()
