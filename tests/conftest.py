@@ -83,7 +83,7 @@ def interruptible():
 # Every program compiled for the CPU maps some memory, and Linux gives a process 65,530 mappings: beyond them the
 # compiler aborts. So a process that has made many lets go of them; the compilation cache has them still. What it let
 # go of, glibc keeps: given back, two workers fit into a small machine beside what tests start.
-MOST_MAPPINGS, EVERY = 25_000, 5
+MOST_MAPPINGS, EVERY = 25_000, 15
 num_tests = itertools.count(1)
 give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's own
 

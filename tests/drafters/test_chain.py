@@ -20,13 +20,13 @@ def test_each_place_is_computed_once_and_copied_without_a_loop(sampled, monkeypa
     once."""
     asked, table = [], jnp.asarray(np.random.default_rng(0).standard_normal((E, V)), jnp.float32)
     monkeypatch.setattr(Head, "logits", lambda self, x, backend: asked.append(0) or x @ table)
-    monkeypatch.setattr(Head, "likeliest", lambda self, x, backend, size: argmax(self.logits(x, backend)))
+    monkeypatch.setattr(Head, "argmax_token", lambda self, x, backend, size: argmax(self.logits(x, backend)))
     monkeypatch.setattr(Head, "vocabulary", None)
     hidden = jnp.asarray(np.random.default_rng(1).standard_normal((B, K, E)), jnp.float32)
 
     def choose(place, x, drafts, i):
         if not sampled:
-            return place.likeliest(x, None, V), None
+            return place.argmax_token(x, None, V), None
         logits = place.logits(x, None)
         return argmax(logits), jax.nn.softmax(logits)
 

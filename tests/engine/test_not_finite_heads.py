@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.results import NOT_FINITE_MESSAGE
@@ -38,7 +37,7 @@ def engine(kind: str, target: Model, damaged: bool) -> Engine:
 
 
 @cases("kind", lively_heads.KINDS, quick=["dflash"])
-@pytest.mark.parametrize("where", ["the head", "the target"])
+@cases("where", ["the head", "the target"], quick=["the head"])
 def test_a_row_ends_alone(kind, where, monkeypatch):
     """Twice, in the same pages: what was left there by the first is no number, and nobody's."""
     target = poisoned() if where == "the target" else tiny_models.model(CONFIG)

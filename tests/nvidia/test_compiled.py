@@ -66,7 +66,7 @@ def check_program(gpu: str, case: str, program: Compiled) -> None:
     assert program.temporary < program.reserved, f"{case}: {program.temporary / 1e6:.1f} MB"
 
 
-@cases("gpu", GPUS, quick=["T4"])
+@cases("gpu", GPUS, rest=["T4"])
 def test_the_device_program(gpu):
     for case, program in compiled(gpu, "tests.nvidia.programs", "few layers").items():
         check_program(gpu, case, program)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import argmax
+from pallas_kernels import argmax_token
 from pallas_kernels.device import CPU
 from tests.pallas_kernels.flavours import kernel
 from tests.support.sizes import cases
@@ -59,11 +59,11 @@ def test_a_table_as_large_as_models_have():
 
 def test_public_function():
     x, table = whole_numbers(2, 3, 64, seed=5), whole_numbers(100, 64, seed=6)
-    expected = argmax(x, table, platform="cpu")
+    expected = argmax_token(x, table, platform="cpu")
     assert expected.shape == (2, 3)
-    np.testing.assert_array_equal(argmax(x, table, platform="cpu", implementation="pallas"), expected)
-    few = argmax(x, table, num_ids=7, platform="cpu")
+    np.testing.assert_array_equal(argmax_token(x, table, platform="cpu", implementation="pallas"), expected)
+    few = argmax_token(x, table, num_ids=7, platform="cpu")
     assert few.max() < 7
-    np.testing.assert_array_equal(argmax(x, table, num_ids=1000, platform="cpu"), expected)
+    np.testing.assert_array_equal(argmax_token(x, table, num_ids=1000, platform="cpu"), expected)
     with pytest.raises(ValueError, match=r"table must have shape \(100, 64\)"):
-        argmax(x, table[:, :63], platform="cpu")
+        argmax_token(x, table[:, :63], platform="cpu")

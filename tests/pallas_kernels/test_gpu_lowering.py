@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import (
     _few_rows,
-    argmax,
+    argmax_token,
     feed_forward,
     kv_write,
     merge_tokens,
@@ -139,7 +139,7 @@ def test_products_of_some_rows_ask_for_the_weights_behind(rows, asking):
 )
 def test_argmax_token(rows, width, dtype, device, kernels):
     shapes = shape(rows, width, dtype=dtype), shape(1000, width, dtype=dtype)
-    assert lowered(lambda *a: argmax(*a, platform=device), *shapes).count("xla.gpu.triton") == kernels
+    assert lowered(lambda *a: argmax_token(*a, platform=device), *shapes).count("xla.gpu.triton") == kernels
 
 
 def lowered_self_attention(rows, heads, row_pages=64, device=A100):
