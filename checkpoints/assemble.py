@@ -28,6 +28,12 @@ from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
 
 Read = Callable[[str, Index], np.ndarray]
+Keep = Callable[[str, Parameter, jax.Array], Any]
+
+
+def unchanged(where: str, parameter: Parameter, x: jax.Array) -> jax.Array:
+    """Return the values themselves: the `keep` of an unquantised model."""
+    return x
 
 
 def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
@@ -89,19 +95,21 @@ def assemble(
     file: TensorFile,
     *,
     edit: Callable[[Parameter, str, np.ndarray], np.ndarray],
+    keep: Keep = unchanged,
     progress: bool = True,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Read every parameter of `abstract` from `file`, with the dtype and sharding given there.
 
     edit(parameter, part, rows): undoes a transformation that the format applied to values or rows. The rows of q and k
       that it gets are whole heads.
+    keep: as in `checkpoints.load_params`.
     Raises: UserError as `check` does; UnsupportedError as `check_repeats` and `check_frequencies` do, and for a tensor
       of integers where floating point is needed, or the reverse.
     """
     check(config, abstract, table, file)
     check_repeats(table, file)
     check_frequencies(config, table, file)
-    params: dict[str, jax.Array] = {}
+    params: dict[str, Any] = {}
     total = sum(parameter.nbytes for parameter in abstract.values())
     with byte_progress("loading weights", total, enabled=progress) as advance:
         for where, parameter in abstract.items():
@@ -114,7 +122,7 @@ def assemble(
                     raise UnsupportedError(f"{file.where}: tensor {names[part]} is stored as {x.dtype}: {needed} read")
                 return edit(parameter, part, x)
 
-            params[where] = place(where, parameter, copying(parameter, read))
+            params[where] = keep(where, parameter, place(where, parameter, copying(parameter, read)))
             advance(parameter.nbytes)
     return params
 

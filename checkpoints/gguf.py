@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import jax
 import numpy as np
 
 from checkpoints import gguf_config
-from checkpoints.assemble import assemble
+from checkpoints.assemble import Keep, assemble, unchanged
 from checkpoints.names import GGUF
 from checkpoints.reading import naming_file
 from checkpoints.tensor_file import Index
@@ -210,8 +209,13 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def load_params(
-    path: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
-) -> dict[str, jax.Array]:
+    path: Path,
+    config: ModelConfig,
+    abstract: Mapping[str, Parameter],
+    *,
+    keep: Keep = unchanged,
+    progress: bool = True,
+) -> dict[str, Any]:
     """Load dequantised parameters with the shapes, dtypes and shardings of `abstract`.
 
     Raises: UserError for a missing, extra or misshapen tensor or a truncated file; UnsupportedError for a
@@ -224,7 +228,7 @@ def load_params(
             return halves(x, config.head_dim)
         return x
 
-    return assemble(config, abstract, GGUF, Weights(path), edit=edit, progress=progress)
+    return assemble(config, abstract, GGUF, Weights(path), edit=edit, keep=keep, progress=progress)
 
 
 def halves(x: np.ndarray, head_dim: int) -> np.ndarray:

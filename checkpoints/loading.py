@@ -12,9 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
-
 from checkpoints import gguf, orbax, safetensors
+from checkpoints.assemble import Keep, unchanged
 from checkpoints.gguf_tokenizer import build_tokenizer
 from checkpoints.library import transformers
 from checkpoints.reading import is_regular_file, naming_file, read_config, read_json, without_nulls
@@ -42,18 +41,25 @@ def load_config(source: Source) -> ModelConfig:
 
 
 def load_params(
-    source: Source, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
-) -> dict[str, jax.Array]:
+    source: Source,
+    config: ModelConfig,
+    abstract: Mapping[str, Parameter],
+    *,
+    keep: Keep = unchanged,
+    progress: bool = True,
+) -> dict[str, Any]:
     """Load the parameters, reading slice by slice onto their devices.
 
     Args:
       abstract: the parameters by name, with dtype and sharding, from `jaxspec.models.decoder.abstract_params`.
+      keep: function from a parameter's name, declaration and values to what is returned in its place. It is called as
+        soon as a parameter is loaded, so that quantised weights need no more memory than they take.
       progress: whether to show progress on standard error if loading takes long.
 
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
       FileNotFoundError naming a missing shard; UnsupportedError for a dtype or quantisation that is not read.
     """
-    return FORMATS[source.kind].load_params(source.path, config, abstract, progress=progress)
+    return FORMATS[source.kind].load_params(source.path, config, abstract, keep=keep, progress=progress)
 
 
 def stored_dtype(source: Source) -> str:

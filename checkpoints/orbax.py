@@ -23,6 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from checkpoints.assemble import Keep, unchanged
 from checkpoints.reading import is_regular_file, naming_file, read_json
 from jaxspec.common.errors import UserError
 from jaxspec.common.progress import working
@@ -113,8 +114,13 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_params(
-    folder: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
-) -> dict[str, jax.Array]:
+    folder: Path,
+    config: ModelConfig,
+    abstract: Mapping[str, Parameter],
+    *,
+    keep: Keep = unchanged,
+    progress: bool = True,
+) -> dict[str, Any]:
     """Load parameters with the shapes, dtypes and shardings of `abstract`.
 
     Raises: UserError where the configuration repeats key-value heads, which this format cannot; else as `load_arrays`
@@ -128,7 +134,8 @@ def load_params(
             f"{own}, or the model's safetensors or GGUF file"
         )
     with working("loading weights", enabled=progress):
-        return load_arrays(folder / PARAMS, abstract)
+        arrays = load_arrays(folder / PARAMS, abstract)
+    return {name: keep(name, abstract[name], arrays.pop(name)) for name in list(arrays)}
 
 
 def stored_dtype(folder: Path) -> str:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from checkpoints import hf_config
-from checkpoints.assemble import assemble
+from checkpoints.assemble import Keep, assemble, unchanged
 from checkpoints.eight_bits import SCALE, dequantised
 from checkpoints.library import transformers
 from checkpoints.names import hf
@@ -78,8 +77,13 @@ def parse_layers(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def load_params(
-    folder: Path, config: ModelConfig, abstract: Mapping[str, Parameter], *, progress: bool = True
-) -> dict[str, jax.Array]:
+    folder: Path,
+    config: ModelConfig,
+    abstract: Mapping[str, Parameter],
+    *,
+    keep: Keep = unchanged,
+    progress: bool = True,
+) -> dict[str, Any]:
     """Load parameters with the shapes, dtypes and shardings of `abstract`. Each device's shard is read on its own.
 
     Raises: UserError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
@@ -89,7 +93,7 @@ def load_params(
     heads = table.sources("head").values() if config.tied else ()  # some files repeat the embedding table as a head
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
     table = dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
-    return assemble(config, abstract, table, shards, edit=edit(config.norm_plus_one), progress=progress)
+    return assemble(config, abstract, table, shards, edit=edit(config.norm_plus_one), keep=keep, progress=progress)
 
 
 def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarray]:

@@ -28,21 +28,21 @@ SMALL_X = 5 * 1024  # elements of an x that stays in the nearest cache
 def product(x, matrix):
     """Multiply x f32[..., I] with a matrix [O, I]. Return f32[..., O].
 
-    A bfloat16 matrix is read as bfloat16, half of the bytes, and converted for the arithmetic.
+    A matrix of a smaller dtype, bfloat16 or 8 bits, is read as such and converted for the arithmetic.
     """
     rows = x.size // x.shape[-1]
     streams = num_streams(rows, *matrix.shape[::-1])
     # The reduction of a single array compiles to another loop, which waits for each of its sums.
     if rows > MAX_ROWS or streams * rows == 1:
-        return once(by_library, x, matrix) if matrix.dtype == jnp.bfloat16 else by_library(x, matrix)
+        return by_library(x, matrix) if matrix.dtype == x.dtype else once(by_library, x, matrix)
     return once(by_streams, x, matrix, streams)
 
 
 def by_library(x, matrix):
     """Multiply with the library that the compiler calls.
 
-    A bfloat16 matrix is converted here. Callers then wrap this function in `once`: else the compiler would convert the
-    matrices of all layers before the first product.
+    A matrix of a smaller dtype is converted here. Callers then wrap this function in `once`: else the compiler would
+    convert the matrices of all layers before the first product.
     """
     return plain.dot(x, matrix.astype(x.dtype), 1, x.dtype)
 

@@ -121,9 +121,10 @@ class LLM:
         dtype = compute_dtype(self.config.dtype, backend.device)
 
         def read() -> Model:
-            return load(self._resolved, dtype, self._placement).stored_for(backend)
+            form = self.config.quantization
+            return load(self._resolved, dtype, self._placement, quantization=form).stored_for(backend)
 
-        if self._kept is None:
+        if self._kept is None or self.config.quantization:
             return read()
         return load_dequantised(self._resolved, dtype, backend, self._placement, self._kept / "dequantised", read)
 
@@ -131,9 +132,8 @@ class LLM:
         check_same_tokenizer(self._resolved.source, self.tokenizer, draft.source)
         device, placement = here(), self._placement.draft
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
-        return load_draft(draft, dtype, placement, self.target).stored_for(
-            Backend(device, placement, self.config.kernels)
-        )
+        loaded = load_draft(draft, dtype, placement, self.target, quantization=speculative.quantization)
+        return loaded.stored_for(Backend(device, placement, self.config.kernels))
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
         """Return another LLM that speculates in another way and shares this target's weights. Raises UserError in a job

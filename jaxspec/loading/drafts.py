@@ -12,6 +12,7 @@ import jax
 import checkpoints
 from checkpoints import head_folders, names
 from jaxspec.common.errors import MisfitError, UserError
+from jaxspec.loading.quantised import quantised
 from jaxspec.loading.resolved import ResolvedModel, reread
 from jaxspec.loading.weights import load
 from jaxspec.models.decoder import abstract_params, parameters
@@ -22,19 +23,23 @@ from pallas_kernels.weights import dense
 logger = logging.getLogger(__name__)
 
 
-def load_draft(draft: ResolvedModel, dtype: Any, placement: Any, target: Model) -> Model:
+def load_draft(
+    draft: ResolvedModel, dtype: Any, placement: Any, target: Model, *, quantization: str | None = None
+) -> Model:
     """Load a draft of any method for this target.
 
+    quantization: as in `jaxspec.loading.weights.load`.
     Raises: UserError where it does not fit the target, else as `checkpoints.load_params` does.
     """
     draft = with_compared_copies(draft, lambda name: dense(target.params[name]))
     if draft.reading is None:
-        return load(draft, dtype, placement, target)
+        return load(draft, dtype, placement, target, quantization=quantization)
     if draft.reading.remark:
         logger.warning("%s", draft.reading.remark)
     check_divides(draft.config, placement.degree, of_draft=True)
     abstract = abstract_params(draft.config, dtype, placement)
-    return Model(draft.config, head_folders.load(draft.source.path, draft.reading, abstract))
+    params = head_folders.load(draft.source.path, draft.reading, abstract)
+    return Model(draft.config, quantised(quantization, abstract, params))
 
 
 def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str], jax.Array]) -> ResolvedModel:

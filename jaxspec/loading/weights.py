@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import checkpoints
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.platforms import facts
+from jaxspec.loading.quantised import quantiser
 from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -29,9 +30,12 @@ def compute_dtype(name: str, device: Device) -> Any:
     return jnp.dtype(auto if name == "auto" else name)
 
 
-def load(model: ResolvedModel, dtype: Any, placement: Any, target: Model | None = None) -> Model:
+def load(
+    model: ResolvedModel, dtype: Any, placement: Any, target: Model | None = None, *, quantization: str | None = None
+) -> Model:
     """Load a model, or a draft that is a model of its own.
 
+    quantization: the form of the weights in memory, a name of `jaxspec.options.quantization.FORMS`, or None.
     target: the target of a draft, which may share the target's embedding table.
     Raises: UserError where draft and target do not fit, else as `checkpoints.load_params` does.
     """
@@ -50,7 +54,7 @@ def load(model: ResolvedModel, dtype: Any, placement: Any, target: Model | None 
         for name in from_target:  # no copy where dtype and sharding agree
             shared[name] = jax.device_put(jnp.asarray(target.params[name], other), abstract[name].sharding)
         abstract = {name: p for name, p in abstract.items() if name not in shared}
-    params = checkpoints.load_params(model.source, config, abstract)
+    params = checkpoints.load_params(model.source, config, abstract, keep=quantiser(quantization))
     if target is None:
         check_finite(model.name, {name: params[name] for name, p in abstract.items() if p.head})
     return Model(config, params | shared)

@@ -1,6 +1,7 @@
 """The forms of parameters that programs read fastest.
 
-On a CPU, matrices are stored output-first. They are stored in bfloat16 if that changes no value.
+On a CPU, matrices are stored output-first. They are stored in bfloat16 if that changes no value, or in 8 bits as they
+are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jaxspec.models.parameters import Parameter
 from pallas_kernels.streamed import num_streams
 from pallas_kernels.weights import Weight
 from pallas_kernels.weights.output_first import Streamed
+from pallas_kernels.weights.scaled import Scaled, StreamedScaled
 
 
 def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
     """
     if not backend.streams or compute_dtype(params) != jnp.float32:
         return params
-    if any(isinstance(x, Streamed) for x in params.values()):
+    if any(isinstance(x, Streamed | StreamedScaled) for x in params.values()):
         return params
     known = parameters(config)
     streamed = {name for name, x in params.items() if not isinstance(x, Weight) and streams_alone(known[name], x)}
@@ -37,7 +39,9 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
         x = params.pop(name)
         if halved and name in streamed:
             x = x.astype(jnp.bfloat16)
-        if known[name].kind == "matrix" and not isinstance(x, Weight):
+        if isinstance(x, Scaled) and x.by_output:
+            x = StreamedScaled(x.values.T, x.of_outputs())
+        elif known[name].kind == "matrix" and not isinstance(x, Weight):
             x = Streamed(x.T)
         found[name] = jax.block_until_ready(x)
     return found

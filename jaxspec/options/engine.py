@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, option, options, refuse_unsupported
+from jaxspec.options.quantization import QUANTIZATION_HELP, check_quantization
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("reference", "pallas")  # the names of pallas_kernels.forms, which imports jax
@@ -26,6 +27,7 @@ class EngineConfig:
         "some models. float32 also means full-precision products everywhere.",
         default="auto",
     )
+    quantization: str | None = option(f"{QUANTIZATION_HELP} Default: in the compute dtype.", default=None)
     max_model_len: int | None = option(
         "Longest prompt and output together, in tokens. Default: the model's own.",
         default=None,
@@ -78,6 +80,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
+        check_quantization("quantization", self.quantization)
         counts = ("tensor_parallel_size", "max_num_seqs", "max_model_len", "page_size", "num_pages", "prefill_chunk")
         check_counts(self, dict.fromkeys(counts, LARGEST) | {"rounds_per_launch": MAX_ROUNDS})
         for name in ("enable_prefix_caching", "compilation_cache", "warm_up", "wait_for_warm_up"):

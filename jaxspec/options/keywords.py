@@ -14,6 +14,7 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     tensor_parallel_size: int
     dtype: str
+    quantization: str | None
     max_model_len: int | None
     max_num_seqs: int
     page_size: int | None

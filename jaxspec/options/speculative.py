@@ -20,6 +20,7 @@ from jaxspec.common.values import (
 from jaxspec.drafters import methods
 from jaxspec.options import trees
 from jaxspec.options.engine import DTYPES
+from jaxspec.options.quantization import check_quantization
 from jaxspec.verify import rules
 
 # The (shortest, longest) n-gram that prompt lookup compares: as the only method, and before another method. A short
@@ -62,7 +63,10 @@ class SpeculativeConfig:
         default=None,
     )
     dtype: str | None = option("Compute dtype of the draft. Default: the target's.", default=None)
-    quantization: str | None = option("Not supported yet.", default=None)
+    quantization: str | None = option(
+        "Form of the draft's weights in memory, as the engine's option of this name. Default: in the compute dtype.",
+        default=None,
+    )
     parallel_drafting: bool | None = option(
         "Fill all K places in one pass of the draft (PARD, P-EAGLE). None: if the draft was trained to.",
         default=None,
@@ -183,6 +187,7 @@ class SpeculativeConfig:
             one_of("rejection_sample_method", self.rejection_sample_method, rules.NAMES)
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
+        check_quantization("quantization", self.quantization)
         if self.draft_tensor_parallel_size is not None:
             whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
             if not self.has_parameters:
@@ -192,7 +197,6 @@ class SpeculativeConfig:
         refuse_unsupported(
             self,
             {
-                "quantization": "leave it out",
                 "suffix_decoding_max_cached_requests": "what other requests said is not kept",
             },
         )

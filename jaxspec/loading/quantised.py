@@ -1,0 +1,82 @@
+"""Quantisation of weights while they are loaded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspec.common.errors import UserError
+from jaxspec.models.parameters import Parameter
+from jaxspec.options.quantization import FORMS, Quantization
+from pallas_kernels.weights import AnyWeight, specs
+from pallas_kernels.weights.scaled import Scaled, abstract, quantise
+
+Keep = Callable[[str, Parameter, jax.Array], AnyWeight]
+
+
+def quantiser(name: str | None) -> Keep:
+    """Return a function from a parameter's name, declaration and values to the form in which memory keeps it.
+
+    Only the matrices of products are quantised. The output head keeps its dtype, because its errors reach the logits
+    directly; so do the embedding table, norms and biases.
+
+    name: a name of `jaxspec.options.quantization.FORMS`, or None to keep all parameters as they are.
+    """
+    if name is None:
+        return lambda where, parameter, x: x
+    form = FORMS[name]
+
+    def keep(where: str, parameter: Parameter, x: jax.Array) -> AnyWeight:
+        if not is_quantised(parameter):
+            return x
+        check_divides(name, form, where, parameter)
+        shape: Any = parameter.shape
+        return jax.block_until_ready(program(form.dtype, form.block(shape), sharding_of(form, parameter))(x))
+
+    return keep
+
+
+def quantised(name: str | None, known: Mapping[str, Parameter], params: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters in a form. The dict is emptied, so that memory holds one parameter at a time in both forms."""
+    keep = quantiser(name)
+    return {where: keep(where, known[where], params.pop(where)) for where in list(params)}
+
+
+def is_quantised(parameter: Parameter) -> bool:
+    """Return whether forms of quantised weights apply to a parameter."""
+    return parameter.kind == "matrix" and not parameter.head
+
+
+def check_divides(name: str, form: Quantization, where: str, parameter: Parameter) -> None:
+    """Raise UserError unless whole blocks make up the matrix, and each shard of it."""
+    shape = parameter.shape
+    shard = parameter.sharding.shard_shape(shape) if parameter.sharding is not None else shape
+    for axis, size in (("inputs", form.inputs), ("outputs", form.outputs)):
+        of_all, of_shard = (dict(zip(("inputs", "outputs"), s, strict=True))[axis] for s in (shape, shard))
+        if size and of_shard % size:
+            part = "" if of_all == of_shard else f" a device of its {of_all}"
+            raise UserError(
+                f"quantization={name!r}: blocks of {size} do not divide the {of_shard} {axis}{part} of {where}: "
+                "take int8 or fp8, whose scales belong to whole columns"
+            )
+
+
+def sharding_of(form: Quantization, parameter: Parameter) -> Any:
+    """Return the sharding of a quantised parameter, as a tree like the weight, or None for the default device."""
+    if not isinstance(parameter.sharding, NamedSharding):
+        return parameter.sharding
+    shape: Any = parameter.shape
+    mesh = parameter.sharding.mesh
+    tree = specs(abstract(shape, form.dtype, form.block(shape), "float32"), parameter.sharding.spec)
+    return jax.tree.map(functools.partial(NamedSharding, mesh), tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+@functools.lru_cache(maxsize=64)
+def program(dtype: str, block: tuple[int, int], sharding: Any) -> Callable[[jax.Array], Scaled]:
+    """Return the device program that quantises a matrix."""
+    options = {} if sharding is None else {"out_shardings": sharding}
+    return jax.jit(functools.partial(quantise, dtype=dtype, block=block), **options)
