@@ -51,7 +51,7 @@ $(BIN)/python:
 
 # Stamps: installed once, and again when pyproject.toml changes. The message goes to standard error because
 # `make -s demo ARGS=--json` prints a document.
-$(VENV)/.demo: EXTRAS :=
+$(VENV)/.demo: EXTRAS := [plots]
 $(VENV)/.test: EXTRAS := [test]
 $(VENV)/.lint: EXTRAS := [lint]
 $(VENV)/.demo $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python

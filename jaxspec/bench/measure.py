@@ -17,10 +17,11 @@ from jaxspec.bench import floors
 from jaxspec.bench.clock import Sample, measure
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.load import load_rows
-from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
+from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options
 from jaxspec.bench.race import race
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.setup import Setup, load
+from jaxspec.common.plots import check_plot
 from jaxspec.common.progress import say
 from jaxspec.engine.runner import fetch
 from jaxspec.loading.weights import compute_dtype
