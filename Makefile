@@ -43,8 +43,9 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Without --quiet, which keeps MkDocs from counting the warnings. The variable silences an advertisement.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:
 	rm -rf $(VENV) .nvidia site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

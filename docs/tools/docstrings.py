@@ -1,4 +1,4 @@
-"""Extension of griffe, which reads the docstrings for the reference: two forms of them that it does not know."""
+"""Extension of griffe, which reads the docstrings for the reference: turns this project's forms into known ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from typing import Any
 
 import griffe
 
+# Form of a line -> what griffe and Markdown read alike. A name with its text after a function's summary, `name: text`,
+# becomes an item of a list; a sentence after "Raises: " is text, not a section's title.
+FORMS = {
+    r"^(Raises|Returns): (?=\S)": r"**\1** ",
+    r"^Example:$": "Examples:",
+    r"^([a-z]\w*(?:, [a-z]\w*)*): (?=\S)": r"\n- `\1`: ",
+}
+
 
 class Forms(griffe.Extension):
-    """Understands a field's `option("text", default=...)`, and sentences that begin with "Raises: "."""
+    """Understands a field's `option("text", default=...)`, and the forms above."""
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Give a field of an option class its text and its default."""
@@ -23,6 +31,10 @@ class Forms(griffe.Extension):
         attr.value = given.get("default")
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Have a sentence of what is raised or returned taken as text, not as the title of a section."""
-        if obj.docstring:
-            obj.docstring.value = re.sub(r"^(Raises|Returns): (?=\S)", r"**\1** ", obj.docstring.value, flags=re.M)
+        """Rewrite a docstring's forms. Hide the methods of option classes, which are not for users."""
+        for form, known in FORMS.items():
+            if obj.docstring:
+                obj.docstring.value = re.sub(form, known, obj.docstring.value, flags=re.MULTILINE)
+        decorators = obj.parent.decorators if isinstance(obj.parent, griffe.Class) else []
+        if any(str(each.value) == "options" for each in decorators) and (obj.is_function or "property" in obj.labels):
+            obj.docstring = None

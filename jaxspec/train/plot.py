@@ -12,6 +12,7 @@ from jaxspec.common.writing import whole
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: int) -> None:
     """Write a picture of loss and acceptance length over the steps. rows: those of metrics.jsonl."""
+
     def column(name):
         """Return steps and values of the rows that have this value."""
         return zip(*((row["step"], row[name]) for row in rows if name in row), strict=True)
