@@ -7,6 +7,9 @@ weight would pass through registers first.
 The depth is split until there are enough programs. The partial sums, f32[splits, rows, width], are left for the next
 kernel to add up: a product, two sums and a norm take two kernels instead of three or four.
 
+A matrix in 8 bits (`weights/scaled.py`) is converted to the dtype of x as it arrives. Scales of whole columns are
+applied to the sums, scales of blocks to the product with each block.
+
 Both kernels let the next one start early (see `_overlap`): a product once its last weights have arrived, the small
 kernel at its start. Before it waits for its last weights, a product also prefetches the first weights of the next
 product. One row and small matrices are for `_split_product`; many rows and the largest matrices are left to the
@@ -26,6 +29,8 @@ from pallas_kernels._overlap import WARPS, prefetch, start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
+from pallas_kernels.weights import AnyWeight, Weight
+from pallas_kernels.weights.scaled import Scaled
 
 MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer rows are padded
 COLUMNS, DEPTH = 64, 128  # of weights in one read; twice the columns where that leaves enough programs
@@ -36,17 +41,34 @@ SHARED = 218 << 10  # bytes of a multiprocessor's shared memory
 MAX_SIZE = 1 << 28  # elements of a matrix: larger ones were not timed
 
 
-def covers(rows: int, *weights: jax.Array, device: Device) -> bool:
+def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
     """Return whether the kernels cover these arguments and are meant for them.
 
-    They are for a few rows, bfloat16 matrices that divide into whole reads, and GPUs with much shared memory.
+    They are for a few rows, matrices that divide into whole reads and are multiplied in bfloat16, and GPUs with much
+    shared memory.
     """
     if rows > MAX_ROWS or not device.shares_much:
         return False
     return all(
-        w.shape[0] % (DEPTH // 2) == 0 and w.shape[1] % COLUMNS == 0 and w.size < MAX_SIZE and w.dtype == jnp.bfloat16
+        w.shape[0] % (DEPTH // 2) == 0
+        and w.shape[1] % COLUMNS == 0
+        and w.size < MAX_SIZE
+        and w.dtype == jnp.bfloat16
+        and readable(w)
         for w in weights
     )
+
+
+def readable(weight: AnyWeight) -> bool:
+    """Return whether the kernel knows the form of a weight: plain, or in 8 bits with blocks of whole reads."""
+    if not isinstance(weight, Weight):
+        return True
+    return isinstance(weight, Scaled) and (weight.by_output or weight.shape[0] // weight.scale.shape[0] % DEPTH == 0)
+
+
+def values_of(weight: AnyWeight) -> jax.Array:
+    """Return the array that holds a weight's elements."""
+    return weight.values if isinstance(weight, Scaled) else weight  # type: ignore[return-value]  # as `readable` knows
 
 
 def num_columns(rows: int, width: int, *, gated: bool) -> int:
@@ -76,18 +98,20 @@ def row_tiles(rows: int) -> list[tuple[int, int]]:
     return tiles
 
 
-def reads(rows: int, depth: int, columns: int, programs: int) -> tuple[int, int]:
+def reads(rows: int, depth: int, columns: int, programs: int, itemsize: int = 2) -> tuple[int, int]:
     """Return (depth of a read, pipeline stages) of a program.
 
     The stages are as many reads of x and the weights as should be in flight and fit into shared memory.
+
+    itemsize: bytes of an element of the weights.
     """
     alone = programs <= ALONE
     shared = SHARED if alone else SHARED // 2
     deep = math.gcd(depth, DEPTH)
-    width = 2 * (columns + sum(size for _, size in row_tiles(rows)))  # bytes of a read, for each unit of depth
+    width = itemsize * columns + 2 * sum(size for _, size in row_tiles(rows))  # bytes of a read, a unit of depth
     if 3 * deep * width > shared or (alone and columns > COLUMNS):
         deep = math.gcd(depth, DEPTH // 2)
-    return deep, min(1 + UNDER_WAY // (2 * columns * deep), shared // (deep * width))
+    return deep, min(1 + UNDER_WAY // (itemsize * columns * deep), shared // (deep * width))
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -99,6 +123,7 @@ def prefetch_options(then, rows: int, grid: tuple[int, int], device: Device):
     """Return ([the matrix of the next `product`], the options of `prefetch` for it), or ([], None) for no prefetch."""
     if then is None or rows > MIN_ROWS or device.interpret:  # products of more rows wait for more than weights
         return [], None
+    then = values_of(then)
     parts = num_splits(then.shape[0], then.shape[1] // COLUMNS)
     return [then], {"size": then.size * then.dtype.itemsize, "parts": parts, "programs": math.prod(grid)}
 
@@ -108,6 +133,7 @@ def product(x, weights, *, gated=None, then=None, device):
     """Return x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
     Args:
+      weights: an array, or a weight for which `readable` is true.
       gated: (activation, block), or None. The columns are then `block` of gate and `block` of up in turn. The result is
         activation(gate) * up, [rows, width / 2] in the dtype of x.
       then: the matrix of the next product, to be prefetched; or None.
@@ -121,22 +147,25 @@ def product(x, weights, *, gated=None, then=None, device):
     else:  # (gate/up block, part of it): from a single divided index the compiler could not infer alignment
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
-    deep, stages = reads(rows, depth, columns, math.prod(grid))
+    arrays = [weights.values, weights.scale] if isinstance(weights, Scaled) else [weights]
+    deep, stages = reads(rows, depth, columns, math.prod(grid), arrays[0].dtype.itemsize)
     next_weights, ahead = prefetch_options(then, rows, grid, device)
     return pl.pallas_call(
-        functools.partial(_product, gated=gated, columns=columns, deep=deep, ahead=ahead, device=device),
+        functools.partial(
+            _product, scaled=len(arrays) > 1, gated=gated, columns=columns, deep=deep, ahead=ahead, device=device
+        ),
         grid=grid,
-        in_specs=[whole(x.shape), whole(weights.shape), *(whole((1, 1)) for _ in next_weights)],
+        in_specs=[whole(x.shape), *(whole(array.shape) for array in arrays), *(whole((1, 1)) for _ in next_weights)],
         out_specs=whole(out.shape),
         out_shape=out,
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=device.interpret,
         name="product",
-    )(x, weights, *next_weights)
+    )(x, *arrays, *next_weights)
 
 
-def _product(x, weights, *refs, gated, columns, deep, ahead, device):
-    *next_weights, out = refs
+def _product(x, weights, *refs, scaled, gated, columns, deep, ahead, device):
+    scale, *next_weights, out = refs if scaled else (None, *refs)
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
@@ -149,6 +178,14 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
 
+    def scale_of(first):
+        """Return the scales f32[columns, 1] of the weights in the rows from `first` on."""
+        row_blocks, column_blocks = scale.shape
+        block = lax.div(column, weights.shape[1] // column_blocks)
+        return plgpu.load(scale.at[lax.div(first, depth // row_blocks), block])[:, None]
+
+    in_blocks = scaled and scale.shape[0] > 1
+
     def step(i, carry):
         sums, prefetched = carry
         if ahead is not None:
@@ -159,14 +196,21 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
         def times(row, full):
             mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, deep))
             some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
-            return plgpu.dot(read, some, trans_a=True, trans_b=True)
+            return plgpu.dot(read.astype(x.dtype), some, trans_a=True, trans_b=True)
 
-        return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True)), prefetched
+        products = [times(*tile) for tile in tiles]
+        if in_blocks:
+            of_block = scale_of(begin + i * deep)
+            products = [part * of_block for part in products]
+        return tuple(total + part for total, part in zip(sums, products, strict=True)), prefetched
 
     nothing = tuple(jnp.zeros((columns, row.size), jnp.float32) for row, _ in tiles)
     (*others, last), prefetched = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
     if ahead is not None:
         last += prefetched.astype(jnp.float32)
+    if scaled and not in_blocks:
+        of_columns = scale_of(jnp.int32(0))
+        *others, last = (part * of_columns for part in (*others, last))
     for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
         to: tuple = (part, row[None, :], column[:, None])
         if gated is not None:

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._overlap import start_next
+from pallas_kernels.weights import Weight
 
 STEP, MAX_STEP = 64, 256  # rows of weights in one read: at least, at most
 MAX_SHARE = 1 << 15  # elements that a program reads: all of them have to fit into its registers
@@ -45,7 +46,11 @@ class Parts:
 def covers(*weights) -> bool:
     """Return whether the kernel covers these matrices and is meant for them."""
     return all(
-        w.dtype == jnp.bfloat16 and w.shape[0] % STEP == 0 and w.shape[1] % 64 == 0 and w.size < MAX_SIZE
+        not isinstance(w, Weight)
+        and w.dtype == jnp.bfloat16
+        and w.shape[0] % STEP == 0
+        and w.shape[1] % 64 == 0
+        and w.size < MAX_SIZE
         for w in weights
     )
 

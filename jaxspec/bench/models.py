@@ -20,6 +20,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.draft_degree import draft_degree
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
+from jaxspec.loading.quantised import quantised
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.loading.weights import load as load_model
@@ -137,7 +138,9 @@ def load(options: BenchOptions) -> Setup:
             beside = models[0].config if models[0] else None
             config = for_degree(presets.preset(name, beside), placements[i].degree)
             check_weights_fit(name, config, dtype, placements[i])
-            models[i] = Model(config, as_published(random_params(config, dtype, placements[i], seed=i)))
+            form = (options.quantization, options.draft_quantization)[i]
+            params = as_published(random_params(config, dtype, placements[i], seed=i))
+            models[i] = Model(config, quantised(form, abstract_params(config, dtype, placements[i]), params))
     if options.model is not None:
         models, tokenizer = real(options.model, options.draft, dtype, placement)
         for name, model in zip(names, models, strict=True):

@@ -14,8 +14,9 @@ from pallas_kernels._split_product import split_product
 from pallas_kernels.device import Device
 from pallas_kernels.feed_forward import reference
 from pallas_kernels.plain import total
+from pallas_kernels.weights.scaled import Scaled
 
-READS: tuple[str, ...] = ()
+READS = (Scaled.form,)
 
 
 def num_rows(x) -> int:

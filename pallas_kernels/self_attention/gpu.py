@@ -13,8 +13,9 @@ from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.attention_heads import heads
 from pallas_kernels.weights import product
+from pallas_kernels.weights.scaled import Scaled
 
-READS: tuple[str, ...] = ()
+READS = (Scaled.form,)
 
 
 def fits(

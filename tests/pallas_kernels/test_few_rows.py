@@ -1,5 +1,7 @@
 """Products of a few rows, and the sum and norm between two of them, against float32."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 from pallas_kernels import _few_rows
 from pallas_kernels.device import CPU
 from pallas_kernels.plain import activate, rms_norm
+from pallas_kernels.weights import dense
+from pallas_kernels.weights.scaled import quantise
 from tests.pallas_kernels.flavours import A100, H100
 from tests.support.sizes import cases
 
@@ -31,6 +35,27 @@ def test_the_parts_of_a_product(rows, shape, splits):
     parts = _few_rows.product(x, weights, device=CPU)
     assert parts.shape == (splits, rows, shape[1])
     np.testing.assert_allclose(parts.sum(axis=0), exact(x, weights), rtol=0, atol=2e-5)
+
+
+@cases("rows", [2, 20, 96], quick=[2])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("block", [(256, 1), (256, 128), (128, 1), (128, 64)], ids=str)
+def test_the_parts_of_a_product_in_8_bits(rows, dtype, block):
+    """Scales of columns, of the whole matrix, of parts of columns and of blocks."""
+    x, matrix = normal(0, rows, 256), normal(1, 256, 128, scale=1 / 16)
+    weights = quantise(matrix, dtype=dtype, block=block)
+    assert _few_rows.covers(rows, weights, device=H100)
+    exactly = np.asarray(dense(dataclasses.replace(weights, computes_in="float32")))
+    parts = _few_rows.product(x, weights, device=CPU)
+    np.testing.assert_allclose(parts.sum(axis=0), exact(x, exactly), rtol=0, atol=2e-5)
+    both = exact(x, exactly).reshape(rows, -1, 2, 64)
+    gated = _few_rows.product(x, weights, gated=("silu", 64), device=CPU)
+    expected = (activate("silu", both[:, :, 0]) * both[:, :, 1]).reshape(rows, -1)
+    np.testing.assert_allclose(np.asarray(gated, np.float32), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_blocks_smaller_than_a_read_are_left_to_the_plain_form():
+    assert not _few_rows.covers(2, quantise(normal(1, 256, 128), dtype="int8", block=(64, 1)), device=H100)
 
 
 def test_more_rows_have_two_parts_of_twice_the_columns():
