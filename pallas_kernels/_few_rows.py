@@ -63,7 +63,7 @@ def readable(weight: AnyWeight) -> bool:
     """Return whether the kernel knows the form of a weight: plain, or in 8 bits with blocks of whole reads."""
     if not isinstance(weight, Weight):
         return True
-    return isinstance(weight, Scaled) and (weight.by_output or weight.shape[0] // weight.scale.shape[0] % DEPTH == 0)
+    return isinstance(weight, Scaled) and (weight.by_output or weight.shape[0] // weight.scale.shape[1] % DEPTH == 0)
 
 
 def values_of(weight: AnyWeight) -> jax.Array:
@@ -180,23 +180,26 @@ def _product(x, weights, *refs, scaled, gated, columns, deep, ahead, device):
 
     def scale_of(first):
         """Return the scales f32[columns, 1] of the weights in the rows from `first` on."""
-        row_blocks, column_blocks = scale.shape
-        block = lax.div(column, weights.shape[1] // column_blocks)
-        return plgpu.load(scale.at[lax.div(first, depth // row_blocks), block])[:, None]
+        column_blocks, row_blocks = scale.shape
+        block = lax.div(column, weights.shape[0] // column_blocks)
+        return plgpu.load(scale.at[block, lax.div(first, depth // row_blocks)])[:, None]
 
-    in_blocks = scaled and scale.shape[0] > 1
+    in_blocks = scaled and scale.shape[1] > 1
 
     def step(i, carry):
         sums, prefetched = carry
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
         at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
-        read = plgpu.load(weights.at[at[:, None], column[None, :]])
+        if scaled:  # output-first, so that converted values enter the matrix units from registers
+            read = plgpu.load(weights.at[column[:, None], at[None, :]]).astype(x.dtype)
+        else:
+            read = plgpu.load(weights.at[at[:, None], column[None, :]])
 
         def times(row, full):
             mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, deep))
             some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
-            return plgpu.dot(read.astype(x.dtype), some, trans_a=True, trans_b=True)
+            return plgpu.dot(read, some, trans_a=not scaled, trans_b=True)
 
         products = [times(*tile) for tile in tiles]
         if in_blocks:

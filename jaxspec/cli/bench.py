@@ -12,7 +12,21 @@ from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.drafters.methods import METHODS
 
-SUBJECT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "tree", "lengths", "rates", "dtype", "quantization", "draft_quantization", "stages")
+SUBJECT = (
+    "preset",
+    "model",
+    "draft",
+    "batch_sizes",
+    "contexts",
+    "ks",
+    "tree",
+    "lengths",
+    "rates",
+    "dtype",
+    "quantization",
+    "draft_quantization",
+    "stages",
+)
 EXECUTION = ("temperature", "kernels", "launches", "tensor_parallel_size", "draft_tensor_parallel_size")
 OWN = {
     "model": CommandOption(help=MODEL_HELP),

@@ -71,7 +71,7 @@ def sharding_of(form: Quantization, parameter: Parameter) -> Any:
         return parameter.sharding
     shape: Any = parameter.shape
     mesh = parameter.sharding.mesh
-    tree = specs(abstract(shape, form.dtype, form.block(shape), "float32"), parameter.sharding.spec)
+    tree = specs(abstract(shape, form.dtype, form.block(shape), parameter.dtype.name), parameter.sharding.spec)
     return jax.tree.map(functools.partial(NamedSharding, mesh), tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 

@@ -40,7 +40,7 @@ def stored_for(backend: Backend, config: ModelConfig, params: dict[str, Any]) ->
         if halved and name in streamed:
             x = x.astype(jnp.bfloat16)
         if isinstance(x, Scaled) and x.by_output:
-            x = StreamedScaled(x.values.T, x.of_outputs())
+            x = StreamedScaled(x.values, x.scale, x.computes_in)
         elif known[name].kind == "matrix" and not isinstance(x, Weight):
             x = Streamed(x.T)
         found[name] = jax.block_until_ready(x)

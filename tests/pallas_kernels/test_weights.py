@@ -16,7 +16,7 @@ from pallas_kernels.device import CPU, Device
 from pallas_kernels.forms import Form, Op
 from pallas_kernels.weights import dense, nbytes, product, specs
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
-from pallas_kernels.weights.scaled import Scaled
+from pallas_kernels.weights.scaled import Scaled, StreamedScaled, quantise
 from tests.support import tiny_models
 
 
@@ -24,14 +24,14 @@ def numbers(*shape: int, dtype: str = "float32"):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
 
 
-def scaled(matrix, block, dtype="int8", computes_in="float32") -> Scaled:
-    """Round a matrix [I, O] to 8 bits, with a scale for each block."""
+def scaled(matrix, block, dtype="int8") -> Scaled:
+    """Round a matrix [I, O] to 8 bits, and its scales by numpy."""
+    found = quantise(jnp.asarray(matrix), dtype=dtype, block=block)
     blocks = matrix.shape[0] // block[0], matrix.shape[1] // block[1]
     parts = np.asarray(matrix, np.float32).reshape(blocks[0], block[0], blocks[1], block[1])
-    scale = np.abs(parts).max(axis=(1, 3)) / (127 if dtype == "int8" else 448)
-    values = jnp.asarray(parts / scale[:, None, :, None]).reshape(matrix.shape)
-    values = jnp.rint(values) if dtype == "int8" else values
-    return Scaled(values.astype(dtype), jnp.asarray(scale), computes_in)
+    largest = np.abs(parts).max(axis=(1, 3)).T / (127 if dtype == "int8" else 448)
+    np.testing.assert_allclose(found.scale, largest, rtol=1e-6)
+    return found
 
 
 FORMS = {
@@ -39,6 +39,9 @@ FORMS = {
     "streamed": lambda x: Streamed(x.T),
     "streamed bfloat16": lambda x: Streamed(x.T.astype(jnp.bfloat16)),
     "int8 per channel": lambda x: scaled(x, (64, 1)),
+    "int8 streamed": lambda x: StreamedScaled(
+        *(getattr(scaled(x, (64, 1)), n) for n in ("values", "scale")), "float32"
+    ),
     "int8 in groups": lambda x: scaled(x, (32, 1)),
     "fp8 in blocks": lambda x: scaled(x, (32, 16), "float8_e4m3fn"),
     "fp8 per tensor": lambda x: scaled(x, x.shape, "float8_e4m3fn"),
