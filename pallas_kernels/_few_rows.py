@@ -60,10 +60,15 @@ def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
 
 
 def readable(weight: AnyWeight) -> bool:
-    """Return whether the kernel knows the form of a weight: plain, or in 8 bits with blocks of whole reads."""
+    """Return whether the kernel is meant for the form of a weight: plain, or in 8 bits with blocks of whole reads.
+
+    Weights with a scale for each output are left to the compiler, whose products of them are faster (docs/notes/gpu.md).
+    """
     if not isinstance(weight, Weight):
         return True
-    return isinstance(weight, Scaled) and (weight.by_output or weight.shape[0] // weight.scale.shape[1] % DEPTH == 0)
+    if not isinstance(weight, Scaled) or weight.by_output:
+        return False
+    return weight.shape[0] // weight.scale.shape[1] % DEPTH == 0
 
 
 def values_of(weight: AnyWeight) -> jax.Array:
