@@ -47,6 +47,8 @@ def load_params(
     """Load the parameters, reading slice by slice onto their devices.
 
     Args:
+      source: the file or folder that holds the model.
+      config: configuration of the model, as `load_config` returns it.
       abstract: the parameters by name, with dtype and sharding, from `jaxspec.models.decoder.abstract_params`.
       progress: whether to show progress on standard error if loading takes long.
 

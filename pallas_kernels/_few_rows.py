@@ -15,6 +15,7 @@ compiler (see docs/notes/gpu.md).
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._overlap import WARPS, prefetch, start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
+from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 
@@ -95,7 +97,9 @@ def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
-def prefetch_options(then, rows: int, grid: tuple[int, int], device: Device):
+def prefetch_options(
+    then: jax.Array | None, rows: int, grid: tuple[int, int], device: Device
+) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Return ([the matrix of the next `product`], the options of `prefetch` for it), or ([], None) for no prefetch."""
     if then is None or rows > MIN_ROWS or device.interpret:  # products of more rows wait for more than weights
         return [], None
@@ -104,13 +108,23 @@ def prefetch_options(then, rows: int, grid: tuple[int, int], device: Device):
 
 
 @lowered_once("gated", "device")
-def product(x, weights, *, gated=None, then=None, device):
+def product(
+    x: jax.Array,
+    weights: jax.Array,
+    *,
+    gated: tuple[str, int] | None = None,
+    then: jax.Array | None = None,
+    device: Device,
+) -> jax.Array:
     """Return x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
     Args:
+      x: [rows, depth], of at most MAX_ROWS rows.
+      weights: [depth, width], for which `covers` is true.
       gated: (activation, block), or None. The columns are then `block` of gate and `block` of up in turn. The result is
         activation(gate) * up, [rows, width / 2] in the dtype of x.
       then: the matrix of the next product, to be prefetched; or None.
+      device: the device that the program is compiled for.
     """
     rows, depth = x.shape
     width = weights.shape[1]
@@ -123,7 +137,7 @@ def product(x, weights, *, gated=None, then=None, device):
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     deep, stages = reads(rows, depth, columns, math.prod(grid))
     next_weights, ahead = prefetch_options(then, rows, grid, device)
-    return pl.pallas_call(
+    result: jax.Array = pl.pallas_call(
         functools.partial(_product, gated=gated, columns=columns, deep=deep, ahead=ahead, device=device),
         grid=grid,
         in_specs=[whole(x.shape), whole(weights.shape), *(whole((1, 1)) for _ in next_weights)],
@@ -133,9 +147,19 @@ def product(x, weights, *, gated=None, then=None, device):
         interpret=device.interpret,
         name="product",
     )(x, weights, *next_weights)
+    return result
 
 
-def _product(x, weights, *refs, gated, columns, deep, ahead, device):
+def _product(
+    x: Ref,
+    weights: Ref,
+    *refs: Ref,
+    gated: tuple[str, int] | None,
+    columns: int,
+    deep: int,
+    ahead: dict[str, Any] | None,
+    device: Device,
+) -> None:
     *next_weights, out = refs
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
@@ -149,17 +173,18 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
 
-    def step(i, carry):
+    def step(i: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
         sums, prefetched = carry
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
         at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
         read = plgpu.load(weights.at[at[:, None], column[None, :]])
 
-        def times(row, full):
+        def times(row: jax.Array, full: bool) -> jax.Array:
             mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, deep))
             some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
-            return plgpu.dot(read, some, trans_a=True, trans_b=True)
+            result: jax.Array = plgpu.dot(read, some, trans_a=True, trans_b=True)
+            return result
 
         return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True)), prefetched
 
@@ -168,7 +193,7 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
     if ahead is not None:
         last += prefetched.astype(jnp.float32)
     for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
-        to: tuple = (part, row[None, :], column[:, None])
+        to: tuple[Any, ...] = (part, row[None, :], column[:, None])
         if gated is not None:
             gate, up = lax.split(result, (half, half))
             result = (activate(activation, gate) * up).astype(out.dtype)
@@ -177,9 +202,11 @@ def _product(x, weights, *refs, gated, columns, deep, ahead, device):
 
 
 @lowered_once("eps", "device")
-def add_and_norm(x, parts, scale, eps, *, device):
+def add_and_norm(
+    x: jax.Array, parts: jax.Array, scale: jax.Array, eps: float, *, device: Device
+) -> tuple[jax.Array, jax.Array]:
     """Return x [rows, width] + parts f32[splits, rows, width], and the RMSNorm of this sum, both in the dtype of x."""
-    return pl.pallas_call(
+    result: tuple[jax.Array, jax.Array] = pl.pallas_call(
         functools.partial(_add_and_norm, eps=eps, device=device),
         grid=x.shape[:1],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
@@ -187,15 +214,16 @@ def add_and_norm(x, parts, scale, eps, *, device):
         interpret=device.interpret,
         name="add_and_norm",
     )(x, parts, scale)
+    return result
 
 
-def _add_and_norm(x, parts, scale, out, normed, *, eps, device):
+def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, normed: Ref, *, eps: float, device: Device) -> None:
     row = start_next(pl.program_id(0), device)
     width = x.shape[1]
     at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     here = at < width
 
-    def load(ref, *index):
+    def load(ref: Ref, *index: jax.Array) -> jax.Array:
         return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
 
     weight = load(scale)  # all reads come before the first write: after it, they would wait for it

@@ -76,7 +76,10 @@ class PagedModel:
         A row whose tokens are all masked is not computed. In a row, masked tokens may only follow the unmasked ones.
 
         Args:
-          tokens, positions: i32[B,T].
+          params: parameters of the model, by name.
+          pages: caches of the layers, in order.
+          tokens: i32[B,T].
+          positions: i32[B,T].
           masked: bool[B,T], tokens whose keys and values are not written.
           block_table: i32[B,N].
           taps: as in `Decoder`.
