@@ -17,7 +17,7 @@ from jaxspec.verify.rules import RULES
 
 ModelParams = dict[str, Any]  # {"target": ..., "draft": ...}
 
-# Values of DecodeState.finish. NO_ID: no id was allowed. NO_LAW: the target's logits were not finite.
+# Values of DecodeState.finish. NO_ID: no id was allowed. NOT_FINITE: the target's logits were not finite.
 RUNNING, STOP, LENGTH, NO_ID, NOT_FINITE = range(5)
 FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error", NOT_FINITE: "error"}
 

@@ -134,7 +134,7 @@ class After(Place):
             place = place[:, None]
         return place + self.added
 
-    def argmax(self, x, backend, vocab_size=None):
+    def argmax_token(self, x, backend, vocab_size=None):
         found = argmax(self.logits(x, backend)[..., :vocab_size])
         return found if self.vocabulary is None else jnp.take(self.vocabulary.d2t, found, mode="clip")
 
