@@ -38,7 +38,8 @@ def load_config(source: Source) -> ModelConfig:
     Raises: UnsupportedError for an unsupported architecture; FileNotFoundError or UserError, naming the file, where
       it is missing, truncated or damaged.
     """
-    return FORMATS[source.kind].load_config(source.path)
+    result: ModelConfig = FORMATS[source.kind].load_config(source.path)
+    return result
 
 
 def load_params(
@@ -55,12 +56,14 @@ def load_params(
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
       FileNotFoundError naming a missing shard; UnsupportedError for a dtype or quantisation that is not read.
     """
-    return FORMATS[source.kind].load_params(source.path, config, abstract, progress=progress)
+    result: dict[str, jax.Array] = FORMATS[source.kind].load_params(source.path, config, abstract, progress=progress)
+    return result
 
 
 def stored_dtype(source: Source) -> str:
     """Return the float dtype of most weights, bfloat16 where they are quantised. Raises as `load_params` does."""
-    return FORMATS[source.kind].stored_dtype(source.path)
+    result: str = FORMATS[source.kind].stored_dtype(source.path)
+    return result
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -88,7 +91,7 @@ def load_tokenizer(source: Source) -> Any:
             if "trust_remote_code" not in str(error):
                 raise
             raise UnsupportedError(
-                f"the tokenizer of {source.name} ({source.path}) is code of its own, which jaxspec does not run: name "
+                f"the tokenizer of {source.name} ({source.path}) is custom code, which jaxspec does not run: name "
                 "another checkpoint of this model, one with a tokenizer.json, as the model or with tokenizer="
             ) from None
 
@@ -157,7 +160,7 @@ def load_fingerprint(source: Source) -> str | None:
     with naming_file(path):
         digest = path.read_text(encoding="utf-8").strip()
         if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise UserError(f"{short(digest)} is no SHA-256 digest of a tokenizer")
+            raise UserError(f"{short(digest)} is not the SHA-256 digest of a tokenizer")
     return digest
 
 

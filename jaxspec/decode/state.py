@@ -12,7 +12,8 @@ from jaxspec.models.paged import PagedModel
 from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
-from jaxspec.sampling.processors import Processors, Text
+from jaxspec.sampling.processors import Processors
+from jaxspec.sampling.processors.base import Text
 from jaxspec.verify.rules import RULES
 
 ModelParams = dict[str, Any]  # {"target": ..., "draft": ...}

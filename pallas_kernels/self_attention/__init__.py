@@ -81,7 +81,7 @@ def self_attention(
     check_shape("self_attention", "cos", cos, b, t, d // 2)
     check_shape("self_attention", "sin", sin, b, t, d // 2)
     if qkv.shape[1] % (g * d) or qkv.shape[1] < 3 * g * d:
-        raise ValueError(f"self_attention: {qkv.shape[1]} columns are no groups of {g} key-value heads of {d}")
+        raise ValueError(f"self_attention: {qkv.shape[1]} columns of qkv do not divide into {g} key-value heads of {d}")
     arrays = (
         x,
         norm,

@@ -166,7 +166,7 @@ def test_what_is_refused(folder, tmp_path):
 @pytest.mark.parametrize("scales", [(2, 2), (3, 1), (2, 0), (), (2,)])
 def test_scales_that_do_not_fit(scales, tmp_path):
     save_file({"w": np.ones((2, 33), np.int8), "w_scale": np.ones(scales, np.float32)}, tmp_path / "x.safetensors")
-    with fails(UserError, "tensor w has shape (2, 33), its scales"):
+    with fails(UserError, "tensor w has shape (2, 33), which its scales"):
         Shards(tmp_path)
 
 
