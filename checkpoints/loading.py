@@ -71,7 +71,7 @@ def load_tokenizer(source: Source) -> Any:
 
     No code from the checkpoint is run.
     Raises: FileNotFoundError for a folder without tokenizer files; UnsupportedError for a kind of GGUF tokenizer
-      that is not supported, or a tokenizer that is code of its own; UserError, naming the file or folder, where its
+      that is not supported, or a tokenizer that is custom code; UserError, naming the file or folder, where its
       tokenizer is damaged.
     """
     if source.kind == "gguf":

@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not is_regular_file(path):
         raise FileNotFoundError(f"{path} is missing")
     if (size := path.stat().st_size) > MOST_JSON:
-        raise UserError(f"{path} has {size} bytes, a configuration has at most {MOST_JSON}: fetch it again")
+        raise UserError(f"{path} has {size} bytes, more than {MOST_JSON} for a configuration: fetch it again")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
