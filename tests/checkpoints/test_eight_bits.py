@@ -156,9 +156,9 @@ def test_what_is_refused(folder, tmp_path):
     for number in (np.nan, np.inf):
         x[1, 3] = number
         save_file({"0.linear.weight": x}, tmp_path / "broken" / "model.safetensors")
-        with fails(UserError, "tensor 0.linear.weight holds numbers that are not finite"):
+        with fails(UserError, "tensor 0.linear.weight holds values that are not finite"):
             head_folders.convert(tmp_path / "broken", free, weight_bits=8)
-        with fails(UserError, "tensor embed holds numbers that are not finite"):
+        with fails(UserError, "tensor embed holds values that are not finite"):
             eight_bits.rounded(x, name="embed")
     assert not free.exists()
 
