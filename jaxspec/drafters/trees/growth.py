@@ -223,7 +223,7 @@ def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any]
     width, depth = shape.width, shape.depth
     rows, each = ids.shape[0], width * width
 
-    def padded(x: Array, fill: float) -> Array:
+    def padded(x: Array, fill: int | float) -> Array:
         return jnp.pad(x, ((0, 0), (0, (depth - 1) * each)), constant_values=fill)
 
     # found: ids, scores and parents of all candidates, w after the pending token and then w * w of each level. A parent
