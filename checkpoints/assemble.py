@@ -115,11 +115,15 @@ def assemble(
         for where, parameter in abstract.items():
             names = table.sources(where)
 
-            def read(part: str, index: Index, names=names, parameter=parameter) -> np.ndarray:
+            def read(
+                part: str, index: Index, names: Mapping[str, str] = names, parameter: Parameter = parameter
+            ) -> np.ndarray:
                 x = file.read(names[part], index)
                 if (parameter.kind == "ids") != (x.dtype.kind in "iub"):
                     needed = "integers are" if parameter.kind == "ids" else "floating point is"
-                    raise UnsupportedError(f"{file.where}: tensor {names[part]} is stored as {x.dtype}: {needed} read")
+                    raise UnsupportedError(
+                        f"{file.where}: tensor {names[part]} is stored as {x.dtype}: {needed} needed"
+                    )
                 return edit(parameter, part, x)
 
             params[where] = keep(where, parameter, place(where, parameter, copying(parameter, read)))
@@ -168,7 +172,9 @@ def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndar
     rows, rest = index[0], index[1:]
     group = sum(sizes.values())
     if rows.start % group or rows.stop % group:
-        raise UserError(f"the mesh cuts through a group of {where}: its size must divide the number of groups")
+        raise UserError(
+            f"the mesh cuts through a group of {where}: the number of shards must divide the number of groups"
+        )
     first, last = rows.start // group, rows.stop // group
 
     def groups(part: str, size: int) -> np.ndarray:

@@ -38,8 +38,8 @@ def check_repeats(table: Table, file: TensorFile) -> None:
     for name, read in table.repeats.items():
         if name in file.shapes() and not repeats(file, name, read):
             raise UnsupportedError(
-                f"{file.where}: {table.tied_by} is true, but tensor {name} is not {read}: say false in config.json "
-                f"where {name} is meant, or take it out"
+                f"{file.where}: {table.tied_by} is true, but tensor {name} differs from {read}: set it to false in "
+                f"config.json to use {name}, or remove that tensor"
             )
 
 
@@ -74,8 +74,8 @@ def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> No
         near = (np.allclose(x.astype(np.float64), wanted, rtol, atol=atol) for wanted in known)
         if not (fits and any(near)):
             raise UnsupportedError(
-                f"{file.where}: tensor {name} holds other rotary frequencies than rope_theta gives: mend rope_theta in "
-                "config.json where they are meant, or take it out"
+                f"{file.where}: tensor {name} holds other rotary frequencies than rope_theta gives: correct rope_theta "
+                "in config.json to use them, or remove the tensor"
             )
 
 

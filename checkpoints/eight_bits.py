@@ -30,7 +30,9 @@ def quantised(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
     largest = np.abs(groups).max(axis=-1)
     if not np.isfinite(largest).all():
-        raise UserError(f"tensor {name} holds numbers that are not finite: 8 bits have none for them")
+        raise UserError(
+            f"tensor {name} holds values that are not finite, which no 8-bit format of jaxspec can represent"
+        )
     mantissa, exponent = np.frexp(largest / np.float32(LARGEST))
     # Smaller scales are subnormal: some devices flush them to 0.
     exponent = np.maximum(exponent - (mantissa == 0.5), -126)

@@ -71,7 +71,7 @@ class Cursor:
         self.at = 0  # bytes read so far
         self.values = 0  # values of arrays read so far
 
-    def take(self, code: str, count: int = 1) -> tuple:
+    def take(self, code: str, count: int = 1) -> tuple[Any, ...]:
         """Read `count` scalars of a struct code."""
         values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
         self.at += struct.calcsize(f"<{count}{code}")
@@ -107,7 +107,7 @@ class Cursor:
 def scalar(kind: int) -> str:
     """Return the struct code of a scalar type. Raises: struct.error for another type."""
     if kind not in SCALARS:
-        raise struct.error(f"a value of type {kind}, which GGUF does not have")
+        raise struct.error(f"a value has the unknown type {kind}")
     return SCALARS[kind]
 
 
@@ -122,7 +122,7 @@ class Header:
 def read_header(path: Path) -> Header:
     """Return the header of a file. It is cached, so that configuration, tokenizer and weights parse it once.
 
-    Raises: UserError, naming the file, where it is no GGUF file (version 2 or 3), truncated or damaged.
+    Raises: UserError, naming the file, where it is not a GGUF file (version 2 or 3), truncated or damaged.
     """
     stat = path.stat()
     return _read_header(path, stat.st_size, stat.st_mtime_ns)
@@ -133,7 +133,7 @@ def _read_header(path: Path, size: int, _mtime: int) -> Header:
     """Parse a header. A file that changes is parsed again, because its size and time are part of the cache's key."""
     with naming_file(path), path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise UserError(f"{path} is no GGUF file")
+            raise UserError(f"{path} is not a GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = _parse(Cursor(data))
@@ -151,12 +151,12 @@ def _parse(cursor: Cursor) -> Header:
     (version,) = cursor.take("I")
     tensors, keys = cursor.take("Q", 2)
     if version not in (2, 3):
-        raise UserError(f"GGUF version {version}: little-endian files of version 2 and 3 are read")
+        raise UserError(f"GGUF version {version} is not supported: little-endian files of versions 2 and 3 are")
     meta: dict[str, Any] = {}
     for _ in range(keys):
         name = cursor.string()
         if name in meta:
-            raise struct.error(f"{short(name)} stands twice in it")
+            raise struct.error(f"the key {short(name)} occurs twice")
         (kind,) = cursor.take("I")
         meta[name] = cursor.value(kind)
     found: dict[str, TensorInfo] = {}
@@ -164,14 +164,14 @@ def _parse(cursor: Cursor) -> Header:
         name = cursor.string()
         (dims,) = cursor.take("I")
         if name in found or not 1 <= dims <= MOST_DIMS:
-            raise struct.error(f"tensor {short(name)} stands twice in it, or has {dims} dimensions")
+            raise struct.error(f"tensor {short(name)} occurs twice, or has {dims} dimensions")
         shape = cursor.take("Q", dims)[::-1]
         (kind,) = cursor.take("I")
         (offset,) = cursor.take("Q")  # from the start of the weights
         found[name] = TensorInfo(shape, quant_type(name, kind, shape), offset)
     align = meta.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if type(align) is not int or not 1 <= align <= MOST_ALIGNMENT or align & (align - 1):
-        raise struct.error(f"general.alignment={short(align)} is no power of two up to {MOST_ALIGNMENT}")
+        raise struct.error(f"general.alignment={short(align)} is not a power of two up to {MOST_ALIGNMENT}")
     start = -(-cursor.at // align) * align
     return Header(meta, {n: dataclasses.replace(tensor, offset=start + tensor.offset) for n, tensor in found.items()})
 
@@ -182,9 +182,11 @@ def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
         found = QuantType(kind)
         block, _ = gguf.GGML_QUANT_SIZES[found]
     except (ValueError, KeyError):
-        raise struct.error(f"tensor {short(name)} is of type {kind}, which GGUF does not have") from None
+        raise struct.error(f"tensor {short(name)} has the unknown type {kind}") from None
     if 0 in shape or shape[-1] % block:
-        raise struct.error(f"tensor {short(name)} of {found.name} has shape {shape}: rows of whole blocks are needed")
+        raise struct.error(
+            f"tensor {short(name)} of {found.name} has shape {shape}: each row must consist of whole blocks"
+        )
     return found
 
 
@@ -199,7 +201,7 @@ def load_config(path: Path) -> ModelConfig:
         if factors in header.tensors:
             shape = header.tensors[factors].shape
             if len(shape) > 1:
-                raise UserError(f"tensor {factors} has shape {shape}: one factor a frequency is needed")
+                raise UserError(f"tensor {factors} has shape {shape}: one factor for each frequency is needed")
         return gguf_config.model_config(
             header.meta,
             vocab_size=header.tensors["token_embd.weight"].shape[0],
@@ -245,7 +247,7 @@ def stored_dtype(path: Path) -> str:
     """Return the float dtype of the largest tensor, bfloat16 if that tensor is quantised."""
     largest = max(read_header(path).tensors.values(), key=lambda tensor: math.prod(tensor.shape), default=None)
     if largest is None:
-        raise UserError(f"{path} holds no tensor: fetch it again")
+        raise UserError(f"{path} holds no tensors: fetch it again")
     return FLOATS.get(largest.kind, "bfloat16")
 
 

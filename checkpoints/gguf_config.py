@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxspec.common.errors import UnsupportedError, UserError
@@ -32,7 +32,9 @@ GGUF_FIXED: dict[str, Any] = {
 GGUF_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
-def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors=()) -> ModelConfig:
+def model_config(
+    meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors: Iterable[float] = ()
+) -> ModelConfig:
     """Parse GGUF metadata (`general.architecture` and `<arch>.*` keys).
 
     vocab_size: number of rows of token_embd.
@@ -66,7 +68,7 @@ def model_config(meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_f
     factors = tuple(float(f) for f in rope_factors)
     if scaling == "linear":
         if factors:
-            raise UnsupportedError("rope scaling 'linear' beside rope_freqs.weight: one of them is supported")
+            raise UnsupportedError("rope scaling 'linear' beside rope_freqs.weight: only one of them is supported")
         factors = (float(get("rope.scaling.factor", "factor")),) * (head_dim // 2)
     windows = sliding_windows(meta, family, layers) if files.period else (None,) * layers
     theta, local_theta = files.theta, files.local_theta
@@ -101,7 +103,9 @@ def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default
     if value is None:
         raise UserError(f"GGUF metadata lacks {family}.{key}: is the file complete?")
     if isinstance(value, list):
-        raise UnsupportedError(f"{family}.{key} has a value for each layer: one for all is supported")
+        raise UnsupportedError(
+            f"{family}.{key} has one value for each layer: only one value for all layers is supported"
+        )
     return number(what, value, f"{family}.{key}")
 
 

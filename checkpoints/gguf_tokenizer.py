@@ -54,7 +54,7 @@ TYPES: dict[str, Any] = {
 }
 
 
-def build_tokenizer(meta: Mapping[str, Any]):
+def build_tokenizer(meta: Mapping[str, Any]) -> Any:
     """Build a transformers.PreTrainedTokenizerFast from GGUF metadata.
 
     The tokenizer adds BOS and EOS as the file says, and has the file's chat template.
@@ -78,7 +78,7 @@ def build_tokenizer(meta: Mapping[str, Any]):
     else:
         scores = range(0, -len(tokens), -1) if gemma else meta["tokenizer.ggml.scores"]
         if len(scores) != len(tokens):
-            raise UserError(f"{len(scores)} scores for {len(tokens)} tokens: one a token is needed")
+            raise UserError(f"{len(scores)} scores for {len(tokens)} tokens: one for each token is needed")
         prefix = not gemma and meta.get("tokenizer.ggml.add_space_prefix", True)
         unknown = token_of(tokens, meta, "unknown")
         tokenizer = sentence_piece(vocab, scores, unknown, prefix)
@@ -188,7 +188,9 @@ def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str
     ranked = []
     for token, index in vocab.items():
         if len(token) > LONGEST_PIECE:
-            raise UserError(f"the token {short(token)} has {len(token)} characters: at most {LONGEST_PIECE} are read")
+            raise UserError(
+                f"the token {short(token)} has {len(token)} characters: at most {LONGEST_PIECE} are supported"
+            )
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
         ranked += [(-scores[index], vocab[a], vocab[b], a, b) for a, b in pairs if a in vocab and b in vocab]
     return [(a, b) for *_, a, b in sorted(ranked)]

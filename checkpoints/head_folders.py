@@ -123,8 +123,8 @@ def check_ones(reading: Reading, file: Shards) -> None:
         if name in file.shapes() and not (whole(file, name) == 1).all():
             method = draft_spec(reading.config).method
             raise UnsupportedError(
-                f"{file.where}: tensor {name} is a norm that a head of method {method!r} lacks: take it out where it "
-                "is not meant"
+                f"{file.where}: tensor {name} is a norm, which a head of method {method!r} does not have: remove the "
+                "tensor if it is not meant"
             )
 
 
@@ -138,7 +138,7 @@ def check_t2d(file: Shards, target_ids: np.ndarray, all_ids: int) -> None:
     found = whole(file, "t2d")
     wanted = np.isin(np.arange(all_ids), target_ids)
     if found.shape != wanted.shape or (found.astype(bool) != wanted).any():
-        raise UserError(f"{file.where}: t2d does not name the ids that d2t does: fetch it again")
+        raise UserError(f"{file.where}: t2d and d2t do not hold the same ids: fetch it again")
 
 
 def differing_copies(
@@ -282,4 +282,7 @@ def id_tables(folder: Path, target_ids: np.ndarray, abstract: Mapping[str, Param
 def check_ids(folder: Path, target_ids: np.ndarray, all_ids: int) -> None:
     """Raise UserError unless these are distinct ids of a target with `all_ids` ids."""
     if target_ids.min() < 0 or target_ids.max() >= all_ids or len(np.unique(target_ids)) < len(target_ids):
-        raise UserError(f"{folder}: d2t names ids twice, or beyond the target's {all_ids}: it is for another target")
+        raise UserError(
+            f"{folder}: d2t repeats ids, or holds ids beyond the target's {all_ids}: use the target that the head "
+            "was trained for"
+        )

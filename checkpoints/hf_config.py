@@ -150,7 +150,7 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
             number(what, raw[key], key)
     kinds = raw.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list | tuple) and all(isinstance(k, str) for k in kinds)):
-        raise UserError(f"layer_types={short(kinds)} must be a list of strings, one a layer")
+        raise UserError(f"layer_types={short(kinds)} must be a list of strings, one for each layer")
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
     known = {key: raw[key] for key in READ if key in raw}
@@ -178,7 +178,10 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
         raise UserError("layer_types name sliding_attention, but sliding_window is missing")
     # For these families transformers ignores layer_types. If they contradict it, the checkpoint is of another kind.
     if (which == "none" and sliding) or (which == "all" and window and "full_attention" in kinds):
-        raise UnsupportedError(f"layer_types of a {family} checkpoint must be those of {family}: one kind in all")
+        needed = "full_attention" if which == "none" else "sliding_attention"
+        raise UnsupportedError(
+            f"layer_types={short(sorted(set(kinds)))} in a {family} checkpoint: only {needed} is supported"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -191,7 +194,9 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(raw.get(key) or {}, Mapping):
             raise UserError(f"{key}={short(raw[key])} must be an object")
         if (raw.get(key) or {}).get("mrope_section"):
-            raise UnsupportedError("M-RoPE (mrope_section) is of multimodal checkpoints: only text is supported")
+            raise UnsupportedError(
+                "M-RoPE (mrope_section) belongs to multimodal checkpoints: only text decoders are supported"
+            )
     theta = raw.get("rope_theta")
     parameters = raw.get("rope_parameters") or {
         "rope_theta": 10000.0 if theta is None else theta,
@@ -222,7 +227,7 @@ def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | Non
         return rope_table(parameters, head_dim), None
     for kind in ("full_attention", "sliding_attention"):
         if kind not in parameters:
-            raise UserError(f"rope_parameters lack {kind}")
+            raise UserError(f"rope_parameters lack {kind}: full_attention and sliding_attention are needed")
     return rope_table(parameters["full_attention"], head_dim), rope_table(parameters["sliding_attention"], head_dim)
 
 

@@ -37,7 +37,8 @@ def load_config(source: Source) -> ModelConfig:
     Raises: UnsupportedError for an unsupported architecture; FileNotFoundError or UserError, naming the file, where
       it is missing, truncated or damaged.
     """
-    return FORMATS[source.kind].load_config(source.path)
+    result: ModelConfig = FORMATS[source.kind].load_config(source.path)
+    return result
 
 
 def load_params(
@@ -51,6 +52,8 @@ def load_params(
     """Load the parameters, reading slice by slice onto their devices.
 
     Args:
+      source: the file or folder that holds the model.
+      config: configuration of the model, as `load_config` returns it.
       abstract: the parameters by name, with dtype and sharding, from `jaxspec.models.decoder.abstract_params`.
       keep: function from a parameter's name, declaration and values to what is returned in its place. It is called as
         soon as a parameter is loaded, so that quantised weights need no more memory than they take.
@@ -59,12 +62,16 @@ def load_params(
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
       FileNotFoundError naming a missing shard; UnsupportedError for a dtype or quantisation that is not read.
     """
-    return FORMATS[source.kind].load_params(source.path, config, abstract, keep=keep, progress=progress)
+    result: dict[str, Any] = FORMATS[source.kind].load_params(
+        source.path, config, abstract, keep=keep, progress=progress
+    )
+    return result
 
 
 def stored_dtype(source: Source) -> str:
     """Return the float dtype of most weights, bfloat16 where they are quantised. Raises as `load_params` does."""
-    return FORMATS[source.kind].stored_dtype(source.path)
+    result: str = FORMATS[source.kind].stored_dtype(source.path)
+    return result
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -72,7 +79,7 @@ def load_tokenizer(source: Source) -> Any:
 
     No code from the checkpoint is run.
     Raises: FileNotFoundError for a folder without tokenizer files; UnsupportedError for a kind of GGUF tokenizer
-      that is not supported, or a tokenizer that is code of its own; UserError, naming the file or folder, where its
+      that is not supported, or a tokenizer that is custom code; UserError, naming the file or folder, where its
       tokenizer is damaged.
     """
     if source.kind == "gguf":
@@ -92,7 +99,7 @@ def load_tokenizer(source: Source) -> Any:
             if "trust_remote_code" not in str(error):
                 raise
             raise UnsupportedError(
-                f"the tokenizer of {source.name} ({source.path}) is code of its own, which jaxspec does not run: name "
+                f"the tokenizer of {source.name} ({source.path}) is custom code, which jaxspec does not run: name "
                 "another checkpoint of this model, one with a tokenizer.json, as the model or with tokenizer="
             ) from None
 
@@ -161,7 +168,7 @@ def load_fingerprint(source: Source) -> str | None:
     with naming_file(path):
         digest = path.read_text(encoding="utf-8").strip()
         if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise UserError(f"{short(digest)} is no SHA-256 digest of a tokenizer")
+            raise UserError(f"{short(digest)} is not the SHA-256 digest of a tokenizer")
     return digest
 
 

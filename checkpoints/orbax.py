@@ -103,7 +103,7 @@ def remove(partial: Path) -> None:
 def check_free(folder: Path) -> None:
     """Raise FileExistsError unless the folder is missing or empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not empty: choose another place, or remove it first")
+        raise FileExistsError(f"{folder} exists and is not empty: choose another folder, or remove this one first")
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -130,8 +130,8 @@ def load_params(
     if layer.kv_copies > 1:
         own = layer.num_kv_heads // layer.kv_copies
         raise UserError(
-            f"{folder} has {own} key-value heads, and none is copied from there: use a tensor_parallel_size of at most "
-            f"{own}, or the model's safetensors or GGUF file"
+            f"{folder} has {own} key-value heads, and heads of an orbax checkpoint are not copied: use a "
+            f"tensor_parallel_size of at most {own}, or the model's safetensors or GGUF file"
         )
     with working("loading weights", enabled=progress):
         arrays = load_arrays(folder / PARAMS, abstract)
@@ -142,7 +142,8 @@ def stored_dtype(folder: Path) -> str:
     """Return the name of the largest array's dtype."""
     with naming_file(folder / PARAMS):
         arrays = stored_arrays(folder / PARAMS).values()
-        return max(arrays, key=lambda array: math.prod(array.shape)).dtype.name
+        result: str = max(arrays, key=lambda array: math.prod(array.shape)).dtype.name
+        return result
 
 
 # Only the code below knows orbax's API.
@@ -219,7 +220,7 @@ def stored_arrays(path: Path) -> dict[str, Any]:
 
     with naming_file(path):
         if not path.is_dir() or not ocp.is_orbax_checkpoint(path):
-            raise FileNotFoundError(f"{path} is missing or incomplete: it is no orbax checkpoint")
+            raise FileNotFoundError(f"{path} is missing or incomplete: it is not an orbax checkpoint")
         for file in path.rglob("*"):
             is_regular_file(file)
         return dict(ocp.metadata(path).metadata)
@@ -245,7 +246,8 @@ def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.
         raise UserError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
     here = SingleDeviceSharding(jax.devices()[0])
     with naming_file(path):
-        return ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})
+        result: dict[str, jax.Array] = ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})
+        return result
 
 
 def sharded(leaf: Any, default: Any) -> jax.ShapeDtypeStruct:

@@ -66,7 +66,7 @@ def naming_file(where: Path | str) -> Iterator[None]:
         if isinstance(error, MemoryError):
             text = f"{where}: reading it takes more memory than there is"
         elif "again" not in text:
-            text += ": mend the file, or fetch it again"
+            text += ": correct the file, or fetch it again"
         raise UserError(text) from error
 
 
@@ -86,13 +86,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not is_regular_file(path):
         raise FileNotFoundError(f"{path} is missing")
     if (size := path.stat().st_size) > MOST_JSON:
-        raise UserError(f"{path} has {size} bytes, no configuration has more than {MOST_JSON}: fetch it again")
+        raise UserError(f"{path} has {size} bytes, more than {MOST_JSON} for a configuration: fetch it again")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}): mend it, or fetch it again") from None
+        raise UserError(f"{path} is not valid JSON ({error}): correct it, or fetch it again") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path} holds a JSON {type(raw).__name__}, not an object: mend it, or fetch it again")
+        raise UserError(f"{path} holds a JSON {type(raw).__name__}, not an object: correct it, or fetch it again")
     return raw
 
 
@@ -101,7 +101,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = without_nulls(read_json(path))
     except RecursionError:
-        raise UserError(f"{path} is nested too deeply: mend it, or fetch it again") from None
+        raise UserError(f"{path} is nested too deeply: correct it, or fetch it again") from None
     return found
 
 

@@ -120,7 +120,7 @@ def stored_dtype(folder: Path) -> str:
     sizes = shards.shapes()
     largest = max(sizes, key=lambda name: math.prod(sizes[name]), default=None)
     if largest is None:
-        raise UserError(f"{folder} holds no tensor: fetch it again")
+        raise UserError(f"{folder} holds no tensors: fetch it again")
     return FLOATS[shards.dtype(largest)]
 
 
@@ -138,7 +138,7 @@ def files_of(folder: Path) -> list[Path]:
         if files := sorted(file for file in folder.glob(others) if is_regular_file(file)):
             return files
     one = ", ".join(single for single, *_ in LAYOUTS)
-    raise FileNotFoundError(f"{folder} holds no .safetensors file, nor one of torch's: {one} or shards are looked for")
+    raise FileNotFoundError(f"{folder} holds no weights in safetensors or torch files: {one} or shards are needed")
 
 
 def shards_of(index: Path, suffix: str) -> list[Path]:
@@ -196,7 +196,10 @@ class Shards:
     def group(self, shape: tuple[int, ...], scales: tuple[int, ...], name: str) -> int:
         """Return the number of integers of 8 bits that share a scale. Raises: UserError where the shapes do not fit."""
         if not shape or not scales or shape[:-1] != scales[:-1] or not scales[-1] or shape[-1] % scales[-1]:
-            raise UserError(f"{self.where}: tensor {name} has shape {shape}, its scales {scales}: fetch it again")
+            raise UserError(
+                f"{self.where}: tensor {name} has shape {shape}, which its scales of shape {scales} do not divide: "
+                "fetch it again"
+            )
         return shape[-1] // scales[-1]
 
     def dtype(self, name: str) -> str:
@@ -206,8 +209,11 @@ class Shards:
         """
         found = self.slice(name + SCALE if name in self._groups else name).get_dtype()
         if found not in FLOATS:
-            raise UnsupportedError(f"{self.where}: tensor {name} is stored as {found}: {', '.join(FLOATS)} are read")
-        return found
+            raise UnsupportedError(
+                f"{self.where}: tensor {name} is stored as {found}: {', '.join(FLOATS)} are supported"
+            )
+        result: str = found
+        return result
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return the slice `index` of a tensor, dequantised. Raises as `dtype` does; UserError for a damaged file."""
@@ -217,7 +223,8 @@ class Shards:
             x = self.slice(name)[index]
             size = self._groups.get(name)
             if size is None:
-                return x
+                result: np.ndarray = x
+                return result
             first, last, _ = index[-1].indices(self._shapes[name][-1])
             scale = self.slice(name + SCALE)[(*index[:-1], slice(first // size, -(-last // size)))]
             return dequantised(x, np.repeat(scale, size, axis=-1)[..., first % size :][..., : last - first])

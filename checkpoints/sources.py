@@ -99,7 +99,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         return local_folder(path, model)
     if is_regular_file(path):
         if path.suffix != ".gguf" and not begins(path, MAGIC):
-            raise UserError(f"{model} is no GGUF file: give a .gguf file, a folder or a hub id")
+            raise UserError(f"{model} is not a GGUF file: give a .gguf file, a folder or a hub id")
         return Source("gguf", path.resolve(), path.stem)
     if model in EMBEDDED:
         return Source("gguf", embedded(model), model)
@@ -126,7 +126,9 @@ def name_of(what: str, value: Any) -> str:
         or len(value) > LONGEST_NAME
         or re.search(r"[\0-\x1f\x7f]", value)
     ):
-        raise UserError(f"{what}={short(value)} must be a string of 1..{LONGEST_NAME} characters, none a control one")
+        raise UserError(
+            f"{what}={short(value)} must be a string of 1..{LONGEST_NAME} characters without control characters"
+        )
     return value
 
 
@@ -199,11 +201,11 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
             )
         )
     except errors.GatedRepoError:
-        raise FileNotFoundError(f"{model} is gated: accept its terms on the hub, `hf auth login`") from None
+        raise FileNotFoundError(f"{model} is gated: accept its terms on the hub and run `hf auth login`") from None
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise FileNotFoundError(missing) from None
     except errors.HFValidationError as error:
-        raise UserError(f"{model!r}{at} is no hub id: {shortened(' '.join(str(error).split()), 200)}") from None
+        raise UserError(f"{model!r}{at} is not a hub id: {shortened(' '.join(str(error).split()), 200)}") from None
     except Exception as error:  # LocalEntryNotFoundError, HfHubHTTPError, the HTTP library's own
         raise ConnectionError(
             f"cannot fetch {model}{at} from the hub ({reason or type(error).__name__}): "
@@ -264,7 +266,7 @@ def intact(path: Path, wanted: Embedded) -> bool:
     except OSError:
         return False
     if found != wanted.sha256:
-        logger.warning("%s is damaged (sha256 %s…): it is fetched again", path, found[:12])
+        logger.warning("%s is damaged (sha256 %s…): fetching it again", path, found[:12])
     return found == wanted.sha256
 
 

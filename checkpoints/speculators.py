@@ -166,7 +166,7 @@ def tensors(
     """Return all tensors of a head's folder under the library's names, as they are stored.
 
     known: declarations of the head's parameters.
-    Two tensors are written anew for a reduced vocabulary: d2t i64[_] holds the difference between the target's id and
+    Two tensors are converted for a reduced vocabulary: d2t i64[_] holds the difference between the target's id and
     the head's own id, for each own id; t2d bool[V] marks the target's ids that the head has.
     Raises: UserError where a tensor is missing, or d2t is for another target; else as reading does.
     """

@@ -77,9 +77,11 @@ def state_dict(path: Path, found: Any, kind: Any) -> Mapping[str, Any]:
         raise UserError(f"{path} holds no tensors by name: give the file of a model's weights")
     for name, x in found.items():
         if not isinstance(name, str) or not isinstance(x, kind):
-            raise UserError(f"{path}: {quoted(name)} is no tensor, but {type(x).__name__}: give the weights alone")
+            raise UserError(
+                f"{path}: {quoted(name)} is not a tensor, but {type(x).__name__}: give a file of weights only"
+            )
         if "strided" not in str(x.layout) or x.is_quantized or x.is_meta:
-            raise UnsupportedError(f"{path}: tensor {name} is sparse, quantised or empty: plain tensors are read")
+            raise UnsupportedError(f"{path}: tensor {name} is sparse, quantised or empty: only dense tensors are read")
     return found
 
 
@@ -101,5 +103,8 @@ class Slice:
         if self.get_dtype() == "BF16":  # numpy has no bfloat16
             import torch
 
-            return part.view(torch.int16).numpy().view(jnp.bfloat16)
-        return part.numpy()
+            part = part.view(torch.int16)
+            bits: np.ndarray = part.numpy()
+            return bits.view(jnp.bfloat16)
+        values: np.ndarray = part.numpy()
+        return values

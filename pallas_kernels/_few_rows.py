@@ -7,8 +7,8 @@ weight would pass through registers first.
 The depth is split until there are enough programs. The partial sums, f32[splits, rows, width], are left for the next
 kernel to add up: a product, two sums and a norm take two kernels instead of three or four.
 
-A matrix in 8 bits (`weights/scaled.py`) is converted to the dtype of x as it arrives. Scales of whole columns are
-applied to the sums, scales of blocks to the product with each block.
+A matrix in 8 bits with a scale for each block (`weights/scaled.py`) is converted to the dtype of x as it arrives. The
+scales are applied to the product with each block.
 
 Both kernels let the next one start early (see `_overlap`): a product once its last weights have arrived, the small
 kernel at its start. Before it waits for its last weights, a product also prefetches the first weights of the next
@@ -18,6 +18,7 @@ compiler (see docs/notes/gpu.md).
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._overlap import WARPS, prefetch, start_next
 from pallas_kernels._split_product import activate, added, fewest_splits
+from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.weights import AnyWeight, Weight
@@ -62,7 +64,7 @@ def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
 def readable(weight: AnyWeight) -> bool:
     """Return whether the kernel is meant for the form of a weight: plain, or in 8 bits with blocks of whole reads.
 
-    Weights with a scale for each output are left to the compiler, whose products of them are faster (docs/notes/gpu.md).
+    Weights with a scale for each output are left to the compiler, which is faster (docs/notes/gpu.md).
     """
     if not isinstance(weight, Weight):
         return True
@@ -124,7 +126,9 @@ def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
-def prefetch_options(then, rows: int, grid: tuple[int, int], device: Device):
+def prefetch_options(
+    then: jax.Array | None, rows: int, grid: tuple[int, int], device: Device
+) -> tuple[list[jax.Array], dict[str, Any] | None]:
     """Return ([the matrix of the next `product`], the options of `prefetch` for it), or ([], None) for no prefetch."""
     if then is None or rows > MIN_ROWS or device.interpret:  # products of more rows wait for more than weights
         return [], None
@@ -134,14 +138,23 @@ def prefetch_options(then, rows: int, grid: tuple[int, int], device: Device):
 
 
 @lowered_once("gated", "device")
-def product(x, weights, *, gated=None, then=None, device):
+def product(
+    x: jax.Array,
+    weights: jax.Array,
+    *,
+    gated: tuple[str, int] | None = None,
+    then: jax.Array | None = None,
+    device: Device,
+) -> jax.Array:
     """Return x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
 
     Args:
-      weights: an array, or a weight for which `readable` is true.
+      x: [rows, depth], of at most MAX_ROWS rows.
+      weights: [depth, width], for which `covers` is true.
       gated: (activation, block), or None. The columns are then `block` of gate and `block` of up in turn. The result is
         activation(gate) * up, [rows, width / 2] in the dtype of x.
       then: the matrix of the next product, to be prefetched; or None.
+      device: the device that the program is compiled for.
     """
     rows, depth = x.shape
     width = weights.shape[1]
@@ -155,7 +168,7 @@ def product(x, weights, *, gated=None, then=None, device):
     arrays = [weights.values, weights.scale] if isinstance(weights, Scaled) else [weights]
     deep, stages = reads(rows, depth, columns, math.prod(grid), arrays[0].dtype.itemsize)
     next_weights, ahead = prefetch_options(then, rows, grid, device)
-    return pl.pallas_call(
+    result: jax.Array = pl.pallas_call(
         functools.partial(
             _product, scaled=len(arrays) > 1, gated=gated, columns=columns, deep=deep, ahead=ahead, device=device
         ),
@@ -167,9 +180,20 @@ def product(x, weights, *, gated=None, then=None, device):
         interpret=device.interpret,
         name="product",
     )(x, *arrays, *next_weights)
+    return result
 
 
-def _product(x, weights, *refs, scaled, gated, columns, deep, ahead, device):
+def _product(
+    x: Ref,
+    weights: Ref,
+    *refs: Ref,
+    scaled: bool,
+    gated: tuple[str, int] | None,
+    columns: int,
+    deep: int,
+    ahead: dict[str, Any] | None,
+    device: Device,
+) -> None:
     scale, *next_weights, out = refs if scaled else (None, *refs)
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
@@ -183,15 +207,13 @@ def _product(x, weights, *refs, scaled, gated, columns, deep, ahead, device):
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
 
-    def scale_of(first):
+    def scale_of(first: jax.Array) -> jax.Array:
         """Return the scales f32[columns, 1] of the weights in the rows from `first` on."""
         column_blocks, row_blocks = scale.shape
         block = lax.div(column, weights.shape[0] // column_blocks)
         return plgpu.load(scale.at[block, lax.div(first, depth // row_blocks)])[:, None]
 
-    in_blocks = scaled and scale.shape[1] > 1
-
-    def step(i, carry):
+    def step(i: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
         sums, prefetched = carry
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
@@ -201,13 +223,14 @@ def _product(x, weights, *refs, scaled, gated, columns, deep, ahead, device):
         else:
             read = plgpu.load(weights.at[at[:, None], column[None, :]])
 
-        def times(row, full):
+        def times(row: jax.Array, full: bool) -> jax.Array:
             mask = None if full else jnp.broadcast_to((row < rows)[:, None], (row.size, deep))
             some = plgpu.load(x.at[row[:, None], at[None, :]], mask=mask, other=None if full else 0)
-            return plgpu.dot(read, some, trans_a=not scaled, trans_b=True)
+            result: jax.Array = plgpu.dot(read, some, trans_a=not scaled, trans_b=True)
+            return result
 
         products = [times(*tile) for tile in tiles]
-        if in_blocks:
+        if scaled:
             of_block = scale_of(begin + i * deep)
             products = [part * of_block for part in products]
         return tuple(total + part for total, part in zip(sums, products, strict=True)), prefetched
@@ -216,11 +239,8 @@ def _product(x, weights, *refs, scaled, gated, columns, deep, ahead, device):
     (*others, last), prefetched = lax.fori_loop(0, share // deep, step, (nothing, jnp.int32(0)))
     if ahead is not None:
         last += prefetched.astype(jnp.float32)
-    if scaled and not in_blocks:
-        of_columns = scale_of(jnp.int32(0))
-        *others, last = (part * of_columns for part in (*others, last))
     for (row, _), result in zip(tiles, (*others, start_next(last, device)), strict=True):
-        to: tuple = (part, row[None, :], column[:, None])
+        to: tuple[Any, ...] = (part, row[None, :], column[:, None])
         if gated is not None:
             gate, up = lax.split(result, (half, half))
             result = (activate(activation, gate) * up).astype(out.dtype)
@@ -229,9 +249,11 @@ def _product(x, weights, *refs, scaled, gated, columns, deep, ahead, device):
 
 
 @lowered_once("eps", "device")
-def add_and_norm(x, parts, scale, eps, *, device):
+def add_and_norm(
+    x: jax.Array, parts: jax.Array, scale: jax.Array, eps: float, *, device: Device
+) -> tuple[jax.Array, jax.Array]:
     """Return x [rows, width] + parts f32[splits, rows, width], and the RMSNorm of this sum, both in the dtype of x."""
-    return pl.pallas_call(
+    result: tuple[jax.Array, jax.Array] = pl.pallas_call(
         functools.partial(_add_and_norm, eps=eps, device=device),
         grid=x.shape[:1],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
@@ -239,15 +261,16 @@ def add_and_norm(x, parts, scale, eps, *, device):
         interpret=device.interpret,
         name="add_and_norm",
     )(x, parts, scale)
+    return result
 
 
-def _add_and_norm(x, parts, scale, out, normed, *, eps, device):
+def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, normed: Ref, *, eps: float, device: Device) -> None:
     row = start_next(pl.program_id(0), device)
     width = x.shape[1]
     at = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
     here = at < width
 
-    def load(ref, *index):
+    def load(ref: Ref, *index: jax.Array) -> jax.Array:
         return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
 
     weight = load(scale)  # all reads come before the first write: after it, they would wait for it

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 
 
@@ -36,7 +37,7 @@ def start_next(values: jax.Array, device: Device) -> jax.Array:
 WARPS = 4  # of a program in the kernels that call `prefetch`
 
 
-def prefetch(matrix, *, size: int, parts: int, programs: int, now) -> jax.Array:
+def prefetch(matrix: Ref, *, size: int, parts: int, programs: int, now: jax.Array) -> jax.Array:
     """Prefetch the start of the next kernel's matrix into the L2 cache. Return 0 for the caller to add to its result.
 
     Each thread prefetches two lines of memory. All threads of all programs together prefetch the first rows of each

@@ -15,7 +15,8 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._overlap import start_next
-from pallas_kernels.weights import Weight
+from pallas_kernels._types import Ref
+from pallas_kernels.device import Device
+from pallas_kernels.weights import AnyWeight, Weight
 
 STEP, MAX_STEP = 64, 256  # rows of weights in one read: at least, at most
 MAX_SHARE = 1 << 15  # elements that a program reads: all of them have to fit into its registers
@@ -43,7 +46,7 @@ class Parts:
     squares: jax.Array | None = None
 
 
-def covers(*weights) -> bool:
+def covers(*weights: AnyWeight) -> bool:
     """Return whether the kernel covers these matrices and is meant for them."""
     return all(
         not isinstance(w, Weight)
@@ -78,10 +81,23 @@ def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
     return steps
 
 
-def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None, zeros=0, eps=0.0, device):
+def split_product(
+    x: Any,  # an array, or None with gated
+    weights: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    parts: Parts | None = None,
+    gated: tuple[Parts, str, int, int] | None = None,
+    finish: tuple[jax.Array, jax.Array] | None = None,
+    zeros: int = 0,
+    eps: float = 0.0,
+    device: Device,
+) -> dict[str, Any]:
     """Return x [depth] @ weights [depth, width] as a dict: "parts" is the product in Parts, and options add more.
 
     Args:
+      x: [depth], the row; None with `gated`.
+      weights: [depth, width], for which `covers` is true.
       norm: scale of an RMSNorm of x before the product; its 1 / rms is left to the reader of the parts.
       parts: Parts of an earlier product, added to x first. The sum is returned as "new_x".
       gated: (Parts, activation, block, width of their norm). x is None then, and computed as activation(gate) * up from
@@ -90,6 +106,7 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
         residual, returned as "out". counts are zeros, one a block, returned changed as "counts".
       zeros: number of zeros to return as "zeros", with which a later kernel counts its programs.
       eps: epsilon of the norm of `gated`.
+      device: the device that the program is compiled for.
     """
     depth, width = weights.shape
     columns, splits = tile(depth, width)
@@ -103,7 +120,7 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
     if finish is not None:
         operands["residual"], operands["old_counts"] = finish
     operands = {name: value for name, value in operands.items() if value is not None}
-    shape = jax.ShapeDtypeStruct
+    shape: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
     outputs = {"sums": shape((splits, width), jnp.float32)}
     aliases = {}
     if norm is not None:
@@ -131,7 +148,17 @@ def split_product(x, weights, *, norm=None, parts=None, gated=None, finish=None,
     return {"parts": Parts(named["sums"], named.get("squares")), **named}
 
 
-def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, device):
+def _kernel(
+    *refs: Ref,
+    names: tuple[str, ...],
+    columns: int,
+    splits: int,
+    eps: float,
+    activation: str | None,
+    block: Any,  # an integer, or None without activation; so is norm_width
+    norm_width: Any,
+    device: Device,
+) -> None:
     ref = dict(zip(names, refs, strict=True))
     weights, sums = ref["weights"], ref["sums"]
     depth = weights.shape[0] // splits  # of this program's share
@@ -141,13 +168,13 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, d
     firsts = [split * depth + at for at in range(0, depth, size)]
     at = jnp.arange(size, dtype=jnp.int32)
 
-    def parts(array, at):
+    def parts(array: Ref, at: jax.Array) -> jax.Array:
         """Start reading the parts [splits, at] of an array. The caller adds them up."""
         part = jnp.arange(pl.next_power_of_2(array.shape[0]), dtype=jnp.int32)
         mask = jnp.broadcast_to((part < array.shape[0])[:, None], (part.shape[0], at.shape[0]))
         return plgpu.load(array.at[part[:, None], at[None, :]], mask=mask, other=0)
 
-    def start_reading(first):
+    def start_reading(first: jax.Array) -> list[jax.Array]:
         """Start reading what x [first : first + size] is computed from."""
         if activation is not None:  # "//" would hide that the columns stay aligned
             gate = lax.div(first, block) * (2 * block) + lax.rem(first, block)
@@ -155,7 +182,7 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, d
         some = [plgpu.load(ref[name].at[first + at]) for name in ("x", "norm") if name in ref]
         return [*some, *([parts(ref["more"], first + at)] if "more" in ref else [])]
 
-    def source(first, read):
+    def source(first: jax.Array, read: list[jax.Array]) -> tuple[jax.Array, Any]:
         """Return x [first : first + size] as it enters the product, and its squares (None without a norm)."""
         if activation is not None:
             gate, up = (jnp.sum(part, axis=0) * shrink for part in read)
@@ -189,17 +216,17 @@ def _kernel(*refs, names, columns, splits, eps, activation, block, norm_width, d
         before = plgpu.atomic_add(ref["counts"], (column_block,), jnp.int32(1))
 
         @pl.when(before == splits - 1)
-        def _finish():
+        def _finish() -> None:
             y = plgpu.load(ref["residual"].at[column]).astype(jnp.float32) + jnp.sum(parts(sums, column), axis=0)
             plgpu.store(ref["out"].at[column], y.astype(weights.dtype))
 
 
-def added(arrays):
+def added(arrays: Iterable[jax.Array]) -> jax.Array:
     """Return the sum of the arrays. Python's `sum` adds them to 0, which the compiler must keep: 0 + -0 is 0."""
     return functools.reduce(operator.add, arrays)
 
 
-def activate(kind, x):
+def activate(kind: str, x: jax.Array) -> jax.Array:
     """Return the activation of x; kind: "silu" or "gelu_tanh"."""
     if kind == "gelu_tanh":
         return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))

@@ -92,6 +92,9 @@ class Op:
         Args:
           implementation: None (the best known form), "reference", or "pallas" (the kernel where there is one, else the
             last form).
+          device: the device that the program is compiled for.
+          *args: the arrays that the form receives.
+          **options: the options that the form receives.
 
         Raises:
           ValueError: an unknown implementation.
@@ -127,12 +130,12 @@ def call(op: str, name: str, *args: Any, **options: Any) -> Any:
 
 
 @functools.cache
-def shared(op: str, name: str, options: tuple[str, ...]) -> Callable:
+def shared(op: str, name: str, options: tuple[str, ...]) -> Callable[..., Any]:
     """Return the jitted function of a form, the same one for every call; options: the names of its options."""
     return lowered_once(*options)(function(op, name))
 
 
-def lowered_once(*static: str) -> Callable[[Callable], Callable]:
+def lowered_once(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for a function that calls a kernel and serves several ops, or several cases of one op.
 
     A program lowers the function once for all calls with the same shapes and static arguments.
@@ -145,9 +148,10 @@ def module(op: str, name: str) -> Any:
     return importlib.import_module(f"{__package__}.{op}.{name}")
 
 
-def function(op: str, name: str) -> Callable:
+def function(op: str, name: str) -> Callable[..., Any]:
     """Return the function of a form, without `jit`."""
-    return getattr(module(op, name), op)
+    result: Callable[..., Any] = getattr(module(op, name), op)
+    return result
 
 
 def check_shape(op: str, name: str, array: jax.Array | Weight, *shape: int) -> None:

@@ -1,24 +1,29 @@
 """The parts of a decoder layer in plain jnp, which ops and models are made of."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.device import Device
 
 FEW = 8  # rows to which a single row is padded
 
 
-def dot(x, matrix, axis, dtype):
+def dot(x: jax.Array, matrix: jax.Array, axis: int, dtype: DTypeLike) -> jax.Array:
     """Contract the last axis of x [..., I] with the axis `axis` of a matrix. Return [..., O] in this dtype."""
     dimensions = (((x.ndim - 1,), (axis,)), ((), ()))
     return lax.dot_general(x, matrix, dimensions, precision=matmul_precision(x.dtype), preferred_element_type=dtype)
 
 
-def matmul_precision(dtype):
+def matmul_precision(dtype: DTypeLike) -> lax.Precision:
     """Return the precision of products of this dtype: full for float32, also where the default uses fewer bits."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def as_few_rows(matmul, x):
+def as_few_rows(matmul: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Return matmul(x [..., I]), [..., O]. A single row of x is padded with rows of zeros."""
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] > 1:
@@ -26,34 +31,47 @@ def as_few_rows(matmul, x):
     return matmul(jnp.pad(rows, ((0, FEW - 1), (0, 0))))[:1].reshape(*x.shape[:-1], -1)
 
 
-def whole(product, device):
+def whole(product: jax.Array, device: Device | None) -> jax.Array:
     """Return a product whose columns the caller splits into groups, with the split hidden from the TPU compiler.
 
     For a pass over one token a row, the compiler would turn the product and the split into a convolution over the
     groups. A convolution wants the weights transposed, so that each pass would copy them.
     """
-    on_tpu = device is not None and device.platform == "tpu"
-    return lax.optimization_barrier(product) if on_tpu else product
+    if device is None or device.platform != "tpu":
+        return product
+    hidden: jax.Array = lax.optimization_barrier(product)
+    return hidden
 
 
-def total(product, axes):
+def total(product: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the sum of the devices' partial products over these mesh axes; the product itself if there are none."""
-    return lax.psum(product, axes) if axes else product
+    summed: jax.Array = lax.psum(product, axes) if axes else product
+    return summed
 
 
-def rms_norm(scale, x, eps):
+def rms_norm(scale: jax.Array, x: jax.Array, eps: float) -> jax.Array:
     """Return x / rms(x) * scale over the last axis, computed in float32, in the dtype of x."""
     h = x.astype(jnp.float32)
     h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
     return (h * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def activate(kind, x):
+def activate(kind: str, x: jax.Array) -> jax.Array:
     """Return the activation of x; kind: "silu" or "gelu_tanh"."""
     return jax.nn.gelu(x, approximate=True) if kind == "gelu_tanh" else jax.nn.silu(x)
 
 
-def project(heads, bias, q_norm, k_norm, cos, sin, groups, eps, device=None):
+def project(
+    heads: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    groups: int,
+    eps: float,
+    device: Device | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split the product `heads` [B,T,_] of a layer's qkv by head, add the bias, normalise and rotate.
 
     Return query [B,T,H,D], key and value [B,T,G,D], where G = groups.
@@ -65,19 +83,27 @@ def project(heads, bias, q_norm, k_norm, cos, sin, groups, eps, device=None):
     heads = whole(heads, device).reshape(b, t, groups, -1, d)
     query = heads[:, :, :, :-2].reshape(b, t, -1, d)
     key, value = heads[:, :, :, -2], heads[:, :, :, -1]
-    if q_norm is not None:
+    if q_norm is not None and k_norm is not None:
         query, key = rms_norm(q_norm, query, eps), rms_norm(k_norm, key, eps)
     return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
-def project_queries(heads, bias, q_norm, cos, sin, num_heads, eps):
+def project_queries(
+    heads: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    num_heads: int,
+    eps: float,
+) -> jax.Array:
     """Split a product [B,T,H*D] of queries alone by head, as `project`. Return query [B,T,H,D], where H = num_heads."""
     heads = heads if bias is None else heads + bias
     query = heads.reshape(*heads.shape[:2], num_heads, -1)
     return rotate(query if q_norm is None else rms_norm(q_norm, query, eps), cos, sin)
 
 
-def rotate(x, cos, sin):
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Apply the rotary embedding to x [B,T,heads,D]: rotate the two halves of each head against each other."""
     cos, sin = cos[:, :, None], sin[:, :, None]
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -97,4 +123,5 @@ def argmax(x: jax.Array) -> jax.Array:
     def by_index(x: jax.Array) -> jax.Array:
         return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
-    return lax.platform_dependent(x, cpu=first_of_the_largest, default=by_index)
+    ids: jax.Array = lax.platform_dependent(x, cpu=first_of_the_largest, default=by_index)
+    return ids

@@ -13,6 +13,9 @@ would add one element at a time. Its order depends on the number of sums. So the
 each sum.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,8 +27,10 @@ MAX_ROWS = 12  # the library is faster for more rows
 SUMS = 24  # computed at a time: as many as there are registers for
 SMALL_X = 5 * 1024  # elements of an x that stays in the nearest cache
 
+T = TypeVar("T")
 
-def product(x, matrix):
+
+def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
     """Multiply x f32[..., I] with a matrix [O, I]. Return f32[..., O].
 
     A matrix of a smaller dtype, bfloat16 or 8 bits, is read as such and converted for the arithmetic.
@@ -38,7 +43,7 @@ def product(x, matrix):
     return once(by_streams, x, matrix, streams)
 
 
-def by_library(x, matrix):
+def by_library(x: jax.Array, matrix: jax.Array) -> jax.Array:
     """Multiply with the library that the compiler calls.
 
     A matrix of a smaller dtype is converted here. Callers then wrap this function in `once`: else the compiler would
@@ -47,7 +52,7 @@ def by_library(x, matrix):
     return plain.dot(x, matrix.astype(x.dtype), 1, x.dtype)
 
 
-def num_streams(rows, depth, width):
+def num_streams(rows: int, depth: int, width: int) -> int:
     """Return the number of rows of the matrix [width, depth] that are read at a time."""
     most = 2 if rows > 1 and rows * depth <= SMALL_X else 4
     for streams in (4, 2):
@@ -56,7 +61,7 @@ def num_streams(rows, depth, width):
     return 1
 
 
-def once(function, *args):
+def once(function: Callable[..., T], *args: Any) -> T:
     """Return function(*args), compiled as a function of its own. Only arrays are traced; other arguments are static.
 
     Otherwise the compiler would inline the function into every loop that reads its result, and recompute it for every
@@ -64,10 +69,11 @@ def once(function, *args):
     """
     static = tuple(i for i, arg in enumerate(args) if not isinstance(arg, jax.Array))
     with set_xla_metadata(inlineable="false"):
-        return jax.jit(function, static_argnums=static)(*args)
+        result: T = jax.jit(function, static_argnums=static)(*args)
+    return result
 
 
-def by_streams(x, matrix, streams):
+def by_streams(x: jax.Array, matrix: jax.Array, streams: int) -> jax.Array:
     """Multiply in one loop over the matrix, `streams` rows at a time.
 
     The result is reshaped here: the compiler would move a reshape by the caller through all layers.
@@ -77,12 +83,13 @@ def by_streams(x, matrix, streams):
     return jnp.concatenate(sums(products)).reshape(*x.shape[:-1], -1)
 
 
-def sums(arrays):
+def sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Return the sum of each array over its last axis, in one loop. Takes two or more float32 arrays of one shape."""
 
-    def add(some, more):
+    def add(some: Sequence[jax.Array], more: Sequence[jax.Array]) -> list[jax.Array]:
         return [a + b for a, b in zip(some, more, strict=True)]
 
     zeros = [jnp.float32(0)] * len(arrays)
     last = arrays[0].ndim - 1
-    return lax.reduce(arrays, zeros, add, (last,))
+    found: list[jax.Array] = lax.reduce(arrays, zeros, add, (last,))
+    return found

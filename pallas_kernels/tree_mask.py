@@ -4,6 +4,8 @@ Words of bits rather than a table: a kernel holds a few words of each query, and
 once.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -27,7 +29,7 @@ def packed(position: jax.Array, first: jax.Array, seen: jax.Array) -> jax.Array:
     return jnp.concatenate([ends, jax.lax.bitcast_convert_type(values, jnp.int32)], axis=-1)
 
 
-def sees(words, node):
+def sees(words: Sequence[jax.Array], node: jax.Array) -> jax.Array:
     """Return whether queries see keys, as bools.
 
     Args:

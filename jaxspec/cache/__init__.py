@@ -1,0 +1,1 @@
+"""The paged cache: pages, their layout, their allocation and their budget of memory."""

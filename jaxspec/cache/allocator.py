@@ -45,7 +45,7 @@ class PageAllocator:
         Raises: OutOfPages if fewer are free; then no page is taken.
         """
         if count > self.num_free:
-            raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
+            raise OutOfPages(f"{count} pages are needed, {self.num_free} of {self.num_pages} are free")
         while len(self.free) < count:
             page, _ = self.kept.popitem(last=False)
             del self.page_of[self.digest_of.pop(page)]

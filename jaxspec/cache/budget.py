@@ -22,7 +22,7 @@ def num_pages(memory_bytes: int, *page_bytes: int) -> int:
     pages = int(memory_bytes // sum(page_bytes))
     if pages < 1:
         raise UserError(
-            f"{memory_bytes / 1e6:.0f} MB are left for the cache, one page takes "
+            f"{memory_bytes / 1e6:.0f} MB are left for the cache, but one page takes "
             f"{sum(page_bytes) / 1e6:.1f} MB: raise memory_utilization or take a smaller model"
         )
     return pages

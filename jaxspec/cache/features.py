@@ -36,4 +36,5 @@ def read(
     if placement is None or placement.alone:
         return found
     # Gathered here once: else the compiler would shard everything that is computed from the features.
-    return lax.with_sharding_constraint(found, placement.sharding())
+    result: Float[Array, "B T M"] = lax.with_sharding_constraint(found, placement.sharding())
+    return result

@@ -42,7 +42,7 @@ class PagedKV(LayerCache):
         page = jnp.take_along_axis(kept.block_table, jnp.clip(kept.moves.source, 0) // size, axis=1, mode="clip")
         slots = jnp.minimum(page, self.pages.shape[0] - 1) * size + kept.moves.source % size
 
-        def shard(pages, source, target):
+        def shard(pages: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
             kv = jnp.take(pages.reshape(-1, *pages.shape[2:]), source.reshape(-1), axis=0, mode="clip")
             return kv_write(pages, kv, target, **backend.how())
 
@@ -62,7 +62,8 @@ class PagedLayer:
 
     def position_bytes(self) -> int:
         """Return the bytes of the keys and values of one position."""
-        return 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        result: int = 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return result
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
         """Return the bytes of one position in the memory of each device."""
@@ -83,7 +84,8 @@ class PagedFeatures:
 
     def position_bytes(self) -> int:
         """Return the bytes of the features of one position."""
-        return self.width * jnp.dtype(self.dtype).itemsize
+        result: int = self.width * jnp.dtype(self.dtype).itemsize
+        return result
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
         """Return the bytes of one position in the memory of each device."""
@@ -113,11 +115,13 @@ class CacheLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.page_size * sum(layer.position_bytes() for layer in self.layers)
+        result: int = self.page_size * sum(layer.position_bytes() for layer in self.layers)
+        return result
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
         """Return the bytes of one page in the memory of each device."""
-        return self.page_size * sum(layer.stored_bytes(num_devices, platform) for layer in self.layers)
+        result: int = self.page_size * sum(layer.stored_bytes(num_devices, platform) for layer in self.layers)
+        return result
 
 
 @jax.tree_util.register_dataclass
@@ -183,4 +187,5 @@ def allocate(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
         return tuple(layer.empty(layout.num_pages, layout.page_size) for layer in layout.layers)
 
     formats = jax.tree.map(lambda x: pages_format(placement, x.ndim), jax.eval_shape(zeros))
-    return jax.jit(zeros, out_shardings=formats)()
+    result: tuple[Any, ...] = jax.jit(zeros, out_shardings=formats)()
+    return result

@@ -17,7 +17,7 @@ from jaxspec.drafters.trees.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
 from jaxspec.models.paged import Branches
 from jaxspec.sampling.distribution import DRAFT_BITS, process
-from jaxspec.sampling.processors import Adjust
+from jaxspec.sampling.processors.base import Adjust
 from jaxspec.sampling.rng import take_row
 from jaxspec.verify.base import Verdict
 from jaxspec.verify.coupled import shared_noise
@@ -45,7 +45,7 @@ def rank(
     logits = fit_vocabulary(logits.reshape(*hidden.shape[:2], -1), vocab_size, head.vocabulary)
     if adjust is not None:
 
-        def adjust_node(logits, path):
+        def adjust_node(logits: jax.Array, path: jax.Array) -> jax.Array:
             return adjust(logits, path, i)
 
         logits = jax.vmap(adjust_node, in_axes=1, out_axes=1)(logits, paths)

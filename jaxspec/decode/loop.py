@@ -33,7 +33,7 @@ def launch(
     context = begin(config, params, batch)
     control = batch.control
 
-    def another_round(state):
+    def another_round(state: DecodeState) -> jax.Array:
         """Return whether another round follows.
 
         Computed at the end of a round and not in the loop's condition, so that a GPU's host waits for only one flag
@@ -41,11 +41,11 @@ def launch(
         """
         more = state.round < jnp.minimum(control.num_rounds, MAX_ROUNDS)
         # Without the barrier the compiler fuses these sums with the updates of the carry, and copies the carry.
-        state = lax.optimization_barrier(dataclasses.replace(state, round=None))
+        state = lax.optimization_barrier(dataclasses.replace(state, round=None))  # type: ignore[arg-type]  # unread
         early = jnp.sum(state.finish != RUNNING) >= control.max_ends
         return more & jnp.any(runnable(context, state)) & ~early & ~too_slow(batch, state)
 
-    def body(carry):
+    def body(carry: tuple[PagedKVCache, DecodeState, jax.Array]) -> tuple[PagedKVCache, DecodeState, jax.Array]:
         cache, state, _ = carry
         cache, state = run_round(context, cache, state)
         return cache, state, another_round(state)

@@ -36,7 +36,7 @@ def prefill(
         if chunk.next_tokens is not None:
             n = config.variant.logprobs or 0
 
-            def score_slice(hidden, tokens):
+            def score_slice(hidden: jax.Array, tokens: jax.Array) -> Logprobs:
                 return logprobs(done.decoder.logits(hidden, config.target.backend), tokens, n)
 
             scores = by_slices(score_slice, done.hidden, chunk.next_tokens)
@@ -68,11 +68,12 @@ def by_slices(function: Any, hidden: jax.Array, tokens: jax.Array) -> Logprobs:
     rows, length = tokens.shape
     size = min(SLICE, length)  # both are powers of two
 
-    def split(x):
+    def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(rows, length // size, size, *x.shape[2:]), 1, 0)
 
-    def join(x):
+    def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 1).reshape(rows, length, *x.shape[3:])
 
     done = lax.map(lambda pair: function(*pair), (split(hidden), split(tokens)))
-    return jax.tree.map(join, done)
+    result: Logprobs = jax.tree.map(join, done)
+    return result

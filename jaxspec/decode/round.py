@@ -28,7 +28,7 @@ from jaxspec.sampling import processors, rng
 from jaxspec.sampling.distribution import DRAFT_BITS, process
 from jaxspec.sampling.logprobs import logprobs as logprobs_of
 from jaxspec.sampling.logprobs import record
-from jaxspec.sampling.processors import Adjust
+from jaxspec.sampling.processors.base import Adjust
 from jaxspec.verify import greedy, rules
 from jaxspec.verify import tree as tree_rule
 from jaxspec.verify.base import Case, Verdict, leading
@@ -195,7 +195,7 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
 def verify(
     context: Context, history: History, proposal: Proposal, scores: Scores, adjust: Adjust | None = None
 ) -> tuple[Verdict, Int[Array, " B"]]:
-    """Judge a proposal. Return the verdict, and RUNNING or the reason why there is no extra token (NO_ID, NO_LAW).
+    """Judge a proposal. Return the verdict, and RUNNING or the reason why there is no extra token.
 
     Drafts after the first place without a target distribution are rejected.
     """

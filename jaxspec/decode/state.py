@@ -12,12 +12,13 @@ from jaxspec.models.paged import PagedModel
 from jaxspec.options.engine import MAX_ROUNDS
 from jaxspec.sampling.distribution import SamplingRows
 from jaxspec.sampling.logprobs import Logprobs
-from jaxspec.sampling.processors import Processors, Text
+from jaxspec.sampling.processors import Processors
+from jaxspec.sampling.processors.base import Text
 from jaxspec.verify.rules import RULES
 
 ModelParams = dict[str, Any]  # {"target": ..., "draft": ...}
 
-# Values of DecodeState.finish. NO_ID: no id was allowed. NO_LAW: the target's logits were not finite.
+# Values of DecodeState.finish. NO_ID: no id was allowed. NOT_FINITE: the target's logits were not finite.
 RUNNING, STOP, LENGTH, NO_ID, NOT_FINITE = range(5)
 FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error", NOT_FINITE: "error"}
 

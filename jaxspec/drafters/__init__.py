@@ -1,0 +1,1 @@
+"""Drafters: the methods that propose draft tokens, one file each."""

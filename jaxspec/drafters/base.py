@@ -189,7 +189,7 @@ class Drafter(abc.ABC):
         Raises:
           UnsupportedError: the drafter grows no trees.
         """
-        raise UnsupportedError(f"{type(self).__name__} grows no trees: drop the tree options")
+        raise UnsupportedError(f"{type(self).__name__} cannot propose trees: leave the tree options out")
 
     def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
         """Write a chunk into the draft's pages and return them. The target's features of the chunk are in `cache`."""

@@ -50,10 +50,10 @@ def chain(
     chosen = choose(first.head, first.hidden, drafts, 0)
     room = jax.tree.map(lambda x: jnp.zeros((x.shape[0], count, *x.shape[1:]), x.dtype), chosen)
 
-    def put(i, drawn, chosen):
+    def put(i: Any, drawn: Any, chosen: Any) -> Any:
         return jax.tree.map(lambda x, one: lax.dynamic_update_index_in_dim(x, one, i, axis=1), drawn, chosen)
 
-    def one_more(i, carry):
+    def one_more(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         state, drawn = carry
         previous = lax.dynamic_index_in_dim(drawn[0], i - 1, axis=1, keepdims=False)
         head, hidden, state = step(state, previous, i)
@@ -96,11 +96,11 @@ def at_once(head: Head, hidden: Float[Array, "B K _"], choose: Choose) -> tuple[
     """Choose all K drafts from the hidden states of one pass. Return the drafts and their distributions, as `chain`."""
     known: dict[Any, Any] = {}
 
-    def step(state, token, i):
+    def step(state: Any, token: Any, i: Any) -> Step:
         here = lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
         return Step(Place(head, hidden, known, i), here, ())
 
-    def only_argmax():  # then a step looks up one token
+    def only_argmax() -> bool:  # then a step looks up one token
         return "logits" not in known
 
     drafts, probs, _ = chain(hidden.shape[1], step((), None, 0), step, choose, only_argmax)

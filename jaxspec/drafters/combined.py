@@ -7,12 +7,16 @@ step, and it continues after the last of them.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.drafters.base import Choose, Drafter, History
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.common.shapes import Array, Float, Int
+from jaxspec.drafters.base import Choose, Drafter, History, ModelParams, Proposal
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.wrapper import Wrapper
 
@@ -24,10 +28,14 @@ class Combined(Wrapper):
     lookup: NGram
     draft: Drafter
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         found, _ = self.lookup.propose(params, cache, history, choose)
 
-        def choose_or_look_up(head, hidden, drafts, i):
+        def choose_or_look_up(
+            head: Any, hidden: Float[Array, "B _"], drafts: Int[Array, "B K"], i: Any
+        ) -> tuple[Int[Array, " B"], Any]:
             token, probs = choose(head, hidden, drafts, i)
             use = i < found.num_proposed
             token = jnp.where(use, lax.dynamic_index_in_dim(found.tokens, i, axis=1, keepdims=False), token)

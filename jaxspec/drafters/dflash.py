@@ -17,8 +17,10 @@ from jax import lax
 
 from jaxspec.cache import features
 from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.errors import UnsupportedError
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, target_parameters
+from jaxspec.common.shapes import Array, Float
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, ModelParams, Proposal, target_parameters
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.head_checkpoint import HEAD, RARE, TABLE, VERIFIER, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
@@ -74,11 +76,20 @@ class DFlashHead(OwnParts):
         self.hidden_norm, self.norm = norm(c.width), norm(c.width)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])
 
-    def features(self, hidden, tapped, backend):
+    def features(
+        self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
+    ) -> Float[Array, "B T M"]:
         x = product(jnp.concatenate(tapped, axis=-1), self.fc[...], backend).astype(tapped[0].dtype)
         return rms_norm(self.hidden_norm[...], x, self.config.norm_eps)
 
-    def __call__(self, x, past, pages, rows: Rows, backend: Backend):
+    def __call__(
+        self,
+        x: Float[Array, "B T E"],
+        past: Float[Array, "B _ E"],
+        pages: tuple[Any, ...],
+        rows: Rows,
+        backend: Backend,
+    ) -> tuple[Float[Array, "B T E"], tuple[Any, ...]]:
         """Run the layers over a block. Return its hidden states [B,T,E] and the pages.
 
         x [B,T,E]: the block; T may be 0.
@@ -154,8 +165,13 @@ class DFlash(Drafter):
     def features_width(self) -> int:
         return draft_spec(self.model.config).features_width
 
-    def features(self, params, hidden, tapped):
-        return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)
+    def features(
+        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
+    ) -> Float[Array, "B T M"]:
+        result: Float[Array, "B T M"] = bind(self.model.config, params["draft"]).features(
+            hidden, tapped, self.model.backend
+        )
+        return result
 
     @property
     def independent(self) -> bool:
@@ -168,14 +184,17 @@ class DFlash(Drafter):
     @property
     def reach(self) -> int:
         config: Any = self.model.config
-        return max(self.num_speculative_tokens, config.block_size - 1)
+        result: int = max(self.num_speculative_tokens, config.block_size - 1)
+        return result
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         block = self.block(params, cache, history)
         drafts, probs = at_once(block.logits, block.hidden[:, -self.num_speculative_tokens :], choose)
         return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
 
-    def block(self, params, cache, history: History) -> Block:
+    def block(self, params: ModelParams, cache: PagedKVCache, history: History) -> Block:
         """Run the pass over a whole block, even if fewer drafts are requested.
 
         The places attend to each other, so the block is as long as in training. Only the end of the context shortens
@@ -210,13 +229,14 @@ class DFlash(Drafter):
         draft_len = jnp.where(in_step, last, history.draft_len)
         return Block(head, target, hidden[:, : num_skipped + count], pending, wanted, draft_len, pages)
 
-    def prefill(self, params, cache, chunk: Chunk):
+    def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
         head: Any = bind(self.model.config, params["draft"])
         positions, masked = places(chunk.tokens, chunk.start, chunk.length)
         past = features.read(cache, positions, chunk.block_table, self.model.backend.placement)
         past = jnp.where(masked[:, :, None], 0, past)
         rows = self.model.rows(positions, masked, chunk.block_table)
-        return head(past[:, :0], past, cache.draft, rows, self.model.backend)[1]
+        result: tuple[LayerCache, ...] = head(past[:, :0], past, cache.draft, rows, self.model.backend)[1]
+        return result
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DFlash:
@@ -259,7 +279,9 @@ def read(found: HeadCheckpoint, kind: type[Config] = Config, *, from_pending: bo
         "reduced_vocab_size": found.shapes["d2t"][0] if found.has("d2t") else None,
     } | found.own_table())  # fmt: skip
     if any(config.windows):
-        raise UnsupportedError(f"{found.name}: layers with a sliding window are not supported in a draft of blocks")
+        raise UnsupportedError(
+            f"{found.name}: layers with a sliding window are not supported in a draft that fills blocks"
+        )
     copies = found.copies(TABLE, *(() if found.has("d2t") else (HEAD,)), *VERIFIER)
     names = NAMES | ({TABLE: ("embed", "")} if config.has_table else {})
     return Reading(config, names, ("t2d",), copies=copies)

@@ -11,11 +11,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.errors import UserError
 from jaxspec.common.shapes import Array, Bool, Int
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, ModelParams, Proposal, Rank
 from jaxspec.drafters.chain import Step, at_once, chain
-from jaxspec.drafters.trees.growth import Nodes, Shape, grow_tree, nodes_at
+from jaxspec.drafters.trees.growth import Grown, Nodes, Shape, grow_tree, nodes_at
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
 from pallas_kernels.merge_tokens import merge_tokens
@@ -32,13 +34,15 @@ class DraftModel(Drafter):
     def max_model_len(self) -> int:
         return self.model.max_model_len
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         own, table = params["draft"], history.block_table
         (tokens, positions, masked), missing = self.first_pass_tokens(history)
         masked |= ~history.live[:, None]
         done = self.model.forward(own, cache.draft, tokens, positions, masked, table)
 
-        def step(pages, token, i) -> Step:
+        def step(pages: tuple[LayerCache, ...], token: Int[Array, " B"], i: Any) -> Step:
             positions = (history.num_tokens + i - 1)[:, None]
             masked = (~history.live | (history.num_wanted <= i))[:, None]
             done = self.model.forward(own, pages, token[:, None], positions, masked, table)
@@ -72,7 +76,7 @@ class DraftModel(Drafter):
         pairs = tokens.reshape(rows, 2), positions.reshape(rows, 2), rejected.reshape(rows, 2)
         return pairs, 1 - has_it
 
-    def prefill(self, params, cache, chunk: Chunk):
+    def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
         return self.model.prefill(params["draft"], cache.draft, *chunk.arrays).pages
 
 
@@ -105,7 +109,9 @@ class ParallelDraftModel(Drafter):
     def passes(self) -> int:
         return 1
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         count, last = self.num_speculative_tokens, history.num_tokens - 1
         mask: Any = self.model.config.mask_id
         in_step = history.draft_len >= last - self.max_lag
@@ -122,7 +128,7 @@ class ParallelDraftModel(Drafter):
         # The mask tokens' keys and values are useless, so they do not count: the next round overwrites them.
         return Proposal(drafts, probs, wanted, jnp.where(in_step, last + 1, history.draft_len)), done.pages
 
-    def prefill(self, params, cache, chunk: Chunk):
+    def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
         return self.model.prefill(params["draft"], cache.draft, *chunk.arrays).pages
 
 
@@ -135,7 +141,9 @@ class DraftModelTree(DraftModel):
 
     max_lag: int = dataclasses.field(kw_only=True)
 
-    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+    def grow(
+        self, params: ModelParams, cache: PagedKVCache, history: History, shape: Shape, rank: Rank
+    ) -> tuple[Proposal, Grown, tuple[LayerCache, ...]]:
         own, last = params["draft"], history.num_tokens - 1
         start = jnp.clip(history.draft_len, jnp.maximum(last - self.max_lag, 0), last)
         positions = start[:, None] + jnp.arange(self.max_lag + 1, dtype=jnp.int32)
@@ -143,7 +151,7 @@ class DraftModelTree(DraftModel):
         tokens = jnp.take_along_axis(history.tokens, positions, axis=1, mode="clip")
         done = self.model.forward(own, cache.draft, tokens, positions, masked, history.block_table)
 
-        def step(pages, nodes: Nodes, level) -> Step:
+        def step(pages: tuple[LayerCache, ...], nodes: Nodes, level: Any) -> Step:
             slots, masked, table, branches = nodes_at(last + 1, level, nodes, last + level, history)
             done = self.model.forward(own, pages, nodes.tokens, slots, masked, table, branches=branches)
             return Step(done.decoder, done.hidden, done.pages)
@@ -174,7 +182,7 @@ def in_parallel(model: PagedModel, speculative: Any) -> bool:
     able = model.config.mask_id is not None
     if asked and not able:
         raise UserError(
-            "parallel_drafting=True, but the draft's config.json names no token for places to be filled (pard_token, "
-            "ptd_token_id): take a draft that was trained for it, or leave parallel_drafting out"
+            "parallel_drafting=True, but the draft's config.json names no mask token (pard_token, "
+            "ptd_token_id): use a draft that was trained for it, or leave parallel_drafting out"
         )
     return able if asked is None else asked

@@ -17,14 +17,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.errors import UnsupportedError
-from jaxspec.common.shapes import Array, Float
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.drafters import dflash
-from jaxspec.drafters.base import Choose, History, Proposal, Rank
+from jaxspec.drafters.base import Choose, History, ModelParams, Proposal, Rank
 from jaxspec.drafters.chain import Place, Step, chain
 from jaxspec.drafters.head_checkpoint import HeadCheckpoint
-from jaxspec.drafters.trees.growth import Nodes, Shape, grow_tree
+from jaxspec.drafters.trees.growth import Grown, Nodes, Shape, grow_tree
 from jaxspec.models import families
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec
 from jaxspec.models.head import product, whole
@@ -74,7 +77,14 @@ class Markov(nnx.Module):
             self.inner = matrix(num_inputs * rank + c.width, num_outputs * rank)
             self.inner_bias = declare("bias", dtype)(num_outputs * rank)
 
-    def __call__(self, state, token, hidden, target, backend):
+    def __call__(
+        self,
+        state: Float[Array, "*k _"],
+        token: Int[Array, "*k"],
+        hidden: Float[Array, "*k _"],
+        target: Any,
+        backend: Backend,
+    ) -> tuple[Float[Array, "*k _"], Float[Array, "*k _"]]:
         """Return the channels [..., r] that `logits` reads, and the next state.
 
         state [..., r]: the previous place's.
@@ -99,7 +109,7 @@ class Markov(nnx.Module):
                 x = jnp.tanh(out).astype(x.dtype)
         return x, state
 
-    def logits(self, x, backend):
+    def logits(self, x: Float[Array, "*k _"], backend: Backend) -> Float[Array, "*k _"]:
         """Return what the channels x [..., r] add to the logits, f32[..., V]."""
         return whole(product(x, self.after[...], backend), backend)
 
@@ -128,13 +138,13 @@ class After(Place):
         super().__init__(*place)
         self.added = added
 
-    def logits(self, x, backend):
+    def logits(self, x: Any, backend: Any) -> Any:
         place = super().logits(x, backend)
         if self.added.ndim != place.ndim:  # one addition for each node
             place = place[:, None]
         return place + self.added
 
-    def argmax_token(self, x, backend, vocab_size=None):
+    def argmax_token(self, x: Any, backend: Any, vocab_size: int | None = None) -> Any:
         found = argmax(self.logits(x, backend)[..., :vocab_size])
         return found if self.vocabulary is None else jnp.take(self.vocabulary.d2t, found, mode="clip")
 
@@ -148,7 +158,9 @@ class DSpark(dflash.DFlash):
         config: Any = self.model.config
         return not config.markov_rank
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         if self.independent:
             return super().propose(params, cache, history, choose)
         block = self.block(params, cache, history)
@@ -156,11 +168,13 @@ class DSpark(dflash.DFlash):
         drafts, probs, _ = chain(self.num_speculative_tokens, step(state, block.pending, 0), step, choose)
         return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
 
-    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+    def grow(
+        self, params: ModelParams, cache: PagedKVCache, history: History, shape: Shape, rank: Rank
+    ) -> tuple[Proposal, Grown, tuple[LayerCache, ...]]:
         block = self.block(params, cache, history)
         step, state = self.steps(block)
 
-        def next_level(state, nodes: Nodes, level) -> Step:
+        def next_level(state: Array, nodes: Nodes, level: Any) -> Step:
             return step(jnp.take_along_axis(state, nodes.after[:, :, None], axis=1), nodes.tokens, level)
 
         first = step(state, block.pending, 0)
@@ -181,7 +195,7 @@ class DSpark(dflash.DFlash):
             _, state = markov(state, block.pending, hidden[:, 0], block.target, backend)
             hidden = hidden[:, 1:]
 
-        def step(state, token, i) -> Step:
+        def step(state: Array, token: Array, i: Any) -> Step:
             x = lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
             if token.ndim == 2:
                 x = jnp.repeat(x[:, None], token.shape[1], axis=1)

@@ -12,9 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters.feature_chain import FeatureChain
 from jaxspec.drafters.head_checkpoint import HEAD, TABLE, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import layer_names
@@ -22,6 +24,7 @@ from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
 from jaxspec.models.reading import Reading
+from jaxspec.models.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +59,19 @@ class EagleHead(OwnParts):
         # The first layer has no norm before its attention.
         self.layers = nnx.List([Layer(c, i, dtype, entry=0 if i else c.width) for i in range(c.num_layers)])
 
-    def features(self, hidden, tapped, backend):
+    def features(
+        self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
+    ) -> Float[Array, "B T M"]:
         return hidden
 
-    def __call__(self, x, feature, pages, rows, backend):
+    def __call__(
+        self,
+        x: Float[Array, "B T E"],
+        feature: Float[Array, "B T M"],
+        pages: tuple[Any, ...],
+        rows: Rows,
+        backend: Backend,
+    ) -> tuple[Float[Array, "B T E"], Float[Array, "B T M"], tuple[Any, ...]]:
         mixed = product(jnp.concatenate([x, feature], axis=-1), self.fc[...], backend)
         x = (mixed + self.fc_bias[...] if self.config.bias else mixed).astype(x.dtype)
         x, _, pages, _ = through(list(self.layers), x, pages, rows, backend, entry=x)

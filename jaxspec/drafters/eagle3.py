@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.common.errors import UnsupportedError, UserError
+from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters.draft_model import in_parallel
 from jaxspec.drafters.feature_chain import FeatureBlock, FeatureChain
 from jaxspec.drafters.head_checkpoint import HEAD, RARE, TABLE, VERIFIER, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import Place, layer_names
@@ -24,6 +26,7 @@ from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
 from jaxspec.models.reading import Reading
+from jaxspec.models.rows import Rows
 from pallas_kernels.plain import rms_norm
 
 
@@ -75,11 +78,13 @@ class Eagle3Head(OwnParts):
         self.layers = nnx.List([Layer(c, i, dtype, entry=0 if i else 2 * c.width) for i in range(c.num_layers)])
         self.norm = norm(c.width)
 
-    def features(self, hidden, tapped, backend):
+    def features(
+        self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
+    ) -> Float[Array, "B T M"]:
         """Compute the features to keep: the taps [B,T,E] of a position, projected to the head's width."""
         return self.reduced(jnp.concatenate(tapped, axis=-1), backend)
 
-    def reduced(self, x, backend):
+    def reduced(self, x: Float[Array, "B T _"], backend: Backend) -> Float[Array, "B T E"]:
         """Project concatenated taps to the head's width."""
         c = self.config
         x = rms_norm(self.input_norm[...], x, c.norm_eps) if c.norm_before_fc else x
@@ -88,11 +93,18 @@ class Eagle3Head(OwnParts):
             x = jnp.concatenate([rms_norm(w[...], part, c.norm_eps) for w, part in parts], axis=-1)
         return product(x, self.fc[...], backend).astype(x.dtype)
 
-    def masks(self, backend):
+    def masks(self, backend: Backend) -> Float[Array, " M"]:
         """Return the features [M] of mask tokens."""
         return self.reduced(self.mask_hidden[...], backend)[0, 0]
 
-    def __call__(self, x, feature, pages, rows, backend):
+    def __call__(
+        self,
+        x: Float[Array, "B T E"],
+        feature: Float[Array, "B T M"],
+        pages: tuple[Any, ...],
+        rows: Rows,
+        backend: Backend,
+    ) -> tuple[Float[Array, "B T E"], Float[Array, "B T M"], tuple[Any, ...]]:
         c = self.config
         normed = rms_norm(self.hidden_norm[...], feature, c.norm_eps)
         both = jnp.concatenate([rms_norm(self.token_norm[...], x, c.norm_eps), normed], axis=-1)
@@ -120,13 +132,15 @@ def read(found: HeadCheckpoint) -> Reading:
     target_width = found.whole("target_hidden_size", raw.get("hidden_size"), "width")
     found.fits("width", target_width, target.width)
     if raw.get("use_aux_hidden_state") is False:
-        raise UnsupportedError(f"{found.name}: use_aux_hidden_state=false, a head that reads one layer, is not read")
+        raise UnsupportedError(
+            f"{found.name}: use_aux_hidden_state=false, a head that reads one layer, is not supported"
+        )
     taps = found.taps((2, target.num_layers // 2, target.num_layers - 3))
     rows = found.shapes.get(found.prefix + "fc.weight", (0, 0))[-1]
     if rows != len(taps) * target_width:
         raise UserError(
-            f"{found.name}: tensor fc.weight reads {rows} numbers, of layers {list(taps)} and width {target_width} "
-            f"there are {len(taps) * target_width}: mend config.json"
+            f"{found.name}: tensor fc.weight has {rows} inputs, but layers {list(taps)} of width {target_width} have "
+            f"{len(taps) * target_width}: correct config.json"
         )
     fields, fills = found.layers(), found.has("mask_hidden")
     config = Config(**fields | {
@@ -142,7 +156,7 @@ def read(found: HeadCheckpoint) -> Reading:
         "mask_id": found.whole("ptd_token_id", raw.get("mask_token_id"), "token_id") if fills else None,
     } | found.own_table())  # fmt: skip
     if not config.has_head and config.width != target.width:
-        raise UserError(f"{found.name}: tensor lm_head.weight is missing, and the target's is of another width")
+        raise UserError(f"{found.name}: tensor lm_head.weight is missing, and the target's head has another width")
     copied = VERIFIER if fields["width"] != target.width else (TABLE, *VERIFIER)
     return Reading(config, names(found), ("t2d",), copies=found.copies(*copied))
 

@@ -17,12 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank, target_parameters
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.common.shapes import Array, Bool, Float, Int
+from jaxspec.drafters.base import Choose, Chunk, Drafter, History, ModelParams, Proposal, Rank, target_parameters
 from jaxspec.drafters.chain import Step, at_once, chain
-from jaxspec.drafters.trees.growth import Nodes, Shape, grow_tree, nodes_at
+from jaxspec.drafters.trees.growth import Grown, Nodes, Shape, grow_tree, nodes_at
 from jaxspec.models.decoder import bind
 from jaxspec.models.draft_spec import draft_spec
-from jaxspec.models.paged import PagedModel
+from jaxspec.models.paged import Branches, PagedModel
 from jaxspec.sampling.rng import take_row
 
 
@@ -59,13 +62,20 @@ class FeatureChain(Drafter):
     def features_width(self) -> int:
         return draft_spec(self.model.config).features_width
 
-    def features(self, params, hidden, tapped):
-        return bind(self.model.config, params["draft"]).features(hidden, tapped, self.model.backend)
+    def features(
+        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
+    ) -> Float[Array, "B T M"]:
+        result: Float[Array, "B T M"] = bind(self.model.config, params["draft"]).features(
+            hidden, tapped, self.model.backend
+        )
+        return result
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         first, last, in_step = self.first_pass(params, cache, history)
 
-        def step(state, token, i) -> Step:
+        def step(state: Any, token: Int[Array, " B"], i: Any) -> Step:
             pages, carried = state
             masked = (~history.live | (history.num_wanted <= i))[:, None]
             where = (last + i)[:, None], masked, history.block_table
@@ -75,10 +85,12 @@ class FeatureChain(Drafter):
         drafts, probs, (pages, _) = chain(self.num_speculative_tokens, first, step, choose)
         return self.proposal(history, drafts, probs, last, in_step), pages
 
-    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+    def grow(
+        self, params: ModelParams, cache: PagedKVCache, history: History, shape: Shape, rank: Rank
+    ) -> tuple[Proposal, Grown, tuple[LayerCache, ...]]:
         first, last, in_step = self.first_pass(params, cache, history)
 
-        def step(state, nodes: Nodes, level) -> Step:
+        def step(state: Any, nodes: Nodes, level: Any) -> Step:
             pages, carried = state
             carried = jnp.take_along_axis(carried, nodes.after[:, :, None], axis=1)
             where = nodes_at(last + 1, level, nodes, last + level, history)
@@ -90,7 +102,9 @@ class FeatureChain(Drafter):
         grown, (pages, _) = grow_tree(shape, Step(first.head, first.hidden, (pages, carried)), step, rank)
         return self.proposal(history, grown.tokens, None, last, in_step), grown, pages
 
-    def first_pass(self, params, cache, history: History) -> tuple[Step, jax.Array, jax.Array]:
+    def first_pass(
+        self, params: ModelParams, cache: PagedKVCache, history: History
+    ) -> tuple[Step, jax.Array, jax.Array]:
         """Run the pass over the entries that the cache lacks, up to the pending token's.
 
         Return its output, and `last` and `in_step` of `first`.
@@ -105,7 +119,7 @@ class FeatureChain(Drafter):
         at = jnp.maximum(last, 0) - start
         return Step(self.logits_head(params), take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
 
-    def logits_head(self, params) -> Any:
+    def logits_head(self, params: ModelParams) -> Any:
         """Bind the model that computes the logits: the head, or the target for a head without its own.
 
         The body of a loop must call this itself. Matrices that are stored output-first are then transposed inside the
@@ -124,7 +138,14 @@ class FeatureChain(Drafter):
         start = jnp.clip(history.draft_len, jnp.maximum(last - self.most, 0), jnp.maximum(last, 0))
         return last, start, history.draft_len >= history.num_tokens - 1 - self.max_lag
 
-    def proposal(self, history: History, drafts, probs, last, in_step) -> Proposal:
+    def proposal(
+        self,
+        history: History,
+        drafts: Int[Array, "B K"],
+        probs: Any,
+        last: Int[Array, " B"],
+        in_step: Bool[Array, " B"],
+    ) -> Proposal:
         """Return the proposal. A row proposes nothing if its cache trails too far, or if its prompt is one token.
 
         For a prompt of one token the target has no features yet.
@@ -132,7 +153,7 @@ class FeatureChain(Drafter):
         wanted = jnp.where(history.live & in_step & (last >= 0), history.num_wanted, 0)
         return Proposal(drafts, probs, wanted, jnp.where(in_step, history.num_tokens - 1, history.draft_len))
 
-    def prefill(self, params, cache, chunk: Chunk):
+    def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
         """Write the entries whose token is in the chunk. The first token of a prompt has no entry."""
         first = (chunk.start == 0).astype(jnp.int32)
         tokens = jnp.where(first[:, None] == 1, jnp.roll(chunk.tokens, -1, axis=1), chunk.tokens)
@@ -142,7 +163,17 @@ class FeatureChain(Drafter):
         known = features.read(cache, positions, chunk.block_table, self.model.backend.placement)
         return self.entries(params, cache.draft, tokens, known, positions, masked, chunk.block_table)[2]
 
-    def entries(self, params, pages, tokens, feature, positions, masked, table, branches=None):
+    def entries(
+        self,
+        params: ModelParams,
+        pages: tuple[LayerCache, ...],
+        tokens: Int[Array, "B T"],
+        feature: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+        masked: Bool[Array, "B T"],
+        table: Int[Array, "B N"],
+        branches: Branches | None = None,
+    ) -> tuple[Float[Array, "B T E"], Float[Array, "B T M"], tuple[LayerCache, ...]]:
         """Run the head over tokens i32[B,T] and the features [B,T,M] of the positions before them."""
         target = bind(self.target.config, target_parameters(params))
         backend = self.model.backend
@@ -150,7 +181,10 @@ class FeatureChain(Drafter):
         # Masked places are never read. Zeros keep garbage in their pages from making them NaN.
         feature = jnp.where(masked[:, :, None], jnp.zeros_like(feature), feature)
         x = (head if head.has_table else target).embedded(tokens, backend)
-        return head(x, feature, pages, self.model.rows(positions, masked, table, branches), backend)
+        result: tuple[Float[Array, "B T E"], Float[Array, "B T M"], tuple[LayerCache, ...]] = head(
+            x, feature, pages, self.model.rows(positions, masked, table, branches), backend
+        )
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +203,9 @@ class FeatureBlock(FeatureChain):
     def passes(self) -> int:
         return 1
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         count, table, backend = self.num_speculative_tokens, history.block_table, self.model.backend
         head: Any = bind(self.model.config, params["draft"])
         mask: Any = self.model.config.mask_id

@@ -151,7 +151,9 @@ class HeadCheckpoint:
         """
         key = next((key for key in TAPS if self.raw.get(key) is not None), None)
         if key is None and default is None:
-            raise UserError(f"{self.name}: config.json names no layers of the target, in none of {', '.join(TAPS)}")
+            raise UserError(
+                f"{self.name}: config.json names no layers of the target: one of {', '.join(TAPS)} is needed"
+            )
         listed: Any = self.raw[key] if key else default
         most = self.target.num_layers
         shift = TAPS[key] if key else 0

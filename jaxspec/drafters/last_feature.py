@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import features
-from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank, target_parameters
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.drafters.base import Choose, Drafter, History, ModelParams, Proposal, Rank, target_parameters
 from jaxspec.drafters.chain import Step
-from jaxspec.drafters.trees.growth import Nodes, Shape, grow_tree
+from jaxspec.drafters.trees.growth import Grown, Nodes, Shape, grow_tree
 from jaxspec.models.decoder import bind
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel
@@ -38,7 +40,8 @@ class LastFeature(Drafter):
     @property
     def passes(self) -> float:
         config: Any = self.model.config
-        return self.num_speculative_tokens / config.num_drafts
+        result: float = self.num_speculative_tokens / config.num_drafts
+        return result
 
     @abc.abstractmethod
     def begin(self, head: Any, hidden: Any) -> Any:
@@ -51,7 +54,9 @@ class LastFeature(Drafter):
         Return a `Head` or None for the target's, the hidden states [B,E] of its logits, and the next state.
         """
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         step, state, token = self.start(params, cache, history)
         drafts = jnp.zeros((token.shape[0], self.num_speculative_tokens), jnp.int32)
         probs = []
@@ -63,18 +68,20 @@ class LastFeature(Drafter):
         together = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *probs)
         return Proposal(drafts, together, self.wanted(history)), cache.draft
 
-    def grow(self, params, cache, history: History, shape: Shape, rank: Rank):
+    def grow(
+        self, params: ModelParams, cache: PagedKVCache, history: History, shape: Shape, rank: Rank
+    ) -> tuple[Proposal, Grown, tuple[LayerCache, ...]]:
         step, state, token = self.start(params, cache, history)
         head, hidden, state = step(state, token, 0)
 
-        def next_level(state, nodes: Nodes, level) -> Step:
+        def next_level(state: Any, nodes: Nodes, level: Any) -> Step:
             return step(jnp.take_along_axis(state, nodes.after[:, :, None], axis=1), nodes.tokens, level)
 
         first = Step(head, hidden, jnp.repeat(state[:, None], shape.width, axis=1))
         grown, _ = grow_tree(shape, first, next_level, rank, alike=False)
         return Proposal(grown.tokens, None, self.wanted(history)), grown, cache.draft
 
-    def start(self, params, cache, history: History) -> tuple[Callable[..., Step], Any, Any]:
+    def start(self, params: ModelParams, cache: PagedKVCache, history: History) -> tuple[Callable[..., Step], Any, Any]:
         """Return step(state, token, i), which runs the head for draft i, the first state, and the pending token."""
 
         def bound_head() -> Any:  # bound again in each step, see `FeatureChain.logits_head`
@@ -84,7 +91,7 @@ class LastFeature(Drafter):
         known = features.read(cache, last[:, None], history.block_table, self.model.backend.placement)
         state = self.begin(bound_head(), known[:, 0])
 
-        def step(state, token, i) -> Step:
+        def step(state: Any, token: Any, i: Any) -> Step:
             head, hidden, state = self.draft(bound_head(), state, token, i)
             if head is None:
                 head = bind(self.target.config, target_parameters(params))

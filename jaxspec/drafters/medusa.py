@@ -15,11 +15,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.errors import UserError
-from jaxspec.drafters.base import Choose, History, Proposal
+from jaxspec.common.shapes import Array, Float
+from jaxspec.drafters.base import Choose, History, ModelParams, Proposal
 from jaxspec.drafters.chain import at_once
 from jaxspec.drafters.head_checkpoint import HEAD, HeadCheckpoint
 from jaxspec.drafters.last_feature import LastFeature
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import Place
@@ -63,7 +67,7 @@ class MedusaHead(Head):
         if c.has_head:
             self.head = declare("matrix", dtype)(c.width, c.head_size, axes=(None, "vocab"), head=True)
 
-    def __call__(self, x, backend):
+    def __call__(self, x: Float[Array, "*n E"], backend: Backend) -> Float[Array, "*n E"]:
         for j, block in enumerate(self.blocks):
             y = product(x, block[...], backend)
             if self.config.bias:
@@ -99,7 +103,9 @@ class Medusa(LastFeature):
     def independent(self) -> bool:
         return True
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         config: Any = self.model.config
         if config.has_head:
             return super().propose(params, cache, history, choose)
@@ -110,10 +116,10 @@ class Medusa(LastFeature):
         drafts, probs = at_once(places[0].head, hidden, choose)
         return Proposal(drafts, probs, self.wanted(history)), cache.draft
 
-    def begin(self, head, hidden):
+    def begin(self, head: Any, hidden: Any) -> Any:
         return hidden
 
-    def draft(self, head, state, token, i):
+    def draft(self, head: Any, state: Any, token: Any, i: int) -> tuple[Any, Any, Any]:
         one = head.one(i)
         output_head = one if one.config.has_head else None
         return output_head, one(state, self.model.backend), state

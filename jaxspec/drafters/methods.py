@@ -63,7 +63,7 @@ def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
     if algorithm not in (None, "peagle", *METHODS):  # P-EAGLE's tensors are EAGLE-3's
         heads = ", ".join(name for name, method in METHODS.items() if method.signs)
         raise UnsupportedError(
-            f"speculators_model_type={quoted(algorithm, 40)} is not read: take a checkpoint of {heads}"
+            f"speculators_model_type={quoted(algorithm, 40)} is not supported: use a checkpoint of {heads}"
         )
     named = algorithm or raw.get("model_type")
     if isinstance(named, str) and named in METHODS:

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.drafters.head_checkpoint import HeadCheckpoint
 from jaxspec.drafters.last_feature import LastFeature
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.head import Head, product
@@ -78,7 +80,9 @@ class Speculator(nnx.Module):
         later = [Step(c, dtype, c.width, others=not c.tied_steps) for _ in range(1, count)]
         self.steps = nnx.List([first, *later])
 
-    def __call__(self, state, token, i: int, backend):
+    def __call__(
+        self, state: Float[Array, "*n _"], token: Int[Array, "*n"], i: int, backend: Backend
+    ) -> tuple[Any, Float[Array, "*n _"]]:
         """Run step i on a state [B,E] and the previous token i32[B]. Return the output head and the next state."""
         c = self.config
         own = self.steps[min(i, len(self.steps) - 1)]
@@ -98,12 +102,12 @@ module.register(Config, Speculator)
 class MlpSpeculator(LastFeature):
     """A drafter by an MLP speculator."""
 
-    def begin(self, head, hidden):
+    def begin(self, head: Any, hidden: Any) -> Any:
         if not head.config.scale_input:
             return hidden
         return rms_norm(jnp.full(hidden.shape[-1:], 0.5**0.5, jnp.float32), hidden, EPS)
 
-    def draft(self, head, state, token, i):
+    def draft(self, head: Any, state: Any, token: Any, i: int) -> tuple[Any, Any, Any]:
         logits, state = head(state, token, i, self.model.backend)
         return logits, state, state
 

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.common.errors import UserError
+from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters.feature_chain import FeatureChain
 from jaxspec.drafters.head_checkpoint import HEAD, TABLE, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
+from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
 from jaxspec.models.families import FAMILIES, Place, layer_names
@@ -25,6 +27,7 @@ from jaxspec.models.head import product
 from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
 from jaxspec.models.reading import Reading
+from jaxspec.models.rows import Rows
 from pallas_kernels.plain import rms_norm
 
 
@@ -63,10 +66,19 @@ class MtpHead(OwnParts):
         self.fc = declare("matrix", dtype)(2 * c.width, c.width)
         self.layers = nnx.List([Layer(c, 0, dtype)])
 
-    def features(self, hidden, tapped, backend):
+    def features(
+        self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
+    ) -> Float[Array, "B T M"]:
         return hidden if self.config.last_norm else tapped[0]
 
-    def __call__(self, x, feature, pages, rows, backend):
+    def __call__(
+        self,
+        x: Float[Array, "B T E"],
+        feature: Float[Array, "B T M"],
+        pages: tuple[Any, ...],
+        rows: Rows,
+        backend: Backend,
+    ) -> tuple[Float[Array, "B T E"], Float[Array, "B T M"], tuple[Any, ...]]:
         c = self.config
         parts = [rms_norm(self.token_norm[...], x, c.norm_eps), rms_norm(self.hidden_norm[...], feature, c.norm_eps)]
         both = jnp.concatenate(parts[::-1] if c.hidden_first else parts, axis=-1)

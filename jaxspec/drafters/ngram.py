@@ -11,8 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.shapes import Array, Int
-from jaxspec.drafters.base import Choose, Drafter, History, Proposal
+from jaxspec.drafters.base import Choose, Drafter, History, ModelParams, Proposal
 from jaxspec.models.paged import PagedModel
 
 
@@ -27,7 +29,9 @@ class NGram(Drafter):
     lookup_min: int = 2
     lookup_max: int = 4
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         tokens, num_positions = history.tokens, history.tokens.shape[1]
         match = agreement(tokens, history.num_tokens, self.lookup_max)
         best = jnp.max(match, axis=1, keepdims=True)

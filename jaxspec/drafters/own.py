@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspec.common.shapes import Array, Float, Int
+from jaxspec.models.backend import Backend
 from jaxspec.models.head import Head
 from jaxspec.models.parameters import declare
 from jaxspec.models.table import looked_up
@@ -25,7 +27,7 @@ class OwnParts(Head):
         if config.has_head:
             self.declare_head(config, dtype)
 
-    def embedded(self, tokens, backend):
+    def embedded(self, tokens: Int[Array, "*n"], backend: Backend) -> Float[Array, "*n E"]:
         """Look tokens up in the head's own table. Scale the rows as the target's if the table replaces the target's."""
         x = looked_up(self.embed[...], tokens, backend)
         scale = self.config.embed_scale

@@ -14,8 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.shapes import Array, Bool, Float, Int
-from jaxspec.drafters.base import Choose, Drafter, History, Proposal
+from jaxspec.drafters.base import Choose, Drafter, History, ModelParams, Proposal
 from jaxspec.drafters.ngram import agreement
 from jaxspec.models.paged import PagedModel
 
@@ -35,7 +37,9 @@ class Suffix(Drafter):
     min_prob: float = 0.1
     most: int = 32
 
-    def propose(self, params, cache, history: History, choose: Choose):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         tokens = history.tokens
         count = min(self.num_speculative_tokens, self.depth - 1)
         match = agreement(tokens, history.num_tokens, self.depth - 1)
@@ -55,7 +59,7 @@ class Suffix(Drafter):
         expected = jnp.sum(jnp.where(kept, probs, 0.0), axis=2)  # number of accepted tokens, [B,P]
         best = expected.shape[1] - 1 - jnp.argmax(expected[:, ::-1], axis=1)  # ties go to the longest match
 
-        def pick(x):
+        def pick(x: Array) -> Array:
             return jnp.take_along_axis(x, best[:, None, None], axis=1)[:, 0]
 
         length = jnp.sum(pick(kept), axis=1, dtype=jnp.int32)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxspec.drafters.base import Chunk, Drafter
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
+from jaxspec.common.shapes import Array, Float
+from jaxspec.drafters.base import Chunk, Drafter, ModelParams
 
 
 class Wrapper(Drafter):
@@ -44,8 +47,10 @@ class Wrapper(Drafter):
     def features_width(self) -> int:
         return self.draft.features_width
 
-    def features(self, params, hidden, tapped):
+    def features(
+        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
+    ) -> Float[Array, "B T M"]:
         return self.draft.features(params, hidden, tapped)
 
-    def prefill(self, params, cache, chunk: Chunk):
+    def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
         return self.draft.prefill(params, cache, chunk)

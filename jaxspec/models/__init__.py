@@ -1,0 +1,1 @@
+"""Models: configurations, the decoder, its parameters and its passes over pages."""

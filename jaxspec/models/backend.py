@@ -27,7 +27,10 @@ class Backend:
 
     def __post_init__(self) -> None:
         if self.kernels == "pallas" and self.device.platform == "gpu" and not self.device.has_triton:
-            raise UserError(f"kernels='pallas': {self.device.no_kernels()}; leave kernels out, plain forms run there")
+            raise UserError(
+                f"kernels='pallas': {self.device.no_kernels()}; leave the option kernels out, plain forms are used "
+                "there"
+            )
 
     @property
     def alone(self) -> bool:

@@ -58,7 +58,7 @@ class ModelConfig:
             raise UnsupportedError(f"architecture {short(self.family)}: jaxspec reads {', '.join(FAMILIES)}")
         check_numbers(self)
         if len(self.windows) != self.num_layers:
-            raise UserError(f"{len(self.windows)} sliding windows for {self.num_layers} layers: one a layer is needed")
+            raise UserError(f"{len(self.windows)} sliding windows for {self.num_layers} layers: one for each is needed")
         if len(self.per_layer) not in (0, self.num_layers):
             raise UserError(f"{len(self.per_layer)} layers are described, num_layers={self.num_layers}: all are needed")
         for i, layer in enumerate(self.layers):
@@ -97,7 +97,7 @@ class ModelConfig:
             if key in raw:
                 fields[key] = rope_from_json(raw[key])
         if fields.pop("kv_copies", 1) != 1:  # a field of earlier versions
-            raise UserError("kv_copies: a model whose key-value heads are copied is no checkpoint: convert it again")
+            raise UserError("kv_copies: a checkpoint must not hold copied key-value heads: convert the model again")
         if isinstance(raw.get("per_layer"), list | tuple):
             fields["per_layer"] = tuple(
                 LayerConfig(**layer | {"rope": rope_from_json(layer.get("rope"))}) for layer in raw["per_layer"]

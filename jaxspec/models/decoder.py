@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.cache.layer import LayerCache
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.head import Head, product
 from jaxspec.models.mixers import MIXERS
-from jaxspec.models.mixers.attention import rotary_tables
+from jaxspec.models.mixers.attention import Tables, rotary_tables
 from jaxspec.models.mlps import MLPS
 from jaxspec.models.parameters import Parameter, declare
 from jaxspec.models.rows import Rows, whole_rows
@@ -48,17 +49,42 @@ class Layer(nnx.Module):
         MIXERS[self.own.mixer].declare(self, config, self.own, dtype, entry)
         MLPS[self.own.mlp].declare(self, config, self.own, dtype)
 
-    def mix(self, x, normed, memory, read, rows: Rows, ropes, backend: Backend, **options: Any):
+    def mix(
+        self,
+        x: jax.Array,
+        normed: jax.Array | None,
+        memory: Any,
+        read: Any,
+        rows: Rows,
+        ropes: Tables,
+        backend: Backend,
+        **options: Any,
+    ) -> tuple[jax.Array, Any]:
         """Compute the first half: return (mixed [B,T,_], the layer's cache) for x [B,T,E]."""
-        return MIXERS[self.own.mixer].mix(self, x, normed, memory, read, rows, ropes, backend, **options)
+        mixer = MIXERS[self.own.mixer]
+        mixed: tuple[jax.Array, Any] = mixer.mix(self, x, normed, memory, read, rows, ropes, backend, **options)
+        return mixed
 
-    def feed_forward(self, x, mixed, backend: Backend, **following: Any):
+    def feed_forward(
+        self, x: jax.Array, mixed: jax.Array, backend: Backend, **following: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Compute the second half: return (x [B,T,E], x normed by next_norm or None) for x and mixed."""
-        return MLPS[self.own.mlp].feed_forward(self, x, mixed, backend, **following)
+        mlp = MLPS[self.own.mlp]
+        summed: tuple[jax.Array, jax.Array | None] = mlp.feed_forward(self, x, mixed, backend, **following)
+        return summed
 
 
-def through(layers: Sequence[Layer], x, cache, rows: Rows, backend: Backend, *, norm=None, entry=None):
-    """Pass x [B,T,E] through these layers; return (x, x normed by `norm`, caches, inputs).
+def through(
+    layers: Sequence[Layer],
+    x: jax.Array,
+    cache: Iterable[Any],
+    rows: Rows,
+    backend: Backend,
+    *,
+    norm: jax.Array | None = None,
+    entry: jax.Array | None = None,
+) -> tuple[jax.Array, Any, tuple[LayerCache, ...], list[jax.Array]]:
+    """Pass x [B,T,E] through these layers; return (x, x normed by `norm` or None, caches, inputs).
 
     The list `inputs` holds the input of each layer, and last the output of the last layer.
 
@@ -119,7 +145,9 @@ class Decoder(Head):
         self.norm = declare("norm")(c.width)
         self.declare_head(c, dtype)
 
-    def __call__(self, tokens, cache, rows: Rows, backend: Backend, taps: tuple[int, ...] = ()):
+    def __call__(
+        self, tokens: jax.Array, cache: Collection[Any], rows: Rows, backend: Backend, taps: tuple[int, ...] = ()
+    ) -> tuple[jax.Array, tuple[LayerCache, ...], tuple[jax.Array, ...]]:
         """Pass tokens i32[B,T] through the model; return (hidden, cache, tapped).
 
         hidden is the output [B,T,E] of the last norm. tapped holds the inputs of the layers `taps`, in that order; L
@@ -128,10 +156,10 @@ class Decoder(Head):
         cache: as in `through`.
         """
         x = self.embedded(tokens, backend, differentiable=None in cache)
-        _, hidden, cache, inputs = through(list(self.layers), x, cache, rows, backend, norm=self.norm[...])
-        return hidden, cache, tuple(inputs[i] for i in taps)
+        _, hidden, written, inputs = through(list(self.layers), x, cache, rows, backend, norm=self.norm[...])
+        return hidden, written, tuple(inputs[i] for i in taps)
 
-    def embedded(self, tokens, backend: Backend, *, differentiable: bool = False):
+    def embedded(self, tokens: jax.Array, backend: Backend, *, differentiable: bool = False) -> jax.Array:
         """Return the input x [B,T,E] of the first layer for tokens i32[B,T]."""
         c = self.config
         table = self.embed[...]
@@ -153,13 +181,13 @@ def module(config: ModelConfig, dtype: Any) -> Any:
 
 
 @functools.cache
-def describe(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict]:
+def describe(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef[Any], dict[Any, Any]]:
     """Return (graph definition, abstract parameters by path) of the model's module, without allocating it."""
     graph, state = nnx.split(nnx.eval_shape(lambda: module(config, jnp.dtype(dtype))))
     return graph, dict(nnx.to_flat_state(state))
 
 
-def dotted(path: tuple) -> str:
+def dotted(path: tuple[Any, ...]) -> str:
     """Return the name of the parameter at a path of nnx."""
     return ".".join(map(str, path))
 
@@ -240,9 +268,13 @@ def random_params(
 
     def draw(index: int, p: Parameter) -> jax.Array:
         if p.kind == "ids":  # a reduced vocabulary holds the first ids
-            return jax.device_put(np.minimum(np.arange(p.shape[0], dtype=p.dtype), config.head_size), p.sharding)
+            ids: jax.Array = jax.device_put(
+                np.minimum(np.arange(p.shape[0], dtype=p.dtype), config.head_size), p.sharding
+            )
+            return ids
         if p.kind == "norm":
-            return jax.device_put(np.ones(p.shape, p.dtype), p.sharding)
+            ones: jax.Array = jax.device_put(np.ones(p.shape, p.dtype), p.sharding)
+            return ones
         fan_in = p.shape[-1] if p.kind == "table" else p.shape[0]
         program = normal(p.shape, p.dtype, p.sharding, fan_in**-0.5)
         return program(jax.random.fold_in(jax.random.key(seed), index))

@@ -80,7 +80,7 @@ class Head(nnx.Module):
         """Reduced vocabulary; None if the model has all ids of the target."""
         return Vocabulary(self.d2t[...], self.t2d[...]) if self.config.reduced_vocab_size else None
 
-    def parts(self, x, backend: Backend) -> list[jax.Array]:
+    def parts(self, x: jax.Array, backend: Backend) -> list[jax.Array]:
         """Return the logits f32[..., _] of each of the head's products, in the order of their ids.
 
         They are sharded as the weights are: `logits` makes them whole, `of_largest` compares them.
@@ -94,7 +94,7 @@ class Head(nnx.Module):
         cap = c.logit_soft_cap
         return [cap * jnp.tanh(part / cap) for part in parts] if cap else parts
 
-    def logits(self, x, backend: Backend):
+    def logits(self, x: jax.Array, backend: Backend) -> jax.Array:
         """Return the logits f32[..., V] of hidden states x [..., E], replicated.
 
         They are over the model's own ids if its vocabulary is reduced.
@@ -102,7 +102,7 @@ class Head(nnx.Module):
         parts = [whole(logits, backend) for logits in self.parts(x, backend)]
         return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
 
-    def argmax_token(self, x, backend: Backend, vocab_size: int | None = None):
+    def argmax_token(self, x: jax.Array, backend: Backend, vocab_size: int | None = None) -> jax.Array:
         """Return the argmax token i32[...] of hidden states x [..., E], among the first vocab_size ids.
 
         It is an id of the target, also if the model's own vocabulary is reduced.
@@ -114,7 +114,8 @@ class Head(nnx.Module):
             def find(x: jax.Array, table: jax.Array) -> jax.Array:
                 return argmax_token(x, table, num_ids=vocab_size, **backend.how())
 
-            return per_shard(find, backend.placement, (P(), P()), P())(x, self.embed[...])
+            result: jax.Array = per_shard(find, backend.placement, (P(), P()), P())(x, self.embed[...])
+            return result
         if backend.degree == 1:
             found = plain.argmax(self.logits(x, backend)[..., :vocab_size])
         else:
@@ -167,7 +168,8 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
         first = plain.argmax(value)[:, None]
         return tuple(jnp.take_along_axis(x, first, axis=-1)[:, 0] for x in (value, at))  # type: ignore[return-value]
 
-    return per_shard(of_all, placement, (P(None, axes),), (P(), P()))(table)
+    result: tuple[jax.Array, jax.Array] = per_shard(of_all, placement, (P(None, axes),), (P(), P()))(table)
+    return result
 
 
 def product(x: jax.Array, weight: weights.AnyWeight, backend: Backend) -> jax.Array:
@@ -193,4 +195,5 @@ def whole(logits: jax.Array, backend: Backend) -> jax.Array:
     sharded = placement.of_parameter((None, "vocab"), table.shape)
     table = lax.with_sharding_constraint(table, sharded)
     table = lax.with_sharding_constraint(table, placement.sharding())
-    return table.reshape(logits.shape)
+    result: jax.Array = table.reshape(logits.shape)
+    return result

@@ -129,16 +129,16 @@ def check_vocabulary(config: Any) -> None:
     """Raise UserError unless the ids of a draft fit into its vocabulary and have a head of their own."""
     if config.reduced_vocab_size is not None and not 2 <= config.reduced_vocab_size <= config.vocab_size:
         raise UserError(
-            f"reduced_vocab_size={config.reduced_vocab_size} must lie in 2..{config.vocab_size}, vocab_size"
+            f"reduced_vocab_size={config.reduced_vocab_size} must lie in 2..{config.vocab_size} (vocab_size)"
         )
     if config.tied and (config.reduced_vocab_size or config.rare_vocab_size or config.embed_width):
         raise UserError(
-            "tied=True, but a draft with fewer ids, or its target's table, has a head of its own: one of an "
-            "earlier version has to be trained again"
+            "tied=True is not possible for a draft with a reduced vocabulary or its target's embedding table: train a "
+            "draft of an earlier version again"
         )
     has_rare = config.rare_vocab_size > 0
     if not 0 <= config.rare_vocab_size < config.head_size or has_rare != (config.rare_width > 0):
         raise UserError(
             f"rare_vocab_size={config.rare_vocab_size} must lie in 0..{config.head_size - 1}, and rare_width="
-            f"{config.rare_width} be above 0 where it is"
+            f"{config.rare_width} must be above 0 exactly if rare_vocab_size is"
         )

@@ -76,7 +76,10 @@ class PagedModel:
         A row whose tokens are all masked is not computed. In a row, masked tokens may only follow the unmasked ones.
 
         Args:
-          tokens, positions: i32[B,T].
+          params: parameters of the model, by name.
+          pages: caches of the layers, in order.
+          tokens: i32[B,T].
+          positions: i32[B,T].
           masked: bool[B,T], tokens whose keys and values are not written.
           block_table: i32[B,N].
           taps: as in `Decoder`.
@@ -120,7 +123,17 @@ class PagedModel:
         """Return the caches of all layers after a pass of which only some tokens are kept."""
         return tuple(layer.keep(kept, self.backend) for layer in cache)
 
-    def prefill(self, params, pages, tokens, start, length, block_table, *, taps: tuple[int, ...] = ()) -> Pass:
+    def prefill(
+        self,
+        params: Params,
+        pages: tuple[LayerCache, ...],
+        tokens: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        block_table: jax.Array,
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> Pass:
         """Run `forward` on a prompt chunk: tokens i32[B,T] from position start[b] on, of which length[b] are real."""
         return self.forward(params, pages, tokens, *places(tokens, start, length), block_table, taps)
 

@@ -41,7 +41,8 @@ class Parameter:
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        result: int = self.size * self.dtype.itemsize
+        return result
 
     @property
     def trained(self) -> bool:
@@ -49,7 +50,7 @@ class Parameter:
         return self.kind != "ids" and not self.from_target
 
 
-def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable]:
+def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable[Any]]:
     """Return a function from a shape, and other fields of `Parameter`, to an nnx variable of this kind.
 
     Norms are float32 whatever the dtype, because they are small and Gemma's 1 + w needs the precision. Ids are int32.
@@ -62,7 +63,7 @@ def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable]:
         parts: Mapping[str, int] | None = None,
         copies: Mapping[str, int] | None = None,
         **flags: bool,
-    ):
+    ) -> nnx.Variable[Any]:
         declared = Parameter(
             shape,
             jnp.dtype(own),

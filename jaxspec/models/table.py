@@ -21,10 +21,12 @@ def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backen
     if backend.alone and backend.device.platform == "cpu" and table.dtype == jnp.bfloat16:
 
         def row(i: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(table, i, 0, keepdims=False).astype(jnp.float32)
+            result: jax.Array = lax.dynamic_index_in_dim(table, i, 0, keepdims=False).astype(jnp.float32)
+            return result
 
         # Row by row, or else the compiler would convert the whole table to float32 even for a single id.
-        return lax.map(row, jnp.clip(ids, 0).reshape(-1)).reshape(*ids.shape, -1)
+        found: Float[Array, "*n E"] = lax.map(row, jnp.clip(ids, 0).reshape(-1)).reshape(*ids.shape, -1)
+        return found
     rows = table.shape[0]
     placement = backend.vocab_placement(rows)
     if placement is None:
@@ -35,9 +37,11 @@ def looked_up(table: Float[Array, "V E"], ids: Int[Array, "*n"], backend: Backen
     def own(table: jax.Array, ids: jax.Array) -> jax.Array:
         at = jnp.clip(ids, 0, rows - 1) - lax.axis_index(axes) * part
         here = (at >= 0) & (at < part)
-        return lax.psum(jnp.where(here[..., None], take(table, at), 0), axes)
+        result: jax.Array = lax.psum(jnp.where(here[..., None], take(table, at), 0), axes)
+        return result
 
-    return per_shard(own, placement, (P(axes, None), P()), P())(table, ids)
+    result: Float[Array, "*n E"] = per_shard(own, placement, (P(axes, None), P()), P())(table, ids)
+    return result
 
 
 def take(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Sampling: the distribution of the next token, and random draws from it."""

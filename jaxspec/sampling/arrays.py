@@ -16,6 +16,6 @@ def padded(lists: Sequence[Any], rows: int, width: int, fill: int | float, dtype
     return array
 
 
-def filled(rows: int, values: Sequence, dtype: type, fill: int | float = 0) -> Any:
+def filled(rows: int, values: Sequence[Any], dtype: type, fill: int | float = 0) -> Any:
     """Return one value per row as an array [rows], padded with `fill`."""
     return np.array([*values, *[fill] * (rows - len(values))], dtype)

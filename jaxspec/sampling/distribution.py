@@ -96,7 +96,10 @@ def threshold(
     """
     by_bits = functools.partial(bits_at_a_time, 1, bits)
     by_fours = functools.partial(without_loops, bits=bits)
-    return lax.platform_dependent(values, weights, need, cuda=by_fours, rocm=by_fours, default=by_bits)
+    result: UInt[Array, "*rows 1"] = lax.platform_dependent(
+        values, weights, need, cuda=by_fours, rocm=by_fours, default=by_bits
+    )
+    return result
 
 
 def without_loops(values: jax.Array, weights: jax.Array, need: jax.Array, *, bits: int = 32) -> jax.Array:
@@ -124,10 +127,12 @@ def bits_at_a_time(bits: int, of: int, values: jax.Array, weights: jax.Array, ne
 
     def refine(i: Any, t: jax.Array) -> jax.Array:
         shift = jnp.asarray(32 - bits * (i + 1), jnp.uint32)
-        return refined(bits, values, weights, need, t, shift)
+        more: jax.Array = refined(bits, values, weights, need, t, shift)
+        return more
 
     t = jnp.zeros((*values.shape[: need.ndim - 1], 1), jnp.uint32)
-    return lax.fori_loop(0, of // bits, refine, t, unroll=bits > 1)
+    result: jax.Array = lax.fori_loop(0, of // bits, refine, t, unroll=bits > 1)
+    return result
 
 
 @functools.partial(jax.jit, static_argnums=0)  # lowered once per program, for all passes

@@ -54,4 +54,5 @@ def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], n: int) -
 def record(kept: Logprobs, at: Int[Array, "B T"], new: Logprobs) -> Logprobs:
     """Return `kept` with `new` written at indices `at` of the second axis; indices beyond it are dropped."""
     rows = jnp.arange(at.shape[0])[:, None]
-    return jax.tree.map(lambda old, x: old.at[rows, at].set(x, mode="drop"), kept, new)
+    result: Logprobs = jax.tree.map(lambda old, x: old.at[rows, at].set(x, mode="drop"), kept, new)
+    return result

@@ -27,7 +27,8 @@ def keys(
     of_row: result of `of_seed`.
     """
     offset = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), position.shape)
-    return folded(of_row, position, PURPOSES[purpose], offset)
+    result: Key[Array, "B ..."] = folded(of_row, position, PURPOSES[purpose], offset)
+    return result
 
 
 @jax.jit  # lowered once per program, for all of its calls

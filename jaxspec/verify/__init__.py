@@ -1,0 +1,1 @@
+"""Acceptance rules: which draft tokens are accepted, one file for each rule."""

@@ -46,4 +46,5 @@ def of_rates(rates: Any, k: int) -> tuple[float, ...]:
             f"synthetic_acceptance_rates={rates} must be {k} probabilities that do not increase: the chances that "
             "the first 1, 2, ... drafts are accepted"
         )
-    return rates
+    result: tuple[float, ...] = rates
+    return result

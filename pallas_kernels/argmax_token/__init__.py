@@ -1,3 +1,5 @@
+"""The op argmax_token: the greedy token of hidden states."""
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
@@ -31,4 +33,5 @@ def argmax_token(
     """
     num_ids = table.shape[0] if num_ids is None else min(num_ids, table.shape[0])
     check_shape("argmax_token", "table", table, table.shape[0], x.shape[-1])
-    return OP.run(implementation, platform, x, table, num_ids=num_ids)
+    result: jax.Array = OP.run(implementation, platform, x, table, num_ids=num_ids)
+    return result

@@ -5,27 +5,33 @@ logits and read them again.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._few_rows import COLUMNS, DEPTH, MAX_ROWS, reads, row_tiles, whole
 from pallas_kernels._overlap import WARPS, start_next
+from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 
-NONE = jnp.iinfo(jnp.int32).max  # an id above all others
+NONE = int(np.iinfo(np.int32).max)  # an id above all others
+
+LogitAndId = tuple[jax.Array, jax.Array]
 
 
-def fits(x, table, *, device: Device, **options) -> bool:
+def fits(x: jax.Array, table: jax.Array, *, device: Device, **options: Any) -> bool:
     """Return whether this form covers the arguments and is meant for them."""
     small = x.size // x.shape[-1] <= MAX_ROWS and x.shape[-1] % (DEPTH // 2) == 0 and table.size <= NONE
     return small and x.dtype == table.dtype == jnp.bfloat16 and device.shares_much
 
 
-def argmax_token(x, table, *, num_ids, device):
+def argmax_token(x: jax.Array, table: jax.Array, *, num_ids: int, device: Device) -> jax.Array:
+    """Compute argmax_token in one kernel, and reduce the results of its programs."""
     size, depth = table.shape
     rows, programs = x.size // depth, pl.cdiv(size, COLUMNS)
     deep, stages = reads(rows, depth, COLUMNS, programs)
@@ -44,29 +50,30 @@ def argmax_token(x, table, *, num_ids, device):
     return jnp.minimum(found, num_ids - 1).reshape(x.shape[:-1])  # an id even where all logits are NaN
 
 
-def larger(a, b):
+def larger(a: LogitAndId, b: LogitAndId) -> LogitAndId:
     """Return the larger of two (logit, id): the one with the larger logit, else the lower id."""
     first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
 
-def _largest(x, table, largest, ids, *, num_ids, deep, device):
+def _largest(x: Ref, table: Ref, largest: Ref, ids: Ref, *, num_ids: int, deep: int, device: Device) -> None:
     (rows, depth), size = x.shape, table.shape[0]
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     program = pl.program_id(0)
     column = program * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
 
-    def load(array, rows, at, full):
+    def load(array: Ref, rows: jax.Array, at: jax.Array, full: bool) -> jax.Array:
         """Read elements [rows, at] of an array; full: all rows are within the array."""
         mask = None if full else jnp.broadcast_to((rows < array.shape[0])[:, None], (rows.size, deep))
         return plgpu.load(array.at[rows[:, None], at[None, :]], mask=mask, other=None if full else 0)
 
-    def step(i, sums):
+    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = i * deep + jnp.arange(deep, dtype=jnp.int32)
         read = load(table, column, at, size % COLUMNS == 0)
 
-        def times(row, full):
-            return plgpu.dot(read, load(x, row, at, full), trans_b=True)
+        def times(row: jax.Array, full: bool) -> jax.Array:
+            result: jax.Array = plgpu.dot(read, load(x, row, at, full), trans_b=True)
+            return result
 
         return tuple(total + times(*tile) for total, tile in zip(sums, tiles, strict=True))
 

@@ -1,3 +1,5 @@
+"""The op feed_forward: the second half of a decoder layer."""
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
@@ -37,7 +39,8 @@ def feed_forward(
       down: [F, E].
       norm: f32[E], scale of the RMSNorm before gate_up.
       eps: epsilon of all norms.
-      post_attention_norm, post_mlp_norm: f32[E], scales of RMSNorms of each product before it is added to x, or None.
+      post_attention_norm: f32[E], scale of an RMSNorm of the first product before it is added to x, or None.
+      post_mlp_norm: the same for the last product.
       next_norm: f32[E], scale of the RMSNorm that the next op begins with, or None.
       next_qkv: [E, ...], the matrix that the next op reads first, or None. A kernel may prefetch it.
       activation: "silu" or "gelu_tanh".
@@ -65,4 +68,5 @@ def feed_forward(
         raise ValueError(f"feed_forward: blocks of {block} do not divide {f} columns of gate")
     arrays = (x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv)
     options = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over}
-    return OP.run(implementation, platform, *arrays, **options)
+    result: tuple[jax.Array, jax.Array | None] = OP.run(implementation, platform, *arrays, **options)
+    return result

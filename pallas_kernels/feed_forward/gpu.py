@@ -6,7 +6,9 @@ plain form serves all other arguments.
 """
 
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _few_rows, _split_product
@@ -19,21 +21,36 @@ from pallas_kernels.weights.scaled import Scaled
 READS = (Scaled.form,)
 
 
-def num_rows(x) -> int:
+def num_rows(x: jax.Array) -> int:
     """Return the number of rows of x [..., E]."""
     return x.size // x.shape[-1]
 
 
-def fits(x, *_, device: Device, **options) -> bool:
+def fits(x: jax.Array, *_: Any, device: Device, **options: Any) -> bool:
     """Return whether this form is meant for these arguments."""
     rows = num_rows(x)
     return x.dtype == jnp.bfloat16 and (rows == 1 or _few_rows.covers(rows, device=device))
 
 
 def feed_forward(
-    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv=None, *,
-    eps, activation, block, sum_over=(), device,
-):  # fmt: skip
+    x: jax.Array,
+    mixed: jax.Array,
+    out: jax.Array,
+    norm: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    post_attention_norm: jax.Array | None,
+    post_mlp_norm: jax.Array | None,
+    next_norm: jax.Array | None,
+    next_qkv: jax.Array | None = None,
+    *,
+    eps: float,
+    activation: str,
+    block: int,
+    sum_over: tuple[str, ...] = (),
+    device: Device,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Choose the kernels for these arguments and run them, or the plain form."""
     rows, matrices = num_rows(x), (out, gate_up, down)
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
     # A product cannot add up the parts of the one before where devices have to be summed between them. One row is then
@@ -50,7 +67,7 @@ def feed_forward(
     if plain and _few_rows.covers(rows, *matrices, device=device):
         product = functools.partial(_few_rows.product, device=device)
 
-        def summed(parts):
+        def summed(parts: jax.Array) -> jax.Array:
             """Return parts [splits, rows, width]; within `sum_over`, summed over the devices into one part."""
             return total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
 
@@ -63,5 +80,11 @@ def feed_forward(
         flat, normed = _few_rows.add_and_norm(flat, parts, next_norm, eps, device=device)
         return flat.reshape(x.shape), normed.reshape(x.shape)
     arrays = x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv
-    options = {"eps": eps, "activation": activation, "block": block, "sum_over": sum_over, "device": device}
+    options: dict[str, Any] = {
+        "eps": eps,
+        "activation": activation,
+        "block": block,
+        "sum_over": sum_over,
+        "device": device,
+    }
     return reference.feed_forward(*arrays, **options)

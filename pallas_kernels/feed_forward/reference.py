@@ -1,13 +1,31 @@
 """feed_forward in plain jnp."""
 
+import jax
+
+from pallas_kernels.device import Device
 from pallas_kernels.plain import activate, rms_norm, total, whole
-from pallas_kernels.weights import product
+from pallas_kernels.weights import AnyWeight, product
 
 
 def feed_forward(
-    x, mixed, out, norm, gate_up, down, post_attention_norm, post_mlp_norm, next_norm, next_qkv=None, *,
-    eps, activation, block, sum_over=(), device=None,
-):  # fmt: skip
+    x: jax.Array,
+    mixed: jax.Array,
+    out: AnyWeight,
+    norm: jax.Array,
+    gate_up: AnyWeight,
+    down: AnyWeight,
+    post_attention_norm: jax.Array | None,
+    post_mlp_norm: jax.Array | None,
+    next_norm: jax.Array | None,
+    next_qkv: AnyWeight | None = None,
+    *,
+    eps: float,
+    activation: str,
+    block: int,
+    sum_over: tuple[str, ...] = (),
+    device: Device | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute feed_forward in plain jnp. No next norm is applied: the second result is None."""
     mixed = total(product(mixed, out, device=device), sum_over)
     if post_attention_norm is not None:
         mixed = rms_norm(post_attention_norm, mixed, eps)

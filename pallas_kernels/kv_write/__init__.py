@@ -1,3 +1,5 @@
+"""The op kv_write: new keys and values into the paged cache."""
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, triton
@@ -35,4 +37,5 @@ def kv_write(
     """
     (m,) = slots.shape
     check_shape("kv_write", "kv", kv, m, *pages.shape[2:])
-    return OP.run(implementation, platform, pages, kv.astype(pages.dtype), slots)
+    result: jax.Array = OP.run(implementation, platform, pages, kv.astype(pages.dtype), slots)
+    return result

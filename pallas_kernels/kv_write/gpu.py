@@ -7,10 +7,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels._types import Ref
+from pallas_kernels.device import Device
+
 BLOCK = 1024
 
 
-def kv_write(pages, kv, slots, *, device):
+def kv_write(pages: jax.Array, kv: jax.Array, slots: jax.Array, *, device: Device) -> jax.Array:
+    """Write kv[i] to slot slots[i] of the pages in one kernel, in place."""
     p, s, *_ = pages.shape
     (m,) = slots.shape
     flat = pages.reshape(p * s, -1)  # a bitcast: only the axes of a token's elements are merged
@@ -25,10 +29,11 @@ def kv_write(pages, kv, slots, *, device):
         interpret=device.interpret,
         name="kv_write",
     )(slots, kv.reshape(m, width), flat)
-    return flat.reshape(pages.shape)
+    result: jax.Array = flat.reshape(pages.shape)
+    return result
 
 
-def _kernel(slots, kv, _, pages, *, block):
+def _kernel(slots: Ref, kv: Ref, _: Ref, pages: Ref, *, block: int) -> None:
     num_slots, width = pages.shape
     m = pl.program_id(0)
     column = pl.program_id(1) * block + jnp.arange(block, dtype=jnp.int32)

@@ -1,9 +1,11 @@
 """kv_write in plain jnp: a scatter that drops the slots outside the pool."""
 
+import jax
 import jax.numpy as jnp
 
 
-def kv_write(pages, kv, slots):
+def kv_write(pages: jax.Array, kv: jax.Array, slots: jax.Array) -> jax.Array:
+    """Scatter kv[i] to slot slots[i] of the pages."""
     p, s, *head = pages.shape
     slots = jnp.where(slots < 0, p * s, slots)  # "drop" alone would wrap negative indices
     if slots.shape[0] == 1:

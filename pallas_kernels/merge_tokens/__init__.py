@@ -1,3 +1,5 @@
+"""The op merge_tokens: one more token for every row."""
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, triton
@@ -42,4 +44,7 @@ def merge_tokens(
     (b,) = next_tokens.shape
     check_shape("merge_tokens", "query_start", query_start, b + 1)
     check_shape("merge_tokens", "num_rejected", num_rejected, b)
-    return OP.run(implementation, platform, tokens, next_tokens, query_start, num_rejected, fill=fill)
+    result: tuple[jax.Array, jax.Array] = OP.run(
+        implementation, platform, tokens, next_tokens, query_start, num_rejected, fill=fill
+    )
+    return result

@@ -8,10 +8,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels._types import Ref
+from pallas_kernels.device import Device
+
 BLOCK = 128
 
 
-def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, device):
+def merge_tokens(
+    tokens: jax.Array,
+    next_tokens: jax.Array,
+    query_start: jax.Array,
+    num_rejected: jax.Array,
+    *,
+    fill: int,
+    device: Device,
+) -> tuple[jax.Array, jax.Array]:
+    """Merge in one kernel with a program for each block of output elements."""
     (t,) = tokens.shape
     (b,) = next_tokens.shape
     if t == 0:  # every row is only its next token; a kernel takes no empty operand
@@ -27,12 +39,15 @@ def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, device
     return merged, rejected != 0
 
 
-def _kernel(tokens, next_tokens, query_start, num_rejected, merged, rejected, *, fill):
+def _kernel(
+    tokens: Ref, next_tokens: Ref, query_start: Ref, num_rejected: Ref, merged: Ref, rejected: Ref, *, fill: int
+) -> None:
     (t,), (b,) = tokens.shape, next_tokens.shape
     i = pl.program_id(0) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
 
-    def count(r, row):
-        return row + (i > query_start[r + 1] + r).astype(jnp.int32)
+    def count(r: jax.Array, row: jax.Array) -> jax.Array:
+        result: jax.Array = row + (i > query_start[r + 1] + r).astype(jnp.int32)
+        return result
 
     row = lax.fori_loop(0, b, count, jnp.zeros(BLOCK, jnp.int32))
     live = row < b

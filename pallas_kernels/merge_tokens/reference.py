@@ -1,9 +1,13 @@
 """merge_tokens in plain jnp: one gather."""
 
+import jax
 import jax.numpy as jnp
 
 
-def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill):
+def merge_tokens(
+    tokens: jax.Array, next_tokens: jax.Array, query_start: jax.Array, num_rejected: jax.Array, *, fill: int
+) -> tuple[jax.Array, jax.Array]:
+    """Merge with one gather from tokens and next_tokens."""
     (t,), (b,) = tokens.shape, next_tokens.shape
     i = jnp.arange(t + b, dtype=jnp.int32)
     new_end = query_start[1:] + jnp.arange(1, b + 1, dtype=jnp.int32)  # strictly increasing: no merged row is empty

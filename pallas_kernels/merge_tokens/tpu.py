@@ -1,6 +1,7 @@
 """merge_tokens on TPU: scalar loops over SMEM, whose size bounds T and B (to some 10,000 tokens)."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels._types import Ref
+from pallas_kernels.device import Device
 
-def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, device):
+
+def merge_tokens(
+    tokens: jax.Array,
+    next_tokens: jax.Array,
+    query_start: jax.Array,
+    num_rejected: jax.Array,
+    *,
+    fill: int,
+    device: Device,
+) -> tuple[jax.Array, jax.Array]:
+    """Merge in one kernel that loops over the rows."""
     (t,) = tokens.shape
     (b,) = next_tokens.shape
     if t == 0:  # every row is only its next token; a kernel takes no empty operand
@@ -26,15 +39,17 @@ def merge_tokens(tokens, next_tokens, query_start, num_rejected, *, fill, device
     return merged, rejected != 0
 
 
-def _kernel(tokens, next_tokens, query_start, num_rejected, merged, rejected, *, fill):
-    def put(i, token, is_rejected):
+def _kernel(
+    tokens: Ref, next_tokens: Ref, query_start: Ref, num_rejected: Ref, merged: Ref, rejected: Ref, *, fill: int
+) -> None:
+    def put(i: jax.Array, token: jax.Array | int, is_rejected: int) -> None:
         merged[i] = jnp.int32(token)
         rejected[i] = jnp.int32(is_rejected)
 
-    def each(start, end, body):
+    def each(start: jax.Array | int, end: jax.Array | int, body: Callable[[jax.Array], None]) -> None:
         lax.fori_loop(start, end, lambda i, _: body(i), None)
 
-    def merge_row(b):
+    def merge_row(b: jax.Array) -> None:
         start, end = query_start[b], query_start[b + 1]
         kept_end = end - num_rejected[b]
         each(start, kept_end, lambda i: put(i + b, tokens[i], 0))

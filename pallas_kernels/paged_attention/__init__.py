@@ -1,3 +1,5 @@
+"""The op paged_attention: causal attention over the pages of a row."""
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, streamed, triton
@@ -66,4 +68,5 @@ def paged_attention(
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window must be at least 1 or None, not {window}")
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return OP.run(implementation, platform, query, pages, block_table, kv_len, num_keys, tree, **options)
+    result: jax.Array = OP.run(implementation, platform, query, pages, block_table, kv_len, num_keys, tree, **options)
+    return result

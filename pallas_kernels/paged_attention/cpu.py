@@ -6,13 +6,14 @@ keys gathered first, and takes longer.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.streamed import SUMS, sums
 
 
-def score(query, key):
+def score(query: jax.Array, key: jax.Array) -> jax.Array:
     """Return the scores like `reference.score`, for a few float32 rows by one reduction."""
     num_rows = query.shape[2]
     if query.dtype != jnp.float32 or not 1 < num_rows <= SUMS:

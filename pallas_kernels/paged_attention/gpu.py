@@ -10,15 +10,20 @@ The number of splits depends on static shapes only, so that a row's result does 
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
+from pallas_kernels._types import Carry, Ref
+from pallas_kernels.device import Device
 from pallas_kernels.paged_attention import WHOLE_KEYS
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
@@ -46,7 +51,7 @@ def num_splits(programs: int, keys: int, roomy: bool) -> int:
     return max(1, min(pl.cdiv(keys, SPLIT_KEYS), MAX_SPLITS, PROGRAMS // programs))
 
 
-def most_rows(block_d: int, dtype, roomy: bool) -> int:
+def most_rows(block_d: int, dtype: np.dtype[Any], roomy: bool) -> int:
     """Return the largest number of query rows whose values fit into a program's registers.
 
     A float32 product holds several parts of each value. Matrix units that read from shared memory, which `roomy`
@@ -57,7 +62,7 @@ def most_rows(block_d: int, dtype, roomy: bool) -> int:
     return MAX_ROWS if block_d <= (128 if roomy else 64) else MAX_ROWS // 2
 
 
-def keys_at_a_time(block_d: int, dtype) -> int:
+def keys_at_a_time(block_d: int, dtype: np.dtype[Any]) -> int:
     """Return the number of keys read at a time, such that they and their values fit into shared memory."""
     return 64 if block_d * dtype.itemsize <= 512 else 32
 
@@ -72,7 +77,20 @@ def num_stages(deep: bool, block_bytes: int) -> int:
     return 7 if deep else 3
 
 
-def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, device):
+def paged_attention(
+    query: jax.Array,
+    pages: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    num_keys: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    device: Device,
+) -> jax.Array:
+    """Attend in one kernel, and combine the splits of each row if there are several."""
     b, t, h, d = query.shape
     p, s, g2, _ = pages.shape
     n = block_table.shape[1]
@@ -84,7 +102,7 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
     row_blocks = pl.cdiv(rows, block_rows)
     splits = num_splits(b * g * row_blocks, n * s, roomy)
     block_keys = keys_at_a_time(block_d, pages.dtype)
-    shape = jax.ShapeDtypeStruct
+    shape: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
     if splits == 1:
         outputs = {"out": shape((b, t * h, d), query.dtype)}
     else:
@@ -112,19 +130,20 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
         name="paged_attention",
     )(query.reshape(b, t * h, d), pages.reshape(p * s, g2, d), block_table, kv_len, *bounds.values())  # fmt: skip
     if splits == 1:
-        return results[0].reshape(query.shape)
+        result: jax.Array = results[0].reshape(query.shape)
+        return result
     acc, top, total = results
     return combined(acc, top, total, axis=0).reshape(query.shape).astype(query.dtype)
 
 
-def combined(acc, top, total, axis):
+def combined(acc: jax.Array, top: jax.Array, total: jax.Array, axis: int) -> jax.Array:
     """Return the result of all splits, which are this axis of acc [..., D], top and total [...]."""
     shrink = jnp.exp2(top - jnp.max(top, axis=axis, keepdims=True))
     total = jnp.sum(total * shrink, axis=axis)
     return jnp.sum(acc * shrink[..., None], axis=axis) / jnp.where(total > 0, total, 1)[..., None]
 
 
-def initial_carry(rows, columns, parts, keys=()):
+def initial_carry(rows: int, columns: int, parts: int, keys: tuple[int, ...] = ()) -> Carry:
     """Return the carry of `attend` before the first key: (largest score, total weight, *parts of the weighted sum).
 
     keys: (block_keys,) to keep a total weight for each key of a block, which the caller adds up at the end. This takes
@@ -134,7 +153,16 @@ def initial_carry(rows, columns, parts, keys=()):
     return jnp.full(rows, LEAST, jnp.float32), jnp.zeros((rows, *keys), jnp.float32), *sums
 
 
-def attend(carry, query, key, value, seen, *, scale, soft_cap):
+def attend(
+    carry: Carry,
+    query: Sequence[jax.Array],
+    key: Sequence[jax.Array],
+    value: Sequence[jax.Array],
+    seen: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> Carry:
     """Return the carry after a block of keys and values; query, key and value are lists of column parts of the head.
 
     seen: bool[rows, keys], broadcastable: which keys each query sees.
@@ -156,9 +184,23 @@ def attend(carry, query, key, value, seen, *, scale, soft_cap):
 
 
 def attend_to_pages(
-    query, query_at, pages, block_table, place, keys, *,
-    columns, page_size, block_keys, whole, window, scale, soft_cap, ahead=None, tree=None,
-):  # fmt: skip
+    query: Any,
+    query_at: jax.Array,
+    pages: Ref,
+    block_table: Ref,
+    place: tuple[jax.Array, jax.Array],
+    keys: tuple[jax.Array | int, jax.Array],
+    *,
+    columns: Sequence[jax.Array],
+    page_size: int,
+    block_keys: int,
+    whole: bool,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    ahead: Callable[..., jax.Array] | None = None,
+    tree: tuple[jax.Array, list[jax.Array]] | None = None,
+) -> Carry:
     """Return the carry of `attend` after the keys of one row and key-value head that the queries see.
 
     Args:
@@ -168,8 +210,14 @@ def attend_to_pages(
       pages: [P * S, 2G, D].
       place: (row, key-value head).
       keys: (begin, end) of the positions to read.
+      block_table: i32[B, N], page ids.
       columns: column indices of the head, in parts.
+      page_size: positions of a page.
+      block_keys: number of keys read at a time.
       whole: whether these are all keys of the row; the total weight then has a value for each key (see `result`).
+      window: as in `paged_attention`, like scale and soft_cap.
+      scale: factor of the scores.
+      soft_cap: bound on the absolute score, or None.
       ahead: function of `now` that prefetches for the next kernel and returns 0 (see `_overlap.prefetch`), or None.
       tree: (position of the first node i32[rows], words as a list of i32[rows]) of the queries, or None.
     """
@@ -187,7 +235,7 @@ def attend_to_pages(
         query = [jnp.zeros((query_at.size, c.size), pages.dtype) for c in columns]
         num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # bounds known to the compiler
 
-    def step(i, state):
+    def step(i: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
         *before, prefetched = state
         query, carry = before if first is None else lax.cond(i == 0, first, lambda: tuple(before))
         if ahead is not None:
@@ -199,7 +247,7 @@ def attend_to_pages(
         page = jnp.minimum(page, num_slots // page_size - 1)
         slot = page * page_size + lax.rem(key_at, page_size)
 
-        def load(part):
+        def load(part: int) -> list[jax.Array]:
             at = slot[:, None], 2 * head + part
             return [plgpu.load(pages.at[*at, c[None, :]], mask=tile(used, c, d), other=0) for c in columns]
 
@@ -216,23 +264,37 @@ def attend_to_pages(
     return top, total if ahead is None else total + prefetched.astype(jnp.float32), *acc
 
 
-def result(carry, device):
+def result(carry: Carry, device: Device) -> list[jax.Array]:
     """Return the result of the queries, in column parts, after all keys. Allow the next kernel to start."""
     _, total, *acc = carry
     total = start_next(jnp.sum(total, axis=1), device)
     return [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
 
 
-def tile(rows, columns, head_dim):
+def tile(rows: jax.Array, columns: jax.Array, head_dim: int) -> jax.Array:
     """Return the mask of a tile: these rows, and the columns that are not padding of the head size."""
     mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], columns.shape[0]))
     return mask if head_dim % columns.shape[0] == 0 else mask & (columns < head_dim)[None, :]
 
 
 def _kernel(
-    query, pages, block_table, kv_len, *refs, names,
-    num_tokens, page_size, window, scale, soft_cap, splits, block_rows, block_keys, block_d, device,
-):  # fmt: skip
+    query: Ref,
+    pages: Ref,
+    block_table: Ref,
+    kv_len: Ref,
+    *refs: Ref,
+    names: tuple[str, ...],
+    num_tokens: int,
+    page_size: int,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    splits: int,
+    block_rows: int,
+    block_keys: int,
+    block_d: int,
+    device: Device,
+) -> None:
     out = dict(zip(names, refs, strict=True))
     (_, g2, d), row_pages = pages.shape, block_table.shape[1]
     h = query.shape[1] // num_tokens
@@ -259,7 +321,7 @@ def _kernel(
     tree = None
     if "tree" in out:
 
-        def of_token(i):
+        def of_token(i: int) -> jax.Array:
             return plgpu.load(out["tree"].at[b, token, jnp.full(token.shape, i, jnp.int32)], mask=here, other=0)
 
         query_at = of_token(POSITION)

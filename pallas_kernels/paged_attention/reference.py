@@ -1,5 +1,8 @@
 """paged_attention in plain jnp."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -8,20 +11,31 @@ from pallas_kernels.tree_mask import FIRST_NODE, POSITION, sees
 KEYS = 128  # read of a row at a time: they and their values stay in a core's cache from the gather to the products
 
 
-def product(spec, a, b):
+def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Return einsum(spec, a, b) in float32, in full precision if a is float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def score(query, key):
+def score(query: jax.Array, key: jax.Array) -> jax.Array:
     """Return the scores f32[B,G,R,C] of query [B,G,R,D] and key [B,C,G,D], before scale and cap."""
     return product("bgrd,bcgd->bgrc", query, key)
 
 
 def paged_attention(
-    query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, score=score
-):
+    query: jax.Array,
+    pages: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    num_keys: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    score: Callable[[jax.Array, jax.Array], jax.Array] = score,
+) -> jax.Array:
+    """Attend in a loop over blocks of keys. score: the function for the scores of a block."""
     b, t, h, d = query.shape
     p, s, g2, _ = pages.shape
     n = block_table.shape[1]
@@ -30,7 +44,7 @@ def paged_attention(
     pages = pages.reshape(p, s, g, 2, d)
     written = jnp.minimum(kv_len if num_keys is None else num_keys, n * s)
     num_pages = min(n, max(1, KEYS // s))  # at a time
-    num_keys = num_pages * s
+    block_keys = num_pages * s
     table = jnp.pad(block_table, ((0, 0), (0, -n % num_pages)))
 
     token = jnp.arange(num_rows) // (h // g)
@@ -42,11 +56,13 @@ def paged_attention(
     if num_rows == 1:  # a product with one row rounds differently on CPU; results must not depend on T
         query = jnp.concatenate([query, query], axis=2)
 
-    def attend(i, before=None):
+    def attend(
+        i: jax.Array | int, before: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (largest score, total weight, weighted sum), each [B, G, R, 1 or D], of pages i and those before."""
         ids = lax.dynamic_slice_in_dim(table, i * num_pages, num_pages, axis=1)
-        key, value = (pages.at[ids, :, :, x].get(mode="clip").reshape(b, num_keys, g, d) for x in (0, 1))
-        key_at = i * num_keys + jnp.arange(num_keys)
+        key, value = (pages.at[ids, :, :, x].get(mode="clip").reshape(b, block_keys, g, d) for x in (0, 1))
+        key_at = i * block_keys + jnp.arange(block_keys)
         used = key_at < written[:, None]  # [B, keys]: whether some query may see the key
         if node is None:
             visible = key_at <= query_at
@@ -70,7 +86,7 @@ def paged_attention(
         # not. It is batched over rows and heads, like the product of the values. In one product of all rows, the
         # library's order of addition would depend on their number (seen with AVX2 kernels, which the library uses where
         # the CPU has no AVX-512).
-        total = product("bgrc,bgcx->bgrx", weights, jnp.ones((b, g, num_keys, 2)))[..., :1]
+        total = product("bgrc,bgcx->bgrx", weights, jnp.ones((b, g, block_keys, 2)))[..., :1]
         out = product("bgrc,bcgd->bgrd", weights.astype(value.dtype), value)
         if before is None:
             return top, total, out
@@ -83,8 +99,8 @@ def paged_attention(
         # The zeros depend on the query: else a GPU's compiler would create those of all layers at the program's start.
         query, zero = lax.optimization_barrier((query, jnp.float32(0)))
         sums = [jnp.full((b, g, query.shape[2], width), zero) for width in (1, 1, d)]
-        begin = 0 if window is None else jnp.min(jnp.maximum(first_at - window + 1, 0)) // num_keys
-        end = jnp.minimum(-(-jnp.max(kv_len) // num_keys), table.shape[1] // num_pages)
+        begin = 0 if window is None else jnp.min(jnp.maximum(first_at - window + 1, 0)) // block_keys
+        end = jnp.minimum(-(-jnp.max(kv_len) // block_keys), table.shape[1] // num_pages)
         _, total, out = lax.fori_loop(begin, end, attend, (sums[0] - jnp.inf, *sums[1:]))
     out = (out / jnp.where(total > 0, total, 1))[:, :, :num_rows]
     return out.reshape(b, g, t, h // g, d).swapaxes(1, 2).reshape(b, t, h, d).astype(query.dtype)

@@ -5,6 +5,8 @@ The running softmax is that of FlashAttention (Dao et al., arxiv.org/abs/2205.14
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._hbm import in_hbm
+from pallas_kernels._types import Ref
+from pallas_kernels.device import Device
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
 # Sizes of a program, within the 16 MiB of VMEM that a v5e gives it by default.
@@ -24,19 +28,32 @@ MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # keys fetched at a time; bytes of the t
 MASKED = -1e30  # below every real score, yet finite, so that a difference is 0, not NaN
 
 
-def fits(query, pages, *_, **options) -> bool:
+def fits(query: jax.Array, pages: jax.Array, *_: Any, **options: Any) -> bool:
     """Return whether the kernel covers these arguments."""
     return query.shape[-1] % 64 == 0 and 2 * page_bytes(pages) <= PAGES_BYTES
 
 
-def page_bytes(pages) -> int:
+def page_bytes(pages: jax.Array) -> int:
     """Return the bytes of a page, padded as in VMEM."""
     _, s, g2, d = pages.shape
     return s * _round_up(g2, 8) * _round_up(d, 128) * pages.dtype.itemsize
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "device"))
-def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None, *, scale, window, soft_cap, device):
+def paged_attention(
+    query: jax.Array,
+    pages: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    num_keys: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    device: Device,
+) -> jax.Array:
+    """Attend in one kernel with a program for each row and block of queries."""
     b, t, h, d = query.shape
     _, s, g2, _ = pages.shape
     n = block_table.shape[1]
@@ -77,13 +94,23 @@ def paged_attention(query, pages, block_table, kv_len, num_keys=None, tree=None,
         interpret=device.interpret,
         name="paged_attention",
     )(kv_len, kv_len if num_keys is None else num_keys, block_table[:, None], query, in_hbm(pages, device), *nodes)
-    return out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
+    result: jax.Array = out[:, :, :rows].reshape(b, g, t, group, d).swapaxes(1, 2).reshape(b, t, h, d)
+    return result
 
 
 def _kernel(
-    kv_len, num_keys, block_table, query, pages, *refs,
-    num_tokens, group, scale, window, soft_cap,
-):  # fmt: skip
+    kv_len: Ref,
+    num_keys: Ref,
+    block_table: Ref,
+    query: Ref,
+    pages: Ref,
+    *refs: Ref,
+    num_tokens: int,
+    group: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
     *nodes, out, buffer, semaphores, top, total, acc = refs
     row, (g, block_rows, d) = pl.program_id(0), query.shape
     _, block_pages, s, _, _ = buffer.shape
@@ -99,8 +126,9 @@ def _kernel(
     if nodes:
         tree = nodes[0][...]
 
-        def of_query(i):
-            return tree[:, i : i + 1]
+        def of_query(i: int) -> jax.Array:
+            result: jax.Array = tree[:, i : i + 1]
+            return result
 
         query_at = of_query(POSITION)
         first_query = tree[0, FIRST_NODE]  # no query has a lower position
@@ -113,18 +141,18 @@ def _kernel(
     first_page, end_page = begin // s, pl.cdiv(end, s)
     num_blocks = pl.cdiv(jnp.maximum(end_page - first_page, 0), block_pages)
 
-    def each_page(block, act):
+    def each_page(block: jax.Array | int, act: Callable[[Any], None]) -> None:
         block_start = first_page + block * block_pages
 
-        def copy(i, _):
+        def copy(i: jax.Array, _: None) -> None:
             page = jnp.minimum(block_table[0, block_start + i], num_pages - 1)
             act(pltpu.make_async_copy(pages.at[page], buffer.at[block % 2, i], semaphores.at[block % 2]))
 
         lax.fori_loop(0, jnp.minimum(block_pages, end_page - block_start), copy, None)
 
-    def attend(block, _):
+    def attend(block: jax.Array, _: None) -> None:
         @pl.when(block + 1 < num_blocks)
-        def fetch_next():
+        def fetch_next() -> None:
             each_page(block + 1, lambda copy: copy.start())
 
         each_page(block, lambda copy: copy.wait())
@@ -165,19 +193,19 @@ def _kernel(
     acc[...] = jnp.zeros_like(acc)
 
     @pl.when(num_blocks > 0)
-    def fetch_first():
+    def fetch_first() -> None:
         each_page(0, lambda copy: copy.start())
 
     lax.fori_loop(0, num_blocks, attend, None)
     out[...] = (acc[...] / jnp.where(total[...] > 0, total[...], 1.0)).astype(out.dtype)
 
 
-def _dot(x, y, contracted, precision):
+def _dot(x: jax.Array, y: jax.Array, contracted: int, precision: lax.Precision | None) -> jax.Array:
     """Return x [M, K] times y in float32, contracted over axis `contracted` of y."""
     dimensions = (((1,), (contracted,)), ((), ()))
     return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _round_up(n, multiple):
+def _round_up(n: int, multiple: int) -> int:
     """Return the least multiple that is not below n."""
     return pl.cdiv(n, multiple) * multiple

@@ -1,3 +1,5 @@
+"""The op self_attention: the first half of a decoder layer."""
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
@@ -43,17 +45,21 @@ def self_attention(
         dropped.
       block_table: i32[B, N], page ids, as in `paged_attention`.
       kv_len: i32[B], as in `paged_attention`: token t of row b has position `kv_len[b] - T + t`.
-      cos, sin: f32[B, T, D / 2], cosine and sine of the tokens' rotary angles.
+      cos: f32[B, T, D / 2], cosine of the tokens' rotary angles.
+      sin: f32[B, T, D / 2], sine of these angles.
       norm: f32[E], scale of the RMSNorm of x; None if normed is given.
       normed: [B, T, E], the normed x, if an earlier op has computed it; or None.
       eps: epsilon of all norms.
       bias: bias of qkv, or None.
-      q_norm, k_norm: f32[D], scales of RMSNorms of the heads, or None.
+      q_norm: f32[D], scale of an RMSNorm of each query head, or None.
+      k_norm: f32[D], scale of an RMSNorm of each key head, or None.
       next_out: [H * D, ...], the matrix that the next op reads first, or None. A kernel may prefetch it.
       num_keys: i32[B], as in `paged_attention`: the number of positions that are written; None for all of kv_len.
       tree: i32[B, num_queries, 2 + W], as in `paged_attention`: which nodes of a tree the tokens see; None for a chain.
       num_queries: number of the last tokens that are queries; None for all T. Other tokens are keys and values only.
-      scale, window, soft_cap: as in `paged_attention`.
+      scale: factor of the scores, as in `paged_attention`.
+      window: number of positions that a query sees, as in `paged_attention`.
+      soft_cap: bound on the absolute score, as in `paged_attention`.
       implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
         (the kernel where one covers these arrays, else plain jnp).
       platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
@@ -75,7 +81,7 @@ def self_attention(
     check_shape("self_attention", "cos", cos, b, t, d // 2)
     check_shape("self_attention", "sin", sin, b, t, d // 2)
     if qkv.shape[1] % (g * d) or qkv.shape[1] < 3 * g * d:
-        raise ValueError(f"self_attention: {qkv.shape[1]} columns are no groups of {g} key-value heads of {d}")
+        raise ValueError(f"self_attention: {qkv.shape[1]} columns of qkv do not divide into {g} key-value heads of {d}")
     arrays = (
         x,
         norm,
@@ -96,4 +102,5 @@ def self_attention(
     )
     options = {"eps": eps, "scale": scale, "window": window, "soft_cap": soft_cap}
     options["num_queries"] = t if num_queries is None else num_queries
-    return OP.run(implementation, platform, *arrays, **options)
+    result: tuple[jax.Array, jax.Array] = OP.run(implementation, platform, *arrays, **options)
+    return result

@@ -5,6 +5,7 @@ It starts all its reads before it waits for the first.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,17 +15,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._split_product import added
+from pallas_kernels._types import Ref, Refs
+from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.paged_attention.gpu import tile
 
+Reads = dict[str, Any]  # by name: an array, or a list of arrays
+
 
 @lowered_once("eps", "device")
-def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, device):
+def heads(
+    parts: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    pages: jax.Array,
+    slots: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    eps: float,
+    device: Device,
+) -> tuple[jax.Array, jax.Array]:
     """Compute the queries of M tokens, and write their keys and values to the pages. Return queries [M, H * D], pages.
 
-    Args:
-      parts: [splits, M, (H + 2G) * D], the parts of the product qkv.
-      cos, sin: f32[M, D / 2]. All other arguments are those of `self_attention`.
+    `parts` [splits, M, (H + 2G) * D] are the parts of the product qkv; cos and sin are f32[M, D / 2]. All other
+    arguments are those of `self_attention`.
     """
     p, s, g2, d = pages.shape
     _, m, width = parts.shape
@@ -43,7 +59,7 @@ def heads(parts, bias, q_norm, k_norm, pages, slots, cos, sin, *, eps, device):
     return queries, new_pages.reshape(pages.shape)
 
 
-def _kernel(*refs, names, eps):
+def _kernel(*refs: Ref, names: tuple[str, ...], eps: float) -> None:
     ref = dict(zip(names, refs, strict=True))
     group = num_queries(ref["parts"], ref["pages"])
     part = jnp.arange(pl.next_power_of_2(group + 2), dtype=jnp.int32)
@@ -52,20 +68,22 @@ def _kernel(*refs, names, eps):
     store_queries(ref["queries"], new, group, *rows)
 
 
-def num_queries(parts, pages) -> int:
+def num_queries(parts: Ref, pages: Ref) -> int:
     """Return the number of queries of a key-value head."""
-    return parts.shape[2] // (pages.shape[-2] // 2 * pages.shape[-1]) - 2
+    result: int = parts.shape[2] // (pages.shape[-2] // 2 * pages.shape[-1]) - 2
+    return result
 
 
-def halves(d):
+def halves(d: int) -> list[jax.Array]:
     """Return the column indices of the two halves of a head of size d."""
     return [first + jnp.arange(d // 2, dtype=jnp.int32) for first in (0, d // 2)]
 
 
-def start_reading(ref, head, token, part, here):
+def start_reading(ref: Refs, head: jax.Array, token: jax.Array, part: jax.Array, here: jax.Array) -> Reads:
     """Start all reads for rows of a key-value head. Return them by name.
 
     Args:
+      ref: the kernel's references, by name.
       head: the key-value head.
       token: i32[rows], the token of each row.
       part: i32[rows], the part of each row: 0 and up for the queries of the head, then its key, then its value.
@@ -76,7 +94,7 @@ def start_reading(ref, head, token, part, here):
     columns = halves(d)
     mask = tile(here, columns[0], d)
 
-    def load(name, *at):
+    def load(name: str, *at: Any) -> jax.Array:
         return plgpu.load(ref[name].at[at], mask=mask, other=0).astype(jnp.float32)
 
     first = ((head * (num_queries(parts, ref["pages"]) + 2) + part) * d)[:, None]
@@ -91,7 +109,9 @@ def start_reading(ref, head, token, part, here):
     return read
 
 
-def new_rows(ref, read, head, token, part, here, *, eps):
+def new_rows(
+    ref: Refs, read: Reads, head: jax.Array, token: jax.Array, part: jax.Array, here: jax.Array, *, eps: float
+) -> list[jax.Array]:
     """Return the rows as attention needs them, in two halves [rows, D / 2], and write keys and values to their pages.
 
     Queries and keys are normed and rotated; values are only summed over their parts, with the bias. read: the reads of
@@ -102,7 +122,7 @@ def new_rows(ref, read, head, token, part, here, *, eps):
     num_slots, _, d = pages.shape
     columns = halves(d)
 
-    def wide(rows):
+    def wide(rows: jax.Array) -> jax.Array:
         return tile(rows, columns[0], d)
 
     x = [added(parts) for parts in read["parts"]]
@@ -126,7 +146,15 @@ def new_rows(ref, read, head, token, part, here, *, eps):
     return new
 
 
-def store_queries(out, values, group, head, token, part, here):
+def store_queries(
+    out: Ref,
+    values: Sequence[jax.Array],
+    group: int,
+    head: jax.Array,
+    token: jax.Array,
+    part: jax.Array,
+    here: jax.Array,
+) -> None:
     """Write the rows that are queries, in two halves [rows, D / 2], to out [M, H * D]."""
     d = 2 * values[0].shape[1]
     for at, some in zip(halves(d), values, strict=True):

@@ -4,6 +4,9 @@ One kernel follows for a single token (see one_token.py), unless its product wou
 follows for some rows with few keys (see whole_rows.py). Otherwise two follow: heads.py, and attention over pages.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _few_rows
@@ -12,16 +15,29 @@ from pallas_kernels.forms import call
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
 from pallas_kernels.self_attention.attention_heads import heads
-from pallas_kernels.weights import product
+from pallas_kernels.weights import AnyWeight, product
 from pallas_kernels.weights.scaled import Scaled
 
 READS = (Scaled.form,)
 
 
 def fits(
-    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, *_,
-    device: Device, **options,
-) -> bool:  # fmt: skip
+    x: jax.Array,
+    norm: jax.Array | None,
+    normed: jax.Array | None,
+    qkv: AnyWeight,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    pages: jax.Array,
+    slots: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    cos: jax.Array,
+    *_: Any,
+    device: Device,
+    **options: Any,
+) -> bool:
     """Return whether the kernels cover these arguments."""
     d, head_dim = pages.shape[3], 2 * cos.shape[-1]
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
@@ -29,12 +45,34 @@ def fits(
 
 
 def self_attention(
-    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
-    next_out=None, num_keys=None, tree=None, *, num_queries, eps, scale, window, soft_cap, device,
-):  # fmt: skip
+    x: jax.Array,
+    norm: Any,  # an array, or None if normed is given
+    normed: jax.Array | None,
+    qkv: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    pages: jax.Array,
+    slots: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    next_out: jax.Array | None = None,
+    num_keys: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    *,
+    num_queries: int,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    device: Device,
+) -> tuple[jax.Array, jax.Array]:
+    """Choose the kernels for these arguments and run them."""
     b, t, e = x.shape
     d = pages.shape[3]
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}
     few = _few_rows.covers(b * t, qkv, device=device)
     if b * t == 1 and not (few and one_token.has_too_many_parts(qkv)):
         arrays = x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin

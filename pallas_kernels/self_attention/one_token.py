@@ -9,6 +9,8 @@ last then combines the splits. After a larger product (see `_few_rows`), a jnp e
 """
 
 import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import _few_rows, _split_product
+from pallas_kernels._types import Carry, Ref
+from pallas_kernels.device import Device
 from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLIT_KEYS, attend, combined, initial_carry
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
@@ -35,9 +39,27 @@ def has_too_many_parts(qkv: jax.Array) -> bool:
 
 
 def self_attention(
-    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, device,
-):  # fmt: skip
+    x: jax.Array,
+    norm: Any,  # an array, or None if normed is given
+    normed: jax.Array | None,
+    qkv: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    pages: jax.Array,
+    slots: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    device: Device,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute self_attention for B = T = 1."""
     p, s, g2, d = pages.shape
     n = block_table.shape[1]
     g = g2 // 2
@@ -57,7 +79,7 @@ def self_attention(
         heads = _few_rows.product(normed, qkv, device=device)[:, 0] if few else product(normed, qkv, device=device)
         operands["heads"] = heads
     operands = {name: value for name, value in operands.items() if value is not None}
-    shape = jax.ShapeDtypeStruct
+    shape: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
     outputs = {"pages": shape((p * s, g2, d), pages.dtype)}
     aliases = {list(operands).index("old_pages"): 0}
     if in_parts:
@@ -92,8 +114,20 @@ def self_attention(
 
 
 def _kernel(
-    *refs, names, page_size, splits, block_rows, block_out, block_keys, width, eps, scale, window, soft_cap, barrier,
-):  # fmt: skip
+    *refs: Ref,
+    names: tuple[str, ...],
+    page_size: int,
+    splits: int,
+    block_rows: int,
+    block_out: int,
+    block_keys: int,
+    width: int,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    barrier: bool,
+) -> None:
     ref = dict(zip(names, refs, strict=True))
     heads, pages, block_table = ref["heads"], ref["pages"], ref["block_table"]
     num_slots, g2, d = pages.shape
@@ -113,11 +147,11 @@ def _kernel(
     here = row < group
     position = ref["kv_len"][0] - 1  # of the token
 
-    def product(columns, mask):
+    def product(columns: jax.Array, mask: jax.Array) -> jax.Array:
         """Return the normed x times qkv at these columns, summed over the parts."""
         parts = [jnp.int32(part) for part in range(heads.shape[0])]
 
-        def load(part):
+        def load(part: jax.Array | int) -> Any:
             return plgpu.load(heads.at[part, columns], mask=mask, other=0)
 
         y = _split_product.added(load(part).astype(jnp.float32) for part in parts)
@@ -127,7 +161,7 @@ def _kernel(
             y *= (position >= 0).astype(jnp.float32)
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
-    def rotated(first, mask, norm):
+    def rotated(first: jax.Array, mask: jax.Array, norm: str) -> tuple[jax.Array, jax.Array]:
         """Return the two halves of the heads [rows, D] at columns `first`, normed and rotated."""
         mask = jnp.broadcast_to(mask[:, None], (first.shape[0], half))
         x = [product(first[:, None] + at[None, :], mask) for at in halves]
@@ -140,10 +174,10 @@ def _kernel(
 
     own = head * (group + 2) * d  # first column of this key-value head's queries
 
-    def queries():
+    def queries() -> tuple[jax.Array, jax.Array]:
         return rotated(own + row * d, here, "q_norm")
 
-    def store_carry(carry):
+    def store_carry(carry: Carry) -> None:
         top, total, *acc = carry
         plgpu.store(ref["top"].at[head, split, row], top, mask=here)
         plgpu.store(ref["total"].at[head, split, row], total, mask=here)
@@ -158,14 +192,14 @@ def _kernel(
     split_end = jnp.minimum(split_begin + split_keys, end)
 
     @pl.when((split < splits) & (split_begin >= split_end))
-    def _no_tokens():
+    def _no_tokens() -> None:
         store_carry(start)
 
     @pl.when((split < splits) & (split_begin < split_end))
-    def _earlier_tokens():
+    def _earlier_tokens() -> None:
         query = queries()
 
-        def step(i, carry):
+        def step(i: jax.Array, carry: Carry) -> Carry:
             key_at = split_begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
             used = key_at < split_end
             key_at = jnp.where(used, key_at, 0)
@@ -173,7 +207,9 @@ def _kernel(
             slot = page * page_size + lax.rem(key_at, page_size)
             mask = jnp.broadcast_to(used[:, None], (block_keys, half))
 
-            def load(part):  # two halves of D, like the queries: all tiles then lay their rows on the same threads
+            def load(
+                part: jax.Array | int,
+            ) -> Any:  # two halves of D, like the queries: all tiles then lay their rows on the same threads
                 return [
                     plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
                     for at in halves
@@ -185,7 +221,7 @@ def _kernel(
         store_carry(lax.fori_loop(0, num_blocks, step, start))
 
     @pl.when(split == splits)
-    def _the_token():
+    def _the_token() -> None:
         only = jnp.arange(MIN_ROWS, dtype=jnp.int32) == 0  # the least number of rows of a tile
         tile = (MIN_ROWS, half)
         key = rotated(jnp.full(MIN_ROWS, own + group * d), only, "k_norm")
@@ -208,7 +244,7 @@ def _kernel(
     before = plgpu.atomic_add(ref["counts"], (head,), jnp.int32(1))
 
     @pl.when(before == splits)
-    def _combine():
+    def _combine() -> None:
         row = jnp.arange(block_out, dtype=jnp.int32)
         here = row < group
         parts = jnp.arange(pl.next_power_of_2(splits + 1), dtype=jnp.int32)
@@ -219,7 +255,7 @@ def _kernel(
         mask = jnp.broadcast_to(here[:, None], (block_out, d))
         at_once = max(1, UNDER_WAY // (block_out * d))
 
-        def read(first):
+        def read(first: int) -> Iterable[tuple[jax.Array, jax.Array]]:
             """Start reading (top, acc) of some splits."""
             some = range(first, min(first + at_once, splits + 1))
             tops = [plgpu.load(ref["top"].at[head, i, row], mask=here, other=LEAST) for i in some]

@@ -2,19 +2,43 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import Device
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.plain import project, rms_norm
-from pallas_kernels.weights import product
+from pallas_kernels.weights import AnyWeight, product
 
 
 def self_attention(
-    x, norm, normed, qkv, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin,
-    next_out=None, num_keys=None, tree=None, *,
-    num_queries, eps, scale, window, soft_cap, device=None, implementation=None,
-):  # fmt: skip
+    x: jax.Array,
+    norm: Any,  # an array, or None if normed is given
+    normed: jax.Array | None,
+    qkv: AnyWeight,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    pages: jax.Array,
+    slots: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    next_out: AnyWeight | None = None,
+    num_keys: jax.Array | None = None,
+    tree: jax.Array | None = None,
+    *,
+    num_queries: int,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    device: Device | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute self_attention from plain jnp and the ops kv_write and paged_attention."""
     chosen: dict[str, Any] = {"platform": device, "implementation": implementation}
     b, t, _ = x.shape
     g = pages.shape[2] // 2

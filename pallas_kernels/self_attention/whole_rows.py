@@ -6,6 +6,7 @@ attend to the new keys while the first keys of earlier tokens are being read.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels._few_rows import prefetch_options, whole
 from pallas_kernels._overlap import WARPS, prefetch
+from pallas_kernels._types import Carry, Ref
 from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.paged_attention.gpu import (
@@ -30,7 +32,7 @@ from pallas_kernels.paged_attention.gpu import (
 from pallas_kernels.self_attention.attention_heads import halves, new_rows, num_queries, start_reading, store_queries
 
 
-def covers(num_tokens, parts, pages, block_table, device: Device) -> bool:
+def covers(num_tokens: int, parts: jax.Array, pages: jax.Array, block_table: jax.Array, device: Device) -> bool:
     """Return whether a program can have all keys of a row, and all new queries, keys and values in MIN_ROWS rows."""
     _, s, g2, _ = pages.shape
     b, n = block_table.shape
@@ -40,21 +42,40 @@ def covers(num_tokens, parts, pages, block_table, device: Device) -> bool:
 
 @lowered_once("eps", "scale", "window", "soft_cap", "device")
 def attention(
-    parts, bias, q_norm, k_norm, pages, slots, block_table, kv_len, cos, sin, *,
-    eps, scale, window, soft_cap, then=None, device,
-):  # fmt: skip
+    parts: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    pages: jax.Array,
+    slots: jax.Array,
+    block_table: jax.Array,
+    kv_len: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    then: jax.Array | None = None,
+    device: Device,
+) -> tuple[jax.Array, jax.Array]:
     """Compute the attention of M tokens, and write their keys and values to the pages. Return mixed [M, H * D], pages.
 
-    Args:
-      parts: [splits, M, (H + 2G) * D], the parts of the product qkv.
-      cos, sin: f32[M, D / 2].
-      then: the matrix of the next product, to be prefetched; or None. All other arguments are those of
-        `self_attention`.
+    `parts` [splits, M, (H + 2G) * D] are the parts of the product qkv; cos and sin are f32[M, D / 2]. `then` is the
+    matrix of the next product, to be prefetched, or None. All other arguments are those of `self_attention`.
     """
     p, s, g2, d = pages.shape
     _, m, width = parts.shape
     b = len(kv_len)
-    operands = {"parts": parts, "bias": bias, "q_norm": q_norm, "k_norm": k_norm, "slots": slots, "cos": cos}
+    operands: dict[str, Any] = {
+        "parts": parts,
+        "bias": bias,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "slots": slots,
+        "cos": cos,
+    }
     operands |= {"sin": sin, "block_table": block_table, "kv_len": kv_len}
     operands = {name: value for name, value in operands.items() if value is not None}
     grid = (g2 // 2, b)
@@ -82,7 +103,19 @@ def attention(
     return mixed, new_pages.reshape(pages.shape)
 
 
-def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window, scale, soft_cap, device):
+def _kernel(
+    *refs: Ref,
+    names: tuple[str, ...],
+    num_tokens: int,
+    page_size: int,
+    block_keys: int,
+    ahead: dict[str, Any] | None,
+    eps: float,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    device: Device,
+) -> None:
     ref = dict(zip(names, refs, strict=True))
     pages, block_table = ref["pages"], ref["block_table"]
     d, row_pages, group = pages.shape[2], block_table.shape[1], num_queries(ref["parts"], pages)
@@ -96,7 +129,7 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window,
     end = jnp.clip(position, 0, row_pages * page_size)
     read = start_reading(ref, *rows)
 
-    def first():
+    def first() -> tuple[list[jax.Array], Carry]:
         """Return (the new rows of the head, the carry after the new keys)."""
         new = new_rows(ref, read, *rows, eps=eps)
         seen = (part == group)[None, :] & (token[None, :] <= token[:, None]) & (position >= 0)
@@ -114,6 +147,6 @@ def _kernel(*refs, names, num_tokens, page_size, block_keys, ahead, eps, window,
     carry = attend_to_pages(
         first, position + token, pages, block_table, (b, head), (begin, end), columns=halves(d), page_size=page_size,
         block_keys=block_keys, whole=True, window=window, scale=scale, soft_cap=soft_cap,
-        ahead=ahead and functools.partial(prefetch, ref["next_out"], **ahead),
+        ahead=None if ahead is None else functools.partial(prefetch, ref["next_out"], **ahead),
     )  # fmt: skip
     store_queries(ref["mixed"], result(carry, device), group, *rows)

@@ -1,3 +1,5 @@
+"""The op slot_mapping: the cache slots of tokens."""
+
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, triton
@@ -49,4 +51,5 @@ def slot_mapping(
     if pad_slot % page_size:
         raise ValueError(f"slot_mapping: pad_slot {pad_slot} must be num_pages * page_size, page_size is {page_size}")
     options = {"page_size": page_size, "max_model_len": max_model_len, "pad_slot": pad_slot}
-    return OP.run(implementation, platform, positions, rejected, query_start, block_table, **options)
+    result: jax.Array = OP.run(implementation, platform, positions, rejected, query_start, block_table, **options)
+    return result

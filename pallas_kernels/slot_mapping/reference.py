@@ -1,9 +1,20 @@
 """slot_mapping in plain jnp."""
 
+import jax
 import jax.numpy as jnp
 
 
-def slot_mapping(positions, rejected, query_start, block_table, *, page_size, max_model_len, pad_slot):
+def slot_mapping(
+    positions: jax.Array,
+    rejected: jax.Array,
+    query_start: jax.Array,
+    block_table: jax.Array,
+    *,
+    page_size: int,
+    max_model_len: int,
+    pad_slot: int,
+) -> jax.Array:
+    """Find the row of each element, then look up its page."""
     b, n = block_table.shape
     i = jnp.arange(positions.shape[0], dtype=jnp.int32)
     new_end = query_start[1:] + jnp.arange(1, b + 1, dtype=jnp.int32)

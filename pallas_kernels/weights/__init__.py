@@ -75,6 +75,8 @@ def product(x: jax.Array, weight: AnyWeight, *, dtype: Any = None, device: Devic
     Every product of a model uses this function or a kernel. Products of float32 are computed in full precision.
 
     Args:
+      x: activations [..., I].
+      weight: matrix [I, O] in any form.
       dtype: dtype of the result; None for the dtype of x.
       device: the device that the program is compiled for, if it is known.
     """

@@ -25,7 +25,7 @@ class Pool(RuleBasedStateMachine):
     def allocate(self, count):
         free = self.pool.num_free
         if count > free:
-            with pytest.raises(OutOfPages, match=f"{count} pages wanted, {free} of 12 free"):
+            with pytest.raises(OutOfPages, match=f"{count} pages are needed, {free} of 12 are free"):
                 self.pool.allocate(count)
             assert self.pool.num_free == free, "nothing was taken"
             return

@@ -223,7 +223,7 @@ def test_json_of_another_version():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"num_kv_heads": 3}, "do not divide"), ({"head_dim": 7}, "odd"), ({"windows": (None,)}, "one a layer")],
+    [({"num_kv_heads": 3}, "do not divide"), ({"head_dim": 7}, "odd"), ({"windows": (None,)}, "one for each")],
 )
 def test_shapes_that_cannot_be(change, words):
     with pytest.raises(ValueError, match=words):

@@ -123,7 +123,7 @@ def test_no_checkpoints_code_is_run_nor_asked_about(tmp_path):
     family, refusal, left = run.stdout.splitlines()
     assert (family, left) == ("llama", "y"), run.stderr
     assert str(tmp_path) in refusal
-    assert "code of its own, which jaxspec does not run" in refusal
+    assert "custom code, which jaxspec does not run" in refusal
     assert not (tmp_path / "ran").exists()
 
 
@@ -185,7 +185,7 @@ def test_names_that_lead_nowhere(tmp_path):
         checkpoints.resolve(str(tmp_path / "x.gguf"))
     with fails(FileNotFoundError, "~no-such-user/x"):
         checkpoints.resolve("~no-such-user/x")
-    with fails(ValueError, "'org/..'", "no hub id"):
+    with fails(ValueError, "'org/..'", "not a hub id"):
         checkpoints.resolve("org/..")
     with fails(OSError, "too long"):
         checkpoints.resolve("x" * 300 + "/y")

@@ -156,9 +156,9 @@ def test_what_is_refused(folder, tmp_path):
     for number in (np.nan, np.inf):
         x[1, 3] = number
         save_file({"0.linear.weight": x}, tmp_path / "broken" / "model.safetensors")
-        with fails(UserError, "tensor 0.linear.weight holds numbers that are not finite"):
+        with fails(UserError, "tensor 0.linear.weight holds values that are not finite"):
             head_folders.convert(tmp_path / "broken", free, weight_bits=8)
-        with fails(UserError, "tensor embed holds numbers that are not finite"):
+        with fails(UserError, "tensor embed holds values that are not finite"):
             eight_bits.rounded(x, name="embed")
     assert not free.exists()
 
@@ -166,7 +166,7 @@ def test_what_is_refused(folder, tmp_path):
 @pytest.mark.parametrize("scales", [(2, 2), (3, 1), (2, 0), (), (2,)])
 def test_scales_that_do_not_fit(scales, tmp_path):
     save_file({"w": np.ones((2, 33), np.int8), "w_scale": np.ones(scales, np.float32)}, tmp_path / "x.safetensors")
-    with fails(UserError, "tensor w has shape (2, 33), its scales"):
+    with fails(UserError, "tensor w has shape (2, 33), which its scales"):
         Shards(tmp_path)
 
 

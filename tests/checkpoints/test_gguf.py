@@ -130,7 +130,7 @@ def test_a_truncated_file_is_named(keep, tmp_path):
 def test_files_of_another_kind_are_named(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGML" + bytes(100))
-    with fails(ValueError, str(path), "no GGUF"):
+    with fails(ValueError, str(path), "not a GGUF"):
         load(path)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0) + bytes(100))
     with fails(ValueError, str(path), "version 1"):

@@ -119,7 +119,7 @@ def test_a_head_that_is_not_the_table_is_refused(row, tmp_path, monkeypatch):
     else:
         head[row, row % 32] *= np.float32(1.001)
     save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
-    words = "tie_word_embeddings is true", "lm_head.weight is not model.embed_tokens.weight", "say false"
+    words = "tie_word_embeddings is true", "lm_head.weight differs from model.embed_tokens.weight", "set it to false"
     with fails(NotImplementedError, *words):
         load(folder)
 

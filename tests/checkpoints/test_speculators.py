@@ -399,7 +399,7 @@ def test_damage(target, tmp_path):
     with fails(UserError, "tensor norm.weight is missing"):
         write_it()
     save_file(tensors | {"d2t": tensors["d2t"] + 400}, name)
-    with fails(UserError, "d2t names ids twice, or beyond the target's 320"):
+    with fails(UserError, "d2t repeats ids, or holds ids beyond the target's 320"):
         write_it()
     save_file(tensors, name)
     bare = shutil.copytree(target, tmp_path / "bare")

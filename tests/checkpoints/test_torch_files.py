@@ -117,8 +117,8 @@ REFUSED = {
     "code": (lambda torch: {"w": torch.ones(2), "evil": Evil()}, "nothing else is unpickled"),
     "no names": (lambda torch: [torch.ones(2)], "holds no tensors by name"),
     "nothing": (lambda torch: {}, "holds no tensors by name"),
-    "no tensor": (lambda torch: {"w": torch.ones(2), "steps": 5}, "'steps' is no tensor, but int"),
-    "no string": (lambda torch: {3: torch.ones(2)}, "3 is no tensor, but Tensor"),
+    "no tensor": (lambda torch: {"w": torch.ones(2), "steps": 5}, "'steps' is not a tensor, but int"),
+    "no string": (lambda torch: {3: torch.ones(2)}, "3 is not a tensor, but Tensor"),
     "sparse": (lambda torch: {"w": torch.eye(3).to_sparse()}, "tensor w is sparse"),
     "twice as wide": (lambda torch: {"w": torch.ones(2).double()}, "stored as float64"),
 }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.pages import PagedKVCache
+from jaxspec.cache.pages import PagedKV, PagedKVCache
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.ngram import NGram
@@ -43,12 +41,12 @@ def test_looked_up_first_then_drafted(certain):
         seen.append(drafts[:, :i].T.tolist())
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None if certain else jax.nn.softmax(logits, axis=-1)
 
-    cache: Any = PagedKVCache((), "pages")
+    cache = PagedKVCache((), (PagedKV(jnp.zeros((1, 1, 2, 1))),))
     drafter = Combined(K, NGram(K, 2, 3), Counting(K))
     proposal, pages = drafter.propose({}, cache, history(rows, 12, K), choose)
     assert proposal.tokens.tolist() == [[7, 8, 9], [5, 11, 12], [10, 11, 12]]
     assert proposal.num_proposed.tolist() == [K] * 3
-    assert pages == "pages"
+    assert pages is cache.draft
     # The draft chooses after what was looked up, as if it had proposed it.
     assert seen == [[], [[7, 5, 10]], [[7, 5, 10], [8, 11, 11]]]
     if certain:

@@ -159,7 +159,7 @@ def test_ids_that_contradict_each_other(target, tmp_path):
     for wrong in (~named, np.roll(named, 1), named[:-1]):
         add(tmp_path, {"t2d": wrong})
         with (
-            fails(UserError, str(tmp_path), "t2d does not name the ids that d2t does")
+            fails(UserError, str(tmp_path), "t2d and d2t do not hold the same ids")
             if len(wrong) == 320
             else (fails(UserError, "vocabulary 319"))
         ):
@@ -173,7 +173,7 @@ def test_a_norm_that_eagle_does_not_have(target, tmp_path):
     add(tmp_path, {name: np.ones(32, np.float32)})
     assert_same(loaded(tmp_path, target).params, plain.params)
     add(tmp_path, {name: changed(np.ones(32, np.float32))})
-    with fails(UserError, f"tensor {name} is a norm that a head of method 'eagle' lacks"):
+    with fails(UserError, f"tensor {name} is a norm, which a head of method 'eagle' does not have"):
         loaded(tmp_path, target)
     written("eagle by vLLM", tmp_path / "vllm", target)
     add(tmp_path / "vllm", {f"model.{name}": changed(np.ones(32, np.float32))})
@@ -196,7 +196,7 @@ def test_the_steps_of_a_tied_mlp_speculator(part, read, target, tmp_path):
     (file,) = tmp_path.glob("*.safetensors")
     loaded(tmp_path, target)
     add(tmp_path, {name: changed(load_file(file)[name])})
-    with fails(UserError, f"tie_weights is true, but tensor {name} is not {first}", "say false in config.json"):
+    with fails(UserError, f"tie_weights is true, but tensor {name} differs from {first}", "set it to false in"):
         loaded(tmp_path, target)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"tie_weights": False}))

@@ -221,7 +221,9 @@ def test_biases_of_attention(name, target, tmp_path):
 def test_a_method_that_is_not_read(target, tmp_path):
     dflash.write(tmp_path, seed=0, target=TARGET, **IDS, speculators=True)
     rewrite(tmp_path, speculators_model_type="dflash2")
-    with fails(UserError, "speculators_model_type='dflash2' is not read: take a checkpoint of dspark, dflash, eagle3"):
+    with fails(
+        UserError, "speculators_model_type='dflash2' is not supported: use a checkpoint of dspark, dflash, eagle3"
+    ):
         read(tmp_path, target)
     rewrite(tmp_path, speculators_model_type="dflash")
     assert read(tmp_path, target).config.spec.method == "dflash"
@@ -247,7 +249,7 @@ def test_ids_of_a_reduced_vocabulary(case, target, tmp_path):
     assert found["t2d"][ids].tolist() == [0, 1, 2, 3, 4]
     assert int((found["t2d"] == 5).sum()) == 315
     save_file(load_file(file) | {name: stored + 1}, file)
-    with pytest.raises(UserError, match="d2t names ids twice, or beyond the target's 320"):
+    with pytest.raises(UserError, match="d2t repeats ids, or holds ids beyond the target's 320"):
         parameters(tmp_path, target)
 
 

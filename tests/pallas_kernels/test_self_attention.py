@@ -174,5 +174,5 @@ def test_public_function(implementation):
 
 def test_wrong_arguments_are_named():
     arguments, _ = random_arguments(CASES[3], "float32")
-    with pytest.raises(ValueError, match="511 columns are no groups"):
+    with pytest.raises(ValueError, match="511 columns of qkv do not divide"):
         self_attention(**{**arguments, "qkv": arguments["qkv"][:, 1:]}, **CASES[3].options)

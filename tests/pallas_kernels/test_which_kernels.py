@@ -123,7 +123,7 @@ def test_other_dtypes_run_where_they_are_asked_for(dtype):
 
 
 def test_kernels_are_refused_in_one_line(monkeypatch):
-    message = f"kernels='pallas': {WORDS}; leave kernels out, plain forms run there"
+    message = f"kernels='pallas': {WORDS}; leave the option kernels out, plain forms are used there"
     with pytest.raises(ValueError, match=message):
         Backend(T4, None, "pallas")
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,1 @@
+"""Trees of draft tokens: their shape, and their growth on the device."""

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.cache.layer import LayerCache
+from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.shapes import Array, Float, Int
-from jaxspec.drafters.base import Choose, Drafter, History, Rank
+from jaxspec.drafters.base import Choose, Drafter, History, ModelParams, Proposal, Rank
 from jaxspec.drafters.chain import Step
 from jaxspec.drafters.trees.topology import Topology, take, topology
 from jaxspec.drafters.wrapper import Wrapper
@@ -68,7 +70,9 @@ class Tree(Wrapper):
     def target(self) -> Any:
         return getattr(self.draft, "target", None)
 
-    def propose(self, params, cache, history: History, choose: Any):
+    def propose(
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Any
+    ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         rank: Rank = choose
         deep = dataclasses.replace(history, num_wanted=jnp.minimum(history.num_wanted, self.shape.depth))
         if self.draft.independent:
@@ -101,7 +105,9 @@ class Grown(NamedTuple):
 def ranked(rank: Rank, depth: int) -> Choose:
     """Return a `Choose` that takes the best candidate, and returns (ids, scores) [B,w] in a distribution's place."""
 
-    def choose(head, hidden, drafts, i):
+    def choose(
+        head: Any, hidden: Float[Array, "B _"], drafts: Int[Array, "B K"], i: Any
+    ) -> tuple[Int[Array, " B"], Any]:
         ids, scores = rank(head, hidden[:, None], drafts[:, None, :depth], i)
         return ids[:, 0, 0], (ids[:, 0], scores[:, 0])
 
@@ -128,10 +134,10 @@ def of_levels(
         possible = jnp.cumprod((scores[:, level, rank] > -jnp.inf).astype(jnp.int32), axis=1)
         return Grown(ids[:, level, rank], tree, jnp.sum(possible, axis=1, dtype=jnp.int32))
 
-    def at_level(x, i):
+    def at_level(x: Array, i: Any) -> Array:
         return jnp.repeat(lax.dynamic_index_in_dim(x, i, axis=1), shape.width, axis=1)
 
-    def expand(state, nodes, level):
+    def expand(state: Any, nodes: Nodes, level: Any) -> tuple[Array, Array, Any]:
         return at_level(ids, level), at_level(scores, level), state
 
     return best_tree(shape, (ids[:, :1], scores[:, :1], ()), expand, alike=True)[0]
@@ -167,7 +173,7 @@ def grow_tree(
       alike: whether all levels run the same program.
     """
 
-    def expand(state, nodes: Nodes, level):
+    def expand(state: Any, nodes: Nodes, level: Any) -> tuple[Array, Array, Any]:
         done = step(state, nodes, level)
         ids, scores = rank(done.head, done.hidden, nodes.paths, level)
         return ids, scores, done.state
@@ -217,7 +223,7 @@ def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any]
     width, depth = shape.width, shape.depth
     rows, each = ids.shape[0], width * width
 
-    def padded(x, fill):
+    def padded(x: Array, fill: int | float) -> Array:
         return jnp.pad(x, ((0, 0), (0, (depth - 1) * each)), constant_values=fill)
 
     # found: ids, scores and parents of all candidates, w after the pending token and then w * w of each level. A parent
@@ -228,7 +234,7 @@ def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any]
     seen = own[:, :, None] == jnp.arange(max(depth - 1, 1) * width)
     nodes = Nodes(ids[:, 0], paths, jnp.zeros_like(own), seen)
 
-    def one_more(level, carry):
+    def one_more(level: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         state, found, nodes, (best, best_scores) = carry
         ids, scores, state = expand(state, nodes, level)
         total = (best_scores[:, :, None] + scores).reshape(rows, each)

@@ -84,7 +84,15 @@ def cos_and_sin(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Ar
 
 
 def mix(
-    layer: Any, x, normed, memory: Any, read: Any, rows: Rows, ropes: Tables, backend: Backend, num_queries=None
+    layer: Any,
+    x: jax.Array,
+    normed: jax.Array | None,
+    memory: Any,
+    read: Any,
+    rows: Rows,
+    ropes: Tables,
+    backend: Backend,
+    num_queries: int | None = None,
 ) -> tuple[jax.Array, Any]:
     """Attend with x [B,T,E]; return (mixed [B,T,H*D], the layer's updated cache).
 
@@ -108,7 +116,13 @@ def mix(
         weights["normed"] = normed
     options: dict[str, Any] = options_of(layer) | {"eps": layer.config.norm_eps, "num_queries": num_queries}
 
-    def shard(x, weights, pages, where, tables):
+    def shard(
+        x: jax.Array,
+        weights: dict[str, Any],
+        pages: jax.Array,
+        where: dict[str, Any],
+        tables: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
         cos, sin = tables
         return self_attention(x, **weights, pages=pages, **where, cos=cos, sin=sin, **options, **backend.how())
 
@@ -139,12 +153,14 @@ def value(layer: Any, name: str) -> Any:
     return None if parameter is None else parameter[...]
 
 
-def normed_by(layer: Any, x, normed):
+def normed_by(layer: Any, x: jax.Array, normed: jax.Array | None) -> jax.Array:
     """Return x normed by the layer's norm; `normed` holds it if it has been computed already."""
     return rms_norm(layer.input_norm[...], x, layer.config.norm_eps) if normed is None else normed
 
 
-def shared_attention(layer: Any, x, normed, read: Any, rows: Rows, ropes: Tables, backend: Backend) -> jax.Array:
+def shared_attention(
+    layer: Any, x: jax.Array, normed: jax.Array | None, read: Any, rows: Rows, ropes: Tables, backend: Backend
+) -> jax.Array:
     """Attend with the queries of x to the keys and values of another layer."""
     own = layer.own
     eps = layer.config.norm_eps
@@ -154,7 +170,7 @@ def shared_attention(layer: Any, x, normed, read: Any, rows: Rows, ropes: Tables
     if isinstance(read, KeysValues):
         return dense_attention(layer, query, read, backend)
 
-    def shard(query, pages, where):
+    def shard(query: jax.Array, pages: jax.Array, where: dict[str, Any]) -> jax.Array:
         padded = jnp.pad(query, ((0, 0),) * 3 + ((0, pages.shape[-1] - own.head_dim),))
         mixed = paged_attention(padded, pages, **where, **options_of(layer), **backend.how())
         return mixed[..., : own.head_dim].reshape(*mixed.shape[:2], -1)
@@ -167,7 +183,9 @@ def shared_attention(layer: Any, x, normed, read: Any, rows: Rows, ropes: Tables
     return shard(query, read.pages, where)
 
 
-def without_cache(layer: Any, x, normed, ropes: Tables, backend: Backend) -> tuple[jax.Array, KeysValues]:
+def without_cache(
+    layer: Any, x: jax.Array, normed: jax.Array | None, ropes: Tables, backend: Backend
+) -> tuple[jax.Array, KeysValues]:
     """Attend in a differentiable pass in which x [B,T,E] holds whole rows.
 
     Raises: UnsupportedError for a soft cap.
@@ -183,11 +201,13 @@ def without_cache(layer: Any, x, normed, ropes: Tables, backend: Backend) -> tup
     return dense_attention(layer, query, keys_values, backend), keys_values
 
 
-def dense_attention(layer: Any, query, keys_values: KeysValues, backend: Backend) -> jax.Array:
+def dense_attention(layer: Any, query: jax.Array, keys_values: KeysValues, backend: Backend) -> jax.Array:
     """Attend with query [B,T,H,D] to the keys and values of whole rows; return [B,T,H*D]."""
     soft_cap = layer.config.soft_cap
     if soft_cap is not None:
-        raise UnsupportedError(f"attention scores with a soft cap ({soft_cap}): passes without a cache have none")
+        raise UnsupportedError(
+            f"attention scores with a soft cap ({soft_cap}) are not supported in passes without a cache"
+        )
     window = layer.own.window
     mixed = jax.nn.dot_product_attention(
         query,

@@ -31,7 +31,9 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any) -> No
     layer.down = matrix(own.mlp_width, width, axes=("mlp", None))
 
 
-def feed_forward(layer: Any, x, mixed, backend: Backend, **following: Any) -> tuple[jax.Array, jax.Array | None]:
+def feed_forward(
+    layer: Any, x: jax.Array, mixed: jax.Array, backend: Backend, **following: Any
+) -> tuple[jax.Array, jax.Array | None]:
     """Compute the second half: return (x [B,T,E], x normed by next_norm or None) for x and mixed [B,T,H*D].
 
     following: next_norm and next_qkv of the next layer; after the last layer, the model's norm as next_norm.
@@ -44,7 +46,7 @@ def feed_forward(layer: Any, x, mixed, backend: Backend, **following: Any) -> tu
     axes = {name: parameter.declared.axes for name, parameter in used.items()} | {"next_qkv": NEXT_AXES}
     options: dict[str, Any] = {"eps": c.norm_eps, "activation": c.activation, "block": layer.own.mlp_block}
 
-    def shard(x, mixed, weights):
+    def shard(x: jax.Array, mixed: jax.Array, weights: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
         return op(x, mixed, **weights, **options, sum_over=backend.sum_over, **backend.how())
 
     placement = backend.placement

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.common.shapes import Array, Int
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.sampling.processors.base import Adjust, Place, Processor, Text
 from jaxspec.sampling.processors.bias import Bias
 from jaxspec.sampling.processors.forbidden import Forbidden
@@ -44,7 +44,7 @@ def adjuster(processors: Processors, tables: Mapping[str, Any], states: Mapping[
     if not processors:
         return None
 
-    def adjust(logits, drafts, i):
+    def adjust(logits: Float[Array, "B V"], drafts: Int[Array, "B K"], i: Any) -> Float[Array, "B V"]:
         place = Place(text, drafts, jnp.broadcast_to(jnp.asarray(i, jnp.int32), text.num_tokens.shape))
         for name in PROCESSORS:
             if name in processors:

@@ -78,7 +78,7 @@ class Processor(abc.ABC):
         return state
 
 
-def put(x: Array, ids: Int[Array, "B _"]):
+def put(x: Array, ids: Int[Array, "B _"]) -> Any:
     """Return x.at[b, ids[b]] for an update with mode="drop".
 
     The padding -1 is replaced by V, because a negative index would wrap.

@@ -36,7 +36,8 @@ class FewBiased:
         forbidden = jnp.where(self.restricted, -jnp.inf, 0.0)[:, None]
         bias = jnp.broadcast_to(forbidden, (self.restricted.shape[0], vocab_size))
         bias = put(bias, self.allowed_ids).set(0.0, mode="drop")
-        return put(bias, self.ids).add(self.values, mode="drop")
+        result: Float[Array, "B V"] = put(bias, self.ids).add(self.values, mode="drop")
+        return result
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +48,7 @@ class Bias(Processor):
     bias: FewBiased | jax.Array
 
     @classmethod
-    def of_requests(cls, requests, rows, room, vocab_size):
+    def of_requests(cls, requests: Sequence[Any], rows: int, room: Any, vocab_size: int) -> Bias:
         params = [r.params for r in requests]
         return cls(few_biased(params, rows, room.biased) if room.biased else dense_bias(params, rows, vocab_size))
 
@@ -55,8 +56,9 @@ class Bias(Processor):
         """Return the bias in its dense form."""
         return self.bias.dense(text.vocab_size) if isinstance(self.bias, FewBiased) else self.bias
 
-    def apply(self, tables, state, logits, place: Place):
-        return logits + tables
+    def apply(self, tables: Any, state: Any, logits: Float[Array, "B V"], place: Place) -> Float[Array, "B V"]:
+        result: Float[Array, "B V"] = logits + tables
+        return result
 
 
 def few_biased(params: Sequence[Any], rows: int, width: int) -> FewBiased:

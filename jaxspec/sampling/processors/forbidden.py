@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.common.shapes import Array, Bool, Int
+from jaxspec.common.shapes import Array, Bool, Float, Int
 from jaxspec.sampling.arrays import filled
 from jaxspec.sampling.processors.base import Place, Processor, put
 
@@ -28,17 +28,18 @@ class Forbidden(Processor):
     bad_words: jax.Array
 
     @classmethod
-    def of_requests(cls, requests, rows, room, vocab_size):
+    def of_requests(cls, requests: Sequence[Any], rows: int, room: Any, vocab_size: int) -> Forbidden:
         min_len = [min(len(r.prompt) + r.params.min_tokens, r.max_len) for r in requests]
         words = aligned_right([r.bad_words for r in requests], (rows, *room.bad_words))
         return cls(filled(rows, min_len, np.int32), words)
 
-    def apply(self, tables, state, logits, place: Place):
+    def apply(self, tables: Any, state: Any, logits: Float[Array, "B V"], place: Place) -> Float[Array, "B V"]:
         text = place.text
         too_short = (text.num_tokens + place.i < self.min_len)[:, None]
         completes = completes_bad_word(self.bad_words, text.prompt_len, text.tokens, text.num_tokens, place)
         ids = [jnp.where(too_short, text.stop_ids, -1), jnp.where(completes, self.bad_words[:, :, -1], -1)]
-        return put(logits, jnp.concatenate(ids, axis=1)).set(-jnp.inf, mode="drop")
+        result: Float[Array, "B V"] = put(logits, jnp.concatenate(ids, axis=1)).set(-jnp.inf, mode="drop")
+        return result
 
 
 def aligned_right(words: Sequence[Sequence[Sequence[int]]], shape: tuple[int, int, int]) -> Any:

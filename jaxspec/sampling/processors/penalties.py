@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.common.shapes import Array, Bool, Int
+from jaxspec.common.shapes import Array, Bool, Float, Int
 from jaxspec.sampling.arrays import filled
 from jaxspec.sampling.processors.base import Place, Processor, Text, put
 
@@ -27,7 +29,7 @@ class Penalties(Processor):
     frequency: jax.Array
 
     @classmethod
-    def of_requests(cls, requests, rows, room, vocab_size):
+    def of_requests(cls, requests: Sequence[Any], rows: int, room: Any, vocab_size: int) -> Penalties:
         params = [r.params for r in requests]
         return cls(
             repetition=filled(rows, [p.repetition_penalty for p in params], np.float32, 1.0),
@@ -39,7 +41,10 @@ class Penalties(Processor):
         """Return for each id whether it occurs in the prompt."""
         position = jnp.arange(text.tokens.shape[1])[None, :]
         prompt = jnp.where(position < text.prompt_len[:, None], text.tokens, -1)
-        return put(jnp.zeros((len(text.tokens), text.vocab_size), bool), prompt).set(True, mode="drop")
+        result: Bool[Array, "B V"] = put(jnp.zeros((len(text.tokens), text.vocab_size), bool), prompt).set(
+            True, mode="drop"
+        )
+        return result
 
     def init(self, text: Text) -> Int[Array, "B V"]:
         """Return how often each id occurs in the output."""
@@ -48,17 +53,18 @@ class Penalties(Processor):
         none = jnp.zeros((len(text.tokens), text.vocab_size), jnp.int32)
         return count(none, jnp.where(is_output, text.tokens, -1))
 
-    def apply(self, tables, state, logits, place: Place):
+    def apply(self, tables: Any, state: Any, logits: Float[Array, "B V"], place: Place) -> Float[Array, "B V"]:
         drafted = jnp.arange(place.drafts.shape[1]) < place.i[:, None]
         now = count(state, jnp.where(drafted, place.drafts, -1))
         repetition = jnp.where(tables | (now > 0), self.repetition[:, None], 1.0)
         logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
         return logits - now * self.frequency[:, None] - (now > 0) * self.presence[:, None]
 
-    def advance(self, state, emitted):
+    def advance(self, state: Any, emitted: Int[Array, "B _"]) -> Any:
         return count(state, emitted)
 
 
 def count(counts: Int[Array, "B V"], ids: Int[Array, "B _"]) -> Int[Array, "B V"]:
     """Return the counts with these ids added; the padding -1 is not counted."""
-    return put(counts, ids).add(1, mode="drop")
+    result: Int[Array, "B V"] = put(counts, ids).add(1, mode="drop")
+    return result
