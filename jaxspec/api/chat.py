@@ -102,8 +102,10 @@ def opening(add_generation_prompt: Any = None, continue_final_message: Any = Fal
 
 
 def flattened(messages: Iterable[Any]) -> list[Any]:
-    """Return the messages with their contents as text. Parts of a content are joined by line breaks, as in vLLM. Raises
-    UserError for a content that is not text: a template would print its Python representation."""
+    """Return the messages with their contents as text. Parts of a content are joined by line breaks, as in vLLM.
+
+    Raises UserError for a content that is not text: a template would print its Python representation.
+    """
     return [{**m, "content": content_of(i, m)} if isinstance(m, Mapping) else m for i, m in enumerate(messages)]
 
 

@@ -44,6 +44,8 @@ def generate(
     do_sample=False makes it greedy. None turns an option off.
 
     Args:
+      model: as in LLM.
+      prompts: as in LLM.generate.
       assistant_model: the draft, which proposes `num_assistant_tokens`, 4 by default.
       options: transformers' do_sample, max_new_tokens, max_length, min_new_tokens, temperature, top_k (50 by default
         when sampling), top_p, min_p, repetition_penalty, num_return_sequences, stop_strings, eos_token_id,

@@ -40,8 +40,10 @@ AnyPrompt = Prompt | PromptRequest
 
 
 def prompt_requests(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[PromptRequest]:
-    """Return prompts and parameters, given in any form that LLM.generate takes, as requests. Raises UserError with the
-    prompt's index for any other form."""
+    """Return prompts and parameters, given in any form that LLM.generate takes, as requests.
+
+    Raises UserError with the prompt's index for any other form.
+    """
     listed = as_list(prompts)
     params = spread(sampling_params, len(listed))
     words = {p: named(i, bad_word_ids, tokenizer, p.bad_words) for i, p in enumerate(params) if p.bad_words}
@@ -94,8 +96,10 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def readable(text: Any, where: str = "") -> str:
-    """Return the text. Raises UserError if it contains half of a surrogate pair, which no tokenizer reads. where:
-    beginning of the error message."""
+    """Return the text. where: beginning of the error message.
+
+    Raises UserError if the text contains half of a surrogate pair, which no tokenizer reads.
+    """
     try:
         text.encode()
     except UnicodeError:
@@ -120,8 +124,10 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of each word at the beginning of a text. A word's ids after a space are added if they are as many
-    and begin with another token. vLLM does the same."""
+    """Return the ids of each word at the beginning of a text.
+
+    A word's ids after a space are added if they are as many and begin with another token. vLLM does the same.
+    """
     found: list[tuple[int, ...]] = []
     for word in words:
         text = readable(word, "bad_words: ").lstrip()

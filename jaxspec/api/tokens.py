@@ -105,8 +105,10 @@ VOCABULARIES: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictio
 
 
 def decoding_steps(backend: Any) -> tuple[str, ...]:
-    """Return the kinds of steps by which a tokenizer of the tokenizers library joins pieces. Replacements at the
-    beginning are left out, because they change each piece by itself."""
+    """Return the kinds of steps by which a tokenizer of the tokenizers library joins pieces.
+
+    Replacements at the beginning are left out, because they change each piece by itself.
+    """
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
         return ()
@@ -154,8 +156,10 @@ class Utf8(Reader):
 
 
 def decoded(utf8: codecs.IncrementalDecoder, data: bytes) -> str:
-    """Return the text that is certain. The decoder alone would wait for the third byte of a surrogate, which is never a
-    character."""
+    """Return the text that is certain.
+
+    The decoder alone would wait for the third byte of a surrogate, which is never a character.
+    """
     text = utf8.decode(data)
     return text + utf8.decode(b"", final=True) if SURROGATE.match(utf8.getstate()[0]) else text
 
@@ -190,8 +194,10 @@ class ByteRuns(Reader):
 
 
 class Window(Reader):
-    """The reader for any other tokenizer: the last few ids are decoded again with each new id. Up to three U+FFFD at
-    the end are held back, because a character has at most four bytes."""
+    """The reader for any other tokenizer: the last few ids are decoded again with each new id.
+
+    Up to three U+FFFD at the end are held back, because a character has at most four bytes.
+    """
 
     span = 8  # ids
 

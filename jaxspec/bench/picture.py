@@ -155,6 +155,7 @@ def labels(bars: list[Bar]) -> tuple[list[str], str]:
 
 
 def digits(value: float) -> str:
+    """Return the value as text with about three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -205,6 +206,7 @@ def times(rows: list[Row]) -> Panel:
 
 
 def attention(rows: list[Row]) -> Panel:
+    """Return the panel of an attention layer's time in milliseconds, for one query a row and for K + 1."""
     bars: dict[tuple, Bar] = {}
     for r in rows:
         if r["stage"] == "attention":
@@ -214,6 +216,7 @@ def attention(rows: list[Row]) -> Panel:
 
 
 def prefill(rows: list[Row]) -> Panel:
+    """Return the panel of prompt tokens per second."""
     return Panel("Prefill: tokens per second", each(rows, "prefill", "tokens_per_second"))
 
 
@@ -228,14 +231,17 @@ def ways(rows: list[Row]) -> Panel:
 
 
 def load(rows: list[Row]) -> Panel:
+    """Return the panel of tokens per second under load."""
     return Panel("Load: tokens per second", each(rows, "load", "tokens_per_second"))
 
 
 def first_token(rows: list[Row]) -> Panel:
+    """Return the panel of the time to the first token, in milliseconds."""
     return Panel("Load: ms to the first token", waits(rows, "time_to_first_token_ms"))
 
 
 def next_token(rows: list[Row]) -> Panel:
+    """Return the panel of the time to each further token, in milliseconds."""
     return Panel("Load: ms to each further token", waits(rows, "time_per_output_token_ms"))
 
 

@@ -230,10 +230,12 @@ def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> 
 
 
 def propose_once(context, cache, history, proposal, logits):
+    """Run the drafter once."""
     return propose(context, cache, history)
 
 
 def score_once(context, cache, history, proposal, logits):
+    """Run the target once over given drafts."""
     return score(context, cache, history, proposal)
 
 

@@ -97,8 +97,11 @@ def digits(ms: float | None) -> str:
 
 
 def way_table(rows: list[Row]) -> Any:
-    """Return a table with a line for each setting: tokens per second off, with always K and with adaptive K, and the
-    speed-ups over off."""
+    """Return a table with a line for each setting.
+
+    Its columns are tokens per second without drafts, with K drafts always and with adaptive K, and the speed-ups over
+    no drafts.
+    """
     columns = ("batch", "context", "K", "off", "always K", "", "adaptive", "")
     made = table("acceptance", *columns, title="Never slower than off: tokens per second")
     for setting, ways in settings(rows).items():

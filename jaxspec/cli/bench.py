@@ -1,4 +1,4 @@
-"""jaxspec bench"""
+"""The command `jaxspec bench`."""
 
 from __future__ import annotations
 

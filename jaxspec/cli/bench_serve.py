@@ -1,4 +1,4 @@
-"""jaxspec bench-serve"""
+"""The command `jaxspec bench-serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jaxspec convert"""
+"""The command `jaxspec convert`."""
 
 from __future__ import annotations
 

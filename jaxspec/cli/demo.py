@@ -1,4 +1,4 @@
-"""jaxspec demo"""
+"""The command `jaxspec demo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jaxspec evaluate-draft"""
+"""The command `jaxspec evaluate-draft`."""
 
 from __future__ import annotations
 

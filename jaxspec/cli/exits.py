@@ -1,5 +1,6 @@
-"""The end of a command: its exit status and, if that is not 0, one line on standard error. JAXSPEC_DEBUG=1 shows the
-traceback of every error.
+"""The end of a command: its exit status and, if that is not 0, one line on standard error.
+
+JAXSPEC_DEBUG=1 shows the traceback of every error.
 
   0         success
   1         a fault of the program, shown with its traceback; or nobody reads the output any more
@@ -149,8 +150,7 @@ def interruptible() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def send_again(unraisable: Any) -> None:
-        """Send the signal again if Python dropped its exception, as in a callback of the garbage collector (JAX has
-        one)."""
+        """Send the signal again if Python dropped its exception, as in JAX's callback of the garbage collector."""
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
             return hook(unraisable)
         first.clear()

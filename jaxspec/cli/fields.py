@@ -132,8 +132,10 @@ def in_flag_terms(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
 
 
 def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
-    """Replace the options' Python names in a text by their flags. A name without a value is replaced only if it has an
-    underscore; else it may be an ordinary word."""
+    """Replace the options' Python names in a text by their flags.
+
+    A name without a value is replaced only if it has an underscore; else it may be an ordinary word.
+    """
 
     def flag(found: re.Match[str]) -> str:
         name, value = found.groups()

@@ -1,4 +1,4 @@
-"""jaxspec generate"""
+"""The command `jaxspec generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jaxspec generate-data"""
+"""The command `jaxspec generate-data`."""
 
 from __future__ import annotations
 

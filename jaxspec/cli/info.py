@@ -1,4 +1,4 @@
-"""jaxspec info"""
+"""The command `jaxspec info`."""
 
 from __future__ import annotations
 

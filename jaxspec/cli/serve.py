@@ -1,4 +1,4 @@
-"""jaxspec serve"""
+"""The command `jaxspec serve`."""
 
 from __future__ import annotations
 

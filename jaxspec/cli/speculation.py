@@ -57,8 +57,9 @@ def speculation(
     others: dict[str, Any],
     config: SpeculativeConfig | None = None,
 ) -> SpeculativeConfig | None:
-    """Return the speculation that the options ask for, or None for plain decoding. Without options it is prompt lookup,
-    followed by the trained head of a model that has one.
+    """Return the speculation that the options ask for, or None for plain decoding.
+
+    Without options it is prompt lookup, followed by the trained head of a model that has one.
 
     others: values of DRAFT_FIELDS.
     config: value of --speculative-config, which excludes all other options.

@@ -91,6 +91,7 @@ def close(found: int, allowed: int) -> None:
 
 
 def opener(path: str, flags: int) -> int:
+    """Open a file descriptor that follows no link and does not wait."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # without O_NONBLOCK a pipe waits for its writer
 
 

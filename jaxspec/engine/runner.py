@@ -46,8 +46,10 @@ def wait(result: Packed) -> None:
 
 
 def shared_tables(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
-    """Return copies, placed like the draft, of those target tables that a draft head reads. Return none if target and
-    draft are sharded over the same number of devices."""
+    """Return copies, placed like the draft, of those target tables that a draft head reads.
+
+    Return none if target and draft are sharded over the same number of devices.
+    """
     if not assembly.features_width(models):
         return {}
     target, draft = models["target"], models["draft"].config
@@ -131,8 +133,7 @@ class Runner:
             self.peers.tell(wire.to_bytes(plan, packed))
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context in which an error ends all processes: each runs the same programs, and none can go on
-        alone."""
+        """Return a context in which an error ends all processes. None of them can run the programs alone."""
         return contextlib.nullcontext() if self.peers is None else self.peers.together()
 
     def execute(self, message: bytes) -> None:

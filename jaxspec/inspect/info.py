@@ -167,6 +167,7 @@ def facts(
 
 
 def shape(c: ModelConfig) -> str:
+    """Return a decoder's layers, width, heads and, for a reduced vocabulary, number of ids in words."""
     heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
     count = len(c.cached_layers)
     layers = f"{count} layers, width {c.width}" + (f", {heads}" if count else "")

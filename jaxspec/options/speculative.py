@@ -242,7 +242,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
-        """Accepts a dict in its place."""
+        """Return the value, or the options that a dict gives. None stays None."""
         if isinstance(value, Mapping):
             return cls(**value)
         if value is not None and not isinstance(value, cls):

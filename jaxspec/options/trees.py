@@ -83,4 +83,5 @@ def fixed(choices: Any, given: dict[str, int]) -> dict[str, Any]:
 
 
 def is_list(value: Any) -> bool:
+    """Return whether the value can be read as a list: an iterable that is not text."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes)

@@ -58,6 +58,7 @@ async def read(request: Request, most: int, seconds: float, take: Callable[[dict
 
 
 def too_long(most: int) -> Refusal:
+    """Return the refusal of a body of more than `most` bytes."""
     return Refusal(413, f"the body is longer than {most} bytes: send less, or raise --max-body-bytes")
 
 
@@ -92,6 +93,7 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def refuse_constant(name: str) -> NoReturn:
+    """Raise Refusal for NaN and infinities, which Python's parser would accept."""
     raise Refusal(400, f"the body holds {name}, which is no JSON number")
 
 

@@ -59,6 +59,7 @@ def text_of(where: str, content: Any) -> str:
 
 
 def part_of(where: str, part: Any) -> str:
+    """Return the text of a part of a message's content. Raises Refusal for a part that is not text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in PARTS:
         raise Refusal(400, f"{where}.type={quoted(kind)} is not supported: text is", param=f"{where}.type")

@@ -169,12 +169,14 @@ def prompts_of(prompt: Any) -> list[Prompt]:
 
 
 def required(given: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field. Raises Refusal if it is missing."""
     if name not in given:
         raise Refusal(400, f"{name} is missing", param=name, code="missing_required_parameter")
     return given[name]
 
 
 def no_such_model(name: Any, model: str) -> Refusal:
+    """Return the refusal of a request whose model is missing or is not the one that is served."""
     if name is None:
         return Refusal(400, f"model is missing: give {model!r}", param="model", code="missing_required_parameter")
     return Refusal(

@@ -33,8 +33,9 @@ Piece = tuple[int, StreamOutput]  # index of the stream, its piece
 
 
 class Generation(Response):
-    """A response that generates its text when the server calls it. Everything happens inside that call: whatever ends
-    the call ends the request in the engine, too.
+    """A response that generates its text when the server calls it.
+
+    Everything happens inside that call: whatever ends the call ends the request in the engine, too.
 
     room: largest number of tokens that a prompt and its output may have together.
     control: control tokens that the request's texts may not hold, by id.

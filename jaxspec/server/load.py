@@ -1,5 +1,6 @@
-"""Load test of a server of OpenAI's API, as its clients see it. Each client sends its next request when it has the
-answer to its last one.
+"""Load test of a server of OpenAI's API, as its clients see it.
+
+Each client sends its next request when it has the answer to its last one.
 
 TTFT, the time to the first token, is the time from a request to its first piece of text. TPOT, the time per output
 token, is the time from there to the end divided by the number of further tokens. Failed requests are counted, and not

@@ -30,6 +30,7 @@ OVERLAP = 2  # blocks that cover each position; all share one target pass, which
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return the initial head."""
     return new_head(Config(**fields(target.config, options, counts)), options, target, counts, placement)
 
 
@@ -56,6 +57,7 @@ def fields(target: ModelConfig, options: TrainOptions, counts: np.ndarray) -> di
 
 
 def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+    """Run the head over sampled blocks of the batch."""
     config, tokens = configs[1], batch["tokens"]
     skipped = 0 if config.from_pending else 1  # positions of a block before the first that makes a draft
     size = k + skipped
@@ -123,10 +125,12 @@ def through_layers(head, x, past, block, backend):
 
 
 def heads(configs, draft, target, k):
+    """Return the module of the one pass over a block."""
     return [bind(configs[1], draft) if configs[1].has_head else bind(configs[0], target)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the head under DFlash's names."""
     dflash = {"mask_token_id": config.mask_id, "target_layer_ids": [i - 1 for i in config.taps]}
     own = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
     write(folder, own, params, config, NAMES, fingerprint)

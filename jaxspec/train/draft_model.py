@@ -19,6 +19,7 @@ TAKES = tuple(build.SHAPE)
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return the initial draft model."""
     config = build.draft_config(target.config, options)
     ids = build.vocabulary(counts, config)
     params = build.first_params(config, target, ids, placement, seed=options.seed, from_target=options.init_from_target)
@@ -26,13 +27,16 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+    """Run the draft model over the batch."""
     _, hidden = whole(configs[1], draft, batch["tokens"], backend)
     return per_token_outputs(1, hidden[:, :, None])
 
 
 def heads(configs, draft, target, k):
+    """Return the module of the one pass."""
     return [bind(configs[1], draft)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the draft model as orbax files."""
     orbax.save(folder, params, config, fingerprint=fingerprint, replace=True)

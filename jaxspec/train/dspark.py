@@ -26,6 +26,7 @@ RANK = 64  # default of markov_rank
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return the initial head."""
     config = Config(**dflash.fields(target.config, options, counts) | {
         "block_size": options.num_speculative_tokens,
         "from_pending": True,
@@ -69,11 +70,13 @@ class MarkovHead(NamedTuple):
 
 
 def heads(configs, draft, target, k):
+    """Return the module of the one pass over a block."""
     (head,) = dflash.heads(configs, draft, target, k)
     return [MarkovHead(head, bind(configs[1], draft).markov)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the head under DSpark's names."""
     own = {
         "architectures": ["Qwen3DSparkModel"],
         "mask_token_id": config.mask_id,

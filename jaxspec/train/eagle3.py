@@ -35,16 +35,19 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
+    """Return the configuration of a new head."""
     layers = build.num_layers(target, options, 1)
     fields = build.layer_fields(target, options, layers, MOST_IDS)
     return Config(**fields, taps=build.check_tapped(target, options.method), target_width=target.width)
 
 
 def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+    """Run the head over the batch, k times in a chain."""
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=False)
 
 
 def enter(head, token, feature, backend):
+    """Return the entry of the head's first layer: (residual, input)."""
     c = head.config
     token = rms_norm(head.token_norm[...], token, c.norm_eps)
     hidden = rms_norm(head.hidden_norm[...], feature, c.norm_eps)
@@ -52,10 +55,12 @@ def enter(head, token, feature, backend):
 
 
 def heads(configs, draft, target, k):
+    """Return the same head for each of the k passes."""
     return [bind(configs[1], draft)] * k
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the head under EAGLE-3's names."""
     config_json = {
         **saved.layers(config),
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -65,9 +65,16 @@ def evaluate(
     It has a row for each temperature and category, and one for all categories together.
 
     Args:
+      target: name of the target model, as in LLM.
+      draft: name of the draft, as in SpeculativeConfig.
+      prompts: user messages by category.
+      max_tokens: maximum number of tokens of an answer.
+      num_speculative_tokens: K, the number of drafts a round.
       tree: width, depth and nodes of a tree of drafts, in place of num_speculative_tokens.
+      temperatures: temperatures to measure at; 0 is greedy.
       rule: acceptance rule for temperatures above 0; by default the block rule, or the trees' own rule with a tree.
       samples: answers to each prompt, with seeds 0, 1, ...
+      progress: whether to show a bar.
       options: options of EngineConfig.
     """
     params = [

@@ -136,6 +136,7 @@ def loss_sums(
     Args:
       configs: configurations of the target and of the draft.
       weights: weight of each loss.
+      backend: the device and the forms of the models' operations.
       dtype: dtype of the computation.
       draft: the draft's parameters, float32.
       target: the target's parameters, from `own_ids_first` if the batch has no ids. A draft model does not read them if

@@ -42,6 +42,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
+    """Return the configuration of new heads."""
     own = options.vocab_size is not None
     size = build.num_ids(target, options, target.vocab_size)
     return Config(**vars(target) | {
@@ -54,6 +55,7 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
 
 
 def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+    """Run the k heads over the target's hidden states."""
     own: Any = bind(configs[1], draft)
     _, hidden, _ = read(configs[0], target, batch, backend, ())
     dtype = own.heads[0].blocks[0][...].dtype
@@ -63,11 +65,13 @@ def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
 
 
 def heads(configs, draft, target, k):
+    """Return the module of each head's logits."""
     own: Any = bind(configs[1], draft)
     return [own.one(i) if configs[1].has_head else bind(configs[0], target) for i in range(k)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the heads under Medusa's names."""
     config_json = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

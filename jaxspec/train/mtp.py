@@ -27,6 +27,7 @@ FORMAT = "deepseek"
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return the initial layer; by default a copy of the target's last one."""
     config = head_config(target.config)
     last = f"layers.{target.config.num_layers - 1}."
     known: dict[str, Any] = {}
@@ -37,6 +38,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig) -> Config:
+    """Return the configuration of a new layer."""
     fields = vars(target) | {
         "num_layers": 1,
         "windows": (None,),
@@ -48,10 +50,12 @@ def head_config(target: ModelConfig) -> Config:
 
 
 def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+    """Run the layer over the batch, k times in a chain."""
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=True)
 
 
 def enter(head, token, feature, backend):
+    """Return the entry of the layer: (residual, input)."""
     c = head.config
     normed_token = rms_norm(head.token_norm[...], token, c.norm_eps)
     hidden = rms_norm(head.hidden_norm[...], feature, c.norm_eps)
@@ -60,6 +64,7 @@ def enter(head, token, feature, backend):
 
 
 def heads(configs, draft, target, k):
+    """Return the target, whose logits serve each of the k passes."""
     return [bind(configs[0], target)] * k
 
 

@@ -79,6 +79,9 @@ def make_step(
 
     Args:
       target: the target's configuration, from `own_ids_first` if the batches have no ids.
+      draft: the draft's configuration.
+      options: the number of drafts, the losses' weights, and the settings of the optimiser.
+      backend: the device and the forms of the models' operations.
       dtype: dtype of the computation.
 
     The step donates the state. fixed holds the draft's parameters that are not trained, and the target's parameters.

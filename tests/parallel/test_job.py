@@ -130,7 +130,7 @@ def test_the_same_tokens(folder, name):
     assert seen["pages"] == member.OPTIONS["num_pages"]
     assert seen["accepted"] > 0
     assert seen["refused"] == [
-        "several processes run one engine: start them anew with the other speculative_config",
+        "several processes run one engine: restart them with the other speculative_config",
         "these processes run a model already: one LLM is made in a job of several processes",
         "this process has joined its job already: join once",
     ]
