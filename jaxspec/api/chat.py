@@ -46,10 +46,11 @@ class Rendering:
         tokenizer: Any = types.SimpleNamespace(chat_template=self.template, special_tokens_map=self.special_tokens)
         tokenizer.get_chat_template = functools.partial(Base.get_chat_template, tokenizer)
         try:
-            return apply(tokenizer, self.messages, tokenize=False, **self.options)
+            text: str = apply(tokenizer, self.messages, tokenize=False, **self.options)
         except Exception as error:  # the template is a program of the model's, and may raise anything
             line = f"{quoted(self.messages)} does not fit the model's chat template: {error_line(error)}"
             raise UserError(line) from error
+        return text
 
 
 def rendering(

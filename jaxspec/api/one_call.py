@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import checkpoints
 from jaxspec.api.llm import LLM
@@ -27,6 +27,8 @@ from jaxspec.options.transformers import (
     TOP_K,
     refuse,
 )
+
+T = TypeVar("T")
 
 
 def generate(
@@ -170,7 +172,9 @@ def limited(prompt_request: PromptRequest, longest: int) -> SamplingParams:
     return dataclasses.replace(prompt_request.params, max_tokens=left)
 
 
-def with_given_names(options: Mapping[str, Any], names: Mapping[str, str], cls: Any, fields: Mapping[str, Any]) -> Any:
+def with_given_names(
+    options: Mapping[str, Any], names: Mapping[str, str], cls: type[T], fields: Mapping[str, Any]
+) -> T:
     """Return cls(**fields). An error names the options as the caller did."""
     try:
         return cls(**fields)

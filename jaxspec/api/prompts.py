@@ -100,11 +100,13 @@ def readable(text: Any, where: str = "") -> str:
 
     Raises UserError if the text contains half of a surrogate pair, which no tokenizer reads.
     """
+    known: str = text
     try:
-        text.encode()
+        known.encode()
     except UnicodeError:
-        raise UserError(f"{where}{quoted(text)} is no Unicode text: it holds half of a surrogate pair") from None
-    return text
+        message = f"{where}{quoted(text)} is not valid Unicode, because it holds half of a surrogate pair: remove it"
+        raise UserError(message) from None
+    return known
 
 
 def encode(tokenizer: Any, prompt: Any) -> list[int]:

@@ -210,7 +210,8 @@ class Window(Reader):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the tokenizer's text of these ids."""
-        return self.known.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
+        text: str = self.known.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
+        return text
 
     def read(self, ids: Sequence[int]) -> str:
         if self.known.backend is not None:  # ids without text are no context

@@ -168,7 +168,7 @@ class BenchOptions:
             raise UserError("--prompts: random weights read no text: give --model in place of --preset")
 
         def changed(options: Any, name: str) -> bool:
-            return getattr(options, name) != getattr(type(options), name)
+            return bool(getattr(options, name) != getattr(type(options), name))
 
         given = {name: stages for name, stages in USED.items() if changed(self, name)}
         given |= {name: ("load",) for name in vars(self.load) if changed(self.load, name)}

@@ -165,7 +165,7 @@ def digits(value: float) -> str:
 def speeds(rows: list[Row]) -> Panel:
     """Return the panel of plain decoding beside every K."""
     plain = {place(r): r["tokens_per_second"] for r in rows if r["stage"] == "plain"}
-    bars: dict[tuple, Bar] = {}
+    bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "speculative":
             first = {"plain": plain[place(r)]} if place(r) in plain else {}
@@ -184,7 +184,7 @@ def times(rows: list[Row]) -> Panel:
         for r in rows
         if r["stage"] in ("target", "draft")
     ]
-    parts: dict[tuple, Bar] = {}
+    parts: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] in PARTS:
             bar = parts.setdefault((*place(r), r["k"]), Bar(r, {}))
@@ -207,7 +207,7 @@ def times(rows: list[Row]) -> Panel:
 
 def attention(rows: list[Row]) -> Panel:
     """Return the panel of an attention layer's time in milliseconds, for one query a row and for K + 1."""
-    bars: dict[tuple, Bar] = {}
+    bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "attention":
             bar = bars.setdefault(place(r), Bar({**r, "k": None}, {}))
@@ -222,7 +222,7 @@ def prefill(rows: list[Row]) -> Panel:
 
 def ways(rows: list[Row]) -> Panel:
     """Return the panel of the speed-ups of always K and adaptive K over plain decoding."""
-    bars: dict[tuple, Bar] = {}
+    bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "adaptive" and r["way"] != "off":
             bar = bars.setdefault((*place(r), r["k"], r[ACCEPTANCE]), Bar(r, {}))

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.bench.bench_options import BenchOptions, Load, listed, stages
+from jaxspec.bench.bench_options import BenchOptions, listed, stages
+from jaxspec.bench.load_options import Load
 from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.drafters.methods import METHODS

@@ -152,7 +152,8 @@ def interruptible() -> Iterator[None]:
     def send_again(unraisable: Any) -> None:
         """Send the signal again if Python dropped its exception, as in JAX's callback of the garbage collector."""
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            return hook(unraisable)
+            hook(unraisable)
+            return
         first.clear()
         dropped.set()
         number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT

@@ -114,6 +114,7 @@ class Runner:
         with TraceAnnotation(plan.program), self.together():
             self.send(plan, packed)
             config = self.config(plan)
+            result: Packed
             self.cache, result = self.programs.run(plan.program, config, self.params, self.cache, packed)
         return result
 

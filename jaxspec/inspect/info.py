@@ -225,7 +225,8 @@ def lacking(document: dict[str, Any]) -> str:
 def problem(document: dict[str, Any]) -> str | None:
     """Return why a document of `describe` or `on_chips` answers no, or None where it answers yes."""
     if "fit" not in document:
-        return document["draft_problem"]
+        of_draft: str | None = document["draft_problem"]
+        return of_draft
     names = " and ".join(filter(None, (document["model"], document["draft"])))
     return None if document["fits"] else f"{names} on {document['chips']['name']}: {lacking(document)}"
 

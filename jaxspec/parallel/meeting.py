@@ -260,7 +260,7 @@ def free_port(where: str) -> int:
     """Return a free port at the host of HOST:PORT."""
     host, _ = address(where)
     with socket.create_server((host, 0), family=family(host)) as free:
-        return free.getsockname()[1]
+        return int(free.getsockname()[1])
 
 
 def visit(

@@ -119,7 +119,8 @@ Key = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_err
 
 def served_by(request: Request) -> Served:
     """Return the state of the request's application."""
-    return request.app.state.served
+    served: Served = request.app.state.served
+    return served
 
 
 CurrentServed = Annotated[Served, Depends(served_by)]
@@ -180,13 +181,13 @@ async def scrape(served: CurrentServed) -> Response:
 # Handlers of the exceptions that routes raise.
 
 
-async def refused(request: Request, error: Any) -> Response:
+async def refused(request: Request, error: Refusal) -> Response:
     """Return the response of a Refusal."""
     request.state.refusal = error  # for the request log
     return error.response()
 
 
-async def refused_by_routes(request: Request, error: Any) -> Response:
+async def refused_by_routes(request: Request, error: HTTPException) -> Response:
     """Return the response for an error of the routing, such as an unknown path, in OpenAI's form."""
     return await refused(request, Refusal(error.status_code, str(error.detail), headers=error.headers))
 

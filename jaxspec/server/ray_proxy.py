@@ -65,7 +65,8 @@ class InOpenAIsForm:
 
 def header(start: Message, name: bytes) -> bytes:
     """Return the value of a response's header, or b"" without one. name: in lower case."""
-    return dict(start["headers"]).get(name, b"")
+    headers: dict[bytes, bytes] = dict(start["headers"])
+    return headers.get(name, b"")
 
 
 def is_plain(start: Message) -> bool:

@@ -68,7 +68,8 @@ def replicas(
         },
         graceful_shutdown_timeout_s=config.drain_timeout,
     )
-    return deployment.bind()
+    application: serve.Application = deployment.bind()
+    return application
 
 
 class Replica:

@@ -204,7 +204,7 @@ def training(shards: Shards) -> Shards:
 
 
 def num_heldout(shards: Shards) -> int:
-    """Return the number of shards that training leaves out, to measure the loss on them."""
+    """Return the number of held-out sequences, at least 1."""
     return max(1, round(HELDOUT * len(shards)))
 
 

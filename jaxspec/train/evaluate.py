@@ -35,9 +35,9 @@ def read_prompts(path: Path) -> Prompts:
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is no JSON file: {error}") from None
+        raise UserError(f"{path} is not a JSON file: {error}") from None
     if not isinstance(prompts, dict) or not prompts or not all(map(are_texts, prompts.values())):
-        raise UserError(f"{path} must hold {{category: [text, ...]}}, with one text at least in each")
+        raise UserError(f"{path} must hold {{category: [text, ...]}}, with at least one text in each")
     return prompts
 
 

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.medusa import VLLM, Config, places
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind, parameters
+from jaxspec.models.decoder import Params, bind, parameters
 from jaxspec.models.model import Model
 from jaxspec.train import build, saved
-from jaxspec.train.passes import PassOutputs, per_token_outputs, read
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs, per_token_outputs, read
 from jaxspec.train.train_options import TrainOptions
 
 READS = True
@@ -54,7 +55,9 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
     })  # fmt: skip
 
 
-def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+def passes(
+    configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
+) -> PassOutputs:
     """Run the k heads over the target's hidden states."""
     own: Any = bind(configs[1], draft)
     _, hidden, _ = read(configs[0], target, batch, backend, ())
@@ -64,7 +67,7 @@ def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
     return per_token_outputs(2, jnp.stack(outputs, axis=2), hidden)
 
 
-def heads(configs, draft, target, k):
+def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
     """Return the module of each head's logits."""
     own: Any = bind(configs[1], draft)
     return [own.one(i) if configs[1].has_head else bind(configs[0], target) for i in range(k)]

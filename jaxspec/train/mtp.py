@@ -11,13 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters.mtp import Config, formats, names
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind
+from jaxspec.models.decoder import Params, bind
 from jaxspec.models.head import product
 from jaxspec.models.model import Model
 from jaxspec.train import build, chain, saved
-from jaxspec.train.passes import PassOutputs
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs
 from jaxspec.train.train_options import TrainOptions
 from pallas_kernels.plain import rms_norm
 
@@ -49,12 +51,16 @@ def head_config(target: ModelConfig) -> Config:
     return Config(**fields)
 
 
-def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+def passes(
+    configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
+) -> PassOutputs:
     """Run the layer over the batch, k times in a chain."""
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=True)
 
 
-def enter(head, token, feature, backend):
+def enter(
+    head: Any, token: Float[Array, "B T E"], feature: Float[Array, "B T E"], backend: Backend
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T _"]]:
     """Return the entry of the layer: (residual, input)."""
     c = head.config
     normed_token = rms_norm(head.token_norm[...], token, c.norm_eps)
@@ -63,7 +69,7 @@ def enter(head, token, feature, backend):
     return x, rms_norm(head.layers[0].input_norm[...], x, c.norm_eps)
 
 
-def heads(configs, draft, target, k):
+def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
     """Return the target, whose logits serve each of the k passes."""
     return [bind(configs[0], target)] * k
 

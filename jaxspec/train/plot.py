@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    def column(name):
+    def column(name: str) -> Iterator[tuple[Any, ...]]:
         """Return steps and values of the rows that have this value."""
         return zip(*((row["step"], row[name]) for row in rows if name in row), strict=True)
 

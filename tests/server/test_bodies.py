@@ -47,10 +47,10 @@ def answered(server, sent: bytes, **options) -> tuple[int, dict]:
         (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "the body is nested too deeply"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "the body is nested too deeply"),
         (b'{"model": "tiny", "prompt": [' + b"[" * 500 + b"]" * 500 + b"]}", "token id"),
-        (b'{"model": "tiny", "prompt": "\\ud800"}', "is no Unicode text"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "is not valid Unicode"),
         (b'{"model": "tiny\\ud800", "prompt": "x"}', "is not served here"),
         (b'{"\\ud800": 1}', "unknown field"),
-        (b'{"model": "tiny", "prompt": "x", "bad_words": ["\\ud800"]}', "is no Unicode text"),
+        (b'{"model": "tiny", "prompt": "x", "bad_words": ["\\ud800"]}', "is not valid Unicode"),
         (b'{"model": "tiny", "prompt": [1, true]}', "must be a whole number"),
         (b'{"model": "tiny", "prompt": ["x", [1, 999]]}', "token id 999 is outside the vocabulary"),
         (b'{"model": "tiny", "prompt": ["x", ""]}', None),  # <s> is put in front
@@ -71,7 +71,7 @@ def test_a_message_that_no_tokenizer_reads(server):
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}'
     status, error = answered(server, posted(body, "/v1/chat/completions"))
     assert (status, error["param"]) == (400, "messages")
-    assert "is no Unicode text" in error["message"]
+    assert "is not valid Unicode" in error["message"]
 
 
 def test_bodies_that_are_too_long(another):

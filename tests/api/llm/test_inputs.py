@@ -117,11 +117,11 @@ def test_what_is_no_conversation(llm, messages):
 
 
 def test_half_of_a_surrogate_pair_is_no_text(llm):
-    with pytest.raises(UserError, match=r"prompt 1: 'a\\ud800' is no Unicode text: it holds half"):
+    with pytest.raises(UserError, match=r"prompt 1: 'a\\ud800' is not valid Unicode, because it holds half"):
         llm.generate(["a", "a\ud800"], GREEDY)
-    with pytest.raises(UserError, match="is no Unicode text"):
+    with pytest.raises(UserError, match="is not valid Unicode"):
         llm.generate("a", SamplingParams(bad_words="\ud800"))
-    with pytest.raises(UserError, match="is no Unicode text"):
+    with pytest.raises(UserError, match="is not valid Unicode"):
         llm.chat([{"role": "user", "content": "a\ud800"}])
 
 
