@@ -134,13 +134,13 @@ class AsyncLLM:
         """End a request, if it is under way. Its caller gets the output so far, with finish_reason "abort"."""
         call = self._calls.get(request_id)
         if call is not None:
-            self._thread.tell(self._thread.abort, call)
+            self._thread.post(self._thread.abort, call)
 
     def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> PromptRequest:
         """Return the prompt as a request that has a request_id."""
         self._thread.check_open()
         if isinstance(prompt, PromptRequest) and sampling_params is not None:
-            raise UserError("sampling_params belong to `prepare` where the prompt is prepared: leave them out here")
+            raise UserError("the prompt was prepared with sampling_params of its own: leave sampling_params out")
         prompt_request = prompt if isinstance(prompt, PromptRequest) else self.prepare(prompt, sampling_params)
         if request_id is None:
             request_id = uuid.uuid4().hex
@@ -156,7 +156,7 @@ class AsyncLLM:
         if self._calls.setdefault(prompt_request.request_id, call) is not call:
             raise UserError(f"request_id={quoted(prompt_request.request_id)} is in use: choose another, or give none")
         try:
-            self._thread.tell(self._thread.open, call)
+            self._thread.post(self._thread.open, call)
             self._thread.check_open()  # only now: a thread that ended before does not see this call
             while (result := await call.results.get()) is not None:
                 if isinstance(result, Exception):
@@ -164,7 +164,7 @@ class AsyncLLM:
                 yield result
         finally:
             del self._calls[prompt_request.request_id]
-            self._thread.tell(self._thread.close, call)
+            self._thread.post(self._thread.close, call)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -221,7 +221,7 @@ class EngineThread(threading.Thread):
 
     # For any thread.
 
-    def tell(self, function: Callable[..., None], *args: Any) -> None:
+    def post(self, function: Callable[..., None], *args: Any) -> None:
         """Have the thread call this function between two steps."""
         self.inbox.put(functools.partial(function, *args))
 
@@ -238,7 +238,7 @@ class EngineThread(threading.Thread):
         return error
 
     def stop(self) -> None:
-        self.tell(setattr, self, "stopping", True)
+        self.post(setattr, self, "stopping", True)
         if threading.current_thread() is not self:  # garbage collection may call this in the thread itself
             self.join()
 

@@ -19,7 +19,7 @@ from jaxspec.options.keywords import ChatOptions
 def conversations(messages: Any) -> list[Any]:
     """Return one conversation, or several, as a list of conversations. Raises UserError for anything else."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
-        raise UserError(f'{quoted(messages)} is no conversation: give a list of {{"role": ..., "content": ...}}')
+        raise UserError(f'{quoted(messages)} is not a conversation: give a list of {{"role": ..., "content": ...}}')
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 

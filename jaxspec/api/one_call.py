@@ -127,7 +127,7 @@ def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
         sampling_params({"max_length": LARGEST} | own, config)
     except UserError as error:
         raise type(error)(
-            f"{error}. The model's generation_config.json asks for it: give the option, or None, to overrule that"
+            f"{error}. The model's generation_config.json asks for it: give the option, or None, to override that"
         ) from None
     return own
 

@@ -13,7 +13,7 @@ from jaxspec.options.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 FORMS = ("prompt", "prompt_token_ids")  # keys of a mapping
-BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token ids
+BYTES = bytes | bytearray | memoryview  # iterables of numbers, but not of token ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,9 @@ def as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, BYTES):
-        raise UserError(f"{quoted(prompts)} is no prompt: decode bytes to a string")
+        raise UserError(f"{quoted(prompts)} is not a prompt: decode bytes to a string")
     if not isinstance(prompts, Iterable):
-        raise UserError(f"{quoted(prompts)} is no prompt: give a string, a list of strings or lists of token ids")
+        raise UserError(f"{quoted(prompts)} is not a prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
     return [prompts] if prompts and all(map(is_number, prompts)) else prompts
 
@@ -119,8 +119,8 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
         return list(tokenizer.encode(readable(text_of(prompt))))
     if not isinstance(ids, Iterable) or isinstance(ids, str | Mapping | BYTES):
         raise UserError(
-            f"{quoted(prompt)} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
-            "'prompt'"
+            f"{quoted(prompt)} is not a prompt: give a string, a list of token ids, or a dict with "
+            "'prompt_token_ids' or 'prompt'"
         )
     return list(checked_ids("token id", ids))
 
@@ -136,7 +136,7 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...],
         first = tuple(tokenizer.encode(text, add_special_tokens=False))
         spaced = tuple(tokenizer.encode(f" {text}", add_special_tokens=False))
         if not first:
-            raise UserError(f"bad_words: {word!r} has no tokens: give words that have")
+            raise UserError(f"bad_words: {word!r} has no tokens: leave it out")
         found.append(first)
         if spaced[0] != first[0] and len(spaced) == len(first):
             found.append(spaced)

@@ -31,7 +31,7 @@ PROBE = " a .\n  it's é€😀 "
 class Token(NamedTuple):
     """The text of a token.
 
-    text: U+FFFD stands for bytes that are no character; None if the tokenizer fails.
+    text: U+FFFD replaces bytes that are not a character; None if the tokenizer fails.
     data: bytes of the token; None if it has no part in a text.
     is_byte: whether it is SentencePiece's token of one byte.
     """
@@ -214,7 +214,7 @@ class Window(Reader):
         return text
 
     def read(self, ids: Sequence[int]) -> str:
-        if self.known.backend is not None:  # ids without text are no context
+        if self.known.backend is not None:  # ids without text give no context
             ids = [i for i in ids if self.known[i].text]
         return "".join([self.add(ids[at : at + self.span]) for at in range(0, len(ids), self.span)])
 
@@ -222,7 +222,7 @@ class Window(Reader):
         """Return the text that becomes certain with these ids."""
         text = self.decode([*self.ids, *ids])
         unfinished = min(3, len(text) - len(text.rstrip(REPLACEMENT)))
-        if self.ids and text == self.text and not unfinished:  # these ids have no text, and are no context
+        if self.ids and text == self.text and not unfinished:  # these ids have no text, and give no context
             return ""
         new = text[self.certain : len(text) - unfinished]
         self.ids, self.text, self.certain = [*self.ids, *ids], text, self.certain + len(new)

@@ -79,7 +79,7 @@ def serve(
     whole = time.perf_counter() - started
     spent = {name: getattr(timing, f"{name}_seconds") - before[f"{name}_seconds"] for name in PARTS}
     if failed := [r.error for r in requests if r.finish_reason != "length"]:
-        raise RuntimeError(f"{len(failed)} requests did not come to their end: {failed[0]}")
+        raise RuntimeError(f"{len(failed)} requests failed, the first: {failed[0]}")
     return requests, spent | {"idle": idle, "host": whole - idle - sum(spent.values()), "whole": whole}
 
 

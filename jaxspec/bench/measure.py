@@ -139,9 +139,7 @@ class Point:
         draft = self.setup.draft
         alone = draft is None or draft_spec(draft.config).method == "draft_model"
         if not alone and "draft" in self.options.stages:
-            write_line(
-                "  draft: left out, a head is no model that decodes by itself; the stage propose times its passes"
-            )
+            write_line("  draft: skipped, because a head does not decode by itself; the stage propose times its passes")
         wanted = set(self.options.stages) - (set() if alone else {"draft"})
         if "prefill" in wanted:  # first, so that the other stages read the cache that it wrote
             yield self.prefill(raw)
@@ -195,7 +193,7 @@ class Point:
                     yield from self.never_slower(k, length, rates)
 
     def load_rows(self) -> Iterator[Row]:
-        """Run the stage `load`: with adaptive K, or plain where there is no draft."""
+        """Run the stage `load`: with adaptive K, or without drafts if there is no draft."""
         options = self.options
         serve = functools.partial(load_rows, self, self.setup, options.load, self.batch_size)
         if not options.draft_name:

@@ -151,6 +151,6 @@ def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def sentences(cls: type) -> dict[str, str]:
-    """Return the first sentence of what each option of a class says about itself, by the option's name."""
+    """Return the first sentence of the description of each option of a class, by the option's name."""
     texts = {field.name: field.metadata["text"] for field in dataclasses.fields(cls) if "text" in field.metadata}
     return {name: re.split(r"(?<=[.])\s", text, maxsplit=1)[0] for name, text in texts.items()}

@@ -99,4 +99,4 @@ def report(folder: Path, path: Path, reason: str) -> None:
     """Log why a path is not used, once for each folder and reason."""
     if (folder, reason) not in reported:
         reported.add((folder, reason))
-        logger.warning("%s %s: nothing is read from it or kept there; %s", path, reason, REMEDY)
+        logger.warning("%s %s: nothing is read from it or written there; %s", path, reason, REMEDY)

@@ -88,7 +88,7 @@ def check(
     wanted = params.num_speculative_tokens
     most = limits.num_drafts
     if wanted is not None and wanted > most and most:
-        raise UserError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")
+        raise UserError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}: lower it")
     return prompt, params
 
 

@@ -39,7 +39,7 @@ def paged_models(
     own = models["target"].config.max_model_len
     longest = config.max_model_len or own
     if longest > own:
-        raise UserError(f"max_model_len={longest} exceeds the model's own {own}")
+        raise UserError(f"max_model_len={longest} exceeds the model's own {own}: lower it")
     places = placements(models, placement)
     for name, model in models.items():
         check_divides(model.config, places[name].degree, of_draft=name == "draft")
@@ -190,7 +190,7 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     looks_up, method = methods.split(speculative.method or own or "draft_model")
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
-        raise UserError(f"method={method!r} needs the parameters of such a draft, {found} is given")
+        raise UserError(f"method={method!r} needs a checkpoint of such a draft, {found} is given")
     most = speculative.tree_depth or max(speculative.num_speculative_tokens, k)
     limit = draft_spec(models["draft"].config).max_drafts if "draft" in models else None
     if limit is not None and most > limit:
@@ -206,7 +206,7 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
 
 
 def with_drafts(given: Any, k: int) -> Drafter:
-    """Return the caller's own drafter for k tokens a round. Raise UserError for what is no drafter."""
+    """Return the caller's own drafter for k tokens a round. Raise UserError for any other object."""
     if not isinstance(given, Drafter):
         raise UserError(f"drafter={quoted(given)} must be a jaxspec.drafters.base.Drafter")
     try:
@@ -230,8 +230,8 @@ def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], metho
     draft = method.drafter(depth, depth, models, speculative)
     if choices and not draft.independent:
         raise UserError(
-            f"tree_choices needs a drafter that says all places at once, {method.__name__.split('.')[-1]!r} does not: "
-            "give tree_width, tree_depth and tree_nodes"
+            f"tree_choices needs a drafter that proposes all places at once, {method.__name__.split('.')[-1]!r} does "
+            "not: give tree_width, tree_depth and tree_nodes"
         )
     return Tree(k, draft, Shape(spec.tree_width, depth, k, choices[:k]))
 

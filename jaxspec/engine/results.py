@@ -19,8 +19,8 @@ NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
 )
 NOT_FINITE_MESSAGE = (
-    "the target's logits were no numbers: its weights are damaged, or its dtype is too narrow for this text; check the "
-    "file, or take dtype='float32'"
+    "the target's logits were not finite: its weights are damaged, or its dtype is too narrow for this text; check the "
+    "file, or use dtype='float32'"
 )
 ERRORS = {NO_ID: NO_ID_ALLOWED, NOT_FINITE: NOT_FINITE_MESSAGE}
 

@@ -131,7 +131,7 @@ class Runner:
     def send(self, plan: Plan, packed: Packed) -> None:
         """Send a plan to the other processes, if there are any."""
         if self.peers is not None:
-            self.peers.tell(wire.to_bytes(plan, packed))
+            self.peers.send_plan(wire.to_bytes(plan, packed))
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context in which an error ends all processes. None of them can run the programs alone."""

@@ -293,7 +293,7 @@ def show_chips(document: dict[str, Any]) -> None:
     rows = {"chips": f"{of['name']}, each {each}; hosts: {of['hosts']}"}
     rows["dtype"] = found["dtype"]
     rows["memory"] = f"{gb(found['memory'])} a device for the engine, of which"
-    rows |= {f"  {name}": f"{gb(size)} of weights, cut over {degree}" for name, degree, size in parts}
+    rows |= {f"  {name}": f"{gb(size)} of weights, sharded over {degree}" for name, degree, size in parts}
     drafts = document["num_speculative_tokens"]
     rows["  temporary"] = f"{gb(found['temporary'])}: {document['max_num_seqs']} rows, {drafts} drafts a round"
     rows["  left"] = gb(found["free"])

@@ -141,7 +141,7 @@ class SpeculativeConfig:
     )
     suffix_decoding_max_cached_requests: int = option("Only 0: the texts of other requests are not kept.", default=0)
     disable_by_batch_size: int | None = option(
-        "Number of running requests from which on there is no speculation.",
+        "Number of running requests from which on nothing is drafted.",
         default=None,
     )
 
@@ -186,14 +186,16 @@ class SpeculativeConfig:
         if self.draft_tensor_parallel_size is not None:
             whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
             if not self.has_parameters:
-                raise UserError(f"draft_tensor_parallel_size: method={self.method!r} has no draft that could be cut")
+                raise UserError(
+                    f"draft_tensor_parallel_size: method={self.method!r} has no draft to shard: leave it out"
+                )
         for name, value in rules.checked(self).items():
             object.__setattr__(self, name, value)
         refuse_unsupported(
             self,
             {
                 "quantization": "leave it out",
-                "suffix_decoding_max_cached_requests": "what other requests said is not kept",
+                "suffix_decoding_max_cached_requests": "texts of other requests are not kept",
             },
         )
 

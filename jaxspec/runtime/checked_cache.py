@@ -51,7 +51,7 @@ class CheckedCache(LRUCache):
             self.entry(key).chmod(0o600)
         except OSError as error:
             self.drop(key)
-            logger.info("a compiled program is not kept: %s", error)
+            logger.info("a compiled program is not cached: %s", error)
 
     def drop(self, key: str) -> None:
         """Remove an entry if possible."""

@@ -158,7 +158,7 @@ async def models(served: CurrentServed) -> dict[str, Any]:
 async def model_of(name: str, served: CurrentServed) -> dict[str, Any]:
     """Describe the model, or refuse another name with status 404."""
     if name != served.model:
-        message = f"model {quoted(name, 200)} is not served here: {served.model!r} is"
+        message = f"model {quoted(name, 200)} is not served here: use {served.model!r}"
         raise Refusal(404, message, code="model_not_found")
     return served.described()
 

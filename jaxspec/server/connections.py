@@ -146,7 +146,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that h11 cannot parse. uvicorn calls this; its own answer would be plain text."""
-        self.refuse(Refusal(400, "what was sent is no HTTP/1.1 request, or its headers are too long"))
+        self.refuse(Refusal(400, "the bytes sent are not an HTTP/1.1 request, or its headers are too long"))
 
     def refuse(self, refusal: Refusal) -> None:
         """Send a refusal for bytes that make no request, and close the connection."""
@@ -233,4 +233,4 @@ class Listener(uvicorn.Server):
         now = asyncio.get_running_loop().time()
         if now - self.reported > REPORT:
             self.reported = now
-            logger.warning("cannot accept a connection: %s; it is tried again, and said once a minute", error)
+            logger.warning("cannot accept a connection: %s; the server retries, and logs this once a minute", error)

@@ -23,7 +23,7 @@ def refuse(tokenizer: Any, control: Mapping[int, str], request: RequestFields) -
     for where, text in texts(request):
         token = held(tokenizer, control, text)
         if token is not None:
-            message = f"{where} holds {token!r}, a control token of the model: this server takes none in a text"
+            message = f"{where} holds {token!r}, a control token of the model: this server refuses it in texts"
             raise UserError(message, param=where)
 
 

@@ -22,7 +22,7 @@ UNSUPPORTED = {
 def conversation(messages: Any) -> list[dict[str, str]]:
     """Return the messages in the form of chat templates. Unknown fields are left out, as OpenAI's server does.
 
-    Raises: Refusal, which names the field, for messages of another form or with content that is no text.
+    Raises: Refusal, which names the field, for messages of another form or with content that is not text.
     """
     if not isinstance(messages, list) or not messages:
         raise Refusal(400, 'messages must be a list of {"role": ..., "content": ...}, not empty', param="messages")

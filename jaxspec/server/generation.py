@@ -100,7 +100,7 @@ class Generation(Response):
     def too_late(self) -> Refusal:
         """Return the refusal of a request whose time is over."""
         if self.gate.draining:
-            return Refusal(503, "the server is shutting down, and this was not done in time", code="shutting_down")
+            return Refusal(503, "the server shut down before the request was done", code="shutting_down")
         message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
         return Refusal(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 

@@ -117,7 +117,7 @@ async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
     try:
         found = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=chosen.timeout)
     except Exception as error:  # the client raises many kinds of error for a wrong address
-        raise UserError(f"{quoted(url, 200)} is no address of a server: {error}") from None
+        raise UserError(f"{quoted(url, 200)} is not the address of a server: {error}") from None
     async with found as client:
         try:
             model = chosen.model or (await client.models.list()).data[0].id

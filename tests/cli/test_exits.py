@@ -103,7 +103,7 @@ def test_a_device_without_room(capsys):
 
 
 def test_lines_end(capsys):
-    exits.tell("word " * 10_000)
+    exits.print_error("word " * 10_000)
     assert len(capsys.readouterr().err) < 700
 
 

@@ -56,7 +56,7 @@ def test_a_tree(folder, other):
         assert len(r["accepted_at"]) == 3
         assert r["accepted_at"][0] == pytest.approx(1.0)
         assert r["mean_acceptance_length"] == pytest.approx(1 + sum(r["accepted_at"]))
-    with pytest.raises(UserError, match="judges no trees"):
+    with pytest.raises(UserError, match="does not verify trees"):
         evaluate.evaluate(folder, other, PROMPTS, rule="block", **options)
 
 

@@ -121,7 +121,7 @@ def test_a_chat_is_answered(llm, expected):
 def test_prompts_are_prepared_in_any_thread(llm, expected):
     async def main():
         ask = await asyncio.to_thread(llm.prepare, PROMPTS[1], GREEDY)
-        with pytest.raises(UserError, match="sampling_params belong to `prepare`"):
+        with pytest.raises(UserError, match="the prompt was prepared with sampling_params of its own"):
             llm.stream(ask, GREEDY)
         return await llm.generate(ask), await collect(llm.stream(ask))
 

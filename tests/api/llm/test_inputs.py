@@ -112,7 +112,7 @@ def test_messages_that_no_template_takes(llm, messages):
 
 @pytest.mark.parametrize("messages", ["hello", b"hello", {"role": "user", "content": "hello"}, None])
 def test_what_is_no_conversation(llm, messages):
-    with pytest.raises(UserError, match=r'is no conversation: give a list of \{"role": '):
+    with pytest.raises(UserError, match=r'is not a conversation: give a list of \{"role": '):
         llm.chat(messages)
 
 
