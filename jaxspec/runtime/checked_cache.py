@@ -67,4 +67,5 @@ def check_entries(folder: Path) -> None:
             return CheckedCache(path, **options)
         return LRUCache(path, **options)
 
-    compilation_cache.LRUCache = open_cache  # type: ignore[attr-defined, assignment]  # JAX has no setting for this
+    private: Any = compilation_cache  # JAX has no setting for this
+    private.LRUCache = open_cache
