@@ -87,7 +87,7 @@ def leave(code: int, *, at_once: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def keeping(describe: Callable[[], str]) -> Iterator[None]:
-    """Add what is kept to the message of an interrupt or a DiskError. `describe` is called once files are closed."""
+    """Add what is saved to the message of an interrupt or a DiskError. `describe` is called once files are closed."""
     try:
         yield
     except DiskError as error:

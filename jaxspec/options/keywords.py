@@ -68,7 +68,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """Those, and what `jaxspec.generate` knows by transformers' names."""
+    """Options of sampling, and those that `jaxspec.generate` accepts under transformers' names."""
 
     do_sample: bool | None
     max_new_tokens: int | None

@@ -115,7 +115,7 @@ def join_hosts(
       process_id: number of this process, from 0.
       join_timeout: seconds to wait for the other processes.
 
-    Raises: UserError if a process does not come or has another version, or if missing arguments are not detected.
+    Raises: UserError if a process does not connect or has another version, or if missing arguments are not detected.
     """
     wanted = Hosts(
         coordinator=coordinator, num_processes=num_processes, process_id=process_id, join_timeout=join_timeout

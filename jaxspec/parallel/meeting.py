@@ -207,7 +207,7 @@ def gather(
 
     mine: values that must be equal in all processes.
 
-    Raises: UserError, in all of the processes, if one has other values or does not come.
+    Raises: UserError, in all of the processes, if one has other values or does not connect.
     """
     mine = {**mine, "num_processes": str(count)}
     found: dict[int, socket.socket] = {}
