@@ -24,7 +24,7 @@ HEADER = 4  # bytes of a message's size, in the form of multiprocessing's connec
 PATIENCE = 5.0  # seconds for a caller to introduce itself
 RETRY = 0.2  # seconds between attempts
 LATER = 5.0  # seconds after a refusal in which further processes still receive it
-OTHER = "its message is not of this protocol"
+OTHER = "it speaks another protocol"
 
 
 def address(text: Any) -> tuple[str, int]:

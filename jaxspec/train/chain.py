@@ -88,8 +88,8 @@ def one_pass(
     return x, normed
 
 
-def attend(query: Float[Array, "B T H D"], seen: PastKeysValues, config: HeadConfig) -> Float[Array, "B T H*D"]:
-    """Return the attention output of the last pass.
+def attend(query: Float[Array, "B T H D"], seen: PastKeysValues, config: HeadConfig) -> Float[Array, "B T _"]:
+    """Return the attention output [B,T,H*D] of the last pass.
 
     query: of the last pass. seen: keys and values of all passes, the last included.
 

@@ -100,11 +100,12 @@ def first_places(draw: jax.Array, length: int, size: int) -> jax.Array:
 
 
 def through_layers(
-    head: Any, x: Float[Array, "B A*T E"], past: Float[Array, "B S E"], block: Int[Array, "B A T"], backend: Backend
-) -> Float[Array, "B A*T E"]:
+    head: Any, x: Float[Array, "B _ E"], past: Float[Array, "B _ E"], block: Int[Array, "B _ T"], backend: Backend
+) -> Float[Array, "B _ E"]:
     """Return the hidden states of blocks after the head's last norm.
 
-    x: embeddings of A blocks of T positions. block: their positions. past: the features of all S tokens of a row.
+    x: embeddings of A blocks of T positions, [B,A*T,E]. block: their positions, [B,A,T]. past: the features of all
+    tokens of a row, [B,S,E].
 
     A block attends to itself and to the past before its first position.
     """
