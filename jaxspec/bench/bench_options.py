@@ -147,7 +147,7 @@ class BenchOptions:
             for length in self.lengths:
                 if length > k + 1:
                     raise UserError(
-                        f"--synthetic-acceptance-length {length:g} is out of reach with K = {k}: a round yields at "
+                        f"--synthetic-acceptance-length {length:g} is out of reach with K = {k}, a round yields at "
                         f"most {k + 1} tokens: lower it or leave that K out"
                     )
             if self.rates and len(self.rates) != k:

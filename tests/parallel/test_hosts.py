@@ -212,7 +212,7 @@ def test_one_process_is_alone():
 def test_jax_was_told_and_jaxspec_was_not(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    with pytest.raises(UserError, match=r"for 4 processes: call jaxspec.join_hosts\(\) in its place"):
+    with pytest.raises(UserError, match=r"for 4 processes: call jaxspec.join_hosts\(\) instead"):
         hosts.peers()
 
 
@@ -278,7 +278,7 @@ def test_what_is_no_plan():
 def test_the_first_word_counts(monkeypatch):
     """Who ends a process does so once, whatever else goes wrong meanwhile."""
     said, status = [], []
-    monkeypatch.setattr(peers, "say", lambda line, **_: said.append(line))
+    monkeypatch.setattr(peers, "write_line", lambda line, **_: said.append(line))
     monkeypatch.setattr(peers.os, "_exit", status.append)
     monkeypatch.setattr(peers.signal, "signal", lambda *_: None)  # which would leave interrupts ignored
     only, number = Peers(1, {}), itertools.count()

@@ -325,7 +325,7 @@ def test_data_of_another_tokenizer_is_refused(root, tmp_path):
     data.write_manifest(tmp_path / "data", {"shards": 1, "target": "other", "tokenizer": "0" * 64})
     with fails(UserError, "was written by other, which has another tokenizer"):
         prepare(runs.options(root, "none", data=tmp_path / "data"))
-    with fails(UserError, "--eval-tokens 600, with prompts 608 tokens, exceeds the 512"):
+    with fails(UserError, "--eval-tokens 600, with prompts 608 tokens, exceeds the maximum length of "):
         prepare(runs.options(root, "none", eval_tokens=600))
 
 

@@ -150,7 +150,7 @@ def test_prompts_are_prepared_in_any_thread(llm, expected):
 )
 def test_what_is_wrong_is_raised_before_anything_is_queued(llm, monkeypatch, prompt, params, message):
     told = []
-    monkeypatch.setattr(llm._thread, "tell", lambda *args: told.append(args))
+    monkeypatch.setattr(llm._thread, "post", lambda *args: told.append(args))
     with pytest.raises(ValueError, match=message):
         llm.stream(prompt, params)
     with pytest.raises(ValueError, match=message):
