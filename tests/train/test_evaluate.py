@@ -160,7 +160,7 @@ def test_the_prompts_come_along(folder, tmp_path, capsys, monkeypatch):
         ('{"chat": []}', "must hold"),
         ('{"chat": [1]}', "must hold"),
         ('{"chat": "Hello"}', "must hold"),
-        ("{", "no JSON"),
+        ("{", "not a JSON file"),
     ],
 )
 def test_bad_files_are_told_before_anything_is_loaded(text, message, tmp_path, capsys, monkeypatch):

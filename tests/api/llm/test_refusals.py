@@ -24,12 +24,12 @@ from tests.support.vocabularies import Failing
         ([2**40], "prompt 1: token id=1099511627776 is above 2147483647"),
         ([True], "prompt 1: token id=True must be a whole number"),
         (b"abc", "prompt 1: b'abc' is not a prompt: give a string"),
-        ({"prompt_token_ids": b"abc"}, "prompt 1: .* is no prompt"),
-        ({"prompt_token_ids": "abc"}, "prompt 1: .* is no prompt"),
+        ({"prompt_token_ids": b"abc"}, "prompt 1: .* is not a prompt"),
+        ({"prompt_token_ids": "abc"}, "prompt 1: .* is not a prompt"),
         ({"promt": "x"}, "prompt 1: unknown key 'promt' of a prompt: did you mean 'prompt'?"),
         ({"prompt": "x", "multi_modal_data": {}}, "prompt 1: unknown key 'multi_modal_data' of a prompt: known keys: "),
-        ({}, "prompt 1: {} is no prompt"),
-        (None, "prompt 1: None is no prompt"),
+        ({}, "prompt 1: {} is not a prompt"),
+        (None, "prompt 1: None is not a prompt"),
     ],
 )
 def test_a_bad_prompt_is_named_and_nothing_is_queued(llm, bad, message):
