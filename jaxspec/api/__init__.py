@@ -1,0 +1,1 @@
+"""Python interface: LLM, AsyncLLM, generate, and the outputs that they return."""

@@ -82,8 +82,7 @@ class AsyncLLM:
         return self.llm.timing
 
     def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> PromptRequest:
-        """Return a prompt, checked with its parameters, that `generate` and `stream` take without further work. Any
-        thread may call this. Raises UserError as they do."""
+        """Return a checked prompt for `generate` and `stream`. Any thread may call it. Raises UserError as they do."""
         asked = self.llm._prepare(prompt, sampling_params)
         if len(asked) != 1:
             raise UserError(f"one prompt a call, got {len(asked)}: calls that overlap are decoded together")
@@ -92,8 +91,9 @@ class AsyncLLM:
     def stream(
         self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[StreamOutput, None]:
-        """Yield pieces of a prompt's completion as they are made, for each of its n samples. An invalid prompt or
-        parameter raises UserError at once, before anything is queued.
+        """Yield pieces of a prompt's completion as they are made, for each of its n samples.
+
+        An invalid prompt or parameter raises UserError at once, before anything is queued.
 
         request_id: a name for `abort` and for the pieces; by default one is made. It is in use from the first piece
           that is asked for to the last; a name in use is refused.
@@ -103,8 +103,10 @@ class AsyncLLM:
     async def generate(
         self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> RequestOutput:
-        """Complete a prompt. Raises UserError for a prompt that cannot be served. If a completion fails on the way, its
-        output has finish_reason "error". request_id: as in `stream`."""
+        """Complete a prompt. request_id: as in `stream`.
+
+        Raises UserError for a prompt that cannot be served. A completion that fails later has finish_reason "error".
+        """
         prompt_request = self._prepare(prompt, sampling_params, request_id)
         async with contextlib.aclosing(self._results(prompt_request, PromptRun.final_output)) as results:
             return await anext(results)
@@ -116,29 +118,29 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
-        """Answer a conversation (a list of {"role", "content"}) as `generate` completes a prompt. For a stream, give
-        `stream` the prompt that render_chat returns. options: as in LLM.render_chat."""
+        """Answer a conversation, a list of {"role", "content"}. options: as in LLM.render_chat.
+
+        For a stream, give `stream` the prompt that render_chat returns.
+        """
         prompts: Any = [await self.render_chat(conversation, **options) for conversation in conversations(messages)]
         return await self.generate(prompts, sampling_params, request_id)  # refuses more than one
 
     async def render_chat(self, messages: Any, **options: Unpack[ChatOptions]) -> Mapping[str, Any]:
-        """Render as LLM.render_chat does, but in another process: a template that never ends is refused, and blocks no
-        other call."""
+        """Render as LLM.render_chat does, in another process. A template that takes too long is refused."""
         tokenizer = self.llm.tokenizer
         return as_prompt(tokenizer, await self.templates.text(rendering(tokenizer, messages, **options)))
 
     async def abort(self, request_id: str) -> None:
-        """End a request. Its output so far is returned with finish_reason "abort", as a result or as a stream's last
-        piece. Do nothing if no such request is under way."""
+        """End a request, if it is under way. Its caller gets the output so far, with finish_reason "abort"."""
         call = self._calls.get(request_id)
         if call is not None:
-            self._thread.tell(self._thread.abort, call)
+            self._thread.post(self._thread.abort, call)
 
     def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> PromptRequest:
         """Return the prompt as a request that has a request_id."""
         self._thread.check_open()
         if isinstance(prompt, PromptRequest) and sampling_params is not None:
-            raise UserError("sampling_params belong to `prepare` where the prompt is prepared: leave them out here")
+            raise UserError("the prompt was prepared with sampling_params of its own: leave sampling_params out")
         prompt_request = prompt if isinstance(prompt, PromptRequest) else self.prepare(prompt, sampling_params)
         if request_id is None:
             request_id = uuid.uuid4().hex
@@ -149,12 +151,12 @@ class AsyncLLM:
     async def _results(
         self, prompt_request: PromptRequest, take: Callable[[PromptRun], list[Any]], *, streaming: bool = False
     ) -> AsyncGenerator[Any, None]:
-        """Yield what `take` finds in the job after each step, until the run has ended."""
+        """Yield what `take` finds in the run after each step, until the run has ended."""
         call = Call(prompt_request, take, streaming, asyncio.get_running_loop())
         if self._calls.setdefault(prompt_request.request_id, call) is not call:
             raise UserError(f"request_id={quoted(prompt_request.request_id)} is in use: choose another, or give none")
         try:
-            self._thread.tell(self._thread.open, call)
+            self._thread.post(self._thread.open, call)
             self._thread.check_open()  # only now: a thread that ended before does not see this call
             while (result := await call.results.get()) is not None:
                 if isinstance(result, Exception):
@@ -162,7 +164,7 @@ class AsyncLLM:
                 yield result
         finally:
             del self._calls[prompt_request.request_id]
-            self._thread.tell(self._thread.close, call)
+            self._thread.post(self._thread.close, call)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -172,6 +174,7 @@ class AsyncLLM:
 
 
 def end(thread: EngineThread, templates: TemplateProcess) -> None:
+    """Stop the thread and the process of templates."""
     thread.stop()
     templates.close()
 
@@ -206,8 +209,7 @@ class Call:
 
 
 class EngineThread(threading.Thread):
-    """The thread that owns the engine, which is not thread-safe. Other threads put functions in its inbox, which it
-    calls between steps."""
+    """The thread that owns the engine. Between steps it calls the functions that other threads put in its inbox."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(name="jaxspec-engine", daemon=True)
@@ -219,7 +221,7 @@ class EngineThread(threading.Thread):
 
     # For any thread.
 
-    def tell(self, function: Callable[..., None], *args: Any) -> None:
+    def post(self, function: Callable[..., None], *args: Any) -> None:
         """Have the thread call this function between two steps."""
         self.inbox.put(functools.partial(function, *args))
 
@@ -236,7 +238,7 @@ class EngineThread(threading.Thread):
         return error
 
     def stop(self) -> None:
-        self.tell(setattr, self, "stopping", True)
+        self.post(setattr, self, "stopping", True)
         if threading.current_thread() is not self:  # garbage collection may call this in the thread itself
             self.join()
 

@@ -19,7 +19,7 @@ from jaxspec.options.keywords import ChatOptions
 def conversations(messages: Any) -> list[Any]:
     """Return one conversation, or several, as a list of conversations. Raises UserError for anything else."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | BYTES):
-        raise UserError(f'{quoted(messages)} is no conversation: give a list of {{"role": ..., "content": ...}}')
+        raise UserError(f'{quoted(messages)} is not a conversation: give a list of {{"role": ..., "content": ...}}')
     return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
@@ -46,10 +46,11 @@ class Rendering:
         tokenizer: Any = types.SimpleNamespace(chat_template=self.template, special_tokens_map=self.special_tokens)
         tokenizer.get_chat_template = functools.partial(Base.get_chat_template, tokenizer)
         try:
-            return apply(tokenizer, self.messages, tokenize=False, **self.options)
+            text: str = apply(tokenizer, self.messages, tokenize=False, **self.options)
         except Exception as error:  # the template is a program of the model's, and may raise anything
             line = f"{quoted(self.messages)} does not fit the model's chat template: {error_line(error)}"
             raise UserError(line) from error
+        return text
 
 
 def rendering(
@@ -102,8 +103,10 @@ def opening(add_generation_prompt: Any = None, continue_final_message: Any = Fal
 
 
 def flattened(messages: Iterable[Any]) -> list[Any]:
-    """Return the messages with their contents as text. Parts of a content are joined by line breaks, as in vLLM. Raises
-    UserError for a content that is not text: a template would print its Python representation."""
+    """Return the messages with their contents as text. Parts of a content are joined by line breaks, as in vLLM.
+
+    Raises UserError for a content that is not text: a template would print its Python representation.
+    """
     return [{**m, "content": content_of(i, m)} if isinstance(m, Mapping) else m for i, m in enumerate(messages)]
 
 

@@ -80,7 +80,8 @@ class TemplateProcess:
         found = json.loads(reply)
         if "refused" in found:
             raise UserError(found["refused"])
-        return found["text"]
+        text: str = found["text"]
+        return text
 
     def ended(self, child: subprocess.Popen[bytes]) -> Exception:
         """Return the reason why the child gave no reply, and start another child for the next conversation."""

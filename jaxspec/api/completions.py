@@ -39,8 +39,10 @@ class Sample:
         self.streamed = False  # whether the last piece was returned
 
     def text_so_far(self) -> str:
-        """Return the text that will not change any more. A tokenizer that fails ends this sample with an error, and no
-        other."""
+        """Return the text that will not change any more.
+
+        A tokenizer that fails ends this sample with an error, and no other.
+        """
         try:
             return self.read()
         except Exception as error:
@@ -90,8 +92,10 @@ class Sample:
         return described(self.detokenizer.known, request.output[start:], tokens, request.logprobs[start:], most)
 
     def stop_reason(self) -> str | int | None:
-        """Return what ended the sample: the stop string, or the id of stop_token_ids. Return None for the model's own
-        end, as vLLM does."""
+        """Return what ended the sample: the stop string, or the id of stop_token_ids.
+
+        Return None for the model's own end, as vLLM does.
+        """
         last = self.request.output[-1:]
         if self.detokenizer.stop_string is None and self.request.finish_reason == "stop":
             return last[0] if last[0] in self.params.stop_token_ids else None
@@ -177,8 +181,9 @@ class PromptRun:
 def described(
     known: Vocabulary, ids: Sequence[int], tokens: Sequence[Token], entries: Iterable[TokenLogprobs], most: int
 ) -> list[dict[int, Logprob]]:
-    """Return for each id of the text a dict by id: its own Logprob first, then those of the top ids. A request that
-    failed may have fewer entries than ids.
+    """Return for each id of the text a dict by id: its own Logprob first, then those of the top ids.
+
+    A request that failed may have fewer entries than ids.
 
     tokens: what each id adds to the text. Ids that are not in the text are described by themselves.
     most: maximum number of top ids.
@@ -198,8 +203,10 @@ def logprob_of(token: Token, logprob: float, rank: int) -> Logprob:
 
 
 def timing_of(requests: Sequence[Request]) -> RequestTiming:
-    """Return the durations of a prompt with these samples. Its end is that of the last sample; each other event is that
-    of the first sample to reach it."""
+    """Return the durations of a prompt with these samples.
+
+    Its end is that of the last sample; each other event is that of the first sample to reach it.
+    """
     moments: dict[str, Any] = {}
     for name, chosen in {"admitted": min, "prefilled": min, "first_token": min, "finished": max}.items():
         times = [getattr(request.times, name) for request in requests]

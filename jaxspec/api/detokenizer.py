@@ -54,8 +54,10 @@ class Detokenizer:
         return i not in self.hidden and i not in self.special
 
     def find_stop(self, ids: list[int], start: int) -> int | None:
-        """Feed ids one by one from index start on. Return how many ids to keep once a stop string is complete, else
-        None. A stop string that is complete within the first min_tokens ids is ignored."""
+        """Feed ids from index start on. Return how many ids to keep once a stop string is complete, else None.
+
+        A stop string that is complete within the first min_tokens ids is ignored.
+        """
         if start != self.num_fed:  # an interrupted call has fed ids that were not kept
             self.begin()
             start = 0
@@ -75,8 +77,7 @@ class Detokenizer:
         return None
 
     def contains_stop(self, text: str, known: int) -> bool:
-        """Find a stop string in a text of which the first `known` characters were searched before. Return whether there
-        is one."""
+        """Return whether there is a stop string in a text whose first `known` characters were searched before."""
         for string in self.stop:
             at = text.find(string, max(0, known - len(string) + 1))
             if at >= 0:
@@ -114,8 +115,12 @@ class Detokenizer:
         return len(self.text) - max((overlap(self.text, string) for string in self.stop), default=0)
 
     def tokens(self, ids: Sequence[int], start: int = 0, *, ended: bool) -> list[Token]:
-        """Return what each id from index start on adds to the text. A token that the text leaves out has its own text,
-        and no bytes. ended: whether no id follows, so that an unfinished character belongs to the last token."""
+        """Return what each id from index start on adds to the text.
+
+        A token that the text leaves out has its own text, and no bytes.
+
+        ended: whether no id follows, so that an unfinished character belongs to the last token.
+        """
         added = [self.added(ids, at) for at in range(start, len(ids))]
         last = next((at for at in reversed(range(len(added))) if added[at] is not None), -1)
         if ended and last >= 0:

@@ -55,9 +55,8 @@ class LLM:
       speculative_config: a SpeculativeConfig or a dict of its options; None decodes without speculation.
       options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, tensor_parallel_size, ...).
 
-    In a job of several processes (jaxspec.join_hosts), make the LLM with the same arguments in each process. Process 0
-    gets a model over the devices of all processes. In the others the constructor does not return: they do what process
-    0 decides, and end with it.
+    In a job of several processes (jaxspec.join_hosts), make the LLM with the same arguments in each. Process 0 gets a
+    model over all devices. In the others the constructor does not return: they follow process 0, and end with it.
 
     Other attributes (engine, target, stop_ids, observers) are internal and may change.
 
@@ -132,14 +131,17 @@ class LLM:
         check_same_tokenizer(self._resolved.source, self.tokenizer, draft.source)
         device, placement = here(), self._placement.draft
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
+        backend = Backend(device, placement, self.config.kernels)
         loaded = load_draft(draft, dtype, placement, self.target, quantization=speculative.quantization)
-        return loaded.stored_for(Backend(device, placement, self.config.kernels))
+        return loaded.stored_for(backend)
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
-        """Return another LLM that speculates in another way and shares this target's weights. Raises UserError in a job
-        of several processes."""
+        """Return an LLM that shares this target's weights and speculates in another way.
+
+        Raises UserError in a job of several processes.
+        """
         if self._peers:
-            raise UserError("several processes run one engine: start them anew with the other speculative_config")
+            raise UserError("several processes run one engine: restart them with the other speculative_config")
         started = time.perf_counter()
         other = copy.copy(self)
         speculative = SpeculativeConfig.of(speculative_config)
@@ -203,8 +205,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Yield pieces of the completions as they are made. Several prompts are decoded together. Tokens that come
-        within a twentieth of a second may come as one piece.
+        """Yield pieces of the completions as they are made. Several prompts are decoded together.
+
+        A piece's prompt_index and sample identify its completion. It may hold the tokens of a twentieth of a second.
+        All prompts are checked before the first piece. Dropping the iterator ends the open requests.
 
         A piece's prompt_index and sample identify its completion. All prompts are checked before the first piece.
         Dropping the iterator ends the requests that have not ended.
@@ -236,8 +240,7 @@ class LLM:
         use_tqdm: bool | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation (a list of {"role", "content"}), or several, through the model's chat template.
-        options: as in render_chat."""
+        """Answer one conversation (a list of {"role", "content"}) or several. options: as in render_chat."""
         prompts = [self.render_chat(conversation, **options) for conversation in conversations(messages)]
         return self.generate(prompts, sampling_params, progress=progress, use_tqdm=use_tqdm)
 
@@ -303,8 +306,7 @@ class LLM:
     def start_profile(self, folder: str | os.PathLike[str] | None = None) -> Path:
         """Begin a trace of host and devices for TensorBoard or Perfetto. Return the folder that it will be written to.
 
-        folder: by default a new one, named by the time, under the cache folder. Raises RuntimeError if a trace is being
-          taken already.
+        folder: by default a new one under the cache folder. Raises RuntimeError while another trace is taken.
         """
         return self._profile.start(folder)
 

@@ -20,18 +20,18 @@ except ImportError as error:
 COUNTERS = {
     "num_drafts": "Rounds that proposed something.",
     "num_draft_tokens": "Draft tokens proposed.",
-    "num_accepted_tokens": "Draft tokens kept in the output.",
+    "num_accepted_tokens": "Accepted draft tokens.",
     "num_emitted_tokens": "Output tokens.",
 }
 # By field of RequestTiming: the metric's name, its help text, the buckets' upper bounds in seconds.
 STAGE = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 HISTOGRAMS = {
-    "queue_seconds": ("queue_seconds", "From arrival until a row was given.", STAGE),
-    "prefill_seconds": ("prefill_seconds", "From then until the prompt was in the caches.", STAGE),
-    "decode_seconds": ("decode_seconds", "From then until the end.", STAGE),
+    "queue_seconds": ("queue_seconds", "From arrival until the request got a row.", STAGE),
+    "prefill_seconds": ("prefill_seconds", "From getting a row until the prompt was in the caches.", STAGE),
+    "decode_seconds": ("decode_seconds", "From the prompt in the caches until the end.", STAGE),
     "time_to_first_token": ("time_to_first_token_seconds", "From arrival until the first output token.", STAGE),
-    "time_per_output_token": ("time_per_output_token_seconds", "For each token after the first.", TOKEN),
+    "time_per_output_token": ("time_per_output_token_seconds", "For each output token after the first.", TOKEN),
 }
 
 
@@ -75,14 +75,16 @@ class Metrics:
         compiled = self.llm.timing.num_compiled
         yield CounterMetricFamily("jaxspec_num_compiled", "Programs that requests had to wait for.", value=compiled)
         by_position = CounterMetricFamily(
-            "jaxspec_num_accepted_tokens_per_pos", "Draft tokens kept, by position in the round.", labels=["position"]
+            "jaxspec_num_accepted_tokens_per_pos",
+            "Accepted draft tokens, by position.",
+            labels=["position"],
         )
         for position, count in enumerate(metrics.num_accepted_tokens_per_pos):
             by_position.add_metric([str(position)], count)
         yield by_position
         yield GaugeMetricFamily("jaxspec_running_requests", "Requests in the batch.", len(scheduler.running))
         yield GaugeMetricFamily("jaxspec_waiting_requests", "Requests in the queue.", len(scheduler.waiting))
-        yield GaugeMetricFamily("jaxspec_free_pages", "Pages of the cache in no use.", scheduler.allocator.num_free)
+        yield GaugeMetricFamily("jaxspec_free_pages", "Unused pages of the cache.", scheduler.allocator.num_free)
 
 
 def serve(llm: LLM | AsyncLLM, port: int, address: str = "127.0.0.1") -> Any:

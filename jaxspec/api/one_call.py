@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import checkpoints
 from jaxspec.api.llm import LLM
@@ -28,6 +28,8 @@ from jaxspec.options.transformers import (
     refuse,
 )
 
+T = TypeVar("T")
+
 
 def generate(
     model: str,
@@ -44,6 +46,8 @@ def generate(
     do_sample=False makes it greedy. None turns an option off.
 
     Args:
+      model: as in LLM.
+      prompts: as in LLM.generate.
       assistant_model: the draft, which proposes `num_assistant_tokens`, 4 by default.
       options: transformers' do_sample, max_new_tokens, max_length, min_new_tokens, temperature, top_k (50 by default
         when sampling), top_p, min_p, repetition_penalty, num_return_sequences, stop_strings, eos_token_id,
@@ -123,7 +127,7 @@ def model_defaults(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
         sampling_params({"max_length": LARGEST} | own, config)
     except UserError as error:
         raise type(error)(
-            f"{error}. The model's generation_config.json asks for it: give the option, or None, to overrule that"
+            f"{error}. The model's generation_config.json asks for it: give the option, or None, to override that"
         ) from None
     return own
 
@@ -168,7 +172,9 @@ def limited(prompt_request: PromptRequest, longest: int) -> SamplingParams:
     return dataclasses.replace(prompt_request.params, max_tokens=left)
 
 
-def with_given_names(options: Mapping[str, Any], names: Mapping[str, str], cls: Any, fields: Mapping[str, Any]) -> Any:
+def with_given_names(
+    options: Mapping[str, Any], names: Mapping[str, str], cls: type[T], fields: Mapping[str, Any]
+) -> T:
     """Return cls(**fields). An error names the options as the caller did."""
     try:
         return cls(**fields)

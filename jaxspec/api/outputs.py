@@ -85,8 +85,9 @@ def whole(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
 
 @dataclasses.dataclass
 class StreamOutput:
-    """A piece of a stream: the text and token ids that are new since the last piece of the same sample. The last piece
-    has a finish_reason.
+    """A piece of a stream: the text and token ids that are new since the last piece of the same sample.
+
+    The last piece has a finish_reason.
 
     prompt_index: the number of the prompt among the caller's prompts.
     sample: the number of the sample among the prompt's n.

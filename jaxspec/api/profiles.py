@@ -20,8 +20,10 @@ class Profile:
     folder: Path | None = None
 
     def start(self, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Begin a trace and return its folder, by default a new one under the cache folder, named by the time. Raise
-        RuntimeError if a trace is being taken already."""
+        """Begin a trace and return its folder, by default a new one under the cache folder, named by the time.
+
+        Raise RuntimeError if a trace is being taken already.
+        """
         if self.folder is not None:
             raise RuntimeError(f"a profile is being taken already, into {self.folder}: stop_profile() ends it")
         chosen = Path(folder) if folder else cache_folder() / "profiles" / time.strftime("%Y-%m-%d-%H-%M-%S")

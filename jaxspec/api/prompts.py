@@ -13,7 +13,7 @@ from jaxspec.options.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 FORMS = ("prompt", "prompt_token_ids")  # keys of a mapping
-BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token ids
+BYTES = bytes | bytearray | memoryview  # iterables of numbers, but not of token ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,10 @@ AnyPrompt = Prompt | PromptRequest
 
 
 def prompt_requests(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[PromptRequest]:
-    """Return prompts and parameters, given in any form that LLM.generate takes, as requests. Raises UserError with the
-    prompt's index for any other form."""
+    """Return prompts and parameters, given in any form that LLM.generate takes, as requests.
+
+    Raises UserError with the prompt's index for any other form.
+    """
     listed = as_list(prompts)
     params = spread(sampling_params, len(listed))
     words = {p: named(i, bad_word_ids, tokenizer, p.bad_words) for i, p in enumerate(params) if p.bad_words}
@@ -61,9 +63,9 @@ def as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, BYTES):
-        raise UserError(f"{quoted(prompts)} is no prompt: decode bytes to a string")
+        raise UserError(f"{quoted(prompts)} is not a prompt: decode bytes to a string")
     if not isinstance(prompts, Iterable):
-        raise UserError(f"{quoted(prompts)} is no prompt: give a string, a list of strings or lists of token ids")
+        raise UserError(f"{quoted(prompts)} is not a prompt: give a string, a list of strings or lists of token ids")
     prompts = list(prompts)
     return [prompts] if prompts and all(map(is_number, prompts)) else prompts
 
@@ -94,13 +96,17 @@ def text_of(prompt: Prompt) -> str | None:
 
 
 def readable(text: Any, where: str = "") -> str:
-    """Return the text. Raises UserError if it contains half of a surrogate pair, which no tokenizer reads. where:
-    beginning of the error message."""
+    """Return the text. where: beginning of the error message.
+
+    Raises UserError if the text contains half of a surrogate pair, which no tokenizer reads.
+    """
+    known: str = text
     try:
-        text.encode()
+        known.encode()
     except UnicodeError:
-        raise UserError(f"{where}{quoted(text)} is no Unicode text: it holds half of a surrogate pair") from None
-    return text
+        message = f"{where}{quoted(text)} is not valid Unicode, because it holds half of a surrogate pair: remove it"
+        raise UserError(message) from None
+    return known
 
 
 def encode(tokenizer: Any, prompt: Any) -> list[int]:
@@ -113,22 +119,24 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
         return list(tokenizer.encode(readable(text_of(prompt))))
     if not isinstance(ids, Iterable) or isinstance(ids, str | Mapping | BYTES):
         raise UserError(
-            f"{quoted(prompt)} is no prompt: give a string, a list of token ids, or a dict with 'prompt_token_ids' or "
-            "'prompt'"
+            f"{quoted(prompt)} is not a prompt: give a string, a list of token ids, or a dict with "
+            "'prompt_token_ids' or 'prompt'"
         )
     return list(checked_ids("token id", ids))
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of each word at the beginning of a text. A word's ids after a space are added if they are as many
-    and begin with another token. vLLM does the same."""
+    """Return the ids of each word at the beginning of a text.
+
+    A word's ids after a space are added if they are as many and begin with another token. vLLM does the same.
+    """
     found: list[tuple[int, ...]] = []
     for word in words:
         text = readable(word, "bad_words: ").lstrip()
         first = tuple(tokenizer.encode(text, add_special_tokens=False))
         spaced = tuple(tokenizer.encode(f" {text}", add_special_tokens=False))
         if not first:
-            raise UserError(f"bad_words: {word!r} has no tokens: give words that have")
+            raise UserError(f"bad_words: {word!r} has no tokens: leave it out")
         found.append(first)
         if spaced[0] != first[0] and len(spaced) == len(first):
             found.append(spaced)

@@ -31,7 +31,7 @@ PROBE = " a .\n  it's é€😀 "
 class Token(NamedTuple):
     """The text of a token.
 
-    text: U+FFFD stands for bytes that are no character; None if the tokenizer fails.
+    text: U+FFFD replaces bytes that are not a character; None if the tokenizer fails.
     data: bytes of the token; None if it has no part in a text.
     is_byte: whether it is SentencePiece's token of one byte.
     """
@@ -105,8 +105,10 @@ VOCABULARIES: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictio
 
 
 def decoding_steps(backend: Any) -> tuple[str, ...]:
-    """Return the kinds of steps by which a tokenizer of the tokenizers library joins pieces. Replacements at the
-    beginning are left out, because they change each piece by itself."""
+    """Return the kinds of steps by which a tokenizer of the tokenizers library joins pieces.
+
+    Replacements at the beginning are left out, because they change each piece by itself.
+    """
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
         return ()
@@ -154,8 +156,10 @@ class Utf8(Reader):
 
 
 def decoded(utf8: codecs.IncrementalDecoder, data: bytes) -> str:
-    """Return the text that is certain. The decoder alone would wait for the third byte of a surrogate, which is never a
-    character."""
+    """Return the text that is certain.
+
+    The decoder alone would wait for the third byte of a surrogate, which is never a character.
+    """
     text = utf8.decode(data)
     return text + utf8.decode(b"", final=True) if SURROGATE.match(utf8.getstate()[0]) else text
 
@@ -190,8 +194,10 @@ class ByteRuns(Reader):
 
 
 class Window(Reader):
-    """The reader for any other tokenizer: the last few ids are decoded again with each new id. Up to three U+FFFD at
-    the end are held back, because a character has at most four bytes."""
+    """The reader for any other tokenizer: the last few ids are decoded again with each new id.
+
+    Up to three U+FFFD at the end are held back, because a character has at most four bytes.
+    """
 
     span = 8  # ids
 
@@ -204,10 +210,11 @@ class Window(Reader):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the tokenizer's text of these ids."""
-        return self.known.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
+        text: str = self.known.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
+        return text
 
     def read(self, ids: Sequence[int]) -> str:
-        if self.known.backend is not None:  # ids without text are no context
+        if self.known.backend is not None:  # ids without text give no context
             ids = [i for i in ids if self.known[i].text]
         return "".join([self.add(ids[at : at + self.span]) for at in range(0, len(ids), self.span)])
 
@@ -215,7 +222,7 @@ class Window(Reader):
         """Return the text that becomes certain with these ids."""
         text = self.decode([*self.ids, *ids])
         unfinished = min(3, len(text) - len(text.rstrip(REPLACEMENT)))
-        if self.ids and text == self.text and not unfinished:  # these ids have no text, and are no context
+        if self.ids and text == self.text and not unfinished:  # these ids have no text, and give no context
             return ""
         new = text[self.certain : len(text) - unfinished]
         self.ids, self.text, self.certain = [*self.ids, *ids], text, self.certain + len(new)

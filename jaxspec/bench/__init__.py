@@ -1,0 +1,1 @@
+"""Benchmarks of the stages of decoding, of whole generations and of requests under load."""

@@ -119,7 +119,7 @@ class BenchOptions:
         if "draft" in self.stages and self.draft_name is None:
             raise UserError("--stages draft needs a draft model: give --preset target+draft, or --model and --draft")
         if "draft" in self.stages and self.head:
-            raise UserError(f"--stages draft: {self.head} is no model that decodes by itself; take the stage propose")
+            raise UserError(f"--stages draft: {self.head} is not a model that decodes by itself: use the stage propose")
         self.check_acceptance()
 
     def check_models(self) -> None:
@@ -131,7 +131,7 @@ class BenchOptions:
         from jaxspec.bench import presets
 
         if self.draft is not None:
-            raise UserError(f"--draft {self.draft} goes with --model: give a preset's draft as target+draft")
+            raise UserError(f"--draft {self.draft} needs --model: give a preset's draft as target+draft")
         target, draft = presets.split(self.preset)
         self.check_context(target, presets.preset(target))
         if draft and draft not in presets.HEADS:
@@ -140,7 +140,7 @@ class BenchOptions:
     def check_tree(self) -> None:
         """Raise UserError for a tree beside another K, and for one that is not width, depth and nodes."""
         if self.ks not in (BenchOptions.ks, (self.tree[-1] - 1,)):
-            raise UserError(f"--tree stands in place of -k {','.join(map(str, self.ks))}: leave that out")
+            raise UserError(f"--tree replaces -k {','.join(map(str, self.ks))}: leave -k out")
         if len(self.tree) != 3 or self.draft_name is None:
             tree = ",".join(map(str, self.tree))
             raise UserError(f"--tree {tree}: give width,depth,nodes, and a draft that grows it")
@@ -169,10 +169,10 @@ class BenchOptions:
         if self.draft_tensor_parallel_size is not None and self.draft_name is None:
             raise UserError("--draft-tensor-parallel-size needs a draft: give --preset target+draft, or --draft")
         if self.load.texts and self.preset is not None:
-            raise UserError("--prompts: random weights read no text: give --model in place of --preset")
+            raise UserError("--prompts needs a real model: give --model in place of --preset")
 
         def changed(options: Any, name: str) -> bool:
-            return getattr(options, name) != getattr(type(options), name)
+            return bool(getattr(options, name) != getattr(type(options), name))
 
         given = {name: stages for name, stages in USED.items() if changed(self, name)}
         given |= {name: ("load",) for name in vars(self.load) if changed(self.load, name)}

@@ -26,7 +26,8 @@ def page_bytes(model: PagedModel, rows: int, context: int) -> float:
     for layer in model.config.layers:
         caches.append(next(own) if layer.shares is None else caches[layer.shares])
     positions = seen(model.config, context)
-    return rows * sum(cache.position_bytes() * n for cache, n in zip(caches, positions, strict=True))
+    per_row: float = sum(cache.position_bytes() * n for cache, n in zip(caches, positions, strict=True))
+    return rows * per_row
 
 
 def pass_bytes(model: PagedModel, params: Params, rows: int, context: int) -> float:
@@ -58,7 +59,8 @@ def drafting_bytes(drafter: Any, target: Params, draft: Params, rows: int, conte
     """
     model: PagedModel = drafter.model
     pages = page_bytes(model, rows, context) if model.config.cached_layers else 0
-    return drafting_weights(drafter, target, draft, weight_bytes) + drafter.passes * pages
+    passes: int = drafter.passes
+    return drafting_weights(drafter, target, draft, weight_bytes) + passes * pages
 
 
 def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Callable[..., float]) -> float:
@@ -74,12 +76,14 @@ def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Calla
     if draft_spec(config).uses_target_head:
         lending = drafter.target.config
         from_target = measure(lending, target) - measure(lending, target, logits=False)
-    return drafter.passes * (per_pass + from_target) + per_round
+    passes: int = drafter.passes
+    return passes * (per_pass + from_target) + per_round
 
 
 def weight_count(config: ModelConfig, params: Params, **which: Any) -> float:
     """Return the number of weights that one pass reads."""
-    return sum(w.size for w in read_by_pass(config, params, **which).values())
+    count: float = sum(w.size for w in read_by_pass(config, params, **which).values())
+    return count
 
 
 def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -> float:
@@ -89,7 +93,7 @@ def prefill_flop(config: ModelConfig, params: Params, rows: int, context: int) -
     two for the weighted sum of values. The causal mask halves the number of pairs of query and key.
     """
     products = {name for name, p in parameters(config).items() if p.kind == "matrix" and not p.head}
-    weights = sum(params[name].size for name in products)
+    weights: int = sum(params[name].size for name in products)
     pairs = [context * n - n * n / 2 for n in seen(config, context)]
     attention = sum(4 * c.num_heads * c.head_dim * n for c, n in zip(config.layers, pairs, strict=True))
     return rows * (2 * weights * context + attention)

@@ -66,7 +66,7 @@ def copy_bandwidth(count: int, launches: int) -> float:
     """
 
     @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
-    def copy(source, target):
+    def copy(source: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.copy(source)
 
     buffers = [jnp.ones(count, jnp.float32), jnp.zeros(count, jnp.float32)]
@@ -84,7 +84,7 @@ def read_bandwidth(count: int, launches: int) -> float:
     rows = jnp.ones((count // 4096, 4096), jnp.float32)
 
     @jax.jit
-    def total(x):
+    def total(x: jax.Array) -> jax.Array:
         return x.sum(axis=1)
 
     return 4 * rows.size / measure(lambda: total(rows), launches).best / 1e6
@@ -96,10 +96,11 @@ def matrix_peak(dtype: Any, side: int, launches: int) -> float:
     square = (jax.random.normal(jax.random.key(0), (side, side)) * side**-0.5).astype(dtype)
 
     @jax.jit
-    def chain(x):
-        def product(_, x):
+    def chain(x: jax.Array) -> jax.Array:
+        def product(_: jax.Array, x: jax.Array) -> jax.Array:
             return jnp.matmul(x, square, precision=matmul_precision(dtype), preferred_element_type=dtype)
 
-        return jax.lax.fori_loop(0, REPEATS, product, x)
+        last: jax.Array = jax.lax.fori_loop(0, REPEATS, product, x)
+        return last
 
     return 2 * side**3 * REPEATS / measure(lambda: chain(square), launches).best / 1e9

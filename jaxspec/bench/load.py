@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench import floors
-from jaxspec.bench.bench_options import Load
 from jaxspec.bench.clock import summary
+from jaxspec.bench.load_options import Load
 from jaxspec.bench.models import Setup
 from jaxspec.common.errors import UserError
 from jaxspec.common.progress import write_line
@@ -79,7 +79,7 @@ def serve(
     whole = time.perf_counter() - started
     spent = {name: getattr(timing, f"{name}_seconds") - before[f"{name}_seconds"] for name in PARTS}
     if failed := [r.error for r in requests if r.finish_reason != "length"]:
-        raise RuntimeError(f"{len(failed)} requests did not come to their end: {failed[0]}")
+        raise RuntimeError(f"{len(failed)} requests failed, the first: {failed[0]}")
     return requests, spent | {"idle": idle, "host": whole - idle - sum(spent.values()), "whole": whole}
 
 
@@ -143,5 +143,6 @@ def floor_ms(point: Any, engine: Engine, planned: Sequence[Planned], rows: int) 
     tokens = sum(p.max_tokens for p in planned)
     keys = round(sum(p.max_tokens * (len(p.prompt) + p.max_tokens / 2) for p in planned) / tokens)
     together = min(rows, len(planned))
-    a_pass = type(point)(point.setup, point.limits, together, keys).floor_of_pass(model, "target", 1)
-    return point.limits.flop_ms(prefill) / model.backend.degree + tokens / together * a_pass
+    a_pass: float = type(point)(point.setup, point.limits, together, keys).floor_of_pass(model, "target", 1)
+    prefill_ms: float = point.limits.flop_ms(prefill) / model.backend.degree
+    return prefill_ms + tokens / together * a_pass

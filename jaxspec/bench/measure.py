@@ -140,9 +140,7 @@ class Point:
         draft = self.setup.draft
         alone = draft is None or draft_spec(draft.config).method == "draft_model"
         if not alone and "draft" in self.options.stages:
-            write_line(
-                "  draft: left out, a head is no model that decodes by itself; the stage propose times its passes"
-            )
+            write_line("  draft: skipped, because a head does not decode by itself; the stage propose times its passes")
         wanted = set(self.options.stages) - (set() if alone else {"draft"})
         if "prefill" in wanted:  # first, so that the other stages read the cache that it wrote
             yield self.prefill(raw)
@@ -196,7 +194,7 @@ class Point:
                     yield from self.never_slower(k, length, rates)
 
     def load_rows(self) -> Iterator[Row]:
-        """Run the stage `load`: with adaptive K, or plain where there is no draft."""
+        """Run the stage `load`: with adaptive K, or without drafts if there is no draft."""
         options = self.options
         serve = functools.partial(load_rows, self, self.setup, options.load, self.batch_size)
         if not options.draft_name:
@@ -224,7 +222,9 @@ class Point:
         """Measure ways of decoding against each other. ways: speculative configs by name, None for plain decoding."""
         return take_turns(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
 
-    def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
+    def decoding_row(
+        self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more: Any
+    ) -> Row:
         """Return the result row of a decoding method. Its bytes floor counts the target passes really made."""
         decoding = runner.engine.runner.decoding
         target_passes, drafts = runner.passes
@@ -270,7 +270,8 @@ class Point:
         model: Any = self.setup.target if name == "target" else self.setup.draft
         moved = self.limits.bytes_ms(floors.pass_bytes(paged, model.params, self.batch_size, self.context))
         computed = self.limits.flop_ms(floors.pass_flop(paged, model.params, self.batch_size * tokens))
-        return max(moved, computed) / paged.backend.degree
+        num_devices: int = paged.backend.degree
+        return max(moved, computed) / num_devices
 
     def drafting_ms(self, drafter: Any) -> float:
         """Return the floor of the drafter's passes of a round, 0 for a drafter without weights."""
@@ -279,7 +280,8 @@ class Point:
         params = (self.setup.target.params, self.setup.draft.params)
         moved = self.limits.bytes_ms(floors.drafting_bytes(drafter, *params, self.batch_size, self.context))
         computed = self.limits.flop_ms(floors.drafting_flop(drafter, *params, self.batch_size))
-        return max(moved, computed) / drafter.backend.degree
+        num_devices: int = drafter.backend.degree
+        return max(moved, computed) / num_devices
 
     def pages_ms(self, raw: Raw) -> float:
         """Return the floor of reading the target's keys and values once."""

@@ -152,6 +152,7 @@ def labels(bars: list[Bar]) -> tuple[list[str], str]:
 
 
 def digits(value: float) -> str:
+    """Return the value as text with about three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -161,7 +162,7 @@ def digits(value: float) -> str:
 def speeds(rows: list[Row]) -> Panel:
     """Return the panel of plain decoding beside every K."""
     plain = {place(r): r["tokens_per_second"] for r in rows if r["stage"] == "plain"}
-    bars: dict[tuple, Bar] = {}
+    bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "speculative":
             first = {"plain": plain[place(r)]} if place(r) in plain else {}
@@ -180,7 +181,7 @@ def times(rows: list[Row]) -> Panel:
         for r in rows
         if r["stage"] in ("target", "draft")
     ]
-    parts: dict[tuple, Bar] = {}
+    parts: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] in PARTS:
             bar = parts.setdefault((*place(r), r["k"]), Bar(r, {}))
@@ -202,7 +203,8 @@ def times(rows: list[Row]) -> Panel:
 
 
 def attention(rows: list[Row]) -> Panel:
-    bars: dict[tuple, Bar] = {}
+    """Return the panel of an attention layer's time in milliseconds, for one query a row and for K + 1."""
+    bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "attention":
             bar = bars.setdefault(place(r), Bar({**r, "k": None}, {}))
@@ -211,12 +213,13 @@ def attention(rows: list[Row]) -> Panel:
 
 
 def prefill(rows: list[Row]) -> Panel:
+    """Return the panel of prompt tokens per second."""
     return Panel("Prefill: tokens per second", each(rows, "prefill", "tokens_per_second"))
 
 
 def ways(rows: list[Row]) -> Panel:
     """Return the panel of the speed-ups of always K and adaptive K over plain decoding."""
-    bars: dict[tuple, Bar] = {}
+    bars: dict[tuple[Any, ...], Bar] = {}
     for r in rows:
         if r["stage"] == "adaptive" and r["way"] != "off":
             bar = bars.setdefault((*place(r), r["k"], r[ACCEPTANCE]), Bar(r, {}))
@@ -225,14 +228,17 @@ def ways(rows: list[Row]) -> Panel:
 
 
 def load(rows: list[Row]) -> Panel:
+    """Return the panel of tokens per second under load."""
     return Panel("Load: tokens per second", each(rows, "load", "tokens_per_second"))
 
 
 def first_token(rows: list[Row]) -> Panel:
+    """Return the panel of the time to the first token, in milliseconds."""
     return Panel("Load: ms to the first token", waits(rows, "time_to_first_token_ms"))
 
 
 def next_token(rows: list[Row]) -> Panel:
+    """Return the panel of the time to each further token, in milliseconds."""
     return Panel("Load: ms to each further token", waits(rows, "time_per_output_token_ms"))
 
 

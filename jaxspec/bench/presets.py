@@ -20,7 +20,7 @@ COLUMNS = (
     *("family", "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"),
     *("max_model_len", "theta", "tied", "stretch"),
 )
-TABLE: dict[str, tuple] = {
+TABLE: dict[str, tuple[Any, ...]] = {
     "qwen3-0.6b": ("qwen3", 151936, 28, 1024, 3072, 16, 8, 128, 40960, 1e6, True, 1),
     "qwen3-1.7b": ("qwen3", 151936, 28, 2048, 6144, 16, 8, 128, 40960, 1e6, True, 1),
     "qwen3-4b": ("qwen3", 151936, 36, 2560, 9728, 32, 8, 128, 40960, 1e6, True, 1),

@@ -19,15 +19,17 @@ from jax import lax
 from jaxspec.bench.bench_options import ROUNDS, launch_tokens
 from jaxspec.bench.models import Setup
 from jaxspec.cache.pages import PagedKVCache
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.decode.loop import begin, start_state
 from jaxspec.decode.round import Scores, history_of, propose, score, verify
-from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
-from jaxspec.drafters.base import Drafter, Proposal
+from jaxspec.decode.state import Context, DecodeConfig, LaunchInput, LaunchResult, ModelParams
+from jaxspec.drafters.base import Drafter, History, Proposal
 from jaxspec.engine import batch
 from jaxspec.engine.assembly import drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
+from jaxspec.models.paged import PagedModel
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.runtime.packing import pack
@@ -36,6 +38,10 @@ from jaxspec.verify import rules
 from pallas_kernels.paged_attention import paged_attention
 
 Call = Callable[[], Any]
+Logits = Float[Array, "*rest"]  # [B,T,V], or [0] for a stage that reads none
+Result = tuple[Any, PagedKVCache]
+Stage = Callable[[Context, PagedKVCache, History, Proposal, Logits], Result]
+Carry = tuple[PagedKVCache, Int[Array, ""]]  # the cache, and a number that is always 0
 NEVER = 2**30  # larger than any token id, count or logit
 
 
@@ -185,7 +191,7 @@ class Raw:
         query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layer.dtype))
         return self.compiled(functools.partial(repeat_attention, model), ("target",), inputs, query)
 
-    def compiled(self, program: Callable, parts: tuple[str, ...], *arrays: Any) -> Call:
+    def compiled(self, program: Callable[..., Any], parts: tuple[str, ...], *arrays: Any) -> Call:
         """Compile a program and return the call that runs it.
 
         program: a function of (cache, number of rounds, *arrays) that returns (cache, a small result).
@@ -229,29 +235,40 @@ def some_proposal(config: DecodeConfig, engine: Engine, inputs: LaunchInput) -> 
     return Proposal(tokens, probs, jnp.full_like(shaped.num_proposed, config.num_speculative_tokens))
 
 
-def propose_once(context, cache, history, proposal, logits):
+def propose_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
+    """Run the drafter once."""
     return propose(context, cache, history)
 
 
-def score_once(context, cache, history, proposal, logits):
+def score_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
+    """Run the target once over given drafts."""
     return score(context, cache, history, proposal)
 
 
-def verify_once(context, cache, history, proposal, logits):
+def verify_once(context: Context, cache: PagedKVCache, history: History, proposal: Proposal, logits: Logits) -> Result:
     """Verify with given logits, as in a round with rows that sample."""
     return verify(context, history, proposal, Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1)))), cache
 
 
 # For each stage: the fields of the cache that it takes and may write, and the function that returns its result and the
 # cache.
-STAGES: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Any, PagedKVCache]]]] = {
+STAGES: dict[str, tuple[tuple[str, ...], Stage]] = {
     "propose": (("draft", "features"), propose_once),
     "score": (("target", "features"), score_once),
     "verify": ((), verify_once),
 }
 
 
-def repeat(config: DecodeConfig, once: Callable, cache, num_rounds, params, inputs, proposal, logits):
+def repeat(
+    config: DecodeConfig,
+    once: Stage,
+    cache: PagedKVCache,
+    num_rounds: Int[Array, ""],
+    params: ModelParams,
+    inputs: LaunchInput,
+    proposal: Proposal,
+    logits: Logits,
+) -> Carry:
     """Run a stage num_rounds times.
 
     Each run depends on all results of the run before it, through a number that is always 0. Otherwise the compiler
@@ -260,16 +277,23 @@ def repeat(config: DecodeConfig, once: Callable, cache, num_rounds, params, inpu
     context = begin(config, params, inputs)
     start = start_state(context)
 
-    def body(_, carry):
+    def body(_: Array, carry: Carry) -> Carry:
         cache, zero = carry
         state = dataclasses.replace(start, num_tokens=start.num_tokens + zero)
         result, cache = once(context, cache, history_of(context, state), proposal, logits + zero)
         return cache, always_zero(result)
 
-    return lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))
+    ended: Carry = lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))
+    return ended
 
 
-def repeat_attention(model, cache, num_rounds, inputs, query):
+def repeat_attention(
+    model: PagedModel,
+    cache: PagedKVCache,
+    num_rounds: Int[Array, ""],
+    inputs: LaunchInput,
+    query: Float[Array, "B T H D"],
+) -> Carry:
     """Run the attention of all layers num_rounds times. The output of a layer is the query of the next.
 
     All layers must have heads of the same shape.
@@ -277,15 +301,17 @@ def repeat_attention(model, cache, num_rounds, inputs, query):
     c = model.config
     rows = query.shape[1]
 
-    def body(_, carry):
+    def body(_: Array, carry: Carry) -> Carry:
         cache, zero = carry
         x, kv_len = query, inputs.num_tokens + rows - 1 + zero
-        for memory, layer in zip(cache.target, c.cached_layers, strict=True):
-            options = {"scale": layer.query_scale, "window": layer.window, "soft_cap": c.soft_cap}
+        paged: Any = cache.target  # layers of pages
+        for memory, layer in zip(paged, c.cached_layers, strict=True):
+            options: dict[str, Any] = {"scale": layer.query_scale, "window": layer.window, "soft_cap": c.soft_cap}
             x = paged_attention(x, memory.pages, inputs.block_table, kv_len, **options, **model.backend.how())
         return cache, always_zero(x)
 
-    return lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))
+    ended: Carry = lax.fori_loop(0, num_rounds, body, (cache, jnp.int32(0)))
+    return ended
 
 
 def always_zero(tree: Any) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Row = dict[str, Any]
+Setting = tuple[int, int, int | None, float | None]  # batch size, context, K, synthetic acceptance length
 
 
 def show(document: dict[str, Any]) -> None:
@@ -97,8 +98,11 @@ def digits(ms: float | None) -> str:
 
 
 def way_table(rows: list[Row]) -> Any:
-    """Return a table with a line for each setting: tokens per second off, with always K and with adaptive K, and the
-    speed-ups over off."""
+    """Return a table with a line for each setting.
+
+    Its columns are tokens per second without drafts, with K drafts always and with adaptive K, and the speed-ups over
+    no drafts.
+    """
     columns = ("batch", "context", "K", "off", "always K", "", "adaptive", "")
     made = table("acceptance", *columns, title="Never slower than off: tokens per second")
     for setting, ways in settings(rows).items():
@@ -110,9 +114,9 @@ def way_table(rows: list[Row]) -> Any:
     return made
 
 
-def settings(rows: list[Row]) -> dict[tuple, dict[str, Row]]:
+def settings(rows: list[Row]) -> dict[Setting, dict[str, Row]]:
     """Group rows by setting, (batch size, context, K, synthetic acceptance length), and then by way of decoding."""
-    found: dict[tuple, dict[str, Row]] = {}
+    found: dict[Setting, dict[str, Row]] = {}
     for r in rows:
         setting = (r["batch_size"], r["context"], r["k"], r["synthetic_acceptance_length"])
         found.setdefault(setting, {})[r["way"]] = r

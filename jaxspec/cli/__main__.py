@@ -1,3 +1,5 @@
+"""`python -m jaxspec.cli` runs the command line."""
+
 from jaxspec.cli import main
 
 main()

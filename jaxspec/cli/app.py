@@ -36,6 +36,7 @@ app = typer.Typer(
 
 
 def print_version(wanted: bool) -> None:
+    """Print the version and end the command if --version is given."""
     if wanted:
         print(f"jaxspec {VERSION}")
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""jaxspec bench"""
+"""The command `jaxspec bench`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.bench.bench_options import BenchOptions, Load, listed, stages
+from jaxspec.bench.bench_options import BenchOptions, listed, stages
+from jaxspec.bench.load_options import Load
 from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.drafters.methods import METHODS
@@ -46,23 +47,27 @@ LISTS = (
     *(("batch_sizes", int, 1), ("contexts", int, 2), ("ks", int, 1), ("tree", int, 1), ("lengths", float, 1)),
     *(("rates", float, 0), ("prompt_tokens", int, 2), ("output_tokens", int, 1)),
 )
+NEVER_SLOWER = "Compare decoding without drafts, with always K drafts and with adaptive K."
 MAY_REPEAT = ("tree", "rates", "prompt_tokens", "output_tokens")
 
 
 def bench(
     *,
     subject: Annotated[dict[str, Any], Fields(BenchOptions, SUBJECT, OWN)],
-    never_slower: Annotated[bool, typer.Option("--never-slower", help="Off, always K and adaptive K.")] = False,
+    never_slower: Annotated[
+        bool,
+        typer.Option("--never-slower", help=NEVER_SLOWER),
+    ] = False,
     execution: Annotated[dict[str, Any], Fields(BenchOptions, EXECUTION)],
     workload: Annotated[dict[str, Any], Fields(Load, LOAD, OWN)],
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.json", help="Of the stage load: {category: [text, ...]} in place of random prompts."
+            metavar="FILE.json", help="Prompts of the stage load, {category: [text, ...]}, in place of random ones."
         ),
     ] = None,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw what was measured.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a plot of the results.")] = None,
 ) -> None:
     """Time every stage beside what the device could do at best."""
     if not subject.keys() & {"preset", "model"}:

@@ -1,4 +1,4 @@
-"""jaxspec bench-serve"""
+"""The command `jaxspec bench-serve`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN = {"concurrency": CommandOption(kind=str)}
 
 
 def bench_serve(
-    url: Annotated[str, typer.Argument(help="Of OpenAI's API, such as http://127.0.0.1:8000/v1.", show_default=False)],
+    url: Annotated[str, typer.Argument(help="Base URL, such as http://127.0.0.1:8000/v1.", show_default=False)],
     *,
     load: Annotated[dict[str, Any], Fields(LoadOptions, tuple(f.name for f in dataclasses.fields(LoadOptions)), OWN)],
     as_json: AsJson = False,

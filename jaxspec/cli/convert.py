@@ -1,4 +1,4 @@
-"""jaxspec convert"""
+"""The command `jaxspec convert`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import typer
 from jaxspec.cli.shared import MODEL_HELP
 from jaxspec.common.progress import write_line
 
-TO = "jaxspec, or, of a head, speculators: that library's format."
-BITS = "8 for matrices of integers and a power of two for every 32 of them: half of the bytes; for drafts."
+TO = "Format to write: jaxspec or, for a head, speculators (that library's format)."
+BITS = "8 stores matrices as 8-bit integers with a power of two for every 32, in half of the bytes; for drafts."
 TARGET = "With --to speculators: the model that the head drafts for, a hub id or a folder with its safetensors."
+DTYPE = "Dtype to write: float32, bfloat16 or float16; default: as stored."
 
 
 def convert(
@@ -20,7 +21,7 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[str, typer.Option(help=TO)] = "jaxspec",
     target: Annotated[str | None, typer.Option(help=TARGET)] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,
     weight_bits: Annotated[int | None, typer.Option(help=BITS)] = None,
 ) -> None:
     """Write a model as a self-contained orbax folder, which loads fastest; a head in safetensors."""

@@ -1,4 +1,4 @@
-"""jaxspec demo"""
+"""The command `jaxspec demo`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN = {"dtype": CommandOption(help=DTYPE_HELP)}
 def demo(
     options: Annotated[dict[str, Any], Fields(DemoOptions, NAMES, OWN)],
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw acceptance and speed.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a plot of acceptance and speed.")] = None,
 ) -> None:
     """Compare plain decoding, n-grams and a trained head on real weights."""
     chosen = DemoOptions(**options)

@@ -1,4 +1,4 @@
-"""jaxspec evaluate-draft"""
+"""The command `jaxspec evaluate-draft`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.verify import rules
 
 TEMPERATURES = "0,0.7"
-OWN = SHARED | {"max_num_seqs": CommandOption(default=None, help="Answers decoded together; all, on a CPU 16.")}
+OWN = SHARED | {"max_num_seqs": CommandOption(default=None, help="Answers decoded together; default: all, on CPU 16.")}
 Rule = enum.StrEnum("Rule", {name: name for name in rules.NAMES if name != "synthetic"})  # type: ignore[misc]
 
 
@@ -30,14 +30,17 @@ def evaluate_draft(
     draft: Annotated[str, typer.Option(help="The draft to be measured.")],
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="What users say: {category: [text, ...]}; 64 texts that come along."),
+        typer.Option(
+            metavar="FILE.json",
+            help="User messages, {category: [text, ...]}; default: 64 built-in texts.",
+        ),
     ] = None,
     drafts: Annotated[dict[str, Any], Fields(SpeculativeConfig, ("num_speculative_tokens",), OWN)],
     tree: Annotated[
-        str | None, typer.Option(metavar="W,D,N", help="A tree of drafts in place of -k: width, depth, nodes; 4,4,17.")
+        str | None, typer.Option(metavar="W,D,N", help="Width, depth and nodes of a draft tree in place of -k: 4,4,17.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer to each prompt, in tokens.")] = 128,
-    temperature: Annotated[str, typer.Option(help="Several with commas between them; 0 is greedy.")] = TEMPERATURES,
+    temperature: Annotated[str, typer.Option(help="Temperatures, separated by commas; 0 is greedy.")] = TEMPERATURES,
     rule: Annotated[
         Rule | None,
         typer.Option(
@@ -59,7 +62,7 @@ def evaluate_draft(
     temperatures = listed("--temperature", temperature, float, least=0.0)
     sizes = listed("--tree", tree, int, least=1, repeats=True) if tree else ()
     if tree and (len(sizes) != 3 or drafts):
-        raise UserError(f"--tree {tree}: give width,depth,nodes, as in 4,4,17, and no -k beside it")
+        raise UserError(f"--tree {tree}: give width,depth,nodes, such as 4,4,17, and leave -k out")
     write_line(f"loading {target} and {draft} ...")
     how: dict[str, Any] = {"tree": sizes, "max_tokens": max_tokens, "temperatures": temperatures} | drafts | engine
     document = evaluate.evaluate(target, draft, texts, rule=rule, samples=samples, **how)

@@ -1,10 +1,11 @@
-"""The end of a command: its exit status and, if that is not 0, one line on standard error. JAXSPEC_DEBUG=1 shows the
-traceback of every error.
+"""The end of a command: its exit status and, if that is not 0, one line on standard error.
+
+JAXSPEC_DEBUG=1 shows the traceback of every error.
 
   0         success
   1         a fault of the program, shown with its traceback; or nobody reads the output any more
   2         wrong input, or too little memory: the line says what to change
-  130, 143  interruption by SIGINT or SIGTERM: the line says what is kept
+  130, 143  interruption by SIGINT or SIGTERM: the line says what is saved
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 LONGEST = 600  # characters of a line: messages of compilers are long
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's UsageError, which typer does not export
 NO_ROOM = "RESOURCE_EXHAUSTED"  # in XLA's errors when memory is short
-OUR_FAULT = "not your input's fault: please report it with the traceback above"
+OUR_FAULT = "a fault of jaxspec, not of your input: please report it with the traceback above"
 LESS = "ask for less at a time: a smaller model, fewer rows, a shorter context or fewer drafts"
 
 
@@ -51,13 +52,13 @@ def status(run: Callable[[], Any]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt as stop:
-        tell("interrupted" + (f": {stop}" if str(stop) else ""))
+        print_error("interrupted" + (f": {stop}" if str(stop) else ""))
         return STOPPED[signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT]
     except USAGE_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # `jaxspec` alone
             error.show()
         else:
-            tell(usage(error))
+            print_error(usage(error))
         return 2
     except Exception as error:
         if os.environ.get("JAXSPEC_DEBUG"):
@@ -65,7 +66,7 @@ def status(run: Callable[[], Any]) -> int:
         code, line = failure(error)
         if code == 1:
             traceback.print_exception(error)
-        tell(line)
+        print_error(line)
         return code
 
 
@@ -86,7 +87,7 @@ def leave(code: int, *, at_once: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def keeping(describe: Callable[[], str]) -> Iterator[None]:
-    """Add what is kept to the message of an interrupt or a DiskError. `describe` is called once files are closed."""
+    """Add what is saved to the message of an interrupt or a DiskError. `describe` is called once files are closed."""
     try:
         yield
     except DiskError as error:
@@ -95,7 +96,7 @@ def keeping(describe: Callable[[], str]) -> Iterator[None]:
         raise type(stop)(describe()) from None
 
 
-def tell(line: str) -> None:
+def print_error(line: str) -> None:
     """Write a line to standard error, even in a process whose progress is not shown."""
     line = " ".join(line.split())
     write_line("jaxspec: " + (line if len(line) <= LONGEST else line[:LONGEST] + " ..."), always=True)
@@ -149,10 +150,10 @@ def interruptible() -> Iterator[None]:
             os.kill(os.getpid(), number)
 
     def send_again(unraisable: Any) -> None:
-        """Send the signal again if Python dropped its exception, as in a callback of the garbage collector (JAX has
-        one)."""
+        """Send the signal again if Python dropped its exception, as in JAX's callback of the garbage collector."""
         if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            return hook(unraisable)
+            hook(unraisable)
+            return
         first.clear()
         dropped.set()
         number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT

@@ -132,8 +132,10 @@ def in_flag_terms(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
 
 
 def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
-    """Replace the options' Python names in a text by their flags. A name without a value is replaced only if it has an
-    underscore; else it may be an ordinary word."""
+    """Replace the options' Python names in a text by their flags.
+
+    A name without a value is replaced only if it has an underscore; else it may be an ordinary word.
+    """
 
     def flag(found: re.Match[str]) -> str:
         name, value = found.groups()
@@ -149,6 +151,6 @@ def in_flags(text: str, flags: Mapping[str, Sequence[str]]) -> str:
 
 
 def sentences(cls: type) -> dict[str, str]:
-    """Return the first sentence of what each option of a class says about itself, by the option's name."""
+    """Return the first sentence of the description of each option of a class, by the option's name."""
     texts = {field.name: field.metadata["text"] for field in dataclasses.fields(cls) if "text" in field.metadata}
     return {name: re.split(r"(?<=[.])\s", text, maxsplit=1)[0] for name, text in texts.items()}

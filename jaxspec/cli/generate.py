@@ -1,4 +1,4 @@
-"""jaxspec generate"""
+"""The command `jaxspec generate`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def generate(
     drafts: DraftOptions,
     speculative_config: ConfigOption = None,
     sampling: Annotated[dict[str, Any], Fields(SamplingParams, SAMPLING, OWN)],
-    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put in the template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the chat template.")] = False,
     as_json: AsJson = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the text when it is complete.")] = False,
     engine: Annotated[dict[str, Any], Fields(EngineConfig, ENGINE, OWN)],
@@ -128,4 +128,4 @@ def summarise(llm: LLM) -> None:
     timing, metrics = llm.timing, llm.metrics
     drafted = f", acceptance length {metrics.mean_acceptance_length:.2f}" if llm.engine.speculative else ""
     spent = f"loading {timing.load_seconds:.1f} s, compiling {timing.compile_seconds:.1f} s"
-    write_line(f"{timing.num_tokens} tokens, {timing.tokens_per_second:.1f} tokens/s{drafted} ({spent} apart)")
+    write_line(f"{timing.num_tokens} tokens, {timing.tokens_per_second:.1f} tokens/s{drafted} ({spent} not counted)")

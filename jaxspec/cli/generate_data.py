@@ -1,4 +1,4 @@
-"""jaxspec generate-data"""
+"""The command `jaxspec generate-data`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ OWN = SHARED | {
 
 
 def generate_data(
-    target: Annotated[str, typer.Option(help="The model that writes. " + MODEL_HELP)],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the shards; those that are there are kept.")],
+    target: Annotated[str, typer.Option(help="The target, which writes the data. " + MODEL_HELP)],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the shards; existing ones are kept.")],
     given: Annotated[dict[str, Any], Fields(DataOptions, NAMES, OWN, ALSO)],
     engine: Annotated[dict[str, Any], Fields(EngineConfig, OF_ENGINE, OWN)],
     as_json: AsJson = False,

@@ -1,4 +1,4 @@
-"""jaxspec info"""
+"""The command `jaxspec info`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxspec.hardware.accelerators import ACCELERATORS
 
 def info(
     model: Annotated[str, typer.Argument(help=MODEL_HELP + " With --chips also a preset of jaxspec bench.")],
-    draft: Annotated[str | None, typer.Option(help="Tell whether this draft fits the model.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Check whether this draft fits the model.")] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -24,21 +24,21 @@ def info(
     max_num_seqs: Annotated[
         int | None,
         typer.Option(
-            help="Rows of the engine whose programs are listed, with --json by their names; with --chips those that "
-            "temporary memory is for."
+            help="Rows of the engine whose programs are listed (with --json by name), or with --chips of the engine "
+            "whose temporary memory is counted."
         ),
     ] = None,
     chips: Annotated[
         str | None,
-        typer.Option(help="Tell from shapes alone whether both fit on several, as v5e:2x4 or H200:4: bytes a device."),
+        typer.Option(help="Check from shapes alone whether both fit on these devices, such as v5e:2x4 or H200:4."),
     ] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="With --chips: devices that the model is cut over. Default: all of them.")
+        int | None, typer.Option(help="With --chips: devices that the model is sharded over. Default: all.")
     ] = None,
     draft_tensor_parallel_size: Annotated[
-        int | None, typer.Option(help="With --chips: of these, that the draft is cut over. Default: 1.")
+        int | None, typer.Option(help="With --chips: devices that the draft is sharded over. Default: 1.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="With --chips: of both. Default: the platform's own.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="With --chips: dtype of both. Default: the platform's own.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="With --chips: tokens of the longest row. Default: the model's own.")
     ] = None,
@@ -58,9 +58,9 @@ def info(
     given = {name: value for name, value in options.items() if value is not None}
     if given and chips is None:
         name = next(iter(given))
-        raise UserError(f"--{name.replace('_', '-')} {given[name]} is for --chips: give both, or neither")
+        raise UserError(f"--{name.replace('_', '-')} {given[name]} needs --chips: give both, or neither")
     if chips is not None and device is not None:
-        raise UserError(f"--device {device!r} beside --chips {chips!r}: give one of them")
+        raise UserError(f"--device {device!r} and --chips {chips!r} exclude each other: give one of them")
 
     from jaxspec.inspect import info
 

@@ -1,4 +1,4 @@
-"""jaxspec serve"""
+"""The command `jaxspec serve`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OWN = SHARED | {
     ),
     "wait_for_warm_up": CommandOption(flags=("--wait-for-warm-up/--no-wait-for-warm-up",), default=False),
     "api_key": CommandOption(
-        help=f"What clients have to send as their API key; {API_KEY} in the environment keeps it from view."
+        help=f"API key that clients have to send; the variable {API_KEY} keeps it out of the list of processes."
     ),
 }
 
@@ -71,7 +71,7 @@ def serve(
         assert listening is not None  # a process other than 0 follows process 0 inside AsyncLLM, and ends there
         host, port, *_ = listening.getsockname()
         if not is_loopback(config.host) and not config.api_key:
-            write_line(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
+            write_line(f"everyone who reaches {host} can use this server: --api-key or {API_KEY} requires a key")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         number, num_cut = run.serve(llm, config, model, listening, lambda: write_line(f"serving {model} at {url}"))
     ending = signal.Signals(number)

@@ -25,12 +25,12 @@ DTYPE_HELP = sentences(EngineConfig)["dtype"]
 # Differences from the option classes' fields that all commands share.
 OWN = {
     "num_speculative_tokens": CommandOption(flags=("-k", "--num-speculative-tokens"), default=None),
-    "tokenizer": CommandOption(help="Where the tokenizer is, if not with the model."),
-    "revision": CommandOption(help="The model's, at the hub."),
+    "tokenizer": CommandOption(help="Model or folder with the tokenizer, if the model has none."),
+    "revision": CommandOption(help="Revision of the model at the hub."),
     "num_pages": CommandOption(
-        help="Pages in the pool; by default what --memory-utilization of the free memory holds."
+        help="Pages in the pool; default: as many as --memory-utilization of the free memory holds."
     ),
-    "memory_utilization": CommandOption(help="Part of the free device memory that the pool takes."),
+    "memory_utilization": CommandOption(help="Share of the free device memory that the pool takes."),
     "enable_prefix_caching": CommandOption(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
     "compilation_cache": CommandOption(flags=("--compilation-cache/--no-compilation-cache",)),
     "wait_for_warm_up": CommandOption(flags=("--wait-for-warm-up/--no-wait-for-warm-up",)),

@@ -30,7 +30,7 @@ def from_json(text: str) -> SpeculativeConfig:
     except UserError as error:
         raise typer.BadParameter(f"{quoted(text)}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"{quoted(text)} is no JSON: {error}") from None
+        raise typer.BadParameter(f"{quoted(text)} is not JSON: {error}") from None
 
 
 DraftOption = Annotated[
@@ -39,7 +39,7 @@ DraftOption = Annotated[
 ]
 MethodOption = Annotated[
     Method | None,
-    typer.Option(help="Default: as --draft needs; without one ngram, and the embedded pair's head after it."),
+    typer.Option(help="Default: the draft's own; without --draft ngram, followed by the embedded model's head."),
 ]
 DraftOptions = Annotated[dict[str, Any], Fields(SpeculativeConfig, DRAFT_FIELDS, OWN)]
 ConfigOption = Annotated[
@@ -57,8 +57,9 @@ def speculation(
     others: dict[str, Any],
     config: SpeculativeConfig | None = None,
 ) -> SpeculativeConfig | None:
-    """Return the speculation that the options ask for, or None for plain decoding. Without options it is prompt lookup,
-    followed by the trained head of a model that has one.
+    """Return the speculation that the options ask for, or None for plain decoding.
+
+    Without options it is prompt lookup, followed by the trained head of a model that has one.
 
     others: values of DRAFT_FIELDS.
     config: value of --speculative-config, which excludes all other options.
@@ -69,15 +70,15 @@ def speculation(
     listed = " and ".join(flag_of(name) for name, value in given.items() if value is not None and value != "none")
     if config is not None:
         if listed or method:
-            raise UserError(f"--speculative-config says all of speculation: leave {listed or '--method'} out")
+            raise UserError(f"--speculative-config holds all options of speculation: leave {listed or '--method'} out")
         return config
     if method == "none":
         if listed:
-            raise UserError(f"--method none decodes plainly: leave {listed} out")
+            raise UserError(f"--method none turns speculation off: leave {listed} out")
         return None
     k = others.get("num_speculative_tokens", 1)
     if k < 1:
-        raise UserError(f"{flag_of('num_speculative_tokens')} {k} drafts nothing: --method none decodes plainly")
+        raise UserError(f"{flag_of('num_speculative_tokens')} {k} drafts nothing: use --method none")
     if method is None:
         takes_draft = True
     else:

@@ -1,4 +1,4 @@
-"""jaxspec train-draft"""
+"""The command `jaxspec train-draft`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Errors, value checks, progress and files, for use by all other packages."""

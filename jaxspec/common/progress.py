@@ -161,6 +161,7 @@ def bars() -> Any:
 
 
 def clock(seconds: float) -> str:
+    """Return a duration as text, such as `59 s` or `1:05 min`."""
     return f"{seconds:.0f} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
 
 

@@ -1,5 +1,6 @@
-"""Array types with shapes for annotations, such as `Float[Array, "B K V"]`. Only the tests check them (jaxtyping,
-beartype).
+"""Array types with shapes for annotations, such as `Float[Array, "B K V"]`.
+
+Only the tests check them (jaxtyping, beartype).
 
 The axis letters have the same meaning in every file:
 

@@ -91,6 +91,7 @@ def close(found: int, allowed: int) -> None:
 
 
 def opener(path: str, flags: int) -> int:
+    """Open a file descriptor that follows no link and does not wait."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # without O_NONBLOCK a pipe waits for its writer
 
 
@@ -98,4 +99,4 @@ def report(folder: Path, path: Path, reason: str) -> None:
     """Log why a path is not used, once for each folder and reason."""
     if (folder, reason) not in reported:
         reported.add((folder, reason))
-        logger.warning("%s %s: nothing is read from it or kept there; %s", path, reason, REMEDY)
+        logger.warning("%s %s: nothing is read from it or written there; %s", path, reason, REMEDY)

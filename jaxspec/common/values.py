@@ -125,10 +125,10 @@ def ids(name: str, values: Any) -> tuple[int, ...]:
     """Return token ids as a tuple of ints. Raises UserError unless they are whole numbers of 32 bits."""
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
         raise UserError(f"{name}={quoted(values)} must be a list of token ids")
-    values = tuple(values)
-    if set(map(type, values)) <= {int} and (not values or -LARGEST <= min(values) <= max(values) <= LARGEST):
-        return values  # the fast path: prompts are long and are checked several times
-    return tuple(whole(name, i, -LARGEST) for i in values)
+    listed: tuple[Any, ...] = tuple(values)
+    if set(map(type, listed)) <= {int} and (not listed or -LARGEST <= min(listed) <= max(listed) <= LARGEST):
+        return listed  # the fast path: prompts are long and are checked several times
+    return tuple(whole(name, i, -LARGEST) for i in listed)
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:

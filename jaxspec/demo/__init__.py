@@ -1,0 +1,1 @@
+"""Demonstration: plain and speculative decoding of the embedded model, compared."""

@@ -66,7 +66,8 @@ def answer(model: Any, ids: Any, max_tokens: int) -> list[int]:
 
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens)
-    return out[0, ids.shape[1] :].tolist()
+    found: list[int] = out[0, ids.shape[1] :].tolist()
+    return found
 
 
 def build(model: Model, stop_ids: list[int]) -> Any:
@@ -95,7 +96,8 @@ def build(model: Model, stop_ids: list[int]) -> Any:
         eos_token_id=stop_ids,
         pad_token_id=stop_ids[0],
     )
-    built = transformers.LlamaForCausalLM(config).eval()
+    built: Any = transformers.LlamaForCausalLM(config)
+    built.eval()
     state = {name: torch.from_numpy(x) for name, x in tensors(model).items()}
     missing, unexpected = built.load_state_dict(state, strict=False)
     assert set(missing) <= {"lm_head.weight"}, missing  # absent where it is tied to the embedding

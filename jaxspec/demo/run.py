@@ -170,6 +170,7 @@ def trial(ways: dict[int, Way], prompts: dict[str, Any], max_tokens: int) -> dic
 
 
 def tokens_per_second(runs: list[Run]) -> float:
+    """Return the tokens of all runs divided by their seconds."""
     return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
 
 

@@ -1,0 +1,1 @@
+"""Scheduling of requests between launches of the device program."""

@@ -41,8 +41,10 @@ class stopwatch:
 
 
 def counters(result: LaunchResult, kept: Sequence[int]) -> list[SpecDecodeMetrics]:
-    """Return what each row's rounds did, up to the row's first kept[row] tokens. Tokens that a stop string cut off are
-    not counted."""
+    """Return what each row's rounds did, up to the row's first kept[row] tokens.
+
+    Tokens that a stop string cut off are not counted.
+    """
     rows = len(kept)
     emitted = result.emitted[:rows]
     limit = np.array(kept)[:, None]

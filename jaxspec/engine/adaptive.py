@@ -28,8 +28,9 @@ LONGEST_PAUSE = 512  # maximum of these rounds
 
 
 class Acceptance:
-    """Counts of how often the 1st, 2nd, ... draft of a round was accepted, given that all before it were. Newer rounds
-    count more.
+    """Counts of the rounds that accepted the 1st, 2nd, ... draft, given that all drafts before it were accepted.
+
+    Newer rounds count more.
 
     A round that proposed nothing counts as one whose first draft was rejected. The probabilities are conditional so
     that rounds of few drafts also inform about more drafts.
@@ -48,8 +49,10 @@ class Acceptance:
         self.count(len(accepted), tries, hits)
 
     def count(self, rounds: int, tries: np.ndarray, hits: np.ndarray) -> None:
-        """Count rounds. tries, hits i32[k]: in how many of them the 1st, 2nd, ... draft was verified, and was
-        accepted."""
+        """Count rounds by position of the draft.
+
+        tries, hits: i32[k], the number of rounds in which the 1st, 2nd, ... draft was verified, and was accepted.
+        """
         fade = self.memory**rounds
         k = len(tries)
         self.tries[:k] = fade * self.tries[:k] + tries
@@ -181,8 +184,7 @@ class Controller:
         return low + (high - low) * k / full
 
     def rounds_within(self, seconds: float, kind: Hashable, k: int) -> int:
-        """Return the number of rounds of k drafts that take this long, at least 1. Return 1 if their cost is not
-        known."""
+        """Return the number of rounds of k drafts that take this long, at least 1; 1 if their cost is not known."""
         cost = self.costs.get((kind, k))
         return 1 if cost is None else max(1, int(seconds / cost))
 

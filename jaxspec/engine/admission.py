@@ -48,8 +48,10 @@ def check(
     bad_words: Sequence[Sequence[int]] = (),
     stop_ids: Sequence[int] = (),
 ) -> tuple[list[int], SamplingParams]:
-    """Return copies of the prompt and the parameters, checked; the caller may change its own. Raises UserError for
-    those that cannot be served."""
+    """Return copies of the prompt and the parameters, checked; the caller may change its own.
+
+    Raises UserError for those that cannot be served.
+    """
     prompt = list(checked_ids("token id", prompt))
     params = dataclasses.replace(params)  # validates again
     checked_ids("the model's own stop id", stop_ids)
@@ -86,7 +88,7 @@ def check(
     wanted = params.num_speculative_tokens
     most = limits.num_drafts
     if wanted is not None and wanted > most and most:
-        raise UserError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}")
+        raise UserError(f"num_speculative_tokens={wanted} of a request exceeds the engine's {most}: lower it")
     return prompt, params
 
 

@@ -39,7 +39,7 @@ def paged_models(
     own = models["target"].config.max_model_len
     longest = config.max_model_len or own
     if longest > own:
-        raise UserError(f"max_model_len={longest} exceeds the model's own {own}")
+        raise UserError(f"max_model_len={longest} exceeds the model's own {own}: lower it")
     places = placements(models, placement)
     for name, model in models.items():
         check_divides(model.config, places[name].degree, of_draft=name == "draft")
@@ -115,8 +115,9 @@ def cache_layouts(paged: Mapping[str, PagedModel], dtype: Any) -> dict[str, Cach
 
 
 def table_widths(device: Device, kernels: str | None, most: int, page_size: int) -> tuple[int, ...]:
-    """Return the widths N, in pages, of block tables; the last has room for `most` pages. Each width is another
-    program.
+    """Return the widths N, in pages, of block tables; the last has room for `most` pages.
+
+    Each width is another program.
 
     The cost of attention depends on what rows hold, not on the width of the table. But the GPU kernel is faster where
     all tables are short enough for it not to split the keys.
@@ -158,8 +159,10 @@ def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
 
 
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
-    """Return an upper estimate of the bytes that the largest programs need beside weights and pages: a few copies of a
-    round's logits in float32, and the activations of a prefill chunk."""
+    """Return an upper estimate of the bytes that the largest programs need beside weights and pages.
+
+    These hold a few copies of a round's logits in float32, and the activations of a prefill chunk.
+    """
     drafts = speculative.num_speculative_tokens if speculative else 0
     logits = 6 * config.max_num_seqs * (drafts + 1) * models["target"].config.vocab_size * 4
     sizes = [(m.config.width, layer) for m in models.values() for layer in m.config.layers]
@@ -187,7 +190,7 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
     looks_up, method = methods.split(speculative.method or own or "draft_model")
     if methods.METHODS[method].parameters and method != own:
         found = f"a checkpoint of method {own!r}" if own else "none"
-        raise UserError(f"method={method!r} needs the parameters of such a draft, {found} is given")
+        raise UserError(f"method={method!r} needs a checkpoint of such a draft, {found} is given")
     most = speculative.tree_depth or max(speculative.num_speculative_tokens, k)
     limit = draft_spec(models["draft"].config).max_drafts if "draft" in models else None
     if limit is not None and most > limit:
@@ -203,7 +206,7 @@ def drafter(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], k:
 
 
 def with_drafts(given: Any, k: int) -> Drafter:
-    """Return the caller's own drafter for k tokens a round. Raise UserError for what is no drafter."""
+    """Return the caller's own drafter for k tokens a round. Raise UserError for any other object."""
     if not isinstance(given, Drafter):
         raise UserError(f"drafter={quoted(given)} must be a jaxspec.drafters.base.Drafter")
     try:
@@ -215,8 +218,10 @@ def with_drafts(given: Any, k: int) -> Drafter:
 
 
 def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], method: Any, k: int) -> Tree:
-    """Return a drafter of trees with k nodes, based on the method's drafter of `tree_depth` drafts. Raises UserError if
-    the method or the target cannot use such trees."""
+    """Return a drafter of trees with k nodes, based on the method's drafter of `tree_depth` drafts.
+
+    Raises UserError if the method or the target cannot use such trees.
+    """
     spec: Any = speculative
     depth = spec.tree_depth
     choices = spec.tree_choices or ()
@@ -225,15 +230,17 @@ def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], metho
     draft = method.drafter(depth, depth, models, speculative)
     if choices and not draft.independent:
         raise UserError(
-            f"tree_choices needs a drafter that says all places at once, {method.__name__.split('.')[-1]!r} does not: "
-            "give tree_width, tree_depth and tree_nodes"
+            f"tree_choices needs a drafter that proposes all places at once, {method.__name__.split('.')[-1]!r} does "
+            "not: give tree_width, tree_depth and tree_nodes"
         )
     return Tree(k, draft, Shape(spec.tree_width, depth, k, choices[:k]))
 
 
 def draft_cost(models: dict[str, Model]) -> float:
-    """Return an upper estimate of the cost of a draft step, in target passes. It is the ratio of the weights' bytes,
-    but at least 0.5: a small model is slower than its bytes suggest."""
+    """Return an upper estimate of the cost of a draft step, in target passes.
+
+    It is the ratio of the weights' bytes, but at least 0.5: a small model is slower than its bytes suggest.
+    """
     if "draft" not in models:
         return 0.0
     size = {name: weight_bytes(model.config, model.params) for name, model in models.items()}

@@ -87,6 +87,7 @@ def power_of_two(n: int, least: int = 1) -> int:
 
 
 def scalar(value: float, dtype: type) -> Any:
+    """Return the value as an array without axes."""
     return np.array(value, dtype)
 
 
@@ -156,8 +157,10 @@ def check(request: Request, layout: CacheLayout, vocab_size: int) -> None:
 
 
 def most_logprobs(asked: Sequence[int | None]) -> int | None:
-    """Return how many top ids a program has to find, or None. There are two such numbers, so that few programs serve
-    all."""
+    """Return how many top ids a program has to find, or None.
+
+    There are two such numbers, so that few programs serve all.
+    """
     wanted = [n for n in asked if n is not None]
     return next(n for n in (FEW_LOGPROBS, MAX_LOGPROBS) if n >= max(wanted)) if wanted else None
 
@@ -175,8 +178,10 @@ def variant(requests: Sequence[Request]) -> Variant:
 
 
 def prefill_variant(requests: Sequence[Request]) -> Variant:
-    """Return the code paths of a prefill pass. Nothing is sampled, but requests may want log-probabilities of their
-    prompts."""
+    """Return the code paths of a prefill pass.
+
+    Nothing is sampled, but requests may want log-probabilities of their prompts.
+    """
     return Variant(logprobs=most_logprobs([r.params.prompt_logprobs for r in requests if r.wants_prompt_logprobs]))
 
 
@@ -191,8 +196,9 @@ class Piece(NamedTuple):
 def pieces(
     requests: Sequence[Request], starts: Sequence[int], chunk: ChunkShape, *, ends: Sequence[int] | None = None
 ) -> list[Piece]:
-    """Return the rows of the next prefill pass, those of the first requests first. A request may have several rows,
-    because a row can attend to what the rows before it write.
+    """Return the rows of the next prefill pass, those of the first requests first.
+
+    A request may have several rows, because a row can attend to what the rows before it write.
 
     starts, ends: bounds of the tokens that each request has left to read; the default end excludes the last (pending)
       token.
@@ -231,8 +237,7 @@ def chunk_input(
 
 
 def copied_pages(copies: Sequence[tuple[int, int]], layout: CacheLayout) -> tuple[Any, Any]:
-    """Return (sources, targets) of at most COPIES pages to copy. Both are padded, with targets that the program
-    drops."""
+    """Return (sources, targets) of at most COPIES pages to copy, padded with targets that the program drops."""
     sources = filled(COPIES, [source for source, _ in copies], np.int32)
     targets = filled(COPIES, [target for _, target in copies], np.int32, layout.num_pages)
     return sources, targets

@@ -83,8 +83,9 @@ class OpenCatalogue:
 
 
 class ClosedCatalogue(OpenCatalogue):
-    """The catalogue of an engine that warms up: all its programs are `launches`, `prefills` and a copy of pages. The
-    widest block table serves all batches; a batch of 16 rows also has a narrow one.
+    """The catalogue of an engine that warms up: all its programs are `launches`, `prefills` and a copy of pages.
+
+    The widest block table serves all batches; a batch of 16 rows also has a narrow one.
 
     made: launches that are compiled. While the smallest launch that serves a batch is not among them, a wider one with
       the same number of drafts is used.
@@ -156,8 +157,11 @@ def variants(rule: str | None) -> tuple[Variant, Variant, Variant]:
 def launches(
     ks: Sequence[int], row_counts: Sequence[int], table_widths: Sequence[int], rule: str | None
 ) -> Iterator[Launch]:
-    """Yield the programs of launches, the smallest first among those that serve the same batch. The variants follow one
-    another, and the last takes longest to compile: a warm-up goes from the last program to the first."""
+    """Yield the programs of launches, the smallest first among those that serve the same batch.
+
+    The variants follow one another, and the last takes longest to compile: a warm-up goes from the last program to the
+    first.
+    """
     greedy, sampled, everything = variants(rule)
     few_ks = sorted({ks[0], ks[-1]})  # the last variant is seldom needed
     widest = table_widths[-1:]

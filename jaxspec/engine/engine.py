@@ -160,7 +160,7 @@ class Engine:
         return sorted({*participants, *failed}, key=lambda r: r.id)
 
     def advance(self, num_rounds: int | None, streaming: bool, participants: list[Request]) -> None:
-        """Do the work of one step, and append the requests that take part to took_part. Raises: CachesLost."""
+        """Do the work of one step, and append the requests that take part to participants. Raises: CachesLost."""
         self.prefilling.queued.clear()  # left over from an interrupted step
         if not self.scheduler.running:
             self.catalogue.idle()
@@ -185,21 +185,20 @@ class Engine:
         self.prefilling.settle()
 
     def admit(self) -> None:
-        """Admit waiting requests, and copy the partly filled page that samples of one prompt share. A request is first
-        packed alone: one that cannot be packed must not fail the launch of the others."""
+        """Admit waiting requests, and copy the partly filled page that samples of one prompt share."""
         admitted, copies = self.scheduler.admit()
         for at in range(0, len(copies), batch.COPIES):
             owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
             with self.open_requests.blame(owners):
                 self.prefilling.queue(owners, Plan("copy_pages", batch.copied_pages(pages, self.layout)))
-        for request in admitted:
+        for request in admitted:  # packed alone first: an error must not fail the launch of the others
             with self.open_requests.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Run one pass over the next prompt tokens of these requests. The draft skips it while nothing is drafted: its
-        prefill pays only where speculation does, and it can catch up later."""
+        """Run one pass over the next prompt tokens of these requests. The draft skips it while nothing is drafted."""
         pages = self.grown_shape(self.scheduler.running)[1]
+        # The draft's prefill pays only where speculation does, and it can catch up later.
         self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)
 
     def decode(self, requests: list[Request], num_rounds: int, streaming: bool) -> None:
@@ -258,15 +257,16 @@ class Engine:
         return Plan("launch", (inputs,), k=program.k, variant=program.variant)
 
     def grown_shape(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """Return (B, N) of the next launch. N has room for all the pages that the rows may come to hold: sized for the
-        present ones, another program would soon be needed."""
+        """Return (B, N) of the next launch. N has room for all the pages that the rows may come to hold.
+
+        Sized for their present pages, another program would soon be needed.
+        """
         return self.catalogue.shape(
             min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
         )
 
     def apply_result(self, requests: Sequence[Request], result: LaunchResult, seconds: float = 0.0) -> None:
-        """Apply the result of a launch, which took this many seconds: tokens, lengths, counters, finish reasons.
-        Release the requests that ended."""
+        """Apply a launch's tokens, lengths, counters and finish reasons. Release the requests that ended."""
         kept = [0] * len(requests)
         for row, request in enumerate(requests):
             with self.open_requests.blame([request], device=False):

@@ -13,13 +13,17 @@ from jaxspec.engine.scheduler import Scheduler
 
 
 class CachesLost(Exception):
-    """The failure of a program on the device, after which the contents of the caches are unknown. It ends the step: all
-    requests wait again, and are recomputed."""
+    """The failure of a program on the device, after which the contents of the caches are unknown.
+
+    It ends the step: all requests wait again, and are recomputed.
+    """
 
 
 class OpenRequests:
-    """The engine's open requests. An error ends the requests that it concerns. An interrupt ends none: it may come at
-    any point, and the next step starts again from the requests' tokens, which are always complete."""
+    """The engine's open requests. An error ends only the requests that it concerns, an interrupt ends none.
+
+    An interrupt may come at any point. The next step starts again from the requests' tokens, which are always complete.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
@@ -72,8 +76,11 @@ class OpenRequests:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Return the context of one step of the engine. If the last step was interrupted, all pages are recomputed.
-        Requests that have ended since are released first, so that none of them holds a row."""
+        """Return the context of one step of the engine.
+
+        If the last step was interrupted, all pages are recomputed. Requests that have ended since are released first,
+        so that none of them holds a row.
+        """
         self.inside = False  # an interrupt may have come before this was reset
         if self.midway or self.runner.lost:
             self.recover()

@@ -19,8 +19,9 @@ Timed = Callable[[str], AbstractContextManager[Any]]
 
 @dataclasses.dataclass
 class Prefilling:
-    """Prefill passes, which overlap with the host: the device runs a queued pass while the host packs what follows, and
-    `settle` waits for it.
+    """Prefill passes, which overlap with the host.
+
+    The device runs a queued pass while the host packs what follows, and `settle` waits for it.
 
     shape: the shape of a pass.
     lag: the distance by which the draft may trail.
@@ -36,8 +37,10 @@ class Prefilling:
     queued: list[tuple[list[Request], Any]] = dataclasses.field(default_factory=list)
 
     def is_due(self, max_num_seqs: int) -> bool:
-        """Return whether the running requests' prompts should have a pass now. If max_num_seqs requests decode already,
-        the prompts can wait until they fill a pass."""
+        """Return whether the running requests' prompts should have a pass now.
+
+        If max_num_seqs requests decode already, the prompts can wait until they fill a pass.
+        """
         scheduler = self.open_requests.scheduler
         unread = [r for r in scheduler.running if not r.prefilled]
         if not unread:
@@ -73,8 +76,7 @@ class Prefilling:
                     self.open_requests.scheduler.register(request)
 
     def catch_up(self, requests: Sequence[Request], row_pages: int) -> None:
-        """Prefill the draft with what only the target has read, except for what the draft's first pass in the loop
-        reads."""
+        """Prefill the draft with what only the target has read, up to what the draft's first pass in the loop reads."""
         while behind := [r for r in requests if r.num_speculative_tokens and self.lag.too_far(r)]:
             starts = [r.draft_len + self.lag.lookahead for r in behind]
             rows = batch.pieces(behind, starts, self.shape, ends=[r.target_len for r in behind])

@@ -28,6 +28,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def between(start: float | None, end: float | None) -> float | None:
+    """Return the seconds from start to end, or None if one of them is not known."""
     return None if start is None or end is None else end - start
 
 
@@ -110,8 +111,10 @@ class Request:
 
     @property
     def ids(self) -> np.ndarray:
-        """The tokens of prompt and output, i32[num_tokens]. Only tokens new since the last call are converted to an
-        array: a launch needs thousands of tokens of which few are new."""
+        """The tokens of prompt and output, i32[num_tokens].
+
+        Only tokens new since the last call are converted: a launch reads thousands of tokens, few of them new.
+        """
         known = len(self.packed)
         count = self.num_tokens
         if known < len(self.prompt) or known > count:  # nothing packed yet, or a stop string removed tokens
@@ -132,8 +135,10 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether log-probabilities of the prompt are still to be computed. The first of the n samples computes
-        them for all."""
+        """Return whether log-probabilities of the prompt are still to be computed.
+
+        The first of the n samples computes them for all.
+        """
         asked = self.index == 0 and self.params.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
 

@@ -19,8 +19,8 @@ NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
 )
 NOT_FINITE_MESSAGE = (
-    "the target's logits were no numbers: its weights are damaged, or its dtype is too narrow for this text; check the "
-    "file, or take dtype='float32'"
+    "the target's logits were not finite: its weights are damaged, or its dtype is too narrow for this text; check the "
+    "file, or use dtype='float32'"
 )
 ERRORS = {NO_ID: NO_ID_ALLOWED, NOT_FINITE: NOT_FINITE_MESSAGE}
 
@@ -57,8 +57,10 @@ class Lag:
 
 
 def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag) -> None:
-    """Record that `length` more tokens of the request are in the target's cache. scores: log-probabilities of the
-    chunk, or None."""
+    """Record that `length` more tokens of the request are in the target's cache.
+
+    scores: log-probabilities of the chunk, or None.
+    """
     if request.wants_prompt_logprobs:
         n = request.params.prompt_logprobs or 0
         request.prompt_logprobs[request.target_len :] = token_logprobs(scores, row, length, n)
@@ -67,8 +69,10 @@ def absorb_chunk(request: Request, row: int, length: int, scores: Any, lag: Lag)
 
 
 def absorb_row(request: Request, row: int, result: LaunchResult, lag: Lag) -> int:
-    """Apply a launch's result to the request in this row. Return the number of output tokens gained; it is negative if
-    a stop string removed earlier ones."""
+    """Apply a launch's result to the request in this row. Return the number of output tokens gained.
+
+    The number is negative if a stop string removed earlier tokens.
+    """
     count = int(result.num_new[row])
     finish = int(result.finish[row])
     output = request.output + result.new_tokens[row, :count].tolist()

@@ -46,8 +46,10 @@ def wait(result: Packed) -> None:
 
 
 def shared_tables(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
-    """Return copies, placed like the draft, of those target tables that a draft head reads. Return none if target and
-    draft are sharded over the same number of devices."""
+    """Return copies, placed like the draft, of those target tables that a draft head reads.
+
+    Return none if target and draft are sharded over the same number of devices.
+    """
     if not assembly.features_width(models):
         return {}
     target, draft = models["target"], models["draft"].config
@@ -112,6 +114,7 @@ class Runner:
         with TraceAnnotation(plan.program), self.together():
             self.send(plan, packed)
             config = self.config(plan)
+            result: Packed
             self.cache, result = self.programs.run(plan.program, config, self.params, self.cache, packed)
         return result
 
@@ -128,11 +131,10 @@ class Runner:
     def send(self, plan: Plan, packed: Packed) -> None:
         """Send a plan to the other processes, if there are any."""
         if self.peers is not None:
-            self.peers.tell(wire.to_bytes(plan, packed))
+            self.peers.send_plan(wire.to_bytes(plan, packed))
 
     def together(self) -> AbstractContextManager[None]:
-        """Return a context in which an error ends all processes: each runs the same programs, and none can go on
-        alone."""
+        """Return a context in which an error ends all processes. None of them can run the programs alone."""
         return contextlib.nullcontext() if self.peers is None else self.peers.together()
 
     def execute(self, message: bytes) -> None:

@@ -157,8 +157,9 @@ class Scheduler:
     def share_prompt(
         self, request: Request, sibling: Request, num_shared: int, source: dict[int, int]
     ) -> list[tuple[int, int]]:
-        """Start the request at the end of its sibling's prompt. Return the copy of the page that the prompt fills only
-        in part.
+        """Start the request at the end of its sibling's prompt.
+
+        Return the copy of the page that the prompt fills only in part.
 
         source: for each page that another copy of this step will fill, the page that it is copied from.
         """

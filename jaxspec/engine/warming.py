@@ -1,5 +1,4 @@
-"""Warm-up: all programs of an engine are compiled in advance, several at a time, before its first request or beside
-requests."""
+"""Warm-up: compiling all programs of an engine in advance, before its first request or beside requests."""
 
 from __future__ import annotations
 
@@ -33,8 +32,9 @@ class Watch(Protocol):
 
 
 def begin(engine: Engine, watch: Watch, *, alone: bool) -> Background | None:
-    """Warm up the engine if its options ask for it. Return the thread that does so beside requests, or None if nothing
-    is left to do.
+    """Warm up the engine if its options ask for it.
+
+    Return the thread that does so beside requests, or None if nothing is left to do.
 
     alone: whether no other process runs the same plans.
     """
@@ -73,7 +73,7 @@ class Background(threading.Thread):
 
 
 def no_report(done: int, total: int, name: str) -> None:
-    pass
+    """Report nothing."""
 
 
 def warm_up(engine: Engine, report: Report = no_report, beside: Background | None = None) -> None:
@@ -132,8 +132,10 @@ def warm_up(engine: Engine, report: Report = no_report, beside: Background | Non
 
 @contextlib.contextmanager
 def log_failure(program: ProgramName, beside: Background | None) -> Iterator[None]:
-    """Return a context in which a program's error is logged while requests are served: the request that needs the
-    program gets the error. Otherwise raise it."""
+    """Return a context that logs a program's error while requests are served, and raises it otherwise.
+
+    While requests are served, the request that needs the program gets the error.
+    """
     try:
         yield
     except Exception as error:
@@ -143,8 +145,10 @@ def log_failure(program: ProgramName, beside: Background | None) -> Iterator[Non
 
 
 def by_use(program: ProgramName) -> tuple[Any, ...]:
-    """Return the sort key that puts the programs that most requests can use first: passes over prompts, then launches
-    that serve any number of rows."""
+    """Return the sort key that puts the programs first that most requests can use.
+
+    These are passes over prompts, then launches that serve any number of rows.
+    """
     if not isinstance(program, Launch):
         return (0,)
     variant = program.variant

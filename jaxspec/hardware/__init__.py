@@ -1,0 +1,1 @@
+"""Facts about platforms, accelerators and chips."""

@@ -36,7 +36,9 @@ def chips(text: str) -> Chips:
     shown = f"{kind.name}:4" + (f" or {kind.name}:{grid}" if kind.axes > 1 else "")
     # The length is checked because Python refuses to convert very long digit strings.
     if len(sizes) > kind.axes or not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
-        raise UserError(f"--chips {quoted(text)}: {quoted(topology)} is no number of {kind.name}: give it as {shown}")
+        raise UserError(
+            f"--chips {quoted(text)}: {quoted(topology)} is not a number of {kind.name} devices: give it as {shown}"
+        )
     count = math.prod(map(int, sizes))
     if not 1 <= count <= MOST:
         raise UserError(f"--chips {quoted(text)} are {count} devices, which must lie in 1..{MOST}: give it as {shown}")

@@ -68,9 +68,10 @@ def cpu_features() -> Mapping[str, bool]:
     The table is internal to numpy, so that a later version may lack it.
     """
     try:
-        return importlib.import_module("numpy._core._multiarray_umath").__cpu_features__
+        found: Mapping[str, bool] = importlib.import_module("numpy._core._multiarray_umath").__cpu_features__
     except (ImportError, AttributeError):
         return {}
+    return found
 
 
 def vector_width(features: Mapping[str, bool], flags: str) -> dict[str, Any]:

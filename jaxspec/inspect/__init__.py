@@ -1,0 +1,1 @@
+"""Descriptions of a model and the memory that it needs."""

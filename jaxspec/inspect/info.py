@@ -167,6 +167,7 @@ def facts(
 
 
 def shape(c: ModelConfig) -> str:
+    """Return a decoder's layers, width, heads and, for a reduced vocabulary, number of ids in words."""
     heads = f"{c.num_heads} query and {c.num_kv_heads} key-value heads of {c.head_dim}"
     count = len(c.cached_layers)
     layers = f"{count} layers, width {c.width}" + (f", {heads}" if count else "")
@@ -224,7 +225,8 @@ def lacking(document: dict[str, Any]) -> str:
 def problem(document: dict[str, Any]) -> str | None:
     """Return why a document of `describe` or `on_chips` answers no, or None where it answers yes."""
     if "fit" not in document:
-        return document["draft_problem"]
+        of_draft: str | None = document["draft_problem"]
+        return of_draft
     names = " and ".join(filter(None, (document["model"], document["draft"])))
     return None if document["fits"] else f"{names} on {document['chips']['name']}: {lacking(document)}"
 
@@ -291,7 +293,7 @@ def show_chips(document: dict[str, Any]) -> None:
     rows = {"chips": f"{of['name']}, each {each}; hosts: {of['hosts']}"}
     rows["dtype"] = found["dtype"]
     rows["memory"] = f"{gb(found['memory'])} a device for the engine, of which"
-    rows |= {f"  {name}": f"{gb(size)} of weights, cut over {degree}" for name, degree, size in parts}
+    rows |= {f"  {name}": f"{gb(size)} of weights, sharded over {degree}" for name, degree, size in parts}
     drafts = document["num_speculative_tokens"]
     rows["  temporary"] = f"{gb(found['temporary'])}: {document['max_num_seqs']} rows, {drafts} drafts a round"
     rows["  left"] = gb(found["free"])

@@ -1,0 +1,1 @@
+"""Options of the engine, of speculation and of sampling."""

@@ -1,5 +1,7 @@
-"""Keyword arguments as editors and type checkers see them. At run time the option classes check what is given; tests
-hold that the names and types here are theirs."""
+"""Keyword arguments as editors and type checkers see them.
+
+At run time the option classes check what is given. Tests check that names and types here equal those of the classes.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """Those, and what `jaxspec.generate` knows by transformers' names."""
+    """Options of sampling, and those that `jaxspec.generate` accepts under transformers' names."""
 
     do_sample: bool | None
     max_new_tokens: int | None

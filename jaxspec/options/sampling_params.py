@@ -171,4 +171,4 @@ def bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(found.items()))
 
 
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}  # type: ignore[arg-type]
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}

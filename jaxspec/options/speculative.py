@@ -145,7 +145,7 @@ class SpeculativeConfig:
     )
     suffix_decoding_max_cached_requests: int = option("Only 0: the texts of other requests are not kept.", default=0)
     disable_by_batch_size: int | None = option(
-        "Number of running requests from which on there is no speculation.",
+        "Number of running requests from which on nothing is drafted.",
         default=None,
     )
 
@@ -191,13 +191,15 @@ class SpeculativeConfig:
         if self.draft_tensor_parallel_size is not None:
             whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
             if not self.has_parameters:
-                raise UserError(f"draft_tensor_parallel_size: method={self.method!r} has no draft that could be cut")
+                raise UserError(
+                    f"draft_tensor_parallel_size: method={self.method!r} has no draft to shard: leave it out"
+                )
         for name, value in rules.checked(self).items():
             object.__setattr__(self, name, value)
         refuse_unsupported(
             self,
             {
-                "suffix_decoding_max_cached_requests": "what other requests said is not kept",
+                "suffix_decoding_max_cached_requests": "texts of other requests are not kept",
             },
         )
 
@@ -246,7 +248,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
-        """Accepts a dict in its place."""
+        """Return the value, or the options that a dict gives. None stays None."""
         if isinstance(value, Mapping):
             return cls(**value)
         if value is not None and not isinstance(value, cls):

@@ -72,7 +72,7 @@ OF_THE_TEXT: dict[str, dict[str, Any]] = {
     },
     "use stop_strings, eos_token_id or max_new_tokens": {"stopping_criteria": None, "max_time": None},
     "use min_new_tokens": {"min_length": 0},
-    "it is of models with an encoder": {
+    "only models with an encoder have it": {
         "encoder_repetition_penalty": 1.0,
         "encoder_no_repeat_ngram_size": 0,
         "decoder_start_token_id": None,
@@ -94,7 +94,7 @@ OF_THE_PROGRAM: dict[str, dict[str, Any]] = {
     },
     "use LLM.stream": {"streamer": None},
     "use logprobs": {"output_scores": False, "output_logits": False, "renormalize_logits": False},
-    "a RequestOutput is what comes back": {
+    "RequestOutputs are returned": {
         "return_dict_in_generate": False,
         "output_attentions": False,
         "output_hidden_states": False,

@@ -39,8 +39,8 @@ def checked(config: Any) -> dict[str, Any]:
         raise UserError(f"method={config.method!r} proposes no trees: drop the tree options, or the prompt lookup")
     if config.rejection_sample_method not in (None, "coupled"):
         raise UserError(
-            f"rejection_sample_method={config.rejection_sample_method!r} judges no trees: leave it out, their rule is "
-            "the coupled one"
+            f"rejection_sample_method={config.rejection_sample_method!r} does not verify trees: leave it out, "
+            "trees use the coupled rule"
         )
     return found | {"num_speculative_tokens": nodes - 1, "rejection_sample_method": "coupled"}
 
@@ -74,7 +74,7 @@ def fixed(choices: Any, given: dict[str, int]) -> dict[str, Any]:
         raise UserError(f"{line}, at least one of them and each once")
     for path in paths:
         if path[:-1] and path[:-1] not in known:
-            raise UserError(f"tree_choices has {list(path)}, but not {list(path[:-1])}, which it comes after: add that")
+            raise UserError(f"tree_choices has {list(path)}, but not {list(path[:-1])}, its parent: add that")
     found = {"tree_width": 1 + max(map(max, paths)), "tree_depth": max(map(len, paths)), "tree_nodes": len(paths) + 1}
     for name, value in given.items():
         if value != found[name]:  # options that were checked before hold these values
@@ -83,4 +83,5 @@ def fixed(choices: Any, given: dict[str, int]) -> dict[str, Any]:
 
 
 def is_list(value: Any) -> bool:
+    """Return whether the value can be read as a list: an iterable that is not text."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes)

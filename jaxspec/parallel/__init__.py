@@ -1,0 +1,1 @@
+"""Placement of arrays over devices, and jobs of several processes."""

@@ -60,7 +60,7 @@ def other_platforms(error: Exception) -> str | None:
     leave_out_absent_tpu()
     found = ", ".join(backends())
     reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
-    return f"JAX_PLATFORMS={wanted!r} cannot be had{f' ({reason})' if reason else ''}: leave it out, or use {found}"
+    return f"JAX_PLATFORMS={wanted!r} is not available{f' ({reason})' if reason else ''}: leave it out, or use {found}"
 
 
 def may_have_tpu(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> bool:

@@ -64,8 +64,8 @@ def peers() -> Peers | None:
 
     if _peers is None and jax.distributed.is_initialized() and jax.process_count() > 1:
         raise UserError(
-            f"jax.distributed was initialised for {jax.process_count()} processes: call jaxspec.join_hosts() in its "
-            "place, which does so too"
+            f"jax.distributed was initialised for {jax.process_count()} processes: call jaxspec.join_hosts() "
+            "instead, which also initialises it"
         )
     return _peers
 
@@ -115,13 +115,13 @@ def join_hosts(
       process_id: number of this process, from 0.
       join_timeout: seconds to wait for the other processes.
 
-    Raises: UserError if a process does not come or has another version, or if missing arguments are not detected.
+    Raises: UserError if a process does not connect or has another version, or if missing arguments are not detected.
     """
     wanted = Hosts(
         coordinator=coordinator, num_processes=num_processes, process_id=process_id, join_timeout=join_timeout
     )
     if not join(wanted):
-        raise UserError("nothing here tells of other processes: give coordinator, num_processes and process_id")
+        raise UserError("the environment names no other processes: give coordinator, num_processes and process_id")
 
 
 def join(hosts: Hosts) -> bool:
@@ -140,7 +140,7 @@ def join(hosts: Hosts) -> bool:
         assert hosts.process_id is not None
         where, count, rank, local_ids = hosts.coordinator, hosts.num_processes, hosts.process_id, None
     if _peers is not None:
-        raise UserError("this process has joined its job already: join once")
+        raise UserError("this process has joined its job already: call join_hosts once")
     if count == 1:
         return True
     meet = gather if rank == 0 else visit
@@ -178,7 +178,7 @@ def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
             return None
         found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, kind.name, int(timeout))
     except Exception as error:  # the machine looks like part of a cluster, but the cluster's service does not answer
-        logger.info("who else is here could not be found out: %r", error)
+        logger.info("the other processes of this machine could not be listed: %r", error)
         return None
     where, count, rank, local_ids = found
     if where is None or count is None or rank is None or count == 1:

@@ -24,7 +24,7 @@ HEADER = 4  # bytes of a message's size, in the form of multiprocessing's connec
 PATIENCE = 5.0  # seconds for a caller to introduce itself
 RETRY = 0.2  # seconds between attempts
 LATER = 5.0  # seconds after a refusal in which further processes still receive it
-OTHER = "it says something else"
+OTHER = "it speaks another protocol"
 
 
 def address(text: Any) -> tuple[str, int]:
@@ -49,7 +49,7 @@ class Frame:
     def read(self, sock: socket.socket) -> bool:
         """Read the available bytes of the message, and none beyond it. Return whether the message is complete.
 
-        Raises: Stranger if it cannot become a message, OSError as the socket does.
+        Raises: UnknownConnection if it cannot become a message, OSError as the socket does.
         """
         while missing := self.size - len(self.data):
             try:
@@ -57,7 +57,7 @@ class Frame:
             except BlockingIOError:
                 return False
             if not piece:
-                raise UnknownConnection("it hung up")
+                raise UnknownConnection("it closed the connection")
             self.data += piece
         return True
 
@@ -72,7 +72,7 @@ class Frame:
         return HEADER + size
 
     def content(self) -> dict[str, Any]:
-        """Parse the complete message. Raises: Stranger unless it is a JSON object."""
+        """Parse the complete message. Raises: UnknownConnection unless it is a JSON object."""
         try:
             content = json.loads(self.data[HEADER:])
         except (ValueError, RecursionError):
@@ -93,7 +93,7 @@ class Caller:
     def hello(self) -> tuple[int, dict[str, str]] | None:
         """Return the caller's process number and its values; None before its message is complete.
 
-        Raises: Stranger or OSError as `Frame.read` does, Stranger for a message of another form.
+        Raises: UnknownConnection or OSError as `Frame.read` does, UnknownConnection for a message of another form.
         """
         if not self.frame.read(self.sock):
             return None
@@ -135,7 +135,7 @@ class Callers:
         sock.setblocking(False)
         self.open[sock] = Caller(sock, host, min(time.monotonic() + PATIENCE, self.until()))
         if len(self.open) > self.most:
-            self.refuse(self.oldest, "too many call at once")
+            self.refuse(self.oldest, "too many connections at once")
 
     @property
     def oldest(self) -> Caller:
@@ -147,13 +147,13 @@ class Callers:
         caller.sock.close()
         if caller.host not in self.reported:
             self.reported.add(caller.host)
-            write_line(f"{caller.host} called, and is no process of this job: {why}")
+            write_line(f"{caller.host} connected, but is not a process of this job: {why}")
 
     def refuse_late(self, now: float) -> None:
         """Refuse the callers that have not introduced themselves in time."""
         for caller in list(self.open.values()):
             if caller.frame.until <= now:
-                self.refuse(caller, f"it said nothing whole within {PATIENCE:g} seconds")
+                self.refuse(caller, f"it sent no complete message within {PATIENCE:g} seconds")
 
     def deadline(self) -> float:
         """Return the time at which the next caller is late, or all calls end."""
@@ -207,7 +207,7 @@ def gather(
 
     mine: values that must be equal in all processes.
 
-    Raises: UserError, in all of the processes, if one has other values or does not come.
+    Raises: UserError, in all of the processes, if one has other values or does not connect.
     """
     mine = {**mine, "num_processes": str(count)}
     found: dict[int, socket.socket] = {}
@@ -233,7 +233,7 @@ def gather(
     if len(come) < count - 1 and not refusal:
         missing = next(i for i in range(1, count) if i not in found)
         refusal = (
-            f"process {missing} did not come to {where} within {timeout:g} seconds: start all, or raise join_timeout"
+            f"process {missing} did not connect to {where} within {timeout:g} seconds: start all, or raise join_timeout"
         )
     if refusal:
         for sock in come:
@@ -260,7 +260,7 @@ def free_port(where: str) -> int:
     """Return a free port at the host of HOST:PORT."""
     host, _ = address(where)
     with socket.create_server((host, 0), family=family(host)) as free:
-        return free.getsockname()[1]
+        return int(free.getsockname()[1])
 
 
 def visit(
@@ -292,7 +292,7 @@ def visit(
             if type(answer.get("port")) is not int:
                 raise UnknownConnection(OTHER)
         except (UnknownConnection, OSError) as error:
-            line = f"process 0 at {where} went away before all were there ({error}): see what it says"
+            line = f"process 0 at {where} closed the connection before all had joined ({error}): see its output"
             raise UserError(line) from None
         return answer["port"], {0: connection(sock)}
 
@@ -311,10 +311,10 @@ def send(other: socket.socket, content: Mapping[str, Any]) -> None:
 
 
 def receive(other: socket.socket, until: float) -> dict[str, Any]:
-    """Return the message that the other side sends before the deadline. Raises: Stranger if none comes."""
+    """Return the message that the other side sends before the deadline. Raises: UnknownConnection if none comes."""
     frame = Frame(until)
     other.setblocking(False)
     while not frame.read(other):
         if not wait([other], max(until - time.monotonic(), 0)):
-            raise UnknownConnection("it said nothing in time")
+            raise UnknownConnection("it sent nothing in time")
     return frame.content()

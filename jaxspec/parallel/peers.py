@@ -80,10 +80,10 @@ class Peers:
     def take(self) -> None:
         """Reserve the processes for one model. Raises: UserError if a model uses them already."""
         if self.taken:
-            raise UserError("these processes run a model already: one LLM is made in a job of several processes")
+            raise UserError("these processes run a model already: make one LLM in a job of several processes")
         self.taken = True
 
-    def tell(self, plan: bytes) -> None:
+    def send_plan(self, plan: bytes) -> None:
         """Send a plan to the other processes."""
         for other in self.connections:
             self.send(other, PLAN + plan)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.common.errors import UserError
 
 # Tensor parallelism has two mesh axes: the target is sharded over both, a draft of smaller degree over the first.
+F = TypeVar("F", bound=Callable[..., Any])
 AXES = ("tp_draft", "tp_rest")
 SHARDED = frozenset({"vocab", "heads", "mlp", "features"})  # logical axes that are sharded
 
@@ -152,7 +153,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def per_shard(fn: Callable, placement: Placement | None, in_specs: tuple, out_specs: Any) -> Callable:
+def per_shard(fn: F, placement: Placement | None, in_specs: tuple[Any, ...], out_specs: Any) -> F:
     """Return fn, run by each device on its shards. On a single device return fn itself.
 
     Kernels meet the mesh only here.
@@ -167,6 +168,6 @@ def device_name() -> str:
     """Return a description of the device that this process computes on."""
     device = jax.devices()[0]
     if device.platform != "cpu":
-        return device.device_kind
+        return str(device.device_kind)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"cpu, {cores} cores"

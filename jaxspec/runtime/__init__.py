@@ -1,0 +1,1 @@
+"""Compiled programs, their files, and the plans that run them."""

@@ -51,7 +51,7 @@ class CheckedCache(LRUCache):
             self.entry(key).chmod(0o600)
         except OSError as error:
             self.drop(key)
-            logger.info("a compiled program is not kept: %s", error)
+            logger.info("a compiled program is not cached: %s", error)
 
     def drop(self, key: str) -> None:
         """Remove an entry if possible."""
@@ -67,4 +67,5 @@ def check_entries(folder: Path) -> None:
             return CheckedCache(path, **options)
         return LRUCache(path, **options)
 
-    compilation_cache.LRUCache = open_cache  # type: ignore[assignment, misc]
+    private: Any = compilation_cache  # JAX has no setting for this
+    private.LRUCache = open_cache

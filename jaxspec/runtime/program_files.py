@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax import export
 
 from jaxspec.common.trust import private_folder, trusted
@@ -43,7 +43,7 @@ def digest(*described: Any) -> str | None:
 
     Return None if a description contains an object's address, which another process would not share.
     """
-    text = json.dumps([*map(str, described), sources(), jax.__version__, jaxlib.__version__, *settings()])
+    text = json.dumps([*map(str, described), sources(), jax.__version__, jaxlib.version.__version__, *settings()])
     return None if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -241,7 +241,7 @@ def lower_from_disk(
         new = None
         if found is None:
             shardings: dict[str, Any] = {}
-            if len(place.device_set) > 1:  # on one device shardings say nothing, and take most of the time to write
+            if len(place.device_set) > 1:  # on one device they add nothing but time
                 shardings = {"in_shardings": where(arrays), "out_shardings": [*where(pages), place]}
             plain = jax.jit(program, **shardings)
             new = program_files.exported(plain, arrays)

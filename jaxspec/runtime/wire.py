@@ -29,7 +29,8 @@ ARRAY = object()  # placeholder of each array in a description of arguments
 def to_bytes(plan: Plan, packed: Packed) -> bytes:
     """Return a plan as bytes; packed: the arrays of the plan, in numpy words."""
     head = described(plan.program, plan.k, plan.variant, packed.structure, packed.leaves)
-    return len(head).to_bytes(4, "little") + head + packed.words.tobytes()
+    words: bytes = packed.words.tobytes()
+    return len(head).to_bytes(4, "little") + head + words
 
 
 def from_bytes(data: bytes) -> Plan:

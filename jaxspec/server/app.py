@@ -118,7 +118,9 @@ Key = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_err
 
 
 def served_by(request: Request) -> Served:
-    return request.app.state.served
+    """Return the state of the request's application."""
+    served: Served = request.app.state.served
+    return served
 
 
 CurrentServed = Annotated[Served, Depends(served_by)]
@@ -135,30 +137,35 @@ async def allowed(key: Key, served: CurrentServed) -> None:
 
 @routes.post("/v1/completions", dependencies=[Depends(allowed)], response_model=None)
 async def completions(request: Request, served: CurrentServed) -> Response:
+    """Complete a prompt (OpenAI's completions)."""
     return await served.generation(request, chat=False)
 
 
 @routes.post("/v1/chat/completions", dependencies=[Depends(allowed)], response_model=None)
 async def chat_completions(request: Request, served: CurrentServed) -> Response:
+    """Answer a conversation (OpenAI's chat completions)."""
     return await served.generation(request, chat=True)
 
 
 @get("/v1/models/", dependencies=[Depends(allowed)])
 @get("/v1/models", dependencies=[Depends(allowed)])
 async def models(served: CurrentServed) -> dict[str, Any]:
+    """List the one model that is served."""
     return {"object": "list", "data": [served.described()]}
 
 
 @get("/v1/models/{name:path}", dependencies=[Depends(allowed)])
 async def model_of(name: str, served: CurrentServed) -> dict[str, Any]:
+    """Describe the model, or refuse another name with status 404."""
     if name != served.model:
-        message = f"model {quoted(name, 200)} is not served here: {served.model!r} is"
+        message = f"model {quoted(name, 200)} is not served here: use {served.model!r}"
         raise Refusal(404, message, code="model_not_found")
     return served.described()
 
 
 @get("/health")
 async def health(served: CurrentServed) -> dict[str, str]:
+    """Answer with status 200 while the engine runs and the server is not shutting down."""
     served.gate.check(0)
     await served.check_alive()
     return {"status": "ok"}
@@ -166,6 +173,7 @@ async def health(served: CurrentServed) -> dict[str, str]:
 
 @get("/metrics")
 async def scrape(served: CurrentServed) -> Response:
+    """Return the metrics in Prometheus' text format."""
     body = prometheus_client.generate_latest(served.metrics.registry)
     return Response(body, headers={"content-type": prometheus_client.CONTENT_TYPE_LATEST})
 
@@ -173,12 +181,14 @@ async def scrape(served: CurrentServed) -> Response:
 # Handlers of the exceptions that routes raise.
 
 
-async def refused(request: Request, error: Any) -> Response:
+async def refused(request: Request, error: Refusal) -> Response:
+    """Return the response of a Refusal."""
     request.state.refusal = error  # for the request log
     return error.response()
 
 
-async def refused_by_routes(request: Request, error: Any) -> Response:
+async def refused_by_routes(request: Request, error: HTTPException) -> Response:
+    """Return the response for an error of the routing, such as an unknown path, in OpenAI's form."""
     return await refused(request, Refusal(error.status_code, str(error.detail), headers=error.headers))
 
 

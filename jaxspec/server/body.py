@@ -27,7 +27,7 @@ async def read(request: Request, most: int, seconds: float, take: Callable[[dict
     most: limit of the body's bytes, both before and after decompression.
     seconds: time in which the body has to arrive, at most LONGEST.
 
-    Raises: Refusal for a body above one of these limits, or which is no JSON object.
+    Raises: Refusal for a body above one of these limits, or that is not a JSON object.
     """
     seconds = min(seconds, LONGEST)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -58,6 +58,7 @@ async def read(request: Request, most: int, seconds: float, take: Callable[[dict
 
 
 def too_long(most: int) -> Refusal:
+    """Return the refusal of a body of more than `most` bytes."""
     return Refusal(413, f"the body is longer than {most} bytes: send less, or raise --max-body-bytes")
 
 
@@ -69,7 +70,7 @@ def decoded(body: bytes, coding: str, most: int) -> bytes:
     try:
         found = decoder.decompress(body, most + 1)
     except zlib.error as error:
-        raise Refusal(400, f"the body is no {coding}, as its content-encoding says: {error}") from None
+        raise Refusal(400, f"the body is not {coding}, which its content-encoding names: {error}") from None
     if len(found) > most:
         raise too_long(most)
     if not decoder.eof or decoder.unused_data:
@@ -85,14 +86,15 @@ def parsed(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:  # also a UnicodeDecodeError
-        raise Refusal(400, f"the body is no JSON: {shortened(str(error), 200)}") from None
+        raise Refusal(400, f"the body is not JSON: {shortened(str(error), 200)}") from None
     if not isinstance(found, dict):
         raise Refusal(400, "the body must be a JSON object")
     return found
 
 
 def refuse_constant(name: str) -> NoReturn:
-    raise Refusal(400, f"the body holds {name}, which is no JSON number")
+    """Raise Refusal for NaN and infinities, which Python's parser would accept."""
+    raise Refusal(400, f"the body holds {name}, which is not a JSON number")
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

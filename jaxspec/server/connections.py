@@ -130,8 +130,10 @@ class Connection(H11Protocol):
         return self.awaited is not None and self.loop.time() - self.since > PAUSE
 
     def close_after_answer(self) -> None:
-        """Close after the answer under way, or else after the next one. An answer whose headers are not sent yet
-        tells the client so."""
+        """Close after the answer under way, or else after the next one.
+
+        An answer whose headers are not sent yet tells the client so.
+        """
         self.last = True
         self.update_awaited()
 
@@ -143,8 +145,8 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that h11 cannot parse. (uvicorn calls this; its own answer is plain text.)"""
-        self.refuse(Refusal(400, "what was sent is no HTTP/1.1 request, or its headers are too long"))
+        """Refuse bytes that h11 cannot parse. uvicorn calls this; its own answer would be plain text."""
+        self.refuse(Refusal(400, "the bytes sent are not an HTTP/1.1 request, or its headers are too long"))
 
     def refuse(self, refusal: Refusal) -> None:
         """Send a refusal for bytes that make no request, and close the connection."""
@@ -231,4 +233,4 @@ class Listener(uvicorn.Server):
         now = asyncio.get_running_loop().time()
         if now - self.reported > REPORT:
             self.reported = now
-            logger.warning("cannot accept a connection: %s; it is tried again, and said once a minute", error)
+            logger.warning("cannot accept a connection: %s; the server retries, and logs this once a minute", error)

@@ -1,5 +1,7 @@
-"""Refusal of texts that hold a control token, such as <|im_end|>. A tokenizer encodes it as a control token even where
-a client wrote it."""
+"""Refusal of texts that hold a control token, such as <|im_end|>.
+
+A tokenizer encodes it as a control token even where a client wrote it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def refuse(tokenizer: Any, control: Mapping[int, str], request: RequestFields) -
     for where, text in texts(request):
         token = held(tokenizer, control, text)
         if token is not None:
-            message = f"{where} holds {token!r}, a control token of the model: this server takes none in a text"
+            message = f"{where} holds {token!r}, a control token of the model: this server refuses it in texts"
             raise UserError(message, param=where)
 
 
@@ -46,8 +48,10 @@ def texts(request: RequestFields) -> Iterator[tuple[str, str]]:
 
 
 def held(tokenizer: Any, control: Mapping[int, str], text: str) -> str | None:
-    """Return the first control token of the encoded text, or None. An unknown character, which is encoded as the
-    unknown token, does not count."""
+    """Return the first control token of the encoded text, or None.
+
+    An unknown character, which is encoded as the unknown token, does not count.
+    """
     for i in tokenizer.encode(readable(text), add_special_tokens=False):
         token = control.get(i)
         if token is not None and (i != tokenizer.unk_token_id or token in text):

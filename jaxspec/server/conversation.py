@@ -22,7 +22,7 @@ UNSUPPORTED = {
 def conversation(messages: Any) -> list[dict[str, str]]:
     """Return the messages in the form of chat templates. Unknown fields are left out, as OpenAI's server does.
 
-    Raises: Refusal, which names the field, for messages of another form or with content that is no text.
+    Raises: Refusal, which names the field, for messages of another form or with content that is not text.
     """
     if not isinstance(messages, list) or not messages:
         raise Refusal(400, 'messages must be a list of {"role": ..., "content": ...}, not empty', param="messages")
@@ -59,6 +59,7 @@ def text_of(where: str, content: Any) -> str:
 
 
 def part_of(where: str, part: Any) -> str:
+    """Return the text of a part of a message's content. Raises Refusal for a part that is not text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in PARTS:
         raise Refusal(400, f"{where}.type={quoted(kind)} is not supported: text is", param=f"{where}.type")

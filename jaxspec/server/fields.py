@@ -32,7 +32,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "ask for n samples with logprobs, and choose"),
     "echo": ((False,), "the client has the prompt; prompt_logprobs scores it"),
     "suffix": (("",), "text is only continued"),
-    "store": ((False,), "nothing is kept"),
+    "store": ((False,), "nothing is stored"),
     "service_tier": (("auto", "default"), "all requests are served alike"),
     "response_format": (({"type": "text"},), "the output is free text"),
     "tools": (([],), "no tool is called"),
@@ -43,8 +43,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "the output is text"),
     "audio": ((), "the output is text"),
     "prediction": ((), "speculation is the server's own: --speculative-config"),
-    "reasoning_effort": ((), "say it in the messages"),
-    "verbosity": ((), "say it in the messages"),
+    "reasoning_effort": ((), "write it in the messages"),
+    "verbosity": ((), "write it in the messages"),
     "web_search_options": ((), "nothing is searched"),
     "moderation": ((), "nothing is moderated"),
 }
@@ -169,12 +169,14 @@ def prompts_of(prompt: Any) -> list[Prompt]:
 
 
 def required(given: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field. Raises Refusal if it is missing."""
     if name not in given:
         raise Refusal(400, f"{name} is missing", param=name, code="missing_required_parameter")
     return given[name]
 
 
 def no_such_model(name: Any, model: str) -> Refusal:
+    """Return the refusal of a request whose model is missing or is not the one that is served."""
     if name is None:
         return Refusal(400, f"model is missing: give {model!r}", param="model", code="missing_required_parameter")
     return Refusal(

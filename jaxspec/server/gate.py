@@ -1,5 +1,4 @@
-"""Admission: at most as many samples as there are rows and places in the queue, and none while the server shuts
-down."""
+"""Admission of as many samples as there are rows and places in the queue, and of none during shutdown."""
 
 from __future__ import annotations
 

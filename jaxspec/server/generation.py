@@ -33,8 +33,9 @@ Piece = tuple[int, StreamOutput]  # index of the stream, its piece
 
 
 class Generation(Response):
-    """A response that generates its text when the server calls it. Everything happens inside that call: whatever ends
-    the call ends the request in the engine, too.
+    """A response that generates its text when the server calls it.
+
+    Everything happens inside that call: whatever ends the call ends the request in the engine, too.
 
     room: largest number of tokens that a prompt and its output may have together.
     control: control tokens that the request's texts may not hold, by id.
@@ -99,7 +100,7 @@ class Generation(Response):
     def too_late(self) -> Refusal:
         """Return the refusal of a request whose time is over."""
         if self.gate.draining:
-            return Refusal(503, "the server is shutting down, and this was not done in time", code="shutting_down")
+            return Refusal(503, "the server shut down before the request was done", code="shutting_down")
         message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
         return Refusal(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 

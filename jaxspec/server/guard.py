@@ -55,7 +55,9 @@ class Guard:
         return name in self.hosts or is_loopback(name)
 
     def may_use(self, origin: str, host: str | None) -> bool:
-        """Return whether pages of an origin may use the server. Pages from the Host itself may, unless any Host is
-        accepted."""
+        """Return whether pages of an origin may use the server.
+
+        Pages from the Host itself may, unless any Host is accepted.
+        """
         own = not self.any_host and origin.partition("://")[2] == host
         return own or ANY in self.origins or origin in self.origins

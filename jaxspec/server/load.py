@@ -1,5 +1,6 @@
-"""Load test of a server of OpenAI's API, as its clients see it. Each client sends its next request when it has the
-answer to its last one.
+"""Load test of a server of OpenAI's API, as its clients see it.
+
+Each client sends its next request when it has the answer to its last one.
 
 TTFT, the time to the first token, is the time from a request to its first piece of text. TPOT, the time per output
 token, is the time from there to the end divided by the number of further tokens. Failed requests are counted, and not
@@ -116,7 +117,7 @@ async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
     try:
         found = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=chosen.timeout)
     except Exception as error:  # the client raises many kinds of error for a wrong address
-        raise UserError(f"{quoted(url, 200)} is no address of a server: {error}") from None
+        raise UserError(f"{quoted(url, 200)} is not the address of a server: {error}") from None
     async with found as client:
         try:
             model = chosen.model or (await client.models.list()).data[0].id

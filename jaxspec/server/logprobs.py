@@ -86,6 +86,7 @@ def chat_entries(ids: Sequence[int], rows: Rows, num_top: int) -> Iterator[dict[
 
 
 def chat_entry(entry: Logprob, name: str) -> dict[str, Any]:
+    """Return a token's log-probability as an entry of chat completions."""
     return {"token": name, "logprob": number(entry), "bytes": octets(entry)}
 
 

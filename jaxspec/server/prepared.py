@@ -25,8 +25,10 @@ MESSAGE = 50
 
 
 def room_of(llm: AsyncLLM) -> int:
-    """Return the largest number of tokens that a prompt and its output may have together: the model's context, or
-    fewer if the page pool holds fewer."""
+    """Return the largest number of tokens that a prompt and its output may have together.
+
+    This is the model's context, or fewer tokens if the page pool holds fewer.
+    """
     engine = llm.llm.engine
     return min(engine.limits.max_model_len, engine.scheduler.longest_request)
 
@@ -82,8 +84,10 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:
 
 
 def fitted(request: RequestFields, num_tokens: int, room: int) -> SamplingParams:
-    """Return the sampling parameters for a prompt of num_tokens. If the request sets no length, max_tokens is all that
-    the prompt leaves of `room`."""
+    """Return the sampling parameters for a prompt of num_tokens.
+
+    If the request sets no length, max_tokens is all that the prompt leaves of `room`.
+    """
     if not request.fill:
         return request.params
     most = max(room - num_tokens, 1)  # 1 where nothing is left: the engine then refuses the prompt

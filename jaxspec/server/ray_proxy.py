@@ -1,5 +1,7 @@
-"""Errors of Ray Serve's HTTP proxy in OpenAI's form. The proxy itself answers in plain text. When a replica dies, its
-clients see only `500 Internal Server Error` or a stream that breaks off.
+"""Errors of Ray Serve's HTTP proxy in OpenAI's form.
+
+The proxy itself answers in plain text. When a replica dies, its clients see only `500 Internal Server Error` or a
+stream that breaks off.
 
 Ray's proxies load `middlewares` if RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it in the environment in which Ray
 is started.
@@ -62,7 +64,9 @@ class InOpenAIsForm:
 
 
 def header(start: Message, name: bytes) -> bytes:
-    return dict(start["headers"]).get(name, b"")
+    """Return the value of a response's header, or b"" without one. name: in lower case."""
+    headers: dict[bytes, bytes] = dict(start["headers"])
+    return headers.get(name, b"")
 
 
 def is_plain(start: Message) -> bool:

@@ -69,8 +69,9 @@ def readable(text: str) -> str:
 
 
 def refusal_for(error: UserError, source: str, given: Collection[str] = (), default: str | None = None) -> Refusal:
-    """Return the refusal for an error of jaxspec. Its param is that of the error, or the field with which the error's
-    message begins.
+    """Return the refusal for an error of jaxspec.
+
+    Its param is that of the error, or the field with which the error's message begins.
 
     source: field of the request that holds the prompts or messages.
     given: names of the request's fields.

@@ -40,12 +40,13 @@ def replicas(
     engine has failed is replaced. jaxspec.server.ray_proxy brings the errors of Ray's own proxy into OpenAI's form.
 
     Args:
-      model: As in AsyncLLM, and so are speculative_config and options. Each replica makes an AsyncLLM when it starts;
-        warm_up is True by default.
+      model: As in AsyncLLM. Each replica makes an AsyncLLM when it starts.
       config: The server's settings.
       min_replicas: Smallest number of replicas.
       max_replicas: Largest number of replicas.
       ray_actor_options: Resources of a replica, such as {"num_gpus": 1}.
+      speculative_config: As in AsyncLLM.
+      **options: As in AsyncLLM, but warm_up is True by default.
     """
     config = dataclasses.replace(config or ServerConfig(), host=ANY_ADDRESS)
     engine = EngineConfig(**{"warm_up": True} | options)
@@ -67,7 +68,8 @@ def replicas(
         },
         graceful_shutdown_timeout_s=config.drain_timeout,
     )
-    return deployment.bind()
+    application: serve.Application = deployment.bind()
+    return application
 
 
 class Replica:

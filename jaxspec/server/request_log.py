@@ -19,8 +19,10 @@ DEFAULTS = SamplingParams()
 
 
 class RequestLog:
-    """ASGI middleware that writes the request log. The application puts `answer` and `refusal`, once they exist, into
-    the request's state."""
+    """ASGI middleware that writes the request log.
+
+    The application puts `answer` and `refusal`, once they exist, into the request's state.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -82,8 +84,10 @@ def ending(refusal: Exception | None) -> str:
 
 
 def sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return max_tokens and the options that differ from their defaults. A list, which may hold text, is replaced by
-    its length."""
+    """Return max_tokens and the options that differ from their defaults.
+
+    A list, which may hold text, is replaced by its length.
+    """
     found = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)

@@ -82,9 +82,9 @@ def vocabulary_fields(
     o = options
     rare = usual if o.rare_ids is None else o.rare_ids
     if rare >= vocab_size:
-        raise UserError(f"--rare-ids {rare} must be less than all {vocab_size} of the draft's ids")
+        raise UserError(f"--rare-ids {rare} must be less than the draft's {vocab_size} ids: lower it")
     if o.rare_width and not rare:
-        raise UserError(f"--rare-width {o.rare_width} is of rare ids, and there are none: give --rare-ids too")
+        raise UserError(f"--rare-width {o.rare_width} needs rare ids, and there are none: give --rare-ids too")
     own = vocab_size < target.vocab_size or rare  # rare ids come last, so the draft renumbers its ids
     return {
         "reduced_vocab_size": vocab_size if own else None,
@@ -97,9 +97,7 @@ def num_layers(target: ModelConfig, options: TrainOptions, usual: int = LAYERS) 
     """Return the draft's number of layers, by default `usual`. Raises: UserError for more than the target has."""
     layers = options.layers or usual
     if layers > target.num_layers:
-        raise UserError(
-            f"--layers {layers} exceeds the target's {target.num_layers}: a draft is smaller than its target"
-        )
+        raise UserError(f"--layers {layers} exceeds the target's {target.num_layers}: lower it, or leave it out")
     return layers
 
 
@@ -118,7 +116,7 @@ def target_layers(of: int, count: int) -> list[int]:
     """Return which of `of` target layers initialise `count` draft layers: evenly spaced ones from first to last."""
     if count <= 1:
         return [0]
-    return np.linspace(0, of - 1, count).round().astype(int).tolist()
+    return [int(i) for i in np.linspace(0, of - 1, count).round()]
 
 
 def vocabulary(counts: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -231,8 +229,8 @@ def check_taken(options: TrainOptions, taken: Collection[str]) -> None:
     """Raise UserError for a shape option that the method does not take. taken: the shape options that it takes."""
     for name in (*SHAPE, *OF_HEADS):
         if name not in taken and getattr(options, name) is not None:
-            its = f"takes {', '.join(map(flag_of, taken))}" if taken else "has its target's shape"
-            raise UserError(f"{flag_of(name)} is of another method, --method {options.method} {its}: leave it out")
+            known = f"only {', '.join(map(flag_of, taken))}" if taken else "because its draft has the target's shape"
+            raise UserError(f"--method {options.method} does not take {flag_of(name)}, {known}: leave it out")
 
 
 def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:
@@ -242,7 +240,7 @@ def check_tapped(target: ModelConfig, method: str) -> tuple[int, ...]:
     """
     if target.num_layers < 5:
         raise UserError(
-            f"--method {method} reads three of the target's layers, and it has {target.num_layers}: use another"
+            f"--method {method} needs a target of 5 layers or more, not {target.num_layers}: use another method"
         )
     return 2, target.num_layers // 2, target.num_layers - 3
 

@@ -14,19 +14,33 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.models.decoder import bind
+from jaxspec.common.shapes import Array, Float
+from jaxspec.models.backend import Backend
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Params, bind
+from jaxspec.models.draft_spec import HeadConfig
 from jaxspec.models.mixers.attention import rotary_tables
 from jaxspec.models.rows import Rows, whole_rows
-from jaxspec.train.passes import PassOutputs, per_token_outputs, projected, read
+from jaxspec.train.passes import Batch, PassOutputs, per_token_outputs, projected, read
 from pallas_kernels.plain import rms_norm
 
 PastKeysValues = list[tuple[jax.Array, jax.Array]]  # one layer's keys and values [B,T,G,D], of each pass so far
 # enter(head, embedding of each entry's next token [B,T,E], its feature [B,T,E], backend) returns the residual stream x
 # [B,T,E] and the normed input of the first layer's attention [B,T,_].
-Enter = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
+Enter = Callable[[Any, jax.Array, jax.Array, Backend], tuple[jax.Array, jax.Array]]
 
 
-def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carries_normed: bool) -> PassOutputs:
+def passes(
+    enter: Enter,
+    configs: tuple[ModelConfig, HeadConfig],
+    draft: Params,
+    target: Params,
+    batch: Batch,
+    backend: Backend,
+    k: int,
+    *,
+    carries_normed: bool,
+) -> PassOutputs:
     """Run the k passes that propose k drafts.
 
     The first pass reads the target's features. Each later pass reads, at every entry, the previous pass's output at the
@@ -51,11 +65,18 @@ def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carr
     return per_token_outputs(2, jnp.stack(outputs, axis=2), hidden)
 
 
-def one_pass(head, x, entry, seen: Sequence[PastKeysValues], rows: Rows, backend):
-    """Run x [B,T,E] through the head's layers; return it before and after the head's last norm.
+def one_pass(
+    head: Any,
+    x: Float[Array, "B T E"],
+    entry: Float[Array, "B T _"],
+    seen: Sequence[PastKeysValues],
+    rows: Rows,
+    backend: Backend,
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
+    """Run x through the head's layers; return it before and after the head's last norm.
 
-    entry [B,T,_] is the normed input of the first layer's attention. Each layer's keys and values are appended to its
-    list in `seen`.
+    entry: the normed input of the first layer's attention. seen: a list for each layer, to which its keys and
+      values are appended.
     """
     c, normed = head.config, entry
     norms = [*(layer.input_norm[...] for layer in head.layers[1:]), head.norm[...]]
@@ -67,10 +88,10 @@ def one_pass(head, x, entry, seen: Sequence[PastKeysValues], rows: Rows, backend
     return x, normed
 
 
-def attend(query, seen, config):
+def attend(query: Float[Array, "B T H D"], seen: PastKeysValues, config: HeadConfig) -> Float[Array, "B T _"]:
     """Return the attention output [B,T,H*D] of the last pass.
 
-    query [B,T,H,D]: of the last pass. seen: keys and values [B,T,G,D] of all passes, the last included.
+    query: of the last pass. seen: keys and values of all passes, the last included.
 
     In a round, the draft cache holds the first pass's keys at all positions but the last ones. Each later pass wrote
     one of those. So the entry at position t of pass `lag`, counted from 0, sees the first pass at positions up to
@@ -98,7 +119,7 @@ def attend(query, seen, config):
     return mixed.reshape(b, t, -1)
 
 
-def scaled(scores, config):
+def scaled(scores: Float[Array, "*rest"], config: HeadConfig) -> Float[Array, "*rest"]:
     """Return query-key products as the softmax takes them: scaled, and soft-capped if the model does so."""
     scores = scores * config.query_scale
     return config.soft_cap * jnp.tanh(scores / config.soft_cap) if config.soft_cap else scores

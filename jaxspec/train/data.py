@@ -88,6 +88,7 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 
 def shard_path(folder: Path, index: int) -> Path:
+    """Return the path of the index-th shard."""
     return folder / f"shard-{index:05d}.npz"
 
 
@@ -102,12 +103,14 @@ def write_shard(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_shard(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a shard. Raises UserError that names a file that cannot be read."""
     is_regular_file(path)
     with naming_file(path), np.load(path) as arrays:
         return {name: arrays[name] for name in ARRAYS}
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Replace the folder's manifest."""
     with whole(folder / MANIFEST) as partial:
         partial.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
@@ -201,6 +204,7 @@ def training(shards: Shards) -> Shards:
 
 
 def num_heldout(shards: Shards) -> int:
+    """Return the number of held-out sequences, at least 1."""
     return max(1, round(HELDOUT * len(shards)))
 
 

@@ -13,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.drafters.dflash import NAMES, Config
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind
+from jaxspec.models.decoder import Params, bind
 from jaxspec.models.mixers.attention import rotary_tables
 from jaxspec.models.model import Model
 from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.train import build, saved
-from jaxspec.train.passes import PassOutputs, draft_shares, projected, read
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs, draft_shares, projected, read
 from jaxspec.train.train_options import TrainOptions
 from pallas_kernels.plain import rms_norm
 
@@ -30,6 +32,7 @@ OVERLAP = 2  # blocks that cover each position; all share one target pass, which
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return the initial head."""
     return new_head(Config(**fields(target.config, options, counts)), options, target, counts, placement)
 
 
@@ -55,10 +58,14 @@ def fields(target: ModelConfig, options: TrainOptions, counts: np.ndarray) -> di
     }
 
 
-def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+def passes(
+    configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
+) -> PassOutputs:
+    """Run the head over sampled blocks of the batch."""
     config, tokens = configs[1], batch["tokens"]
     skipped = 0 if config.from_pending else 1  # positions of a block before the first that makes a draft
     size = k + skipped
+    assert config.mask_id is not None  # see `fields`
     head: Any = bind(config, draft)
     decoder, hidden, tapped = read(configs[0], target, batch, backend, config.spec.taps)
     dtype = head.fc[...].dtype
@@ -74,7 +81,7 @@ def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
     shares = np.tile(draft_shares(k), count).astype(np.float32)
     first = np.tile(np.arange(k) == 0, count)
 
-    def entries(y):
+    def entries(y: jax.Array) -> jax.Array:
         """Return [B, blocks * k, ...] of [B, blocks, k, ...]."""
         return y.reshape(len(tokens), -1, *y.shape[3:])
 
@@ -92,11 +99,15 @@ def first_places(draw: jax.Array, length: int, size: int) -> jax.Array:
     return jnp.minimum(jnp.arange(count, dtype=jnp.int32) * stretch + drawn, length - 1)
 
 
-def through_layers(head, x, past, block, backend):
-    """Return the hidden states [B,A*T,E] of blocks after the head's last norm.
+def through_layers(
+    head: Any, x: Float[Array, "B _ E"], past: Float[Array, "B _ E"], block: Int[Array, "B _ T"], backend: Backend
+) -> Float[Array, "B _ E"]:
+    """Return the hidden states of blocks after the head's last norm.
 
-    x: [B,A*T,E], embeddings of A blocks of T positions. block: i32[B,A,T], their positions. past: [B,S,E], the features
-    of all tokens. A block attends to itself and to the past before its first position.
+    x: embeddings of A blocks of T positions, [B,A*T,E]. block: their positions, [B,A,T]. past: the features of all
+    tokens of a row, [B,S,E].
+
+    A block attends to itself and to the past before its first position.
     """
     c, dtype = head.config, x.dtype
     own = Rows(block.reshape(len(x), -1))
@@ -104,7 +115,7 @@ def through_layers(head, x, past, block, backend):
     known = before.positions[:, None] < block[:, :, :1]  # [B,A,S]
     at_block, at_past = (rotary_tables(c.layers, rows, backend)[c.rope, c.head_dim] for rows in (own, before))
 
-    def by_block(y):
+    def by_block(y: jax.Array) -> jax.Array:
         """Return [B,A,T,G,heads of a group,D] of a query, or [B,A,T,G,1,D] of a key or value."""
         return y.reshape(*block.shape, c.num_kv_heads, -1, c.head_dim)
 
@@ -122,11 +133,13 @@ def through_layers(head, x, past, block, backend):
     return rms_norm(head.norm[...], x, c.norm_eps)
 
 
-def heads(configs, draft, target, k):
+def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
+    """Return the module of the one pass over a block."""
     return [bind(configs[1], draft) if configs[1].has_head else bind(configs[0], target)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the head under DFlash's names."""
     dflash = {"mask_token_id": config.mask_id, "target_layer_ids": [i - 1 for i in config.taps]}
     own = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
     write(folder, own, params, config, NAMES, fingerprint)

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from checkpoints import orbax
-from jaxspec.models.decoder import bind, whole
+from jaxspec.models.backend import Backend
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Params, bind, whole
 from jaxspec.models.model import Model
 from jaxspec.train import build
-from jaxspec.train.passes import PassOutputs, per_token_outputs
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs, per_token_outputs
 from jaxspec.train.train_options import TrainOptions
 
 READS = False
@@ -19,20 +21,26 @@ TAKES = tuple(build.SHAPE)
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return the initial draft model."""
     config = build.draft_config(target.config, options)
     ids = build.vocabulary(counts, config)
     params = build.first_params(config, target, ids, placement, seed=options.seed, from_target=options.init_from_target)
     return Model(config, params)
 
 
-def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+def passes(
+    configs: tuple[ModelConfig, ModelConfig], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
+) -> PassOutputs:
+    """Run the draft model over the batch."""
     _, hidden = whole(configs[1], draft, batch["tokens"], backend)
     return per_token_outputs(1, hidden[:, :, None])
 
 
-def heads(configs, draft, target, k):
+def heads(configs: tuple[ModelConfig, ModelConfig], draft: Params, target: Params, k: int) -> list[OutputHead]:
+    """Return the module of the one pass."""
     return [bind(configs[1], draft)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the draft model as orbax files."""
     orbax.save(folder, params, config, fingerprint=fingerprint, replace=True)

@@ -14,10 +14,12 @@ import numpy as np
 
 from jaxspec.drafters.dflash import NAMES
 from jaxspec.drafters.dspark import Config, names
-from jaxspec.models.decoder import bind
+from jaxspec.models.backend import Backend
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Params, bind
 from jaxspec.models.model import Model
 from jaxspec.train import dflash
-from jaxspec.train.passes import PassOutputs
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs
 from jaxspec.train.train_options import TrainOptions
 
 READS = True
@@ -26,6 +28,7 @@ RANK = 64  # default of markov_rank
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return the initial head."""
     config = Config(**dflash.fields(target.config, options, counts) | {
         "block_size": options.num_speculative_tokens,
         "from_pending": True,
@@ -36,13 +39,15 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
     return dflash.new_head(config, options, target, counts, placement)
 
 
-def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+def passes(
+    configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
+) -> PassOutputs:
     """Run DFlash's passes, and append to each hidden state the channels [r] that the previous token gives."""
     outputs = dflash.passes(configs, draft, target, batch, backend, k)
     head: Any = bind(configs[1], draft)
     decoder = bind(configs[0], target)
 
-    def by_block(x):
+    def by_block(x: jax.Array) -> jax.Array:
         """Return [B, blocks, k, ...] of [B, blocks * k, ...]."""
         return x.reshape(len(x), -1, k, *x.shape[2:])
 
@@ -63,17 +68,20 @@ class MarkovHead(NamedTuple):
     head: Any
     markov: Any
 
-    def logits(self, x: jax.Array, backend: Any) -> jax.Array:
+    def logits(self, x: jax.Array, backend: Backend) -> jax.Array:
         width = self.markov.config.width
-        return self.head.logits(x[..., :width], backend) + self.markov.logits(x[..., width:], backend)
+        logits: jax.Array = self.head.logits(x[..., :width], backend) + self.markov.logits(x[..., width:], backend)
+        return logits
 
 
-def heads(configs, draft, target, k):
+def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
+    """Return the module of the one pass over a block."""
     (head,) = dflash.heads(configs, draft, target, k)
     return [MarkovHead(head, bind(configs[1], draft).markov)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the head under DSpark's names."""
     own = {
         "architectures": ["Qwen3DSparkModel"],
         "mask_token_id": config.mask_id,

@@ -11,12 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters.eagle3 import Config, places
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind
+from jaxspec.models.decoder import Params, bind
 from jaxspec.models.model import Model
 from jaxspec.train import build, chain, saved
-from jaxspec.train.passes import PassOutputs
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs
 from jaxspec.train.train_options import TrainOptions
 from pallas_kernels.plain import rms_norm
 
@@ -35,27 +37,36 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
+    """Return the configuration of a new head."""
     layers = build.num_layers(target, options, 1)
     fields = build.layer_fields(target, options, layers, MOST_IDS)
     return Config(**fields, taps=build.check_tapped(target, options.method), target_width=target.width)
 
 
-def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+def passes(
+    configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
+) -> PassOutputs:
+    """Run the head over the batch, k times in a chain."""
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=False)
 
 
-def enter(head, token, feature, backend):
+def enter(
+    head: Any, token: Float[Array, "B T E"], feature: Float[Array, "B T E"], backend: Backend
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T _"]]:
+    """Return the entry of the head's first layer: (residual, input)."""
     c = head.config
     token = rms_norm(head.token_norm[...], token, c.norm_eps)
     hidden = rms_norm(head.hidden_norm[...], feature, c.norm_eps)
     return feature, jnp.concatenate([token, hidden], axis=-1)
 
 
-def heads(configs, draft, target, k):
+def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
+    """Return the same head for each of the k passes."""
     return [bind(configs[1], draft)] * k
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the head under EAGLE-3's names."""
     config_json = {
         **saved.layers(config),
         "architectures": ["LlamaForCausalLMEagle3"],

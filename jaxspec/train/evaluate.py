@@ -35,9 +35,9 @@ def read_prompts(path: Path) -> Prompts:
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is no JSON file: {error}") from None
+        raise UserError(f"{path} is not a JSON file: {error}") from None
     if not isinstance(prompts, dict) or not prompts or not all(map(are_texts, prompts.values())):
-        raise UserError(f"{path} must hold {{category: [text, ...]}}, with one text at least in each")
+        raise UserError(f"{path} must hold {{category: [text, ...]}}, with at least one text in each")
     return prompts
 
 
@@ -65,9 +65,16 @@ def evaluate(
     It has a row for each temperature and category, and one for all categories together.
 
     Args:
+      target: name of the target model, as in LLM.
+      draft: name of the draft, as in SpeculativeConfig.
+      prompts: user messages by category.
+      max_tokens: maximum number of tokens of an answer.
+      num_speculative_tokens: K, the number of drafts a round.
       tree: width, depth and nodes of a tree of drafts, in place of num_speculative_tokens.
+      temperatures: temperatures to measure at; 0 is greedy.
       rule: acceptance rule for temperatures above 0; by default the block rule, or the trees' own rule with a tree.
       samples: answers to each prompt, with seeds 0, 1, ...
+      progress: whether to show a bar.
       options: options of EngineConfig.
     """
     params = [

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.common.shapes import Array, Int
 from jaxspec.models.backend import Backend
+from jaxspec.models.decoder import Params
 from jaxspec.models.model import Model
 from jaxspec.parallel.placement import Placement
 from jaxspec.train.data import Rows
@@ -42,7 +44,7 @@ def kept(
     params = jax.device_put(target.params, devices.sharding())
 
     @jax.jit
-    def find(params, tokens):
+    def find(params: Params, tokens: Int[Array, "B T"]) -> dict[str, Array]:
         _, seen, tapped = read(target.config, params, {"tokens": tokens}, backend, taps)
         if not taps:
             return {"seen": seen}
@@ -54,7 +56,7 @@ def kept(
         rows,
         count,
         lambda tokens: find(params, tokens),
-        what="what the target computes",
+        what="the target's features",
         remedy="leave --keep-features out or lower --steps",
         batch_size=batch_size,
         devices=devices,

@@ -34,14 +34,16 @@ def begun(draft: Model, target: Model, options: TrainOptions, counts: np.ndarray
     if made_for != options.method:
         raise UserError(f"{given} is a draft of the method {made_for}: give --method {made_for}")
     if c.vocab_size != target.config.vocab_size:
-        raise UserError(f"{given} is a draft for {c.vocab_size} ids, the target has {target.config.vocab_size}")
+        raise UserError(
+            f"{given} is a draft for {c.vocab_size} ids, the target has {target.config.vocab_size}: give another draft"
+        )
     shape = {option: value for option, value in shape_of(draft).items() if option in method.TAKES}
     deepens = "layers.0.out" in draft.params and (options.layers or 0) > c.num_layers
     for option, has in shape.items():
         wanted = getattr(options, option)
         if wanted not in (None, has) and not (option == "layers" and deepens):
             flag = flag_of(option)
-            raise UserError(f"{given} has {has} where {flag} {wanted} asks for another shape: leave {flag} out")
+            raise UserError(f"{given} has {option}={has}, not {flag} {wanted}: leave {flag} out")
     if method.READS:
         new = method.new(dataclasses.replace(options, init_from=None, **shape), target, counts, placement)
         check_passes(draft, new, options)
@@ -72,8 +74,8 @@ def check_passes(draft: Model, new: Model, options: TrainOptions) -> None:
         makes = getattr(new.config, field.name)
         if has != makes and field.name not in OF_THE_DATA:
             raise UserError(
-                f"--init-from {options.init_from} has {field.name} {has}, and --method {options.method} as asked for "
-                f"trains {makes}: begin with another"
+                f"--init-from {options.init_from} has {field.name}={has}, and --method {options.method} trains "
+                f"drafts with {makes}: give another draft"
             )
 
 

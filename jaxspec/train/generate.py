@@ -60,7 +60,9 @@ class Shard:
         self.changed = True
 
 
-def generate(llm: LLM, out: str | Path, options: DataOptions, *, target: str = "", progress: bool = True) -> dict:
+def generate(
+    llm: LLM, out: str | Path, options: DataOptions, *, target: str = "", progress: bool = True
+) -> dict[str, Any]:
     """Fill the folder `out` until it holds options.tokens, and return its manifest. Sequences that exist are kept.
 
     llm: the target, made with `engine_options`. target: its name, for the manifest.
@@ -217,7 +219,7 @@ class Run:
     def ended(self, request: Request) -> None:
         """Process a finished request. A message goes on at once with its answer or another attempt."""
         if request.finish_reason == "error":
-            raise RuntimeError(f"generation failed: {request.error}; where memory is short, lower --rows")
+            raise RuntimeError(f"generation failed: {request.error}; if memory is short, lower --rows")
         shard, row = self.running.pop(request)
         if shard.openings[row].attempt:
             shard.openings[row] = with_message(self.llm, shard.openings[row], request)
@@ -277,6 +279,6 @@ def kept(folder: Path) -> str:
     update_counts(folder, done)
     total = sum(done.values(), Counter())
     if not total["sequences"]:
-        return f"no sequence was finished, nothing is kept in {folder}"
+        return f"no sequence was finished, and {folder} holds none"
     held = f"{total['sequences']:,} sequences with {total['tokens']:,} tokens"
-    return f"{held} are kept in {folder}: the same command goes on from there"
+    return f"{held} are saved in {folder}: the same command continues from there"

@@ -76,7 +76,7 @@ class Records:
 
     @property
     def length(self) -> int:
-        return self.rows.tokens.shape[1]
+        return int(self.rows.tokens.shape[1])
 
     def read(self) -> np.ndarray:
         """Return the file's records, at most `count`."""
@@ -101,7 +101,7 @@ class Records:
             disk_errors(self.path),
             self.path.open("r+b") as file,
             contextlib.closing(ahead(self.ask, starts)) as answers,
-            token_progress(f"finding {self.what}", count * self.length, done * self.length) as report,
+            token_progress(f"computing {self.what}", count * self.length, done * self.length) as report,
         ):
             file.seek(done * self.dtype.itemsize)
             since = time.perf_counter()

@@ -66,8 +66,8 @@ def trained(options: TrainOptions, deadline: float, work: Work) -> Path:
         begun = read_json(options.out / RECIPE).get(ROWS, digest)
         if begun != digest:
             raise UserError(
-                f"--resume: {options.data} makes rows {digest}, the run was begun with {begun}: give the data as it "
-                "was, or begin anew in another folder"
+                f"--resume: {options.data} gives rows with the digest {digest}, the run was started with {begun}: give "
+                "the same data, or start a run in another folder"
             )
     target = teacher(setup)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -86,10 +86,10 @@ def kept(options: TrainOptions) -> str:
     again = "the same command" + ("" if options.resume else " with --resume")
     steps = [int(path.name) for path in (options.out / WORK).glob("*") if path.name.isdecimal()]
     if steps:
-        return f"step {max(steps)} is kept in {options.out}: {again} goes on from there"
+        return f"step {max(steps)} is saved in {options.out}: {again} continues from there"
     if (options.out / RECIPE).is_file():
-        return f"{options.out} keeps no step yet: {again} begins anew"
-    return "no step was made: the same command begins anew, with what the target has said of the data so far"
+        return f"{options.out} holds no step yet: {again} starts from the beginning"
+    return "no step was made: the same command starts again, and reuses what the target has computed so far"
 
 
 def recipe(options: TrainOptions) -> dict[str, Any]:
@@ -108,12 +108,12 @@ def check_folder(options: TrainOptions) -> None:
         orbax.check_free(options.out)
         return
     if not path.is_file():
-        raise FileNotFoundError(f"--resume: {path} is missing, so no run was begun there: leave --resume out")
+        raise FileNotFoundError(f"--resume: {path} is missing, so no run was started there: leave --resume out")
     begun = read_json(path)
     for name, value in recipe(options).items():
         if begun.get(name) != value:
             raise UserError(
-                f"--resume with {flag_of(name)} {value}, but the run was begun with {begun.get(name)}: use that"
+                f"--resume with {flag_of(name)} {value}, but the run was started with {begun.get(name)}: give that"
             )
 
 
@@ -187,7 +187,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         now = time.perf_counter()
         each = (now - since) / len(window)
         if not np.isfinite(means["loss"]):
-            raise UserError(f"the loss is no number at step {at}: lower --learning-rate, and begin anew")
+            raise UserError(f"the loss is not finite at step {at}: lower --learning-rate, and start a new run")
         clocks = {"step_seconds": each, "seconds": work.seconds}
         journal.add({"step": at, **means, "learning_rate": learning_rate(o, at - 1, total), **clocks})
         newest = f"loss {means['loss']:.3f}, expected acceptance {1 - means['tv']:.3f}"
@@ -223,7 +223,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     if saved != at:
         keep()
     if at < total:
-        write_line(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume goes on")
+        write_line(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume continues")
 
 
 def steps_that_fit(total: int, at: int, each: float, left: float, eval_every: int, last: float) -> int:

@@ -22,7 +22,7 @@ from jaxspec.models.decoder import Params, bind, whole
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
 from jaxspec.train import methods
-from jaxspec.train.passes import PassOutputs
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs
 
 PIECE = 1 << 28  # largest number of logits in memory at a time
 LOG_ZERO = -1e4  # log-probability of an impossible outcome; finite, because 0 * inf is NaN
@@ -35,6 +35,9 @@ DIVERGENCES: dict[str, Callable[[Float[Array, "*n"], Float[Array, "*n"]], Float[
     "kl": lambda log_p, log_q: jnp.exp(log_p) * (log_p - log_q),
     "rkl": lambda log_p, log_q: jnp.exp(log_q) * (log_q - log_p),
 }
+
+
+Sums = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # the loss and the metrics, over some predictions
 
 
 class TargetProbs(NamedTuple):
@@ -128,14 +131,15 @@ def loss_sums(
     dtype: Any,
     draft: Params,
     target: Params,
-    batch: Mapping[str, jax.Array],
+    batch: Batch,
     k: int = 1,
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+) -> Sums:
     """Return the weighted loss and the metrics "tv", "agree", "lost" and "count", summed over the positions that count.
 
     Args:
       configs: configurations of the target and of the draft.
       weights: weight of each loss.
+      backend: the device and the forms of the models' operations.
       dtype: dtype of the computation.
       draft: the draft's parameters, float32.
       target: the target's parameters, from `own_ids_first` if the batch has no ids. A draft model does not read them if
@@ -168,9 +172,9 @@ def loss_sums(
         return computed_now(bind(configs[0], target).logits(known["hidden"], backend), draft_config.head_size)
 
     @jax.checkpoint
-    def sums(draft, probs, piece):
+    def sums(draft: Params, probs: TargetProbs, piece: Mapping[str, Any]) -> Sums:
         # Converting the parameters here makes the pieces' gradients of the table add up in float32.
-        heads = method.heads(configs, computed(draft, dtype), target, k)
+        heads: list[OutputHead] = method.heads(configs, computed(draft, dtype), target, k)
         loss, metrics = jnp.float32(0), dict(zeros)
         for i, head in enumerate(heads):
             each = distances(weights, probs, head.logits(piece["hidden"][:, :, i], backend))
@@ -181,7 +185,7 @@ def loss_sums(
             metrics = {name: x + jnp.sum(jnp.where(first, values[name], 0.0)) for name, x in metrics.items()}
         return loss, metrics
 
-    def add(total, piece):
+    def add(total: Sums, piece: Mapping[str, Any]) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, total, sums(draft, target_probs(piece["known"]), piece)), None
 
     rows, entries = outputs.predicts.shape

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.medusa import VLLM, Config, places
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind, parameters
+from jaxspec.models.decoder import Params, bind, parameters
 from jaxspec.models.model import Model
 from jaxspec.train import build, saved
-from jaxspec.train.passes import PassOutputs, per_token_outputs, read
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs, per_token_outputs, read
 from jaxspec.train.train_options import TrainOptions
 
 READS = True
@@ -42,6 +43,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig, options: TrainOptions) -> Config:
+    """Return the configuration of new heads."""
     own = options.vocab_size is not None
     size = build.num_ids(target, options, target.vocab_size)
     return Config(**vars(target) | {
@@ -53,7 +55,10 @@ def head_config(target: ModelConfig, options: TrainOptions) -> Config:
     })  # fmt: skip
 
 
-def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+def passes(
+    configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
+) -> PassOutputs:
+    """Run the k heads over the target's hidden states."""
     own: Any = bind(configs[1], draft)
     _, hidden, _ = read(configs[0], target, batch, backend, ())
     dtype = own.heads[0].blocks[0][...].dtype
@@ -62,12 +67,14 @@ def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
     return per_token_outputs(2, jnp.stack(outputs, axis=2), hidden)
 
 
-def heads(configs, draft, target, k):
+def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
+    """Return the module of each head's logits."""
     own: Any = bind(configs[1], draft)
     return [own.one(i) if configs[1].has_head else bind(configs[0], target) for i in range(k)]
 
 
 def save(folder: Path, params: Any, config: Any, fingerprint: str) -> None:
+    """Write the heads under Medusa's names."""
     config_json = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

@@ -1,4 +1,6 @@
-"""The registry of methods that can be trained. Each method is a module of this package that defines:
+"""The registry of methods that can be trained.
+
+Each method is a module of this package that defines:
 
 READS: whether the draft reads the target's hidden states.
 TAKES: names of the shape options (`jaxspec.train.train_options`) that the method accepts.

@@ -11,13 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters.mtp import Config, formats, names
+from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import bind
+from jaxspec.models.decoder import Params, bind
 from jaxspec.models.head import product
 from jaxspec.models.model import Model
 from jaxspec.train import build, chain, saved
-from jaxspec.train.passes import PassOutputs
+from jaxspec.train.passes import Batch, OutputHead, PassOutputs
 from jaxspec.train.train_options import TrainOptions
 from pallas_kernels.plain import rms_norm
 
@@ -27,6 +29,7 @@ FORMAT = "deepseek"
 
 
 def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any) -> Model:
+    """Return the initial layer; by default a copy of the target's last one."""
     config = head_config(target.config)
     last = f"layers.{target.config.num_layers - 1}."
     known: dict[str, Any] = {}
@@ -37,6 +40,7 @@ def new(options: TrainOptions, target: Model, counts: np.ndarray, placement: Any
 
 
 def head_config(target: ModelConfig) -> Config:
+    """Return the configuration of a new layer."""
     fields = vars(target) | {
         "num_layers": 1,
         "windows": (None,),
@@ -47,11 +51,17 @@ def head_config(target: ModelConfig) -> Config:
     return Config(**fields)
 
 
-def passes(configs, draft, target, batch, backend, k) -> PassOutputs:
+def passes(
+    configs: tuple[ModelConfig, Config], draft: Params, target: Params, batch: Batch, backend: Backend, k: int
+) -> PassOutputs:
+    """Run the layer over the batch, k times in a chain."""
     return chain.passes(enter, configs, draft, target, batch, backend, k, carries_normed=True)
 
 
-def enter(head, token, feature, backend):
+def enter(
+    head: Any, token: Float[Array, "B T E"], feature: Float[Array, "B T E"], backend: Backend
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T _"]]:
+    """Return the entry of the layer: (residual, input)."""
     c = head.config
     normed_token = rms_norm(head.token_norm[...], token, c.norm_eps)
     hidden = rms_norm(head.hidden_norm[...], feature, c.norm_eps)
@@ -59,7 +69,8 @@ def enter(head, token, feature, backend):
     return x, rms_norm(head.layers[0].input_norm[...], x, c.norm_eps)
 
 
-def heads(configs, draft, target, k):
+def heads(configs: tuple[ModelConfig, Config], draft: Params, target: Params, k: int) -> list[OutputHead]:
+    """Return the target, whose logits serve each of the k passes."""
     return [bind(configs[0], target)] * k
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,17 @@ from pallas_kernels.weights import product
 
 # Ratio of a draft's share in the loss to the previous draft's: a draft counts only if all before it were accepted.
 DECAY = 0.8
+
+
+Batch = Mapping[str, jax.Array]  # see `jaxspec.train.loss.loss_sums`
+
+
+class OutputHead(Protocol):
+    """A module that computes logits."""
+
+    def logits(self, x: jax.Array, backend: Backend, /) -> jax.Array:
+        """Return the logits f32[..., V] of hidden states x [..., E]."""
+        ...
 
 
 class PassOutputs(NamedTuple):
@@ -54,12 +65,13 @@ def per_token_outputs(ahead: int, hidden: jax.Array, seen: jax.Array | None = No
 
 def draft_shares(k: int) -> np.ndarray:
     """Return each draft's share in the loss, f64[k]. The shares sum to 1."""
-    each = DECAY ** np.arange(k)
-    return each / each.sum()
+    each: np.ndarray = DECAY ** np.arange(k)
+    shares: np.ndarray = each / each.sum()
+    return shares
 
 
 def read(
-    config: ModelConfig, target: Params, batch: Mapping[str, jax.Array], backend: Backend, taps: tuple[int, ...]
+    config: ModelConfig, target: Params, batch: Batch, backend: Backend, taps: tuple[int, ...]
 ) -> tuple[Decoder, jax.Array, tuple[Any, ...]]:
     """Return the target's decoder, its hidden states after the last norm [B,T,E], and the inputs of the layers `taps`.
 
@@ -74,9 +86,13 @@ def read(
     return decoder, *lax.stop_gradient((hidden, tapped))
 
 
-def projected(layer: Any, normed: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+def projected(
+    layer: Any, normed: jax.Array, tables: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return a layer's query [B,T,H,D], key and value [B,T,G,D]. tables: rotary tables of the entries' positions."""
     c = layer.config
     bias = layer.qkv_bias[...] if c.qkv_bias else None
     q_norm, k_norm = (layer.q_norm[...], layer.k_norm[...]) if c.qk_norm else (None, None)
-    return project(product(normed, layer.qkv[...]), bias, q_norm, k_norm, *tables, c.num_kv_heads, c.norm_eps)
+    heads = product(normed, layer.qkv[...])
+    query, key, value = project(heads, bias, q_norm, k_norm, *tables, c.num_kv_heads, c.norm_eps)
+    return query, key, value

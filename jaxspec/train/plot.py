@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxspec.common.writing import whole
 def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: int) -> None:
     """Write a picture of loss and acceptance length over the steps. rows: those of metrics.jsonl."""
 
-    def column(name):
+    def column(name: str) -> Iterator[tuple[Any, ...]]:
         """Return steps and values of the rows that have this value."""
         return zip(*((row["step"], row[name]) for row in rows if name in row), strict=True)
 

@@ -77,10 +77,11 @@ def prepare(options: TrainOptions) -> Setup:
     method = methods.implementation(options.method)
     build.check_taken(options, method.TAKES)
     if options.keep_features and not method.READS:
-        raise UserError(f"--keep-features, but --method {options.method} reads none: leave it out")
+        raise UserError(f"--keep-features, but --method {options.method} reads no features: leave it out")
     if options.batch_size // options.accumulate % count:
         raise UserError(
-            f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices"
+            f"--batch-size {options.batch_size} in {options.accumulate} parts does not divide over {count} devices: "
+            f"give a multiple of {options.accumulate * count}"
         )
     shards = data.load(options.data)
     rows = data.packed(data.training(shards), options.seed, options.length)
@@ -129,7 +130,7 @@ def check_data(options: TrainOptions, target: Model, fingerprint: str, shards: d
     measured = f"--eval-tokens {options.eval_tokens}, with prompts {longest} tokens,"
     for value, given in ((options.length, f"--length {options.length}"), (longest, measured)):
         if value > c.max_model_len:
-            raise UserError(f"{given} exceeds the {c.max_model_len} that {options.target} reads: lower it")
+            raise UserError(f"{given} exceeds the maximum length of {options.target}, {c.max_model_len}: lower it")
     if (options.top_n or 0) > c.vocab_size:
         raise UserError(f"--top-n {options.top_n} exceeds the target's {c.vocab_size} ids: lower it, or give 0 for all")
 

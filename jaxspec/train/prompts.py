@@ -7,8 +7,8 @@ import math
 import random
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 DRAWN = ("chat", "story", "code", "summary", "rewrite", "list", "translate", "free")
 # Categories whose messages the target writes: whole ones for "self", ones that go on from the first words of a drawn
@@ -67,7 +67,7 @@ def misspelt(text: str, rng: random.Random) -> str:
     return re.sub(r"[A-Za-z]{4,}", change, text)
 
 
-CHANGES: dict[str | None, Any] = {
+CHANGES: dict[str | None, Callable[[str, random.Random], str]] = {
     None: lambda text, rng: text,
     "capital": lambda text, rng: text[:1].upper() + text[1:],
     "misspelt": misspelt,

@@ -15,17 +15,20 @@ import optax.contrib
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.common.shapes import Array, Float
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import parameters
+from jaxspec.models.decoder import Params, parameters
 from jaxspec.models.model import Model
 from jaxspec.parallel.placement import AXES
-from jaxspec.train.loss import METRICS, loss_sums
+from jaxspec.train.loss import METRICS, Sums, loss_sums
+from jaxspec.train.passes import Batch
 from jaxspec.train.train_options import TrainOptions, loss_weights
 from pallas_kernels.device import Device
 
 DraftParams = dict[str, jax.Array]
+FixedParams = tuple[DraftParams, Params]  # those of the draft that are not trained, and the target's
 
 
 class State(NamedTuple):
@@ -46,7 +49,7 @@ def make_optimizer(options: TrainOptions, config: ModelConfig) -> optax.Gradient
     known = parameters(config).items()
     products = {name for name, p in known if p.kind == "matrix" and "vocab" not in p.axes}
 
-    def dimension_numbers(params):
+    def dimension_numbers(params: DraftParams) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:
         """Return Muon's dimension numbers for its matrices, None for the parameters of Adam."""
         return {name: optax.contrib.MuonDimensionNumbers() if name in products else None for name in params}
 
@@ -79,6 +82,9 @@ def make_step(
 
     Args:
       target: the target's configuration, from `own_ids_first` if the batches have no ids.
+      draft: the draft's configuration.
+      options: the number of drafts, the losses' weights, and the settings of the optimiser.
+      backend: the device and the forms of the models' operations.
       dtype: dtype of the computation.
 
     The step donates the state. fixed holds the draft's parameters that are not trained, and the target's parameters.
@@ -88,18 +94,20 @@ def make_step(
     optimizer = make_optimizer(options, draft)
     weights = loss_weights(options.loss)
 
-    def sums(params, fixed, batch):
+    def sums(params: DraftParams, fixed: FixedParams, batch: Batch) -> Sums:
         frozen, target_params = fixed
         k = options.num_speculative_tokens
         return loss_sums((target, draft), weights, backend, dtype, {**params, **frozen}, target_params, batch, k)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, rate, fixed: tuple[DraftParams, DraftParams], batch):
-        def part(total, batch):
+    def step(
+        state: State, rate: Float[Array, ""], fixed: FixedParams, batch: Batch
+    ) -> tuple[State, dict[str, Float[Array, ""]]]:
+        def part(total: Any, batch: Batch) -> tuple[Any, None]:
             (loss, metrics), grads = jax.value_and_grad(sums, has_aux=True)(state.params, fixed, batch)
             return jax.tree.map(jnp.add, total, ({"loss": loss, **metrics}, grads)), None
 
-        def split(x):
+        def split(x: jax.Array) -> jax.Array:
             """Return the parts [accumulate, B / accumulate, ...]. Each part has rows from every device."""
             return x.reshape(-1, options.accumulate, *x.shape[1:]).swapaxes(0, 1)
 
@@ -138,7 +146,9 @@ def dense_backend(config: ModelConfig, device: Device, dtype: Any) -> Backend:
 def first_state(draft: Model, options: TrainOptions, placed: Any) -> State:
     """Return the initial state: copies of the trained parameters, because steps donate them. placed: their sharding."""
     own = {name: jnp.copy(draft.params[name]) for name, p in parameters(draft.config).items() if p.trained}
-    return jax.device_put(State(own, make_optimizer(options, draft.config).init(own)), placed)
+    state = State(own, make_optimizer(options, draft.config).init(own))
+    placed_state: State = jax.device_put(state, placed)
+    return placed_state
 
 
 def place_rows(placement: Any) -> Callable[[Any], Any]:

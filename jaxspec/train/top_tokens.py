@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 
 from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.models.backend import Backend
-from jaxspec.models.decoder import bind, whole
+from jaxspec.models.decoder import Params, bind, whole
 from jaxspec.models.model import Model
 from jaxspec.parallel.placement import Placement
 from jaxspec.train.data import Rows, id_dtype
@@ -41,13 +42,13 @@ def kept(
     params = jax.device_put(target.params, devices.sharding())
 
     @jax.jit
-    def find(params, tokens):
+    def find(params: Params, tokens: Int[Array, "B T"]) -> dict[str, Array]:
         hidden = whole(target.config, params, tokens, backend)[1]
 
-        def of_piece(hidden):
+        def of_piece(hidden: Array) -> tuple[Array, Array]:
             return top(bind(target.config, params).logits(hidden, backend), n)
 
-        def joined(pieces, dtype):
+        def joined(pieces: Array, dtype: Any) -> Array:
             return pieces.swapaxes(0, 1).reshape(batch_size, length, n).astype(dtype)
 
         ids, log_p = lax.map(of_piece, cut(hidden, num_pieces(batch_size, length, vocab_size)))

@@ -46,7 +46,7 @@ def fits(options: dict[str, Any], config: ModelConfig, dtype: str) -> bool:
     pages = options["num_pages"] * page_bytes(config, compute, 1, device.platform)
     temporary = temporary_bytes({"target": Model(config, {})}, engine, None, device.platform)
     needed = weight_bytes(config, compute, 1) + pages + temporary
-    return needed <= engine.memory_utilization * stats["bytes_limit"]
+    return bool(needed <= engine.memory_utilization * stats["bytes_limit"])
 
 
 def with_rows(options: DataOptions, rows: int) -> dict[str, Any]:

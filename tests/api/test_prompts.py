@@ -43,7 +43,7 @@ def test_bad_words_have_two_forms(words, ids):
 
 
 def test_a_bad_word_without_tokens():
-    with pytest.raises(ValueError, match="bad_words: '  ' has no tokens: give words that have"):
+    with pytest.raises(ValueError, match="bad_words: '  ' has no tokens: leave it out"):
         bad_word_ids(Table(), ("dog", "  "))
 
 

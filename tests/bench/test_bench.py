@@ -273,7 +273,7 @@ def test_a_head_beside_a_model(tmp_path, capsys):
     chosen = {"preset": None, "model": str(target), "draft": str(tmp_path / "head"), "stages": stages}
     found = measure.run(dataclasses.replace(CHOSEN, **chosen), LIMITS)["rows"]
     assert [r["stage"] for r in found] == ["target", "round", "propose"]
-    assert "draft: left out, a head is no model that decodes by itself" in capsys.readouterr().err
+    assert "draft: skipped, because a head does not decode by itself" in capsys.readouterr().err
 
 
 def run(capsys, *arguments):
@@ -389,7 +389,7 @@ def test_a_real_model(capsys, limits, tmp_path):
         (["--preset", "qwen3-9b"], "--preset 'qwen3-9b' is unknown (did you mean qwen3-8b?): use one of qwen3-0.6b,"),
         (["--preset", "tiny+tinny"], "--preset 'tinny' is unknown (did you mean tiny?)"),
         (["--preset", "tiny", "--model", "x"], "give one of --preset (random weights) and --model (a real model)"),
-        (["--preset", "tiny", "--draft", "x"], "--draft x goes with --model: give a preset's draft as target+draft"),
+        (["--preset", "tiny", "--draft", "x"], "--draft x needs --model: give a preset's draft as target+draft"),
         (["--batch-size", "1,zero"], "--batch-size '1,zero': give whole numbers of at least 1"),
         (["--context", "1"], "--context '1': give whole numbers of at least 2"),
         (["-k", ""], "-k '': give whole numbers of at least 1"),
@@ -420,7 +420,7 @@ def test_a_real_model(capsys, limits, tmp_path):
             "--draft-tensor-parallel-size needs a draft: give --preset target+draft",
         ),
         (["--stages", "plain", "--tree", "2,2,5", "--preset", "tiny+eagle3"], "--tree belongs to the stages propose"),
-        (["--tree", "2,2,5", "-k", "3", "--preset", "tiny+eagle3"], "--tree stands in place of -k 3: leave that out"),
+        (["--tree", "2,2,5", "-k", "3", "--preset", "tiny+eagle3"], "--tree replaces -k 3: leave -k out"),
         (
             ["-k", "2,4", "--synthetic-acceptance-rates", "1,0.5"],
             "gives 2 rates, K = 4 needs 4: give as many, or leave",

@@ -112,15 +112,15 @@ def test_convert(capsys, folder, tmp_path):
         (["--repetition-penalty", "0"], "--repetition-penalty 0.0 must lie in [0.001, 1000]; 1 turns it off"),
         (["--presence-penalty", "3"], "--presence-penalty 3.0 must lie in [-2, 2]; 0 turns it off"),
         (["--frequency-penalty", "-3"], "--frequency-penalty -3.0 must lie in [-2, 2]"),
-        (["-k", "0"], "--num-speculative-tokens 0 drafts nothing: --method none decodes plainly"),
-        (["--method", "none", "-k", "3"], "--method none decodes plainly: leave --num-speculative-tokens out"),
+        (["-k", "0"], "--num-speculative-tokens 0 drafts nothing: use --method none"),
+        (["--method", "none", "-k", "3"], "--method none turns speculation off: leave --num-speculative-tokens out"),
         (["--model", "org/x", "--method", "draft_model"], "'draft_model' needs --draft: the draft's hub id, folder"),
         (["--method", "ngram", "--draft", "x"], "--method 'ngram' uses no draft model, but --draft 'x' is given"),
         (["--max-model-len", "0"], "--max-model-len 0 is below 1"),
         (["--dtype", "float8"], "--dtype 'float8' is unknown: use one of auto, float32"),
         (["--speculative-config", "[]"], "Invalid value for '--speculative-config': '[]': it must be an object"),
         (["--speculative-config", '{"tree_depth": 0}'], ": tree_depth=0 is below 1"),
-        (["--speculative-config", "{}", "--method", "none"], "says all of speculation: leave --method out"),
+        (["--speculative-config", "{}", "--method", "none"], "holds all options of speculation: leave --method out"),
         (["--model", "./[bold]no such[/bold].gguf"], "./[bold]no such[/bold].gguf does not exist"),
         (["--model", "smolm2-135m-instruct"], "no model 'smolm2-135m-instruct': did you mean 'smollm2-135m-instruct'?"),
         (["--model", "unheard-of"], "no model 'unheard-of': give a folder, a .gguf file, a hub id"),
@@ -181,7 +181,9 @@ def test_a_cache_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, capl
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     (line,) = caplog.messages
-    assert line.startswith(f"{tmp_path}/file/xla cannot be used (File exists): nothing is read from it or kept there")
+    assert line.startswith(
+        f"{tmp_path}/file/xla cannot be used (File exists): nothing is read from it or written there"
+    )
     assert line.endswith("set JAXSPEC_CACHE to a folder of your own")
 
 

@@ -103,7 +103,7 @@ def test_a_device_without_room(capsys):
 
 
 def test_lines_end(capsys):
-    exits.tell("word " * 10_000)
+    exits.print_error("word " * 10_000)
     assert len(capsys.readouterr().err) < 700
 
 
@@ -236,8 +236,8 @@ def test_the_first_interrupt_ends_generate_data(folder, tmp_path, number, code):
     printed, err = process.communicate(timeout=LONG)
     assert (process.returncode, printed) == (code, ""), err
     kept = json.loads((out / "manifest.json").read_text())
-    held = f"{kept['sequences']:,} sequences with {kept['tokens']:,} tokens are kept in {out}"
-    assert err.splitlines()[-1] == f"jaxspec: interrupted: {held}: the same command goes on from there"
+    held = f"{kept['sequences']:,} sequences with {kept['tokens']:,} tokens are saved in {out}"
+    assert err.splitlines()[-1] == f"jaxspec: interrupted: {held}: the same command continues from there"
     check_ours(err)
 
 
@@ -246,10 +246,7 @@ def test_what_was_interrupted_before_the_first_shard(folder, tmp_path):
     process = start(*data_command(folder, tmp_path / "data"))
     _, err = stopped(process, "^loading", signal.SIGINT)
     assert process.returncode == 130, err
-    assert (
-        err.splitlines()[-1]
-        == f"jaxspec: interrupted: no sequence was finished, nothing is kept in {tmp_path / 'data'}"
-    )
+    assert err.splitlines()[-1] == f"jaxspec: interrupted: no sequence was finished, and {tmp_path / 'data'} holds none"
 
 
 @pytest.mark.thorough
@@ -265,7 +262,7 @@ def test_the_first_interrupt_ends_train_draft(folder, tmp_path):
     assert process.returncode == 130, err
     check_ours(err)
     found = re.fullmatch(
-        rf"jaxspec: interrupted: step (\d+) is kept in {out}: the same command with --resume goes on from there",
+        rf"jaxspec: interrupted: step (\d+) is saved in {out}: the same command with --resume continues from there",
         err.splitlines()[-1],
     )
     assert found, err
@@ -273,7 +270,7 @@ def test_the_first_interrupt_ends_train_draft(folder, tmp_path):
     _, err = stopped(process, "^resuming after step", signal.SIGTERM)
     assert f"resuming after step {found[1]}\n" in err
     assert process.returncode == 143
-    assert re.search(r"step \d+ is kept in \S+: the same command goes on from there$", err.splitlines()[-1])
+    assert re.search(r"step \d+ is saved in \S+: the same command continues from there$", err.splitlines()[-1])
 
 
 def test_an_interrupt_that_python_drops_comes_again():

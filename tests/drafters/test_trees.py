@@ -340,12 +340,15 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"tree_width": 0}, r"tree_width=0"),
     ({"tree_depth": 2.5}, r"tree_depth=2.5"),
     ({"tree_width": 4, "num_speculative_tokens": 7}, r"num_speculative_tokens=7, but a tree of 17 nodes has 16 drafts"),
-    ({"tree_width": 4, "rejection_sample_method": "standard"}, r"rejection_sample_method='standard' judges no trees"),
+    (
+        {"tree_width": 4, "rejection_sample_method": "standard"},
+        r"='standard' does not verify trees",
+    ),
     ({"tree_width": 4, "method": "ngram"}, r"method='ngram' proposes no trees"),
     ({"tree_width": 4, "method": "suffix"}, r"method='suffix' proposes no trees"),
     ({"tree_width": 4, "method": "ngram+draft_model", "model": "m"}, r"'ngram\+draft_model' proposes no trees"),
     ({"tree_choices": [[0]], "tree_nodes": 4}, r"tree_choices is given, and tree_nodes=4: drop one"),
-    ({"tree_choices": [[0, 0]]}, r"tree_choices has \[0, 0\], but not \[0\], which it comes after"),
+    ({"tree_choices": [[0, 0]]}, r"tree_choices has \[0, 0\], but not \[0\], its parent"),
     ({"tree_choices": [[0], [0]]}, r"each once"),
     ({"tree_choices": []}, r"at least one"),
     ({"tree_choices": "0"}, r"must be a list of paths"),
@@ -360,5 +363,5 @@ def test_refusals(options, message):
 
 
 def test_fixed_trees_need_drafts_that_do_not_depend_on_each_other():
-    with pytest.raises(UserError, match="tree_choices needs a drafter that says all places at once, 'draft_model'"):
+    with pytest.raises(UserError, match="tree_choices needs a drafter that proposes all places at once, 'draft_model'"):
         new_engine("noisy", 4, spec={"tree_choices": CHOICES})

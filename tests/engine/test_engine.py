@@ -243,7 +243,7 @@ def test_plain_engines_take_requests_that_would_speculate():
 
 BAD_ENGINES = [
     ({"max_model_len": 257}, {}, "max_model_len=257 exceeds the model's own 256"),
-    ({}, {"draft": None}, "method='draft_model' needs the parameters of such a draft, none is given"),
+    ({}, {"draft": None}, "method='draft_model' needs a checkpoint of such a draft, none is given"),
 ]
 
 

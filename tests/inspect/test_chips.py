@@ -47,14 +47,14 @@ def test_chips_by_name(text, name):
     [
         ("v9:4", f"--chips 'v9' is unknown: use one of {', '.join(ACCELERATORS)}"),
         ("", f"--chips '' is unknown: use one of {', '.join(ACCELERATORS)}"),
-        ("v5e:2y4", "--chips 'v5e:2y4': '2y4' is no number of v5e: give it as v5e:4 or v5e:2x2"),
-        ("v5e:", "--chips 'v5e:': '' is no number of v5e: give it as v5e:4 or v5e:2x2"),
-        ("v5e:2x", "--chips 'v5e:2x': '2x' is no number of v5e: give it as v5e:4 or v5e:2x2"),
-        ("v5e:-1", "--chips 'v5e:-1': '-1' is no number of v5e: give it as v5e:4 or v5e:2x2"),
-        ("v5e:²", "--chips 'v5e:²': '²' is no number of v5e: give it as v5e:4 or v5e:2x2"),
-        ("v5e:2x2x2", "--chips 'v5e:2x2x2': '2x2x2' is no number of v5e: give it as v5e:4 or v5e:2x2"),
-        ("v4:1x1x1x4", "--chips 'v4:1x1x1x4': '1x1x1x4' is no number of v4: give it as v4:4 or v4:2x2x2"),
-        ("h200:2x2", "--chips 'h200:2x2': '2x2' is no number of H200: give it as H200:4"),
+        ("v5e:2y4", "--chips 'v5e:2y4': '2y4' is not a number of v5e devices: give it as v5e:4 or v5e:2x2"),
+        ("v5e:", "--chips 'v5e:': '' is not a number of v5e devices: give it as v5e:4 or v5e:2x2"),
+        ("v5e:2x", "--chips 'v5e:2x': '2x' is not a number of v5e devices: give it as v5e:4 or v5e:2x2"),
+        ("v5e:-1", "--chips 'v5e:-1': '-1' is not a number of v5e devices: give it as v5e:4 or v5e:2x2"),
+        ("v5e:²", "--chips 'v5e:²': '²' is not a number of v5e devices: give it as v5e:4 or v5e:2x2"),
+        ("v5e:2x2x2", "--chips 'v5e:2x2x2': '2x2x2' is not a number of v5e devices: give it as v5e:4 or v5e:2x2"),
+        ("v4:1x1x1x4", "--chips 'v4:1x1x1x4': '1x1x1x4' is not a number of v4 devices: give it as v4:4 or v4:2x2x2"),
+        ("h200:2x2", "--chips 'h200:2x2': '2x2' is not a number of H200 devices: give it as H200:4"),
         ("v5e:0x4", "--chips 'v5e:0x4' are 0 devices, which must lie in 1..10000: give it as v5e:4 or v5e:2x2"),
         ("l4:10001", "--chips 'l4:10001' are 10001 devices, which must lie in 1..10000: give it as L4:4"),
     ],
@@ -66,7 +66,7 @@ def test_what_is_no_such_name_is_told_in_a_line(text, line):
 
 
 def test_a_long_number_is_not_read():
-    with pytest.raises(UserError, match="is no number of v5e"):
+    with pytest.raises(UserError, match="is not a number of v5e devices"):
         chips("v5e:" + "9" * 5000)
 
 
@@ -214,7 +214,7 @@ def test_the_table_is_narrow(capsys, monkeypatch):
     assert line.startswith("jaxspec: qwen3-32b and qwen3-0.6b on v5e:8: 17.06 GB a device are needed for a row")
     assert max(map(len, out.splitlines())) <= 80
     text = " ".join(out.replace("│", " ").split())
-    assert "8.19 GB of weights, cut over 8" in text
+    assert "8.19 GB of weights, sharded over 8" in text
     assert "no: 17.06 GB a device are needed for a row of 40960 tokens, 14.40 GB are there; --max-model-len" in text
     assert "--chips v6e:8 would" in text
     assert "fits yes" in " ".join(run(capsys, "info", *ISSUE[:3], "--chips", "H200:4")[0].replace("│", " ").split())
@@ -223,9 +223,12 @@ def test_the_table_is_narrow(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--tensor-parallel-size", "8"], "--tensor-parallel-size 8 is for --chips: give both, or neither"),
-        (["--chips", "v5e", "--device", "v5e"], "--device 'v5e' beside --chips 'v5e': give one of them"),
-        (["--chips", "v5e:2y4"], "--chips 'v5e:2y4': '2y4' is no number of v5e"),
+        (["--tensor-parallel-size", "8"], "--tensor-parallel-size 8 needs --chips: give both, or neither"),
+        (
+            ["--chips", "v5e", "--device", "v5e"],
+            "--device 'v5e' and --chips 'v5e' exclude each other",
+        ),
+        (["--chips", "v5e:2y4"], "--chips 'v5e:2y4': '2y4' is not a number of v5e devices"),
         (["--chips", "v5e", "--draft", "./none"], "./none does not exist"),
     ],
 )

@@ -180,7 +180,7 @@ WRONG = [
     (
         SpeculativeConfig,
         {"method": "ngram", "draft_tensor_parallel_size": 2},
-        "draft_tensor_parallel_size: method='ngram' has no draft that could be cut",
+        "draft_tensor_parallel_size: method='ngram' has no draft to shard: leave it out",
     ),
     (EngineConfig, {"tensor_paralel_size": 2}, "did you mean 'tensor_parallel_size'?"),
     (EngineConfig, {"gpu_memory_utilization": 0.5}, "did you mean 'memory_utilization'?"),

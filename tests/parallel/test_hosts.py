@@ -63,7 +63,7 @@ def test_they_meet_and_hear_each_other():
     assert port == same == again
     assert (sorted(to_others), sorted(to_first)) == ([1, 2], [0])
     first, *rest = (Peers(i, ways) for i, ways in enumerate((to_others, to_first, to_first_too)))
-    first.tell(b"a plan")
+    first.send_plan(b"a plan")
     heard: list[bytes] = []
     first.finish()
     for other in rest:
@@ -104,7 +104,7 @@ def test_who_does_not_come(monkeypatch):
         patched.setattr("jaxspec.parallel.meeting.time", clock)
         first, second = outcomes(*meeting(where, 0, 2, others={0: {"timeout": 3.0}}))
     assert first == second
-    assert first == f"process 1 did not come to {where} within 3 seconds: start all, or raise join_timeout"
+    assert first == f"process 1 did not connect to {where} within 3 seconds: start all, or raise join_timeout"
     (alone,) = outcomes(*meeting(where, 1, others={1: {"timeout": 0.5}}))
     assert f"process 0 did not answer at {where} within 0.5 seconds" in alone
 
@@ -200,7 +200,7 @@ def test_slurm_is_found_out(monkeypatch):
 def test_nothing_is_found_out():
     assert hosts.surroundings(1) is None
     assert not hosts.join(Hosts())
-    with pytest.raises(UserError, match="nothing here tells of other processes: give coordinator"):
+    with pytest.raises(UserError, match="the environment names no other processes: give coordinator"):
         join_hosts()
 
 
@@ -212,7 +212,7 @@ def test_one_process_is_alone():
 def test_jax_was_told_and_jaxspec_was_not(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    with pytest.raises(UserError, match=r"for 4 processes: call jaxspec.join_hosts\(\) in its place"):
+    with pytest.raises(UserError, match=r"for 4 processes: call jaxspec.join_hosts\(\) instead"):
         hosts.peers()
 
 
@@ -278,7 +278,7 @@ def test_what_is_no_plan():
 def test_the_first_word_counts(monkeypatch):
     """Who ends a process does so once, whatever else goes wrong meanwhile."""
     said, status = [], []
-    monkeypatch.setattr(peers, "say", lambda line, **_: said.append(line))
+    monkeypatch.setattr(peers, "write_line", lambda line, **_: said.append(line))
     monkeypatch.setattr(peers.os, "_exit", status.append)
     monkeypatch.setattr(peers.signal, "signal", lambda *_: None)  # which would leave interrupts ignored
     only, number = Peers(1, {}), itertools.count()

@@ -130,9 +130,9 @@ def test_the_same_tokens(folder, name):
     assert seen["pages"] == member.OPTIONS["num_pages"]
     assert seen["accepted"] > 0
     assert seen["refused"] == [
-        "several processes run one engine: start them anew with the other speculative_config",
-        "these processes run a model already: one LLM is made in a job of several processes",
-        "this process has joined its job already: join once",
+        "several processes run one engine: restart them with the other speculative_config",
+        "these processes run a model already: make one LLM in a job of several processes",
+        "this process has joined its job already: call join_hosts once",
     ]
     for _, out, _ in ended[1:]:
         assert "{" not in out, "it is for process 0 to go on with the script"
@@ -262,7 +262,7 @@ def test_one_that_does_not_come(folder):
     with job([first]) as found:
         ((status, out, err),) = found.wait(LONGEST)
     assert (status, out) == (2, "")
-    assert "process 1 did not come to 127.0.0.1:" in err
+    assert "process 1 did not connect to 127.0.0.1:" in err
     assert "within 2 seconds: start all, or raise --join-timeout" in err
 
 

@@ -87,7 +87,7 @@ def test_a_stranger_costs_a_line_and_its_connection(kind, capsys):
         assert sock.recv(1) == b"", "it was answered"
     assert job.joined()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("127.0.0.1 called, and is no process of this job: it ")
+    assert line.startswith("127.0.0.1 connected, but is not a process of this job: it ")
 
 
 def test_strangers_that_stay_hold_nobody_up():
@@ -176,14 +176,14 @@ def test_a_byte_now_and_then_ends_when_the_time_is_over(monkeypatch, capsys):
         assert 60.0 <= clock.now < 61.0
         assert len(sent) > 5
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("it said nothing whole within 5 seconds"), "a line for each host"
+    assert line.endswith("it sent no complete message within 5 seconds"), "a line for each host"
 
 
 def test_process_0_waits_no_longer_than_it_was_told(monkeypatch):
     calls: list[socket.socket] = []
     clock = Clock(monkeypatch, 1.0, lambda: calls.append(socket.create_connection(meeting.address(where))))
     where = free_address()
-    with pytest.raises(UserError, match=r"process 1 did not come to .* within 30 seconds"):
+    with pytest.raises(UserError, match=r"process 1 did not connect to .* within 30 seconds"):
         gather(where, 2, 0, 30.0, ALIKE)
     assert 30.0 <= clock.now < 31.0
     for sock in calls:
@@ -198,7 +198,7 @@ def test_too_many_at_once(monkeypatch, capsys):
         first, *_ = [stack.enter_context(job.call()) for _ in range(6)]
         assert first.recv(1) == b""
         assert job.joined()
-    assert "too many call at once" in capsys.readouterr().err
+    assert "too many connections at once" in capsys.readouterr().err
 
 
 def test_no_file_is_left_for_a_connection(monkeypatch, capsys):
@@ -249,6 +249,6 @@ def test_another_program_at_process_0s_place(said):
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         where = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"process 0 at {where} went away before all were there"):
+        with pytest.raises(UserError, match=f"process 0 at {where} closed the connection before all had joined"):
             visit(where, 2, 1, LONG, ALIKE)
         thread.join(LONG)

@@ -149,7 +149,7 @@ def test_what_a_program_depends_on_is_in_its_name(monkeypatch):
     monkeypatch.setattr(program_files, "sources", lambda: "another version")
     assert program_files.digest("a", "b") != name
     monkeypatch.undo()
-    monkeypatch.setattr(program_files.jaxlib, "__version__", "0")
+    monkeypatch.setattr(program_files.jaxlib.version, "__version__", "0")
     assert program_files.digest("a", "b") != name
 
 

@@ -53,7 +53,7 @@ def test_what_cannot_be_measured(server, capsys):
     line = refused(capsys, "bench-serve", server.url + "/v1", "--model", "other")
     assert "all 20 requests failed, the first: " in line
     assert "model 'other' is not served here" in line
-    for url, words in (("http://[::1", "is no address of a server"), (server.url, "lists no model")):
+    for url, words in (("http://[::1", "is not the address of a server"), (server.url, "lists no model")):
         assert words in refused(capsys, "bench-serve", url)
     for name, value in (("--temperature", "nan"), ("--timeout", "nan"), ("--api-key", "schlüssel")):
         assert name in refused(capsys, "bench-serve", "x", name, value)

@@ -33,24 +33,24 @@ def answered(server, sent: bytes, **options) -> tuple[int, dict]:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "the body is no JSON"),
-        (b"{", "the body is no JSON"),
-        (b"\xff\xfe\xfa", "the body is no JSON"),
-        (b'{"model": "tiny", "prompt": "x"} trailing', "the body is no JSON"),
+        (b"", "the body is not JSON"),
+        (b"{", "the body is not JSON"),
+        (b"\xff\xfe\xfa", "the body is not JSON"),
+        (b'{"model": "tiny", "prompt": "x"} trailing', "the body is not JSON"),
         (b"[1]", "the body must be a JSON object"),
         (b"null", "the body must be a JSON object"),
-        (b'{"temperature": NaN}', "the body holds NaN, which is no JSON number"),
+        (b'{"temperature": NaN}', "the body holds NaN, which is not a JSON number"),
         (b'{"temperature": -Infinity}', "the body holds -Infinity"),
         (b'{"model": "tiny", "prompt": "x", "temperature": 1e999}', "temperature=inf must lie in"),
-        (b'{"seed": ' + b"9" * 10_000 + b"}", "the body is no JSON"),
+        (b'{"seed": ' + b"9" * 10_000 + b"}", "the body is not JSON"),
         (b'{"n": 1, "n": 2}', "the body has 'n' twice in one object"),
         (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "the body is nested too deeply"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "the body is nested too deeply"),
         (b'{"model": "tiny", "prompt": [' + b"[" * 500 + b"]" * 500 + b"]}", "token id"),
-        (b'{"model": "tiny", "prompt": "\\ud800"}', "is no Unicode text"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "is not valid Unicode"),
         (b'{"model": "tiny\\ud800", "prompt": "x"}', "is not served here"),
         (b'{"\\ud800": 1}', "unknown field"),
-        (b'{"model": "tiny", "prompt": "x", "bad_words": ["\\ud800"]}', "is no Unicode text"),
+        (b'{"model": "tiny", "prompt": "x", "bad_words": ["\\ud800"]}', "is not valid Unicode"),
         (b'{"model": "tiny", "prompt": [1, true]}', "must be a whole number"),
         (b'{"model": "tiny", "prompt": ["x", [1, 999]]}', "token id 999 is outside the vocabulary"),
         (b'{"model": "tiny", "prompt": ["x", ""]}', None),  # <s> is put in front
@@ -71,7 +71,7 @@ def test_a_message_that_no_tokenizer_reads(server):
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}'
     status, error = answered(server, posted(body, "/v1/chat/completions"))
     assert (status, error["param"]) == (400, "messages")
-    assert "is no Unicode text" in error["message"]
+    assert "is not valid Unicode" in error["message"]
 
 
 def test_bodies_that_are_too_long(another):
@@ -118,7 +118,7 @@ def test_encoded_bodies(server, coding, encode):
     body = json.dumps(ASKED).encode()
     assert b"200 OK" in server.raw(posted(encode(body), Content_Encoding=coding))
     status, error = answered(server, posted(encode(b"{"), Content_Encoding=coding))
-    assert (status, error["message"][:19]) == (400, "the body is no JSON")
+    assert (status, error["message"][:20]) == (400, "the body is not JSON")
 
 
 ZIPPED = gzip.compress(json.dumps(ASKED).encode())
@@ -127,14 +127,14 @@ ZIPPED = gzip.compress(json.dumps(ASKED).encode())
 @pytest.mark.parametrize(
     ("coding", "body", "status", "message"),
     [
-        ("gzip", ASKED, 400, "the body is no gzip, as its content-encoding says"),
-        ("deflate", ZIPPED, 400, "the body is no deflate, as its content-encoding says"),
+        ("gzip", ASKED, 400, "the body is not gzip, which its content-encoding names"),
+        ("deflate", ZIPPED, 400, "the body is not deflate, which its content-encoding names"),
         ("gzip", b"", 400, "the body ends before the end of its gzip data"),
         ("gzip", ZIPPED[:-3], 400, "the body ends before the end of its gzip data"),
-        ("gzip", ZIPPED[:-8] + bytes(8), 400, "the body is no gzip, as its content-encoding says"),
+        ("gzip", ZIPPED[:-8] + bytes(8), 400, "the body is not gzip, which its content-encoding names"),
         ("gzip", ZIPPED + b"x", 400, "the body goes on after the end of its gzip data"),
         ("gzip", ZIPPED * 2, 400, "the body goes on after the end of its gzip data"),
-        ("", ZIPPED, 400, "the body is no JSON"),
+        ("", ZIPPED, 400, "the body is not JSON"),
         ("br", ZIPPED, 415, "content-encoding 'br' must be gzip, deflate or none"),
         ("gzip, gzip", gzip.compress(ZIPPED), 415, "content-encoding 'gzip, gzip' must be gzip, deflate or none"),
         ("zip" * 100, ZIPPED, 415, "content-encoding 'zipzip"),

@@ -61,7 +61,7 @@ def test_control_tokens_in_texts(another, server):
         status, error = answered(strict, posted(asked | {"model": MODEL}, path))
         assert (status, error["param"]) == (400, place)
         assert f"{place} holds '<" in error["message"]
-        assert "a control token of the model: this server takes none in a text" in error["message"]
+        assert "a control token of the model: this server refuses it in texts" in error["message"]
     for path, asked in (
         ("/v1/completions", {"prompt": "s> bot <\u4e2d \U0001f600", "max_tokens": 2}),
         ("/v1/completions", {"prompt": [1, 5, 4], "max_tokens": 2}),

@@ -117,7 +117,7 @@ def test_pages_that_may_use_a_server(another, origins, others):
         assert asked(server, Origin=origin)[1].get("access-control-allow-origin") in allowed
     head, _, body = server.raw(posted(b"{", Origin=PAGE)).decode().partition("\r\n\r\n")
     assert "access-control-allow-origin" in head.lower(), "a page reads why it was refused"
-    assert json.loads(body)["error"]["message"].startswith("the body is no JSON")
+    assert json.loads(body)["error"]["message"].startswith("the body is not JSON")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.server.running import MODEL, connected, posted, wait
 def logged(another, monkeypatch, sent: bytes) -> str:
     """The line of the request log for a request."""
     lines: list[str] = []
-    monkeypatch.setattr(request_log, "say", lines.append)
+    monkeypatch.setattr(request_log, "write_line", lines.append)
     another(enable_log_requests=True).raw(sent)
     wait(lambda: lines)
     (line,) = lines
@@ -52,7 +52,7 @@ def test_the_request_log_has_what_is_refused(another, monkeypatch, body, path, w
 def test_the_request_log_has_who_leaves(another, llm, monkeypatch):
     """The engine rests until the server has noticed."""
     lines: list[str] = []
-    monkeypatch.setattr(request_log, "say", lines.append)
+    monkeypatch.setattr(request_log, "write_line", lines.append)
     step, leaving, noticed = llm.llm.engine.step, threading.Event(), threading.Event()
     monkeypatch.setattr(
         llm.llm.engine, "step", lambda **more: (leaving.is_set() and noticed.wait(SOON), step(**more))[1]

@@ -70,8 +70,8 @@ def test_rare_ids(given, found):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rare_ids": 16384}, "--rare-ids 16384 must be less than all 16384 of the draft's ids"),
-        ({"rare_ids": 0, "rare_width": 8}, "--rare-width 8 is of rare ids, and there are none"),
+        ({"rare_ids": 16384}, "--rare-ids 16384 must be less than the draft's 16384 ids"),
+        ({"rare_ids": 0, "rare_width": 8}, "--rare-width 8 needs rare ids, and there are none"),
     ],
 )
 def test_rare_ids_that_cannot_be(given, message):

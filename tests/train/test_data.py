@@ -131,7 +131,7 @@ def test_goes_on_where_it_was_stopped(llm, out, options, tmp_path, monkeypatch, 
     there = [data.read_shard(path) for path in sorted(tmp_path.glob("*.npz"))]
     written = [row[:n] for each in there for row, n in zip(each["tokens"], each["length"], strict=True) if n]
     assert len(data.load(tmp_path)) == len(written) == data.read_manifest(tmp_path)["sequences"] > 0
-    assert f"{len(written)} sequences with {sum(map(len, written)):,} tokens are kept in" in generate.kept(tmp_path)
+    assert f"{len(written)} sequences with {sum(map(len, written)):,} tokens are saved in" in generate.kept(tmp_path)
     whole = data.load(out)
     for i, row in enumerate(there[0]["tokens"][: len(whole)]):
         assert not there[0]["length"][i] or (row == whole.tokens[i]).all()
@@ -158,7 +158,7 @@ def test_what_has_ended_is_saved_now_and_then(llm, options, tmp_path, monkeypatc
     monkeypatch.setattr(llm.engine, "step", looks)
     with pytest.raises(KeyboardInterrupt):
         generate.generate(llm, tmp_path, DataOptions(**options), target="tiny", progress=False)
-    assert seen[0] == f"no sequence was finished, nothing is kept in {tmp_path}"
+    assert seen[0] == f"no sequence was finished, and {tmp_path} holds none"
     assert len({said for said in seen if "sequences with" in said}) > 2
 
 
@@ -195,7 +195,7 @@ def test_a_full_disk_ends_it_with_what_is_kept(llm, out, options, tmp_path, monk
     monkeypatch.undo()
     _, said = str(caught.value).split("cannot be written (No space left on device): free some space; ")
     assert "sequences with" in said
-    assert f"tokens are kept in {tmp_path}" in said
+    assert f"tokens are saved in {tmp_path}" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == [data.MANIFEST, next(tmp_path.glob(data.SHARDS)).name]
     generate.generate(llm, tmp_path, DataOptions(**options), target="tiny", progress=False)
     assert contents(tmp_path) == contents(out)
@@ -254,7 +254,7 @@ def test_a_failure_is_told(llm, tmp_path, monkeypatch):
         raise MemoryError("no memory left")
 
     monkeypatch.setattr(llm.engine, "launch", fails)
-    with pytest.raises(RuntimeError, match="no memory left; where memory is short, lower --rows"):
+    with pytest.raises(RuntimeError, match="no memory left; if memory is short, lower --rows"):
         generate.generate(llm, tmp_path, DataOptions(**OPTIONS), target="tiny", progress=False)
     assert not llm.engine.busy
 

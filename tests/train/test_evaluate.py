@@ -56,7 +56,7 @@ def test_a_tree(folder, other):
         assert len(r["accepted_at"]) == 3
         assert r["accepted_at"][0] == pytest.approx(1.0)
         assert r["mean_acceptance_length"] == pytest.approx(1 + sum(r["accepted_at"]))
-    with pytest.raises(UserError, match="judges no trees"):
+    with pytest.raises(UserError, match="does not verify trees"):
         evaluate.evaluate(folder, other, PROMPTS, rule="block", **options)
 
 
@@ -160,7 +160,7 @@ def test_the_prompts_come_along(folder, tmp_path, capsys, monkeypatch):
         ('{"chat": []}', "must hold"),
         ('{"chat": [1]}', "must hold"),
         ('{"chat": "Hello"}', "must hold"),
-        ("{", "no JSON"),
+        ("{", "not a JSON file"),
     ],
 )
 def test_bad_files_are_told_before_anything_is_loaded(text, message, tmp_path, capsys, monkeypatch):

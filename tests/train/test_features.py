@@ -65,7 +65,7 @@ def test_a_head_learns_the_same_from_them(root, method, capsys):
         loop.train(options(root, f"{method}-{keeps}", method, keep_features=keeps, **short)) for keeps in (False, True)
     ]
     said = capsys.readouterr().err
-    assert said.count("what the target computes of 4,032 tokens") == 1
+    assert said.count("the target's features of 4,032 tokens") == 1
     assert "GB in " in said
     beside, read = (journal(path, "loss") for path in found)
     np.testing.assert_allclose(beside, read, rtol=1e-3)
@@ -73,7 +73,7 @@ def test_a_head_learns_the_same_from_them(root, method, capsys):
 
 
 def test_where_they_cannot_be_kept(root, monkeypatch):
-    with pytest.raises(UserError, match="--keep-features, but --method draft_model reads none: leave it out"):
+    with pytest.raises(UserError, match="--keep-features, but --method draft_model reads no features: leave it out"):
         preparation.prepare(runs.options(root, "x", keep_features=True))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
     prepared = preparation.prepare(options(root, "x", "mtp", keep_features=True, seed=9))  # rows of its own

@@ -62,16 +62,16 @@ def test_a_deeper_head_proposes_what_it_did(root, target, head):
     [
         ("dflash", {}, {}, "--init-from mine is a draft of the method eagle3: give --method eagle3"),
         ("eagle3", {}, {"vocab_size": 300}, "--init-from mine is a draft for 300 ids, the target has 320"),
-        ("eagle3", {"mlp_width": 64}, {}, "has 96 where --mlp-width 64 asks for another shape: leave --mlp-width out"),
-        ("eagle3", {"vocab_size": 100}, {}, "has 200 where --vocab-size 100 asks for another shape"),
+        ("eagle3", {"mlp_width": 64}, {}, "has mlp_width=96, not --mlp-width 64: leave --mlp-width out"),
+        ("eagle3", {"vocab_size": 100}, {}, "has vocab_size=200, not --vocab-size 100"),
         (
             "eagle3",
             {"layers": 1},
             {"num_layers": 2, "windows": (None, None)},
-            "has 2 where --layers 1 asks for another shape",
+            "has layers=2, not --layers 1",
         ),
-        ("eagle3", {}, {"norm_output": True}, "has norm_output True, and --method eagle3 as asked for trains False"),
-        ("eagle3", {}, {"taps": (1, 2, 3)}, "has taps (1, 2, 3), and --method eagle3 as asked for trains (2, 3, 3)"),
+        ("eagle3", {}, {"norm_output": True}, "has norm_output=True, and --method eagle3 trains drafts with False"),
+        ("eagle3", {}, {"taps": (1, 2, 3)}, "has taps=(1, 2, 3), and --method eagle3 trains drafts with (2, 3, 3)"),
     ],
 )
 def test_what_is_refused(root, target, method, changes, config, line):

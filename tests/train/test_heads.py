@@ -109,15 +109,19 @@ def test_a_pass_sees_nothing_that_comes_later(target, head):
 @pytest.mark.parametrize(
     ("method", "changes", "line"),
     [
-        ("eagle3", {"width": 48}, "--width is of another method, --method eagle3 takes --layers, --heads, "),
-        ("mtp", {"layers": 2}, "--layers is of another method, --method mtp has its target's shape: leave it out"),
-        ("medusa", {"heads": 2}, "--heads is of another method, --method medusa takes --layers, --vocab-size: leave"),
-        ("medusa", {"rare_ids": 3}, "--rare-ids is of another method"),
+        ("eagle3", {"width": 48}, "--method eagle3 does not take --width, only --layers, --heads, "),
+        (
+            "mtp",
+            {"layers": 2},
+            "--method mtp does not take --layers, because its draft has the target's shape: leave it out",
+        ),
+        ("medusa", {"heads": 2}, "--method medusa does not take --heads, only --layers, --vocab-size: leave"),
+        ("medusa", {"rare_ids": 3}, "--method medusa does not take --rare-ids"),
         ("dflash", {"vocab_size": 400}, "--vocab-size 400 exceeds the target's 320: lower it or leave it out"),
-        ("dflash", {"layers": 7}, "--layers 7 exceeds the target's 6: a draft is smaller than its target"),
-        ("dflash", {"markov_rank": 8}, "--markov-rank is of another method"),
-        ("draft_model", {"markov_rank": 8}, "--markov-rank is of another method"),
-        ("eagle3", {"rare_ids": 320}, "--rare-ids 320 must be less than all 320 of the draft's ids"),
+        ("dflash", {"layers": 7}, "--layers 7 exceeds the target's 6: lower it"),
+        ("dflash", {"markov_rank": 8}, "--method dflash does not take --markov-rank"),
+        ("draft_model", {"markov_rank": 8}, "--method draft_model does not take --markov-rank"),
+        ("eagle3", {"rare_ids": 320}, "--rare-ids 320 must be less than the draft's 320 ids"),
     ],
 )
 def test_what_it_has_no_use_for_is_refused(root, method, changes, line):

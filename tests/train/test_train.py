@@ -219,7 +219,7 @@ def test_a_draft_is_trained_further(trained, root):
     one, other = (checkpoints.load_config(checkpoints.resolve(str(path))) for path in (trained, folder))
     assert one == other
     for change, said in (({"width": 32}, "--width 32"), ({"vocab_size": 100}, "--vocab-size 100")):
-        with pytest.raises(ValueError, match=f"{said} asks for another shape: leave {said.split()[0]} out"):
+        with pytest.raises(ValueError, match=f"not {said}: leave {said.split()[0]} out"):
             loop.train(runs.options(root, "further2", **begun, **shape | change))
     assert not (root / "further2").exists()
 
@@ -239,7 +239,7 @@ def test_a_draft_of_another_tokenizer_is_not_trained_further(trained, root, tmp_
 def test_minutes_end_a_run(root, capsys):
     """Though nothing was learned yet: a draft is there, and can be trained further."""
     folder = loop.train(runs.options(root, "brief", minutes=1e-4))
-    assert "--minutes 0.0001 are over: stopped after step 0 of 240; --resume goes on" in capsys.readouterr().err
+    assert "--minutes 0.0001 are over: stopped after step 0 of 240; --resume continues" in capsys.readouterr().err
     assert len(journal(folder, "acceptance_length")) == 1
     assert max(journal(loop.train(runs.options(root, "brief", resume=True)), "acceptance_length")) > 3
 
@@ -290,7 +290,7 @@ REFUSED = [
     ({"--loss": "kl:1,kl:2"}, "loss 'kl:1,kl:2': give values, each once, with their shares"),
     ({"--length": "4096"}, "less than one batch"),
     ({"--data": "nowhere"}, "nowhere holds no training data"),
-    ({"--resume": None}, "no run was begun there"),
+    ({"--resume": None}, "no run was started there"),
 ]
 
 
@@ -308,7 +308,7 @@ def test_bad_options_are_told_in_one_line(root, change, said, capsys):
 def test_a_run_does_not_mix_with_another(trained, root):
     with pytest.raises(FileExistsError, match="not empty"):
         loop.train(runs.options(root, "draft"))
-    with pytest.raises(ValueError, match=r"--seed 2, but the run was begun with 1"):
+    with pytest.raises(ValueError, match=r"--seed 2, but the run was started with 1"):
         loop.train(runs.options(root, "draft", resume=True, seed=2))
 
 
@@ -318,7 +318,7 @@ def test_a_run_does_not_go_on_with_other_data(trained, root, tmp_path):
     shutil.copytree(root / "data", tmp_path / "data")
     data.write_shard(data.shard_path(tmp_path / "data", 1), data.read_shard(data.shard_path(root / "data", 0)))
     data.write_manifest(tmp_path / "data", {"shards": 2})
-    with fails(UserError, "--resume", "makes rows", "give the data as it was"):
+    with fails(UserError, "--resume", "gives rows", "give the same data"):
         loop.train(runs.options(root, str(tmp_path / "draft"), data=tmp_path / "data", resume=True))
 
 
@@ -334,7 +334,7 @@ def test_data_of_another_tokenizer_is_refused(root, tmp_path):
     data.write_manifest(tmp_path / "data", {"shards": 1, "target": "other", "tokenizer": "0" * 64})
     with fails(UserError, "was written by other, which has another tokenizer"):
         prepare(runs.options(root, "none", data=tmp_path / "data"))
-    with fails(UserError, "--eval-tokens 600, with prompts 608 tokens, exceeds the 512"):
+    with fails(UserError, "--eval-tokens 600, with prompts 608 tokens, exceeds the maximum length of "):
         prepare(runs.options(root, "none", eval_tokens=600))
 
 
@@ -351,5 +351,5 @@ def test_a_loss_that_is_no_number_ends_a_run(root, tmp_path, monkeypatch):
         return run
 
     monkeypatch.setattr(loop, "make_step", broken)
-    with fails(UserError, "the loss is no number at step 10: lower --learning-rate"):
+    with fails(UserError, "the loss is not finite at step 10: lower --learning-rate"):
         loop.train(runs.options(root, str(tmp_path / "nan")))

@@ -121,7 +121,7 @@ def test_a_chat_is_answered(llm, expected):
 def test_prompts_are_prepared_in_any_thread(llm, expected):
     async def main():
         ask = await asyncio.to_thread(llm.prepare, PROMPTS[1], GREEDY)
-        with pytest.raises(UserError, match="sampling_params belong to `prepare`"):
+        with pytest.raises(UserError, match="the prompt was prepared with sampling_params of its own"):
             llm.stream(ask, GREEDY)
         return await llm.generate(ask), await collect(llm.stream(ask))
 
@@ -150,7 +150,7 @@ def test_prompts_are_prepared_in_any_thread(llm, expected):
 )
 def test_what_is_wrong_is_raised_before_anything_is_queued(llm, monkeypatch, prompt, params, message):
     told = []
-    monkeypatch.setattr(llm._thread, "tell", lambda *args: told.append(args))
+    monkeypatch.setattr(llm._thread, "post", lambda *args: told.append(args))
     with pytest.raises(ValueError, match=message):
         llm.stream(prompt, params)
     with pytest.raises(ValueError, match=message):

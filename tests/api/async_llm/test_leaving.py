@@ -73,7 +73,7 @@ def test_a_loop_that_is_closed_listens_no_more(llm, expected):
     loop = asyncio.new_event_loop()
     call = Call(llm._prepare(PROMPTS[0], LONG, None), PromptRun.pieces, 1, loop)
     loop.close()
-    llm._thread.tell(llm._thread.open, call)
+    llm._thread.post(llm._thread.open, call)
     assert texts([run(llm.generate(PROMPTS[1], GREEDY))]) == texts(expected(PROMPTS[1]))
     assert_idle(llm)
     assert call.prompt_run.requests[0].finish_reason == "abort"

@@ -127,7 +127,7 @@ def test_one_that_is_dropped_ends_its_thread(folder):
 
 def test_a_second_failure_while_the_first_is_handled_lets_nobody_wait(own, monkeypatch):
     """Whatever else fails then: aborting, a call's own loop, what is still in the inbox."""
-    own._thread.tell(lambda: None)
+    own._thread.post(lambda: None)
 
     def failing(*_, **__):
         raise SystemExit("the device is gone")
@@ -136,8 +136,8 @@ def test_a_second_failure_while_the_first_is_handled_lets_nobody_wait(own, monke
         calls = [asyncio.create_task(own.generate(p, LONG)) for p in PROMPTS[:3]]
         await until(lambda: len(own._thread.calls) == 3)
         monkeypatch.setattr(own.llm, "_abort", failing)
-        own._thread.tell(failing)
-        own._thread.tell(failing)
+        own._thread.post(failing)
+        own._thread.post(failing)
         late = [asyncio.create_task(own.generate(p, LONG)) for p in PROMPTS[:2]]
         return await asyncio.gather(*calls, *late, return_exceptions=True)
 

@@ -112,16 +112,16 @@ def test_messages_that_no_template_takes(llm, messages):
 
 @pytest.mark.parametrize("messages", ["hello", b"hello", {"role": "user", "content": "hello"}, None])
 def test_what_is_no_conversation(llm, messages):
-    with pytest.raises(UserError, match=r'is no conversation: give a list of \{"role": '):
+    with pytest.raises(UserError, match=r'is not a conversation: give a list of \{"role": '):
         llm.chat(messages)
 
 
 def test_half_of_a_surrogate_pair_is_no_text(llm):
-    with pytest.raises(UserError, match=r"prompt 1: 'a\\ud800' is no Unicode text: it holds half"):
+    with pytest.raises(UserError, match=r"prompt 1: 'a\\ud800' is not valid Unicode, because it holds half"):
         llm.generate(["a", "a\ud800"], GREEDY)
-    with pytest.raises(UserError, match="is no Unicode text"):
+    with pytest.raises(UserError, match="is not valid Unicode"):
         llm.generate("a", SamplingParams(bad_words="\ud800"))
-    with pytest.raises(UserError, match="is no Unicode text"):
+    with pytest.raises(UserError, match="is not valid Unicode"):
         llm.chat([{"role": "user", "content": "a\ud800"}])
 
 

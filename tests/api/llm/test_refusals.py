@@ -23,13 +23,13 @@ from tests.support.vocabularies import Failing
         ([1.5], "prompt 1: token id=1.5 must be a whole number"),
         ([2**40], "prompt 1: token id=1099511627776 is above 2147483647"),
         ([True], "prompt 1: token id=True must be a whole number"),
-        (b"abc", "prompt 1: b'abc' is no prompt: give a string"),
-        ({"prompt_token_ids": b"abc"}, "prompt 1: .* is no prompt"),
-        ({"prompt_token_ids": "abc"}, "prompt 1: .* is no prompt"),
+        (b"abc", "prompt 1: b'abc' is not a prompt: give a string"),
+        ({"prompt_token_ids": b"abc"}, "prompt 1: .* is not a prompt"),
+        ({"prompt_token_ids": "abc"}, "prompt 1: .* is not a prompt"),
         ({"promt": "x"}, "prompt 1: unknown key 'promt' of a prompt: did you mean 'prompt'?"),
         ({"prompt": "x", "multi_modal_data": {}}, "prompt 1: unknown key 'multi_modal_data' of a prompt: known keys: "),
-        ({}, "prompt 1: {} is no prompt"),
-        (None, "prompt 1: None is no prompt"),
+        ({}, "prompt 1: {} is not a prompt"),
+        (None, "prompt 1: None is not a prompt"),
     ],
 )
 def test_a_bad_prompt_is_named_and_nothing_is_queued(llm, bad, message):
@@ -134,7 +134,7 @@ def test_a_request_that_fails_is_returned_with_its_error(llm, monkeypatch):
 
 @pytest.mark.parametrize("prompts", [b"abc", bytearray(b"abc"), memoryview(b"abc")])
 def test_bytes_are_no_token_ids(llm, prompts):
-    with pytest.raises(ValueError, match="is no prompt: decode bytes to a string"):
+    with pytest.raises(ValueError, match="is not a prompt: decode bytes to a string"):
         llm.generate(prompts, GREEDY)
     assert_idle(llm)
 
