@@ -583,6 +583,21 @@ FAULTS = (
         "if False:",
         "tests/runtime/test_checked_cache.py -k damaged",
     ),
+    Fault(  # pieces of a prompt that need each other's state are in one pass
+        "$end if $chunk.several else min($end, $start + 1)",
+        "$end",
+        "tests/models/test_state_mixer.py -k 'whole_pass and mixed'",
+    ),
+    Fault(  # a sample starts with a state that its sibling has gone on with
+        " or not self.copies:",
+        ":",
+        "tests/models/test_state_mixer.py -k samples_share",
+    ),
+    Fault(  # a prompt's padding changes a state
+        "self.keep($pages, Kept($length, $block_table))",
+        "self.keep($pages, Kept($length + 1, $block_table))",
+        "tests/models/test_state_mixer.py -k 'whole_pass and mixed'",
+    ),
     Fault(  # a round is timed at the real acceptance, whatever was asked for
         '"synthetic" if $rates else None',
         "None",
