@@ -192,9 +192,13 @@ def test_a_known_beginning_and_a_preempted_request_keep_the_state():
 
 
 def test_samples_share_no_page_that_one_of_them_writes():
-    found = engine("ngram", max_num_seqs=2)  # the third begins when another has gone on
-    (first,) = tiny_models.run(found, PROMPTS[1:2], SamplingParams(temperature=0.0, max_tokens=40, n=3))
-    assert [sample.output for sample in first.samples] == [plain()[1]] * 3
+    """The second sample begins when another request ends; by then the first has gone on."""
+    prompt = PROMPTS[1][:18]
+    (expected,) = outputs(engine("plain", ONLY), [prompt])
+    found = engine("ngram", ONLY, max_num_seqs=2)
+    params = [SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=0.0, max_tokens=40, n=2)]
+    _, first = tiny_models.run(found, [PROMPTS[2], prompt], params)
+    assert [sample.output for sample in first.samples] == [expected] * 2
 
 
 def test_a_draft_and_a_tree_are_refused():
