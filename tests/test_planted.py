@@ -3,27 +3,64 @@ is done by hand."""
 
 from __future__ import annotations
 
+import builtins
 import os
 import shlex
 import subprocess
+import symtable
 import sys
 
 import pytest
 
-from tests.support.planted import FAULTS, QUICK, ROOT, Fault
+from tests.support.planted import FAULTS, QUICK, ROOT, Fault, changed, places, plant
 
 FEWEST = 25
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}: {fault.tests}")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.tests}: {fault.right}")
 def test_a_fault_has_its_place(fault: Fault):
-    assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.right) == 1
-    assert fault.right != fault.wrong
+    ((path, found),) = places(fault, ROOT)
+    planted = changed(fault, found)
+    assert planted != found.string
+    if path.suffix == ".py":
+        assert unknown_names(planted) <= unknown_names(found.string), "a fault is no misspelling"
+
+
+def unknown_names(source: str) -> set[str]:
+    """Return the names that a source uses and nothing in it defines."""
+    whole = symtable.symtable(source, "", "exec")
+    tables = [whole]
+    for table in tables:
+        tables += table.get_children()
+    used = {symbol.get_name() for table in tables for symbol in table.get_symbols() if symbol.is_global()}
+    own = {symbol.get_name() for symbol in whole.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    return used - own - set(dir(builtins))
+
+
+def test_a_fault_stays_where_names_and_files_change(tmp_path):
+    """A file is moved, a variable in the fault's line gets another name, another one becomes an attribute."""
+    tree = tmp_path / "jaxspec"
+    (tree / "moved").mkdir(parents=True)
+    fault = Fault("$drafts < $room + $drafts", "$drafts <= $room", "")
+    (tree / "first.py").write_text("fits = drafts < room + tokens\n", encoding="utf-8")
+    (tree / "moved" / "second.py").write_text("fits = count < self.room + count\n", encoding="utf-8")
+    assert plant(fault, tmp_path).read_text(encoding="utf-8") == "fits = count <= self.room\n"
+    with pytest.raises(ValueError, match="not enough values"):
+        plant(fault, tmp_path)
+    for name in ("one.py", "two.py"):
+        (tree / name).write_text("fits = a < b + a\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="too many values"):
+        plant(fault, tmp_path)
+
+
+def test_a_misspelling_is_seen():
+    assert unknown_names("import a\ndef f(b):\n    return a, b, c, [d for d in b]\n") == {"c"}
 
 
 def test_they_are_many():
     assert len(FAULTS) >= FEWEST
-    assert {fault.file.split("/")[0] for fault in FAULTS} >= {"jaxspec", "pallas_kernels", "checkpoints", "colab"}
+    found = {path.relative_to(ROOT).parts[0] for fault in FAULTS for path, _ in places(fault, ROOT)}
+    assert found >= {"jaxspec", "pallas_kernels", "checkpoints", "colab"}
 
 
 @pytest.mark.thorough

@@ -26,7 +26,7 @@ def page_bytes(model: PagedModel, rows: int, context: int) -> float:
     for layer in model.config.layers:
         caches.append(next(own) if layer.shares is None else caches[layer.shares])
     positions = seen(model.config, context)
-    per_row: float = sum(cache.position_bytes() * n for cache, n in zip(caches, positions, strict=True))
+    per_row: float = sum(cache.page_bytes(1) * n for cache, n in zip(caches, positions, strict=True))
     return rows * per_row
 
 

@@ -14,7 +14,6 @@ import checkpoints
 from jaxspec.bench import presets
 from jaxspec.bench.bench_options import BenchOptions
 from jaxspec.cache.budget import memory
-from jaxspec.cache.pages import cache_layout
 from jaxspec.common.errors import UserError
 from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
@@ -27,6 +26,7 @@ from jaxspec.loading.weights import load as load_model
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params, random_params
 from jaxspec.models.model import Model
+from jaxspec.models.paged import cache_layout
 from jaxspec.models.sharding import for_degree
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig

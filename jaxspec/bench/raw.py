@@ -186,7 +186,7 @@ class Raw:
         inputs = self.place(self.inputs(k))
         model = self.engine.runner.decoding.target
         rows = inputs.num_tokens.shape[0]
-        layer = model.layout.layers[0]
+        layer: Any = model.layout.layers[0]
         shape = (rows, k + 1, model.config.layers[0].num_heads, layer.head_dim)
         query = self.place(jax.random.normal(jax.random.key(0), shape).astype(layer.dtype))
         return self.compiled(functools.partial(repeat_attention, model), ("target",), inputs, query)

@@ -1,11 +1,14 @@
-"""LayerCache: the cache of one layer."""
+"""LayerCache: the cache of one layer, and LayerLayout, its shape."""
 
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
+
+from jaxspec.parallel.placement import Placement
 
 
 class Moves(NamedTuple):
@@ -33,8 +36,38 @@ class Kept(NamedTuple):
 
 
 class LayerCache(abc.ABC):
-    """The cache of one layer for all rows: a pytree of arrays that the layer's mixer updates in each pass."""
+    """The cache of one layer for all rows: a pytree of arrays that the layer's mixer updates in each pass.
+
+    The first axis of each array is the page. A mixer may return a cache of another class from a pass; its `keep`, which
+    follows each pass of the target, returns one of the first class again.
+    """
 
     @abc.abstractmethod
     def keep(self, kept: Kept, backend: Any) -> LayerCache:
         """Return the cache after a pass of which only some tokens are kept."""
+
+
+class LayerLayout(abc.ABC):
+    """The shape of one layer's cache, which the layer's mixer declares. Static and hashable.
+
+    by_position: whether each position has an entry of its own, as keys and values have. If not, a page holds the row's
+      state after the last position that the row has written in this page.
+    """
+
+    by_position: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def page_bytes(self, page_size: int) -> int:
+        """Return the bytes of a page."""
+
+    @abc.abstractmethod
+    def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
+        """Return the bytes of a page in the memory of each device."""
+
+    @abc.abstractmethod
+    def empty(self, num_pages: int, page_size: int) -> Any:
+        """Return a zeroed cache."""
+
+    @abc.abstractmethod
+    def spec(self, placement: Placement) -> PartitionSpec:
+        """Return the partition spec of the cache's arrays."""

@@ -7,15 +7,14 @@ lowering a row's length. Stale slots beyond the length are never read and are ov
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.cache.layer import Kept, LayerCache
+from jaxspec.cache.layer import Kept, LayerCache, LayerLayout
 from jaxspec.hardware.platforms import facts
 from jaxspec.parallel.placement import Placement, per_shard
 from pallas_kernels.kv_write import kv_write
@@ -53,57 +52,62 @@ class PagedKV(LayerCache):
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedLayer:
+class PagedLayer(LayerLayout):
     """The shape of one layer's keys and values in a page."""
 
     num_kv_heads: int
     head_dim: int  # padded for the platform
     dtype: Any
 
-    def position_bytes(self) -> int:
-        """Return the bytes of the keys and values of one position."""
-        result: int = 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+    def page_bytes(self, page_size: int) -> int:
+        result: int = page_size * 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
         return result
 
-    def stored_bytes(self, num_devices: int, platform: str) -> int:
-        """Return the bytes of one position in the memory of each device."""
+    def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
         stored = facts(platform).stored_heads(2 * self.num_kv_heads // num_devices)
-        return self.position_bytes() // (2 * self.num_kv_heads) * stored
+        return self.page_bytes(page_size) // (2 * self.num_kv_heads) * stored
 
     def empty(self, num_pages: int, page_size: int) -> PagedKV:
-        """Return zeroed pages."""
         return PagedKV(jnp.zeros((num_pages, page_size, 2 * self.num_kv_heads, self.head_dim), self.dtype))
+
+    def spec(self, placement: Placement) -> P:
+        return placement.of_pages
+
+
+def paged_layer(num_kv_heads: int, head_dim: int, dtype: Any, platform: str) -> PagedLayer:
+    """Return the shape of these keys and values on a platform."""
+    return PagedLayer(num_kv_heads, facts(platform).head_size(head_dim), jnp.dtype(dtype))
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedFeatures:
+class PagedFeatures(LayerLayout):
     """The shape of the features of the target's positions in pages [P, S, M]."""
 
     width: int  # M
     dtype: Any
 
-    def position_bytes(self) -> int:
-        """Return the bytes of the features of one position."""
-        result: int = self.width * jnp.dtype(self.dtype).itemsize
+    def page_bytes(self, page_size: int) -> int:
+        result: int = page_size * self.width * jnp.dtype(self.dtype).itemsize
         return result
 
-    def stored_bytes(self, num_devices: int, platform: str) -> int:
-        """Return the bytes of one position in the memory of each device."""
-        return self.position_bytes() // num_devices
+    def stored_bytes(self, page_size: int, num_devices: int, platform: str) -> int:
+        return self.page_bytes(page_size) // num_devices
 
     def empty(self, num_pages: int, page_size: int) -> jax.Array:
-        """Return zeroed pages."""
         return jnp.zeros((num_pages, page_size, self.width), self.dtype)
+
+    def spec(self, placement: Placement) -> P:
+        return placement.of_features
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
     """The shape of one model's cache, for programs, budget and sharding.
 
-    layers: shape of each layer with a cache (`PagedLayer`, `PagedFeatures`).
+    layers: shape of each layer with a cache.
     """
 
-    layers: tuple[Any, ...]
+    layers: tuple[LayerLayout, ...]
     page_size: int
     num_pages: int
 
@@ -115,13 +119,16 @@ class CacheLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        result: int = self.page_size * sum(layer.position_bytes() for layer in self.layers)
-        return result
+        return sum(layer.page_bytes(self.page_size) for layer in self.layers)
+
+    @property
+    def by_position(self) -> bool:
+        """Return whether each position has entries of its own in all layers."""
+        return all(layer.by_position for layer in self.layers)
 
     def stored_bytes(self, num_devices: int, platform: str) -> int:
         """Return the bytes of one page in the memory of each device."""
-        result: int = self.page_size * sum(layer.stored_bytes(num_devices, platform) for layer in self.layers)
-        return result
+        return sum(layer.stored_bytes(self.page_size, num_devices, platform) for layer in self.layers)
 
 
 @jax.tree_util.register_dataclass
@@ -139,25 +146,6 @@ class PagedKVCache:
     features: tuple[jax.Array, ...] = ()
 
 
-class Layers(Protocol):
-    """The part of `ModelConfig` that a cache needs.
-
-    cached_layers: `LayerConfig` of each layer with keys and values of its own.
-    """
-
-    @property
-    def cached_layers(self) -> Sequence[Any]: ...
-
-
-def cache_layout(config: Layers, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
-    """Return the layout of a model's keys and values."""
-    head_size = facts(platform).head_size
-    layers = tuple(
-        PagedLayer(layer.num_kv_heads, head_size(layer.head_dim), jnp.dtype(dtype)) for layer in config.cached_layers
-    )
-    return CacheLayout(layers, page_size, num_pages)
-
-
 def features_layout(width: int, *, page_size: int, num_pages: int, dtype: Any) -> CacheLayout:
     """Return the layout of M = width features of each of the target's positions."""
     return CacheLayout((PagedFeatures(width, jnp.dtype(dtype)),), page_size, num_pages)
@@ -170,14 +158,20 @@ def copy_pages(
     return jax.tree.map(lambda pages: pages.at[target].set(pages[source], mode="drop"), cache), None
 
 
-def pages_format(placement: Placement, rank: int = 4) -> Format:
-    """Return the memory layout of pages: row-major, as kernels read them.
+def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
+    """Return the shapes of the caches of all layers, with their memory layout: row-major, as kernels read them.
 
     The TPU compiler alone would choose an order with less padding. Each launch would then copy all pages to row-major
     order and back.
     """
-    spec = placement.of_pages if rank == 4 else placement.of_features
-    return Format(Layout(tuple(range(rank))), placement.sharding(spec))
+
+    def shape(layer: LayerLayout) -> Any:
+        place = placement.sharding(layer.spec(placement))
+        row_major = lambda x: Format(Layout(tuple(range(x.ndim))), place)
+        empty = jax.eval_shape(lambda: layer.empty(layout.num_pages, layout.page_size))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_major(x)), empty)
+
+    return tuple(map(shape, layout.layers))
 
 
 def allocate(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
@@ -186,6 +180,6 @@ def allocate(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
     def zeros() -> tuple[Any, ...]:
         return tuple(layer.empty(layout.num_pages, layout.page_size) for layer in layout.layers)
 
-    formats = jax.tree.map(lambda x: pages_format(placement, x.ndim), jax.eval_shape(zeros))
-    result: tuple[Any, ...] = jax.jit(zeros, out_shardings=formats)()
+    zeroed = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.format, shapes(layout, placement)))
+    result: tuple[Any, ...] = zeroed()
     return result

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import CacheLayout, cache_layout, features_layout
-from jaxspec.common.errors import UserError, quoted
+from jaxspec.cache.pages import CacheLayout, features_layout
+from jaxspec.common.errors import UnsupportedError, UserError, quoted
 from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
@@ -21,7 +21,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import weight_bytes
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
-from jaxspec.models.paged import PagedModel
+from jaxspec.models.paged import PagedModel, cache_layout
 from jaxspec.models.sharding import check_divides
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
@@ -46,6 +46,8 @@ def paged_models(
         if any(layer.num_kv_heads % places[name].degree for layer in model.config.layers):
             raise RuntimeError(f"the {name} was loaded for fewer than {places[name].degree} devices")
     layouts = page_layouts(models, config, speculative, places, device.platform, longest)
+    if "draft" in layouts and not layouts["draft"].by_position:
+        raise UnsupportedError("the draft has layers with a state of the whole row: a draft needs keys and values")
     return {
         name: PagedModel(
             model.config,
@@ -150,12 +152,12 @@ def catalogue(
     )
 
 
-def chunk_shape(config: EngineConfig, platform: str) -> ChunkShape:
-    """Return the shape of a prefill pass."""
+def chunk_shape(config: EngineConfig, platform: str, *, several: bool = True) -> ChunkShape:
+    """Return the shape of a prefill pass. several: as in `ChunkShape`."""
     known = facts(platform)
     tokens = config.prefill_chunk or known.prefill_tokens
     width = min(known.piece, tokens)
-    return ChunkShape(tokens // width, width, min(known.least_pieces, tokens // width), known.finer)
+    return ChunkShape(tokens // width, width, min(known.least_pieces, tokens // width), known.finer, several)
 
 
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
@@ -227,6 +229,8 @@ def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], metho
     choices = spec.tree_choices or ()
     if any(layer.window is not None and layer.window <= depth for layer in models["target"].config.layers):
         raise UserError(f"tree_depth={depth} reaches beyond a sliding window of the target: lower it")
+    if not models["target"].layout.by_position:
+        raise UnsupportedError("the target has layers with a state of the whole row: propose chains, no trees")
     draft = method.drafter(depth, depth, models, speculative)
     if choices and not draft.independent:
         raise UserError(

@@ -66,12 +66,14 @@ class ChunkShape:
 
     least_rows: the fewest rows that a program is compiled for.
     finer: as in `Platform`.
+    several: whether a request may have several rows. A state of the whole row forbids it: the second needs the first's.
     """
 
     rows: int
     width: int
     least_rows: int = 1
     finer: bool = False
+    several: bool = True
 
     def padded(self, count: int) -> int:
         """Return the rows of the pass that takes `count` rows. Counts are rounded up so that few programs serve all."""
@@ -208,7 +210,7 @@ def pieces(
     all_pieces = (
         Piece(request, at, min(chunk.width, end - at))
         for request, start, end in zip(requests, starts, ends, strict=True)
-        for at in range(start, end, chunk.width)
+        for at in range(start, end if chunk.several else min(end, start + 1), chunk.width)
     )
     return list(itertools.islice(all_pieces, chunk.rows))
 

@@ -78,11 +78,12 @@ class Engine:
             lookahead=self.lag.lookahead,
             reach=max((drafter.reach for drafter in self.runner.drafters.values() if drafter), default=0),
             longest=self.limits.max_model_len,
+            copies=layout.by_position,
         )
         self.open_requests = OpenRequests(self.scheduler, self.runner)
         longest = self.limits.max_model_len + self.num_drafts
         self.catalogue = assembly.catalogue(config, speculative, device, longest, lags=self.lag.most is not None)
-        chunk = assembly.chunk_shape(config, device.platform)
+        chunk = assembly.chunk_shape(config, device.platform, several=layout.by_position)
         self.prefilling = Prefilling(self.open_requests, self.catalogue, chunk, self.lag, self.timed)
         self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
         self.controller = Controller(

@@ -22,6 +22,7 @@ class Scheduler:
     lookahead: as in `Drafter`.
     reach: positions after the pending token's that a round may write, if these are more than num_drafts.
     longest: maximum number of positions that `reach` extends a row to.
+    copies: whether a sample starts with a copy of its sibling's last page, which the sibling may have written further.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Scheduler:
         lookahead: int = 0,
         reach: int = 0,
         longest: int = 0,
+        copies: bool = True,
     ) -> None:
         self.allocator = allocator
         self.page_size = page_size
@@ -44,6 +46,7 @@ class Scheduler:
         self.reuse = reuse
         self.reach = max(reach, num_drafts)
         self.longest = longest
+        self.copies = copies
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.undrafted: set[int] = set()  # registered pages that the draft has not read
@@ -145,7 +148,7 @@ class Scheduler:
 
     def sibling(self, request: Request) -> Request | None:
         """Return another running sample of the same prompt, if possible one whose prompt is in the caches."""
-        if request.output or request.wants_prompt_logprobs:
+        if request.output or request.wants_prompt_logprobs or not self.copies:
             return None
         running = [s for s in self.running if s.samples is request.samples]  # not request.samples: n may be large
         return next((s for s in running if s.prefilled), running[0] if running else None)

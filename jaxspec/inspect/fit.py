@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxspec.cache.pages import cache_layout, features_layout
+from jaxspec.cache.pages import features_layout
 from jaxspec.common.errors import UserError
 from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import KNOWN
@@ -21,6 +21,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
+from jaxspec.models.paged import cache_layout
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig

@@ -9,7 +9,6 @@ from typing import Any
 
 import checkpoints
 from jaxspec.bench import presets
-from jaxspec.cache.pages import cache_layout
 from jaxspec.common.errors import UserError
 from jaxspec.engine.assembly import catalogue
 from jaxspec.engine.catalogue import ClosedCatalogue
@@ -23,6 +22,7 @@ from jaxspec.loading.weights import check_table, compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
 from jaxspec.models.draft_spec import draft_spec
+from jaxspec.models.paged import cache_layout
 from jaxspec.models.reading import Reading
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import cache_layout, features_layout
+from jaxspec.cache.pages import features_layout
 from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import Accelerator
 from jaxspec.hardware.platforms import facts
@@ -15,6 +15,7 @@ from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
+from jaxspec.models.paged import cache_layout
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
 from pallas_kernels.device import Device

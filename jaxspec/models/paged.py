@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxspec.cache.pages import CacheLayout
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Params, bind
+from jaxspec.models.mixers import MIXERS
 from jaxspec.models.rows import Rows
 from pallas_kernels.slot_mapping import slot_mapping
 from pallas_kernels.tree_mask import packed
@@ -135,7 +136,14 @@ class PagedModel:
         taps: tuple[int, ...] = (),
     ) -> Pass:
         """Run `forward` on a prompt chunk: tokens i32[B,T] from position start[b] on, of which length[b] are real."""
-        return self.forward(params, pages, tokens, *places(tokens, start, length), block_table, taps)
+        done = self.forward(params, pages, tokens, *places(tokens, start, length), block_table, taps)
+        return done._replace(pages=self.keep(done.pages, Kept(length, block_table)))
+
+
+def cache_layout(config: ModelConfig, *, page_size: int, num_pages: int, dtype: Any, platform: str) -> CacheLayout:
+    """Return the layout of a model's cache: each layer's mixer says what it keeps."""
+    layers = (MIXERS[own.mixer].layer_layout(own, dtype, platform) for own in config.cached_layers)
+    return CacheLayout(tuple(layers), page_size, num_pages)
 
 
 def places(tokens: jax.Array, start: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:

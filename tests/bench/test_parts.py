@@ -17,12 +17,12 @@ from jaxspec.bench import bench_options, floors, presets
 from jaxspec.bench.clock import Sample, measure, summary
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.turns import Runner
-from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.cache.pages import allocate
 from jaxspec.common.errors import UserError
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import random_params
-from jaxspec.models.paged import PagedModel
+from jaxspec.models.paged import PagedModel, cache_layout
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.cache.pages import allocate
 from jaxspec.hardware.platforms import facts
+from jaxspec.models.paged import cache_layout
 from jaxspec.parallel.placement import make_placement
 from tests.support import tiny_models
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.cache.pages import allocate
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind, compute_dtype
+from jaxspec.models.paged import cache_layout
 from jaxspec.models.rows import Rows
 from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import here

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.pages import cache_layout
 from jaxspec.common.errors import UserError
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params, whole
 from jaxspec.models.layer_config import LayerConfig
 from jaxspec.models.model import Model
+from jaxspec.models.paged import cache_layout
 from jaxspec.models.rope import Rope
 from jaxspec.models.sharding import for_degree
 from jaxspec.options.sampling_params import SamplingParams

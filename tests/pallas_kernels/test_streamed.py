@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.pages import allocate, cache_layout
+from jaxspec.cache.pages import allocate
 from jaxspec.hardware.platforms import CPU_COMPILER_OPTIONS
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import abstract_params, bind
+from jaxspec.models.paged import cache_layout
 from jaxspec.models.rows import Rows
 from jaxspec.models.table import looked_up
 from jaxspec.parallel.placement import make_placement

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache.pages import PagedKVCache, allocate, cache_layout
+from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.decode.state import STOP, DecodeConfig, LaunchResult
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel, DraftModelTree
@@ -23,7 +23,7 @@ from jaxspec.engine.runner import fetch
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.model import Model
-from jaxspec.models.paged import PagedModel
+from jaxspec.models.paged import PagedModel, cache_layout
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
 from jaxspec.runtime.packing import Packed, pack

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import budget
-from jaxspec.cache.pages import CacheLayout, PagedKVCache, pages_format
+from jaxspec.cache.pages import PagedKVCache, shapes
 from jaxspec.decode.state import DecodeConfig, Variant
 from jaxspec.engine import assembly, batch
 from jaxspec.engine.assembly import cache_layouts, drafters, paged_models, temporary_bytes
@@ -27,7 +27,7 @@ from jaxspec.models.sharding import for_degree
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
-from jaxspec.parallel.placement import Placement, make_placement
+from jaxspec.parallel.placement import make_placement
 from jaxspec.runtime.packing import pack
 from jaxspec.runtime.programs import FUNCTIONS, lower, lower_from_disk
 from pallas_kernels.device import Device
@@ -85,7 +85,7 @@ class Program:
         reader = drafter if drafter and drafter.features_width else None
         self.config = DecodeConfig(paged["target"], drafter, variant, reader=reader)
         places = assembly.placements(self.layouts, self.placement)
-        self.cache = PagedKVCache(**{name: self.pages(layout, places[name]) for name, layout in self.layouts.items()})
+        self.cache = PagedKVCache(**{name: shapes(layout, places[name]) for name, layout in self.layouts.items()})
 
     def devices(self, chip: str):
         return tpu_mesh(chip).devices.flat
@@ -127,11 +127,6 @@ class Program:
         """Elements of one layer's pages, likewise."""
         leaves = jax.tree.leaves(self.cache)
         return {math.prod(shape) for x in leaves for shape in (x.shape, x.sharding.shard_shape(x.shape))}
-
-    def pages(self, layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
-        empty = lambda: tuple(layer.empty(layout.num_pages, layout.page_size) for layer in layout.layers)
-        place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pages_format(placement, x.ndim))
-        return jax.tree.map(place, jax.eval_shape(empty))
 
     def compile(self, name: str, *arrays: Any) -> Any:
         with jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh), no_compilation_cache():

@@ -1,8 +1,9 @@
 """Mixers: the first half of a layer, which mixes the tokens of a row. One file each, named by `LayerConfig.mixer`.
 
-Each file has two functions. `declare(layer, config, own, dtype, entry)` adds the parameters to a Layer. `mix(layer, x,
-normed, memory, read, rows, ropes, backend, **options)` returns the mixed x [B,T,_] and the layer's updated cache. The
-MLP multiplies the mixed x with the layer's parameter `out`.
+Each file has three functions. `declare(layer, config, own, dtype, entry)` adds the parameters to a Layer.
+`layer_layout(own, dtype, platform)` returns the LayerLayout of the layer's cache. `mix(layer, x, normed, memory, read,
+rows, ropes, backend, **options)` returns the mixed x [B,T,_] and the layer's updated cache. The MLP multiplies the
+mixed x with the layer's parameter `out`.
 """
 
 from jaxspec.models.mixers import attention

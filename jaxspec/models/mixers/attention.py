@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.cache.pages import PagedKV
+from jaxspec.cache.pages import PagedKV, PagedLayer, paged_layer
 from jaxspec.common.errors import UnsupportedError
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
@@ -65,6 +65,11 @@ def declare(layer: Any, config: ModelConfig, own: LayerConfig, dtype: Any, entry
         if own.shares is None:
             layer.k_norm = norm(own.head_dim)
     layer.out = matrix(own.num_heads * own.head_dim, c.width, axes=("heads", None))
+
+
+def layer_layout(own: LayerConfig, dtype: Any, platform: str) -> PagedLayer:
+    """Return the shape of the keys and values of a layer."""
+    return paged_layer(own.num_kv_heads, own.head_dim, dtype, platform)
 
 
 def rotary_tables(layers: Iterable[LayerConfig], rows: Rows, backend: Backend) -> Tables:
