@@ -67,6 +67,8 @@ STANDS_FOR = {
     "Qwen/Qwen3-0.6B": "draft",
     "my-draft": "draft",
     "my-heads": "heads",
+    "./my-model": "target",
+    "./my-draft": "draft",
 }
 TINY, TINY_DRAFT = ((*presets.TABLE[name][:8], 8192, *presets.TABLE[name][9:]) for name in ("tiny", "tiny-draft"))
 ALL = [words for page in CURRENT for words in commands(page, "jaxspec")]
