@@ -20,7 +20,7 @@ LARGEST = 127  # magnitude of an integer
 SCALE = "_scale"  # suffix of the name of a tensor's scales
 
 
-def narrowed(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
+def quantised(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
     """Quantise x f[..., I]. Return the integers i8[..., I] and the scales bf16[..., I / GROUP].
 
     The scale of a group is the smallest power of two of which 127 reach the group's largest magnitude. Each integer
@@ -39,7 +39,7 @@ def narrowed(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
     return whole.reshape(x.shape), scale.astype(jnp.bfloat16)
 
 
-def widened(whole: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def dequantised(whole: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Dequantise integers i8[..., I] with a scale for each, f[..., I]. The result has the dtype of `scale`."""
     return (whole.astype(np.float32) * scale.astype(np.float32)).astype(scale.dtype)
 
@@ -51,8 +51,8 @@ def rounded(x: np.ndarray, axis: int = -1, name: str = "") -> np.ndarray:
     """
     if not fits(x.shape, axis):
         return x
-    whole, scale = narrowed(np.moveaxis(x, axis, -1), name)
-    return np.moveaxis(widened(whole, np.repeat(scale, GROUP, axis=-1)), -1, axis).astype(x.dtype)
+    whole, scale = quantised(np.moveaxis(x, axis, -1), name)
+    return np.moveaxis(dequantised(whole, np.repeat(scale, GROUP, axis=-1)), -1, axis).astype(x.dtype)
 
 
 def fits(shape: tuple[int, ...], axis: int = -1) -> bool:
@@ -67,5 +67,5 @@ def split(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         if x.dtype.kind in "iub" or not fits(x.shape):
             found[name] = x
         else:
-            found[name], found[name + SCALE] = narrowed(x, name)
+            found[name], found[name + SCALE] = quantised(x, name)
     return found

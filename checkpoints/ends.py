@@ -10,7 +10,7 @@ from typing import Any
 from checkpoints import gguf, orbax
 from checkpoints.gguf_config import GGUF_ENDS
 from checkpoints.loading import GENERATION_CONFIG, load_config, load_generation_config, load_tokenizer
-from checkpoints.reading import read_config, told
+from checkpoints.reading import naming_file, read_config
 from checkpoints.sources import Source
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import token_ids
@@ -39,10 +39,10 @@ def load_ends(source: Source, tokenizer: Any = None, config: ModelConfig | None 
     found: dict[int, tuple[str, ...]] = {}
     for file, keys in named(source, config).items():
         for key, value in keys:
-            with told(source.path if source.kind == "gguf" else source.path / file):
+            with naming_file(source.path if source.kind == "gguf" else source.path / file):
                 add(found, token_ids(value, key), f"{file} {key}".strip())
     for name in SPECIAL_TOKENS:
-        with told(source.path):
+        with naming_file(source.path):
             own = token_ids(getattr(tokenizer, f"{name}_id", None), f"the tokenizer's {name}_id")
             add(found, own, f"tokenizer {name}")
     add(found, turn_ends(tokenizer), "chat template")

@@ -23,7 +23,7 @@ import numpy as np
 from checkpoints import gguf_config
 from checkpoints.assemble import assemble
 from checkpoints.names import GGUF
-from checkpoints.reading import told
+from checkpoints.reading import naming_file
 from checkpoints.tensor_file import Index
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models import families
@@ -132,7 +132,7 @@ def read_header(path: Path) -> Header:
 @functools.lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, _mtime: int) -> Header:
     """Parse a header. A file that changes is parsed again, because its size and time are part of the cache's key."""
-    with told(path), path.open("rb") as file:
+    with naming_file(path), path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{path} is no GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -194,7 +194,7 @@ def load_config(path: Path) -> ModelConfig:
     header = read_header(path)
     weights = Weights(path)
     factors = "rope_freqs.weight"  # the frequency factors of Llama 3.1 are a tensor
-    with told(path):
+    with naming_file(path):
         if "token_embd.weight" not in header.tensors:
             raise UserError("tensor token_embd.weight is missing")
         if factors in header.tensors:

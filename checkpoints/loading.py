@@ -17,7 +17,7 @@ import jax
 from checkpoints import gguf, orbax, safetensors
 from checkpoints.gguf_tokenizer import build_tokenizer
 from checkpoints.library import transformers
-from checkpoints.reading import read_config, read_json, there, told, without_nulls
+from checkpoints.reading import is_regular_file, naming_file, read_config, read_json, without_nulls
 from checkpoints.sources import TOKENIZER_FILES, Source
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.config import ModelConfig
@@ -70,16 +70,16 @@ def load_tokenizer(source: Source) -> Any:
       tokenizer is damaged.
     """
     if source.kind == "gguf":
-        with told(source.path):
+        with naming_file(source.path):
             return build_tokenizer(gguf.read_header(source.path).meta)
-    if there(source.path / orbax.FINGERPRINT):
+    if is_regular_file(source.path / orbax.FINGERPRINT):
         raise FileNotFoundError(f"{source.name} is a draft, which uses its target's tokenizer: it has none of its own")
     if not has_tokenizer(source):
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
     for pattern in (*TOKENIZER_FILES, TEMPLATES):
         for file in source.path.glob(pattern):
-            there(file)  # refuse a fifo or device, which transformers might open
-    with told(source.path):
+            is_regular_file(file)  # refuse a fifo or device, which transformers might open
+    with naming_file(source.path):
         try:
             return of_folder(source.path)
         except ValueError as error:
@@ -116,7 +116,7 @@ def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
     """
     rewritten: dict[str, Any] = {}
     for name, kept in (("config.json", ()), ("tokenizer_config.json", SPECIAL_TOKENS)):
-        if there(folder / name):
+        if is_regular_file(folder / name):
             raw = read_json(folder / name)
             cleaned = without_nulls(raw, kept)
             if cleaned != raw:
@@ -136,7 +136,7 @@ def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
 def has_tokenizer(source: Source) -> bool:
     """Return whether the source has a tokenizer of its own."""
     known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    return source.kind == "gguf" or any(there(source.path / name) for name in known)
+    return source.kind == "gguf" or any(is_regular_file(source.path / name) for name in known)
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -150,9 +150,9 @@ def load_fingerprint(source: Source) -> str | None:
     Raises: UserError, naming the file, where it holds no digest.
     """
     path = source.path / orbax.FINGERPRINT
-    if not there(path):
+    if not is_regular_file(path):
         return None
-    with told(path):
+    with naming_file(path):
         digest = path.read_text(encoding="utf-8").strip()
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise UserError(f"{short(digest)} is no SHA-256 digest of a tokenizer")
@@ -162,4 +162,4 @@ def load_fingerprint(source: Source) -> str | None:
 def load_generation_config(source: Source) -> dict[str, Any]:
     """Return the generation_config.json of a Hugging Face folder, {} where there is none."""
     path = source.path / GENERATION_CONFIG
-    return read_config(path) if source.kind == "hf" and there(path) else {}
+    return read_config(path) if source.kind == "hf" and is_regular_file(path) else {}

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from checkpoints.reading import read_json, there, told
+from checkpoints.reading import is_regular_file, naming_file, read_json
 from jaxspec.common.errors import UserError
 from jaxspec.common.progress import working
 from jaxspec.common.writing import disk_errors
@@ -108,7 +108,7 @@ def check_free(folder: Path) -> None:
 def load_config(folder: Path) -> ModelConfig:
     """Return the ModelConfig of a folder. Raises: FileNotFoundError or UserError, naming the file."""
     raw = read_json(folder / CONFIG_FILE)
-    with told(folder / CONFIG_FILE):
+    with naming_file(folder / CONFIG_FILE):
         return ModelConfig.from_json(raw)
 
 
@@ -133,7 +133,7 @@ def load_params(
 
 def stored_dtype(folder: Path) -> str:
     """Return the name of the largest array's dtype."""
-    with told(folder / PARAMS):
+    with naming_file(folder / PARAMS):
         arrays = stored_arrays(folder / PARAMS).values()
         return max(arrays, key=lambda array: math.prod(array.shape)).dtype.name
 
@@ -210,11 +210,11 @@ def stored_arrays(path: Path) -> dict[str, Any]:
     """
     import orbax.checkpoint.experimental.v1 as ocp
 
-    with told(path):
+    with naming_file(path):
         if not path.is_dir() or not ocp.is_orbax_checkpoint(path):
             raise FileNotFoundError(f"{path} is missing or incomplete: it is no orbax checkpoint")
         for file in path.rglob("*"):
-            there(file)
+            is_regular_file(file)
         return dict(ocp.metadata(path).metadata)
 
 
@@ -237,7 +237,7 @@ def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.
     if extra := sorted(set(stored) - set(abstract)):
         raise UserError(f"{path}: array {extra[0]} is not part of the model ({len(extra)} such)")
     here = SingleDeviceSharding(jax.devices()[0])
-    with told(path):
+    with naming_file(path):
         return ocp.load(path, {name: sharded(leaf, here) for name, leaf in abstract.items()})
 
 

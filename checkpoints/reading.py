@@ -26,7 +26,7 @@ SPECIAL = {
 NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads")
 
 
-def there(path: Path) -> bool:
+def is_regular_file(path: Path) -> bool:
     """Return whether a regular file of this name exists. Call it before a file is opened.
 
     Raises: UserError for a fifo, socket or device: reading one might never end.
@@ -40,7 +40,7 @@ def there(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def told(where: Path | str) -> Iterator[None]:
+def naming_file(where: Path | str) -> Iterator[None]:
     """Turn any error in the block into a UserError, UnsupportedError or OSError of one line that names `where`.
 
     Libraries raise errors of any class over damaged files, even MemoryError and RecursionError. The original error is
@@ -83,7 +83,7 @@ def line(where: Path | str, error: BaseException) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises: FileNotFoundError; UserError if the file holds no JSON object. Both name the file."""
-    if not there(path):
+    if not is_regular_file(path):
         raise FileNotFoundError(f"{path} is missing")
     if (size := path.stat().st_size) > MOST_JSON:
         raise UserError(f"{path} has {size} bytes, no configuration has more than {MOST_JSON}: fetch it again")

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints import hf_config
 from checkpoints.assemble import assemble
-from checkpoints.eight_bits import SCALE, widened
+from checkpoints.eight_bits import SCALE, dequantised
 from checkpoints.library import transformers
 from checkpoints.names import hf
-from checkpoints.reading import read_config, read_json, there, told
+from checkpoints.reading import is_regular_file, naming_file, read_config, read_json
 from checkpoints.tensor_file import Index
 from checkpoints.torch_files import TorchFile
 from jaxspec.common.errors import UnsupportedError, UserError
@@ -47,7 +47,7 @@ def load_config(folder: Path) -> ModelConfig:
 
     Raises: FileNotFoundError without a config.json; UnsupportedError and UserError as `hf_config.model_config` does.
     """
-    with told(folder / "config.json"):
+    with naming_file(folder / "config.json"):
         return parse(read_config(folder / "config.json"))
 
 
@@ -127,11 +127,11 @@ def files_of(folder: Path) -> list[Path]:
       that names no shard, or a shard outside the folder.
     """
     for single, index, others in LAYOUTS:
-        if there(folder / single):
+        if is_regular_file(folder / single):
             return [folder / single]
-        if there(folder / index):
+        if is_regular_file(folder / index):
             return shards_of(folder / index, Path(single).suffix)
-        if files := sorted(file for file in folder.glob(others) if there(file)):
+        if files := sorted(file for file in folder.glob(others) if is_regular_file(file)):
             return files
     one = ", ".join(single for single, *_ in LAYOUTS)
     raise FileNotFoundError(f"{folder} holds no .safetensors file, nor one of torch's: {one} or shards are looked for")
@@ -151,7 +151,7 @@ def shards_of(index: Path, suffix: str) -> list[Path]:
             )
     files = [index.parent / name for name in sorted(set(found.values()))]
     for path in files:
-        if not there(path):
+        if not is_regular_file(path):
             raise FileNotFoundError(f"{path} is missing: {index.name} names it as a shard")
     return files
 
@@ -160,7 +160,7 @@ def opened(path: Path) -> Any:
     """Open a file of tensors, mapped into memory. Raises: UserError where it is truncated or damaged."""
     if path.suffix != ".safetensors":
         return TorchFile(path)
-    with told(path):
+    with naming_file(path):
         try:
             return safe_open(path, framework="np")
         except SafetensorError as error:
@@ -209,11 +209,11 @@ class Shards:
         """Return the slice `index` of a tensor, dequantised. Raises as `dtype` does; UserError for a damaged file."""
         if self.slice(name).get_dtype() not in INTEGERS:
             self.dtype(name)
-        with told(self.where):
+        with naming_file(self.where):
             x = self.slice(name)[index]
             size = self._groups.get(name)
             if size is None:
                 return x
             first, last, _ = index[-1].indices(self._shapes[name][-1])
             scale = self.slice(name + SCALE)[(*index[:-1], slice(first // size, -(-last // size)))]
-            return widened(x, np.repeat(scale, size, axis=-1)[..., first % size :][..., : last - first])
+            return dequantised(x, np.repeat(scale, size, axis=-1)[..., first % size :][..., : last - first])

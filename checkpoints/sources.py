@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from checkpoints.gguf import MAGIC
 from checkpoints.orbax import CONFIG_FILE
-from checkpoints.reading import there
+from checkpoints.reading import is_regular_file
 from jaxspec.common.embedded import DRAFT, MODEL
 from jaxspec.common.errors import UserError, shortened
 from jaxspec.common.progress import byte_progress
@@ -97,7 +97,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         raise FileNotFoundError(f"{model} does not exist: {error}") from None
     if path.is_dir():
         return local_folder(path, model)
-    if there(path):
+    if is_regular_file(path):
         if path.suffix != ".gguf" and not begins(path, MAGIC):
             raise UserError(f"{model} is no GGUF file: give a .gguf file, a folder or a hub id")
         return Source("gguf", path.resolve(), path.stem)
@@ -148,17 +148,17 @@ def begins(path: Path, magic: bytes) -> bool:
 def local_folder(path: Path, model: str) -> Source:
     """Return the checkpoint in a folder. Raises: UserError where there is none, or several GGUF files."""
     path = path.resolve()
-    if there(path / CONFIG_FILE):
+    if is_regular_file(path / CONFIG_FILE):
         return Source("orbax", path, path.name)
     patterns = [pattern for group in WEIGHT_FILES for pattern in group]
-    if any(there(file) for pattern in patterns for file in path.glob(pattern)):
+    if any(is_regular_file(file) for pattern in patterns for file in path.glob(pattern)):
         return Source("hf", path, path.name)  # some heads have no configuration
-    files = sorted(file for file in path.glob("*.gguf") if there(file))
+    files = sorted(file for file in path.glob("*.gguf") if is_regular_file(file))
     if len(files) == 1:
         return Source("gguf", files[0], files[0].stem)
     if files:
         raise UserError(f"{model} holds {len(files)} .gguf files: name one, such as {files[0]}")
-    if there(path / "config.json") or there(path / "tokenizer_config.json"):
+    if is_regular_file(path / "config.json") or is_regular_file(path / "tokenizer_config.json"):
         return Source("hf", path, path.name)
     raise UserError(f"{model} holds no checkpoint: neither config.json nor {CONFIG_FILE} nor a .gguf file is in it")
 
@@ -166,7 +166,7 @@ def local_folder(path: Path, model: str) -> Source:
 def shipped(name: str) -> Source:
     """Return a draft that is part of this package. Raises: FileNotFoundError where the installation lacks it."""
     path = Path(__file__).parent / name
-    if not there(path / "config.json"):
+    if not is_regular_file(path / "config.json"):
         raise FileNotFoundError(f"{name} is missing from this installation ({path}): install jaxspec again")
     return Source("hf", path, name)
 

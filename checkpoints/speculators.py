@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints import heads
+from checkpoints import head_folders
 from checkpoints.assemble import check as check_tensors
 from checkpoints.names import hf
 from checkpoints.reading import read_json
@@ -144,7 +144,7 @@ def config(
         **{key: getattr(head, field) for key, field in KINDS[name].fields.items()},
         **(switches if name == "dspark" else {}),
         "tie_word_embeddings": False,
-        "transformer_layer_config": {**heads.layers(head), "attention_bias": False, **rope},
+        "transformer_layer_config": {**head_folders.layers(head), "attention_bias": False, **rope},
         "speculators_config": {"algorithm": name, **proposals, "verifier": verifier(target)},
     }
 
@@ -157,7 +157,11 @@ def renamed(name: str) -> str:
 
 
 def tensors(
-    source: Source, reading: heads.Reading, known: Mapping[str, Parameter], target: Source, of_target: ModelConfig
+    source: Source,
+    reading: head_folders.Reading,
+    known: Mapping[str, Parameter],
+    target: Source,
+    of_target: ModelConfig,
 ) -> dict[str, np.ndarray]:
     """Return all tensors of a head's folder under the library's names, as they are stored.
 
@@ -167,24 +171,24 @@ def tensors(
     Raises: UserError where a tensor is missing, or d2t is for another target; else as reading does.
     """
     file = Shards(source.path)
-    table = heads.table_of(reading)
+    table = head_folders.table_of(reading)
     stored = {where: p for where, p in known.items() if where != "t2d"}
     check_tensors(reading.config, stored, table, file)
     wanted = [name for where in stored for name in table.sources(where).values()]
     wanted += [name for name in file.shapes() if name.startswith(CONFIDENCE)]
-    found = {renamed(name): heads.whole(file, name) for name in wanted}
+    found = {renamed(name): head_folders.whole(file, name) for name in wanted}
     if OWN_TABLE in found:
         projection = found.pop(OWN_TABLE)
         table_of_target = copies({TABLE}, target, of_target, np.float32)[TABLE]
         found[THEIR_TABLE] = (table_of_target @ projection.astype(np.float32).T).astype(projection.dtype)
     if "d2t" in found:
         ids = found["d2t"].astype(np.int64) + np.arange(len(found["d2t"]))
-        heads.check_ids(source.path, ids, of_target.vocab_size)
-        heads.check_t2d(file, ids, of_target.vocab_size)
+        head_folders.check_ids(source.path, ids, of_target.vocab_size)
+        head_folders.check_t2d(file, ids, of_target.vocab_size)
         found |= {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(of_target.vocab_size), ids)}
     if KINDS[kind(reading.config)].copies:
         own = [name for name in file.shapes() if renamed(name) == TABLE]
-        found |= {renamed(name): heads.whole(file, name) for name in own}
+        found |= {renamed(name): head_folders.whole(file, name) for name in own}
         found |= copies({TABLE, HEAD} - found.keys(), target, of_target, found["fc.weight"].dtype)
     return found
 
@@ -200,4 +204,4 @@ def copies(names: Set[str], target: Source, of_target: ModelConfig, dtype: Any) 
     for source in sources.values():
         if source not in file.shapes():
             raise UserError(f"{target.path}: tensor {source} is missing: the head's folder needs a copy of it")
-    return {name: heads.whole(file, source).astype(dtype) for name, source in sources.items()}
+    return {name: head_folders.whole(file, source).astype(dtype) for name, source in sources.items()}

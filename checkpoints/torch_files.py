@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints.reading import told
+from checkpoints.reading import naming_file
 from jaxspec.common.errors import UnsupportedError, UserError, quoted
 
 # torch's name of each dtype, and the name in a safetensors file.
@@ -45,7 +45,7 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         torch = loader(str(path))
-        with told(path):
+        with naming_file(path):
             with path.open("rb") as file:
                 zipped = file.read(4) == b"PK\x03\x04"
             try:

@@ -272,14 +272,16 @@ plt.show()
 
 # %% [markdown]
 # Each round yields its accepted drafts and one extra token. Where a draft was rejected, the extra token replaces it. It
-# is drawn from the residual max(p - q, 0), normalised (`extra_law`), and this makes the output follow the target's
-# distribution exactly. Where all drafts were accepted, the extra token is the bonus token, drawn from p.
+# is drawn from the residual max(p - q, 0), normalised (`residual_distribution`), and this makes the output follow the
+# target's distribution exactly. Where all drafts were accepted, the extra token is the bonus token, drawn from p.
 #
 # **The picture:** at the place of the rejected draft, the green bars are the distribution of the token that replaces
 # it. The token that was drawn is marked.
 
 # %%
-extra_law = np.asarray(standard.extra_law(jax.nn.softmax(logits, axis=-1), proposal, verdict.num_accepted)[0])
+extra_law = np.asarray(
+    standard.residual_distribution(jax.nn.softmax(logits, axis=-1), proposal, verdict.num_accepted)[0]
+)
 extra = int(verdict.next_token[0])
 rejected = num_accepted < K
 distributions = {"q: draft": (q[num_accepted], ORANGE)} if rejected else {}
@@ -373,7 +375,7 @@ ours, engines = jax.tree.leaves(cache_after_score.target), jax.tree.leaves(runne
 gap = max(float(jnp.abs(a - b).max()) for a, b in zip(ours, engines, strict=True))
 print(f"largest difference between our pages and the engine's: {gap:.1e}")
 
-engine.absorb(requests, result)  # give the engine the result, then let it finish both requests
+engine.apply_result(requests, result)  # give the engine the result, then let it finish both requests
 while engine.busy:
     engine.step()
 print("and the whole text:", repr(llm.tokenizer.decode(tea.tokens)))

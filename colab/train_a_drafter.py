@@ -127,7 +127,7 @@ print(f"\n{written['sequences']} sequences, {written['tokens']} tokens")
 
 # %%
 from jaxspec.train.loop import train
-from jaxspec.train.options import TrainOptions
+from jaxspec.train.train_options import TrainOptions
 
 draft = train(
     TrainOptions(

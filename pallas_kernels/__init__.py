@@ -1,17 +1,17 @@
 """Device kernels of speculative decoding: each op as plain jnp, Pallas for TPU and Pallas for GPU."""
 
+from pallas_kernels.argmax_token import argmax_token
 from pallas_kernels.feed_forward import feed_forward
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.likeliest_token import likeliest_token
 from pallas_kernels.merge_tokens import merge_tokens
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.self_attention import self_attention
 from pallas_kernels.slot_mapping import slot_mapping
 
 __all__ = [
+    "argmax_token",
     "feed_forward",
     "kv_write",
-    "likeliest_token",
     "merge_tokens",
     "paged_attention",
     "self_attention",

@@ -18,7 +18,7 @@ from pallas_kernels import device as devices
 from pallas_kernels.device import Device
 from pallas_kernels.weights import Weight
 
-Where = str | Device | None  # "cpu", "gpu", "tpu" or a device; None: the default backend
+DeviceLike = str | Device | None  # "cpu", "gpu", "tpu" or a device; None: the default backend
 IMPLEMENTATIONS = ("reference", "pallas")
 
 
@@ -79,7 +79,7 @@ class Op:
     name: str
     forms: tuple[Form, ...]
 
-    def run(self, implementation: str | None, platform: Where, *args: Any, **options: Any) -> Any:
+    def run(self, implementation: str | None, platform: DeviceLike, *args: Any, **options: Any) -> Any:
         """Call the form that `choose` returns for these arguments."""
         device = devices.named(platform)
         form = self.choose(implementation, device, *args, **options)

@@ -72,10 +72,18 @@ ALSO_ON_GPU = (
 ALSO_ON_SEVERAL = ("parallel/test_tensor_parallel.py",)  # where there are two GPUs
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Fail a test that leaves interrupts to a handler of its own: later tests in the same process send some."""
+    yield
+    left = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert left is signal.default_int_handler
+
+
 # Every program compiled for the CPU maps some memory, and Linux gives a process 65,530 mappings: beyond them the
 # compiler aborts. So a process that has made many lets go of them; the compilation cache has them still. What it let
 # go of, glibc keeps: given back, two workers fit into a small machine beside what tests start.
-MOST_MAPPINGS, EVERY = 25_000, 5
+MOST_MAPPINGS, EVERY = 25_000, 15
 num_tests = itertools.count(1)
 give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's own
 

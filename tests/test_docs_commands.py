@@ -18,7 +18,7 @@ import pytest
 
 import checkpoints
 from jaxspec import AsyncLLM, cli
-from jaxspec.bench import measure, options, presets
+from jaxspec.bench import bench_options, measure, presets
 from jaxspec.bench.hardware import Hardware
 from jaxspec.cli import serve as serving
 from jaxspec.common import embedded
@@ -110,7 +110,7 @@ def small(root, tmp_path, monkeypatch):
     table = {name: TINY_DRAFT if name == "qwen3-0.6b" else TINY for name in presets.TABLE}
     monkeypatch.setattr(presets, "TABLE", table)
     monkeypatch.setattr(measure, "hardware", lambda dtype: Hardware(8.0, 16.0, 0.25))
-    monkeypatch.setattr(options, "ADAPTIVE_LENGTHS", (1.2, 3.0))
+    monkeypatch.setattr(bench_options, "ADAPTIVE_LENGTHS", (1.2, 3.0))
     monkeypatch.setattr(demo, "PROMPTS", {"one": "Count the words.", "two": "The quick brown fox"})
     monkeypatch.setattr(evaluate, "HELDOUT", tmp_path / "prompts.json")
     (tmp_path / "prompts.json").write_text(json.dumps({"chat": ["Hello", "One, two"]}))

@@ -44,7 +44,7 @@ ARROWS = {
     "checkpoints": "models.config models.draft_spec models.families models.limits models.parameters models.reading "
     "models.rope",
     "loading": "pallas_kernels checkpoints hardware.platforms parallel.placement models drafters options "
-    "runtime.stored",
+    "runtime.program_files",
     "api": "pallas_kernels.device checkpoints parallel models options runtime engine loading",
     # __init__: for types only, public names are loaded on first use
     "jaxspec": "parallel.hosts options engine.metrics api",

@@ -15,10 +15,10 @@ from typing import Any, Unpack
 
 from jaxspec.api.chat import as_prompt, conversations, rendering
 from jaxspec.api.chat_process import TemplateProcess
-from jaxspec.api.completions import Job
+from jaxspec.api.completions import PromptRun
 from jaxspec.api.llm import LLM
 from jaxspec.api.outputs import RequestOutput, StreamOutput
-from jaxspec.api.prompts import Ask, Prompt
+from jaxspec.api.prompts import AnyPrompt, Prompt, PromptRequest
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.progress import compiling
 from jaxspec.engine.engine import FEWER_ROUNDS
@@ -81,7 +81,7 @@ class AsyncLLM:
     def timing(self) -> Timing:
         return self.llm.timing
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Ask:
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> PromptRequest:
         """Return a prompt, checked with its parameters, that `generate` and `stream` take without further work. Any
         thread may call this. Raises UserError as they do."""
         asked = self.llm._prepare(prompt, sampling_params)
@@ -90,7 +90,7 @@ class AsyncLLM:
         return asked[0]
 
     def stream(
-        self, prompt: Prompt | Ask, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[StreamOutput, None]:
         """Yield pieces of a prompt's completion as they are made, for each of its n samples. An invalid prompt or
         parameter raises UserError at once, before anything is queued.
@@ -98,15 +98,15 @@ class AsyncLLM:
         request_id: a name for `abort` and for the pieces; by default one is made. It is in use from the first piece
           that is asked for to the last; a name in use is refused.
         """
-        return self._results(self._prepare(prompt, sampling_params, request_id), Job.pieces, streaming=True)
+        return self._results(self._prepare(prompt, sampling_params, request_id), PromptRun.pieces, streaming=True)
 
     async def generate(
-        self, prompt: Prompt | Ask, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> RequestOutput:
         """Complete a prompt. Raises UserError for a prompt that cannot be served. If a completion fails on the way, its
         output has finish_reason "error". request_id: as in `stream`."""
-        ask = self._prepare(prompt, sampling_params, request_id)
-        async with contextlib.aclosing(self._results(ask, Job.final_output)) as results:
+        prompt_request = self._prepare(prompt, sampling_params, request_id)
+        async with contextlib.aclosing(self._results(prompt_request, PromptRun.final_output)) as results:
             return await anext(results)
 
     async def chat(
@@ -134,25 +134,25 @@ class AsyncLLM:
         if call is not None:
             self._thread.tell(self._thread.abort, call)
 
-    def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> Ask:
-        """Return the prompt as an Ask that has a request_id."""
+    def _prepare(self, prompt: Any, sampling_params: SamplingParams | None, request_id: str | None) -> PromptRequest:
+        """Return the prompt as a request that has a request_id."""
         self._thread.check_open()
-        if isinstance(prompt, Ask) and sampling_params is not None:
+        if isinstance(prompt, PromptRequest) and sampling_params is not None:
             raise UserError("sampling_params belong to `prepare` where the prompt is prepared: leave them out here")
-        ask = prompt if isinstance(prompt, Ask) else self.prepare(prompt, sampling_params)
+        prompt_request = prompt if isinstance(prompt, PromptRequest) else self.prepare(prompt, sampling_params)
         if request_id is None:
             request_id = uuid.uuid4().hex
         if not isinstance(request_id, str) or not request_id:
             raise UserError(f"request_id={quoted(request_id)} must be a string that is not empty")
-        return dataclasses.replace(ask, request_id=request_id)
+        return dataclasses.replace(prompt_request, request_id=request_id)
 
     async def _results(
-        self, ask: Ask, take: Callable[[Job], list[Any]], *, streaming: bool = False
+        self, prompt_request: PromptRequest, take: Callable[[PromptRun], list[Any]], *, streaming: bool = False
     ) -> AsyncGenerator[Any, None]:
-        """Yield what `take` finds in the job after each step, until the job has ended."""
-        call = Call(ask, take, streaming, asyncio.get_running_loop())
-        if self._calls.setdefault(ask.request_id, call) is not call:
-            raise UserError(f"request_id={quoted(ask.request_id)} is in use: choose another, or give none")
+        """Yield what `take` finds in the job after each step, until the run has ended."""
+        call = Call(prompt_request, take, streaming, asyncio.get_running_loop())
+        if self._calls.setdefault(prompt_request.request_id, call) is not call:
+            raise UserError(f"request_id={quoted(prompt_request.request_id)} is in use: choose another, or give none")
         try:
             self._thread.tell(self._thread.open, call)
             self._thread.check_open()  # only now: a thread that ended before does not see this call
@@ -161,7 +161,7 @@ class AsyncLLM:
                     raise result
                 yield result
         finally:
-            del self._calls[ask.request_id]
+            del self._calls[prompt_request.request_id]
             self._thread.tell(self._thread.close, call)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -180,17 +180,17 @@ def end(thread: EngineThread, templates: TemplateProcess) -> None:
 class Call:
     """One caller's request, and the way back to its event loop.
 
-    take: function that returns the job's results to hand over after a step.
+    take: function that returns the results to hand over after a step.
     streaming: whether launches have to be short meanwhile.
     results: queue that the caller's loop reads; an exception or None is the last entry.
     """
 
-    ask: Ask
-    take: Callable[[Job], list[Any]]
+    prompt_request: PromptRequest
+    take: Callable[[PromptRun], list[Any]]
     streaming: bool
     loop: asyncio.AbstractEventLoop
     results: asyncio.Queue[Any] = dataclasses.field(default_factory=asyncio.Queue)
-    job: Job | None = None
+    prompt_run: PromptRun | None = None
 
     def send(self, *results: Any) -> bool:
         """Send results from the engine's thread to the caller's loop. Return False if the loop is closed."""
@@ -276,41 +276,41 @@ class EngineThread(threading.Thread):
             call.send(self.refusal())
             return
         try:
-            call.job = self.llm._submit(call.ask)
+            call.prompt_run = self.llm._submit(call.prompt_request)
         except Exception as error:  # concerns this call only
             call.send(error)
             return
-        self.calls |= dict.fromkeys(call.job.requests, call)
+        self.calls |= dict.fromkeys(call.prompt_run.requests, call)
 
     def close(self, call: Call) -> None:
         """End the samples of a call that the caller no longer waits for."""
-        if call.job is None:
+        if call.prompt_run is None:
             return
-        for request in call.job.requests:
+        for request in call.prompt_run.requests:
             self.calls.pop(request, None)
-        self.llm._abort(call.job)
+        self.llm._abort(call.prompt_run)
 
     def abort(self, call: Call) -> None:
         """End a call, and give the caller its output so far."""
-        if call.job is not None and not call.job.ended:
-            self.llm._abort(call.job)
-            self.hand_over(call)
+        if call.prompt_run is not None and not call.prompt_run.ended:
+            self.llm._abort(call.prompt_run)
+            self.submit_call(call)
 
     def advance(self) -> None:
-        """Run one step, and give each call the new results of its job."""
+        """Run one step, and give each call the new results of its run."""
         ran = self.llm._step(streaming=any(call.streaming for call in self.calls.values()))
         for call in dict.fromkeys(self.calls[request] for request in ran if request in self.calls):
-            self.hand_over(call)
+            self.submit_call(call)
 
-    def hand_over(self, call: Call) -> None:
-        """Give a call the new results of its job, and close a call that has ended or that nobody listens to."""
-        assert call.job is not None
+    def submit_call(self, call: Call) -> None:
+        """Give a call the new results of its run, and close a call that has ended or that nobody listens to."""
+        assert call.prompt_run is not None
         try:
-            results = call.take(call.job)
+            results = call.take(call.prompt_run)
         except Exception as error:  # concerns this call only
             call.send(error)
             self.close(call)
             return
-        last = (None,) if call.job.ended else ()
+        last = (None,) if call.prompt_run.ended else ()
         if not call.send(*results, *last) or last:
             self.close(call)

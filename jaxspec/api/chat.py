@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.api.prompts import BYTES, readable
-from jaxspec.common.errors import UserError, quoted, said
+from jaxspec.common.errors import UserError, error_line, quoted
 from jaxspec.common.values import flag
 from jaxspec.options.keywords import ChatOptions
 
@@ -48,7 +48,8 @@ class Rendering:
         try:
             return apply(tokenizer, self.messages, tokenize=False, **self.options)
         except Exception as error:  # the template is a program of the model's, and may raise anything
-            raise UserError(f"{quoted(self.messages)} does not fit the model's chat template: {said(error)}") from error
+            line = f"{quoted(self.messages)} does not fit the model's chat template: {error_line(error)}"
+            raise UserError(line) from error
 
 
 def rendering(
@@ -77,7 +78,7 @@ def rendering(
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in variables:
         if name in own or not re.search(rf"\b{re.escape(name)}\b", str(template)):
-            raise UserError(f"chat_template_kwargs: {quoted(name)} is nothing that the model's chat template is told")
+            raise UserError(f"chat_template_kwargs: {quoted(name)} is not a variable of the model's chat template")
     options = {**variables, **opening(add_generation_prompt, continue_final_message)}
     return Rendering(template, tokenizer.special_tokens_map, flattened(messages), options)
 

@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 
 from jaxspec.api.chat import Rendering
-from jaxspec.common.errors import UserError, said
+from jaxspec.common.errors import UserError, error_line
 
 SECONDS = 2.0
 MEMORY = 1 << 30  # bytes, in addition to those that the process has at its start
@@ -66,7 +66,7 @@ class TemplateProcess:
         try:
             sent = pickle.dumps(rendering)
         except Exception as error:  # pickling calls the caller's objects, which may raise anything
-            raise UserError(f"the conversation cannot be sent to another process: {said(error)}") from error
+            raise UserError(f"the conversation cannot be sent to another process: {error_line(error)}") from error
         child = self.start()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -143,7 +143,7 @@ def answer(sent: bytes) -> str:
             )
         return json.dumps({"text": text})
     except Exception as error:
-        return json.dumps({"refused": str(error) if isinstance(error, UserError) else said(error)})
+        return json.dumps({"refused": str(error) if isinstance(error, UserError) else error_line(error)})
 
 
 def limit_memory() -> None:

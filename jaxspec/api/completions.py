@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxspec.api.detokenizer import Detokenizer
 from jaxspec.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
-from jaxspec.api.prompts import Ask
+from jaxspec.api.prompts import PromptRequest
 from jaxspec.api.tokens import Token, Vocabulary
-from jaxspec.common.errors import said
+from jaxspec.common.errors import error_line
 from jaxspec.engine.metrics import RequestTiming, SpecDecodeMetrics
 from jaxspec.engine.request import Request, Times, TokenLogprobs
 
@@ -19,8 +19,8 @@ from jaxspec.engine.request import Request, Times, TokenLogprobs
 class Sample:
     """One sample's text, and how much of it a stream has shown."""
 
-    def __init__(self, tokenizer: Any, ask: Ask, request: Request) -> None:
-        self.ask = ask
+    def __init__(self, tokenizer: Any, prompt_request: PromptRequest, request: Request) -> None:
+        self.prompt_request = prompt_request
         self.request = request
         self.params = request.params
         self.detokenizer = Detokenizer(
@@ -44,7 +44,7 @@ class Sample:
         try:
             return self.read()
         except Exception as error:
-            self.request.finish_reason, self.request.error = "error", said(error)
+            self.request.finish_reason, self.request.error = "error", error_line(error)
             return self.detokenizer.text
 
     def read(self) -> str:
@@ -61,13 +61,21 @@ class Sample:
     def piece(self) -> StreamOutput | None:
         """Return what is new since the last piece, or None."""
         request = self.request
-        ask = self.ask
+        prompt_request = self.prompt_request
         if self.streamed or not (request.finish_reason or len(request.output) > self.sent):
             return None
         text = self.text_so_far()[self.shown :]
         ids = request.output[self.sent :]
         ended = request.finish_reason is not None
-        piece = StreamOutput(text, ids, request.finish_reason, ask.index, request.index, request.error, ask.request_id)
+        piece = StreamOutput(
+            text,
+            ids,
+            request.finish_reason,
+            prompt_request.index,
+            request.index,
+            request.error,
+            prompt_request.request_id,
+        )
         if ended:
             piece.stop_reason = self.stop_reason()
         if self.params.logprobs is not None:
@@ -107,13 +115,13 @@ class Sample:
         return output
 
 
-class Job:
+class PromptRun:
     """One prompt with its n samples. request: the request of sample 0, as the engine returned it."""
 
-    def __init__(self, tokenizer: Any, ask: Ask, request: Request) -> None:
+    def __init__(self, tokenizer: Any, prompt_request: PromptRequest, request: Request) -> None:
         self.tokenizer = tokenizer
-        self.ask = ask
-        self.samples = [Sample(tokenizer, ask, sample) for sample in request.samples]
+        self.prompt_request = prompt_request
+        self.samples = [Sample(tokenizer, prompt_request, sample) for sample in request.samples]
 
     @property
     def requests(self) -> list[Request]:
@@ -144,21 +152,21 @@ class Job:
         for request in self.requests:
             metrics += request.metrics
         output = RequestOutput(
-            self.ask.request_id,
-            self.ask.text,
-            self.ask.ids,
+            self.prompt_request.request_id,
+            self.prompt_request.text,
+            self.prompt_request.ids,
             [sample.completion() for sample in self.samples],
             metrics,
             timing=timing_of(self.requests),
         )
-        most = self.ask.params.prompt_logprobs
+        most = self.prompt_request.params.prompt_logprobs
         if most is not None:
             output.prompt_logprobs = [None, *self.prompt_logprobs(most)]
         return output
 
     def prompt_logprobs(self, most: int) -> list[dict[int, Logprob]]:
         """Return the log-probabilities of the prompt's tokens but the first, each with up to `most` top ids."""
-        ids = self.ask.ids
+        ids = self.prompt_request.ids
         detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False, placed=True)
         with contextlib.suppress(Exception):  # after an id at which the tokenizer fails, tokens have their own texts
             detokenizer.feed(ids)

@@ -16,21 +16,21 @@ from typing import Any, Unpack
 
 import checkpoints
 from jaxspec.api.chat import as_prompt, conversations, rendering
-from jaxspec.api.completions import Job, failures
+from jaxspec.api.completions import PromptRun, failures
 from jaxspec.api.outputs import RequestOutput, StreamOutput
 from jaxspec.api.profiles import Profile
-from jaxspec.api.prompts import Ask, Prompt, asks, named
+from jaxspec.api.prompts import Prompt, PromptRequest, named, prompt_requests
 from jaxspec.common.errors import UserError
 from jaxspec.common.progress import compiling, generation_progress, wanted, warm_up_progress
 from jaxspec.engine import warming
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
 from jaxspec.engine.request import Request
+from jaxspec.loading.dequantised import load_dequantised
+from jaxspec.loading.draft_degree import placement_for
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
-from jaxspec.loading.placing import placed
 from jaxspec.loading.resolved import ResolvedModel, asked_draft, resolved
-from jaxspec.loading.weights import compute_dtype, laid, load
-from jaxspec.loading.widened import load_widened
+from jaxspec.loading.weights import compute_dtype, load, resharded
 from jaxspec.models.backend import Backend
 from jaxspec.models.model import Model
 from jaxspec.options.engine import EngineConfig
@@ -40,8 +40,8 @@ from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.absent import leave_out_absent_tpu
 from jaxspec.parallel.hosts import together
 from jaxspec.runtime.compilation_cache import enable_compilation_cache
+from jaxspec.runtime.program_files import sources
 from jaxspec.runtime.programs import Programs
-from jaxspec.runtime.stored import sources
 from pallas_kernels.device import here
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class LLM:
             source = checkpoints.resolve(model, revision=self.config.revision)
             self._resolved = resolved(source)
             draft = asked_draft(speculative, self._resolved)
-            self._placement = placed(draft, self.config, speculative)
+            self._placement = placement_for(draft, self.config, speculative)
             self.target = self._load()
             self.tokenizer = checkpoints.load_tokenizer(
                 checkpoints.resolve(self.config.tokenizer, weights=False) if self.config.tokenizer else source
@@ -125,7 +125,7 @@ class LLM:
 
         if self._kept is None:
             return read()
-        return load_widened(self._resolved, dtype, backend, self._placement, self._kept / "widened", read)
+        return load_dequantised(self._resolved, dtype, backend, self._placement, self._kept / "dequantised", read)
 
     def _load_draft(self, draft: ResolvedModel, speculative: SpeculativeConfig) -> Model:
         check_same_tokenizer(self._resolved.source, self.tokenizer, draft.source)
@@ -144,9 +144,9 @@ class LLM:
         other = copy.copy(self)
         speculative = SpeculativeConfig.of(speculative_config)
         draft = asked_draft(speculative, self._resolved)
-        other._placement = placed(draft, self.config, speculative)
+        other._placement = placement_for(draft, self.config, speculative)
         if other._placement != self._placement:
-            other.target = laid(self.target, other._placement)
+            other.target = resharded(self.target, other._placement)
         other._begin(speculative, draft, started)
         return other
 
@@ -178,14 +178,14 @@ class LLM:
         """
         progress = wanted(progress, use_tqdm)
         asked = self._prepare(prompts, sampling_params)
-        jobs: list[Job] = []
+        runs: list[PromptRun] = []
         try:
-            self._submit_all(asked, jobs)
-            self._finish([request for job in jobs for request in job.requests], progress=progress)
+            self._submit_all(asked, runs)
+            self._finish([request for run in runs for request in run.requests], progress=progress)
         finally:
-            for job in jobs:  # after an exception, no request stays in the engine
-                self._abort(job)
-        outputs = [job.output() for job in jobs]
+            for run in runs:  # after an exception, no request stays in the engine
+                self._abort(run)
+        outputs = [run.output() for run in runs]
         if message := failures(outputs):
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         return outputs
@@ -211,21 +211,21 @@ class LLM:
         """
         return self._pieces(self._prepare(prompts, sampling_params))
 
-    def _pieces(self, asked: Sequence[Ask]) -> Iterator[StreamOutput]:
-        jobs: list[Job] = []
+    def _pieces(self, asked: Sequence[PromptRequest]) -> Iterator[StreamOutput]:
+        runs: list[PromptRun] = []
         try:
-            self._submit_all(asked, jobs)  # not before the iterator starts: only then is `finally` certain to run
-            left = jobs
+            self._submit_all(asked, runs)  # not before the iterator starts: only then is `finally` certain to run
+            left = runs
             while left:
                 # Steps of other requests advance these too, so there may be something to show already.
-                if fresh := [piece for job in left for piece in job.pieces()]:
-                    left = [job for job in left if not job.streamed]
+                if fresh := [piece for run in left for piece in run.pieces()]:
+                    left = [run for run in left if not run.streamed]
                     yield from fresh
                 else:
                     self._step(streaming=True)
         finally:
-            for job in jobs:
-                self._abort(job)
+            for run in runs:
+                self._abort(run)
 
     def chat(
         self,
@@ -252,27 +252,27 @@ class LLM:
 
     # Shared by generate, stream and AsyncLLM
 
-    def _prepare(self, prompts: Any, sampling_params: Any = None) -> list[Ask]:
-        """Return the prompts as Asks, all checked. Raises UserError for the first that cannot be served."""
-        asked = asks(self.tokenizer, prompts, sampling_params)
-        for ask in asked:
-            named(ask.index, self.engine.check, ask.ids, ask.params, ask.bad_words, self.stop_ids)
-        return [dataclasses.replace(ask, request_id=next(self._request_ids)) for ask in asked]
+    def _prepare(self, prompts: Any, sampling_params: Any = None) -> list[PromptRequest]:
+        """Return the prompts as requests, all checked. Raises UserError for the first that cannot be served."""
+        asked = prompt_requests(self.tokenizer, prompts, sampling_params)
+        for prompt in asked:
+            named(prompt.index, self.engine.check, prompt.ids, prompt.params, prompt.bad_words, self.stop_ids)
+        return [dataclasses.replace(prompt, request_id=next(self._request_ids)) for prompt in asked]
 
-    def _submit(self, ask: Ask) -> Job:
+    def _submit(self, prompt: PromptRequest) -> PromptRun:
         """Queue a prompt's samples."""
-        add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=ask.bad_words)
-        return Job(self.tokenizer, ask, named(ask.index, add, ask.ids, ask.params))
+        add = functools.partial(self.engine.add, stop_ids=self.stop_ids, bad_words=prompt.bad_words)
+        return PromptRun(self.tokenizer, prompt, named(prompt.index, add, prompt.ids, prompt.params))
 
-    def _submit_all(self, asked: Sequence[Ask], jobs: list[Job]) -> None:
-        """Append a job for each prompt to `jobs`. After an interrupt, nothing is queued that is not in `jobs`."""
-        known = set(self.engine.roster.open)
+    def _submit_all(self, asked: Sequence[PromptRequest], runs: list[PromptRun]) -> None:
+        """Append a run for each prompt to `runs`. After an interrupt, nothing is queued that is not in it."""
+        known = set(self.engine.open_requests.open)
         try:
-            for ask in asked:
-                jobs.append(self._submit(ask))
+            for prompt in asked:
+                runs.append(self._submit(prompt))
         except BaseException:
-            known.update(request.id for job in jobs for request in job.requests)
-            for request in [r for i, r in self.engine.roster.open.items() if i not in known]:
+            known.update(request.id for run in runs for request in run.requests)
+            for request in [r for i, r in self.engine.open_requests.open.items() if i not in known]:
                 self.engine.abort(request)
             raise
 
@@ -282,10 +282,10 @@ class LLM:
         self._notify(request for request in ran if request.finish_reason is not None)
         return ran
 
-    def _abort(self, job: Job) -> None:
-        """End the samples of a job that have not ended, and free those that ended outside a step."""
-        left = [request for request in job.requests if request.finish_reason is None]
-        for request in job.requests:
+    def _abort(self, run: PromptRun) -> None:
+        """End the samples of a run that have not ended, and free those that ended outside a step."""
+        left = [request for request in run.requests if request.finish_reason is None]
+        for request in run.requests:
             self.engine.abort(request)
         self._notify(left)
 

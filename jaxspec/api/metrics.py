@@ -51,8 +51,8 @@ class Metrics:
         where: dict[str, Any] = {"namespace": "jaxspec", "registry": self.registry}
         self.requests = prometheus.Counter("requests", "Requests that ended, by reason.", ["finish_reason"], **where)
         self.histograms = {
-            field: prometheus.Histogram(name, help, buckets=buckets, **where)
-            for field, (name, help, buckets) in HISTOGRAMS.items()
+            field: prometheus.Histogram(name, text, buckets=buckets, **where)
+            for field, (name, text, buckets) in HISTOGRAMS.items()
         }
         self.registry.register(self)
         self.llm.observers.append(self.observe)
@@ -69,8 +69,8 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """Yield the counters and gauges. The registry calls this at every scrape."""
         metrics, scheduler = self.llm.metrics, self.llm.engine.scheduler
-        for name, help in COUNTERS.items():
-            yield CounterMetricFamily(f"jaxspec_{name}", help, value=getattr(metrics, name))
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(f"jaxspec_{name}", text, value=getattr(metrics, name))
         compiled = self.llm.timing.num_compiled
         yield CounterMetricFamily("jaxspec_num_compiled", "Programs that requests had to wait for.", value=compiled)
         by_position = CounterMetricFamily(

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import checkpoints
 from jaxspec.api.llm import LLM
 from jaxspec.api.outputs import RequestOutput
-from jaxspec.api.prompts import Ask, Prompt, asks
+from jaxspec.api.prompts import Prompt, PromptRequest, prompt_requests
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import LARGEST, flag
 from jaxspec.options.keywords import GenerateOptions
@@ -62,9 +62,9 @@ def generate(
     longest = requested.get("max_length")
     if longest is None:
         return llm.generate(prompts, params)
-    asked = asks(llm.tokenizer, prompts, params)
-    whole = [{"prompt": ask.text, "prompt_token_ids": ask.ids} for ask in asked]
-    return llm.generate(whole, [limited(ask, longest) for ask in asked])
+    asked = prompt_requests(llm.tokenizer, prompts, params)
+    whole = [{"prompt": prompt_request.text, "prompt_token_ids": prompt_request.ids} for prompt_request in asked]
+    return llm.generate(whole, [limited(prompt_request, longest) for prompt_request in asked])
 
 
 def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,15 +157,15 @@ def sampling_params(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Sam
     )
 
 
-def limited(ask: Ask, longest: int) -> SamplingParams:
+def limited(prompt_request: PromptRequest, longest: int) -> SamplingParams:
     """Return the parameters of a prompt that may have `longest` tokens together with its output."""
-    left = longest - len(ask.ids)
+    left = longest - len(prompt_request.ids)
     if left < 1:
         raise UserError(
-            f"prompt {ask.index}: max_length={longest} counts the prompt's {len(ask.ids)} tokens too: raise it, or "
-            "give max_new_tokens"
+            f"prompt {prompt_request.index}: max_length={longest} counts the prompt's {len(prompt_request.ids)} tokens "
+            "too: raise it, or give max_new_tokens"
         )
-    return dataclasses.replace(ask.params, max_tokens=left)
+    return dataclasses.replace(prompt_request.params, max_tokens=left)
 
 
 def with_given_names(options: Mapping[str, Any], names: Mapping[str, str], cls: Any, fields: Mapping[str, Any]) -> Any:

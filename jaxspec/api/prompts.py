@@ -17,7 +17,7 @@ BYTES = bytes | bytearray | memoryview  # iterables of numbers that are no token
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class PromptRequest:
     """One prompt, ready for the engine.
 
     index: its number among the caller's prompts.
@@ -36,14 +36,17 @@ class Ask:
     request_id: str = ""
 
 
-def asks(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[Ask]:
-    """Return prompts and parameters, given in any form that LLM.generate takes, as Asks. Raises UserError with the
+AnyPrompt = Prompt | PromptRequest
+
+
+def prompt_requests(tokenizer: Any, prompts: Any, sampling_params: Any) -> list[PromptRequest]:
+    """Return prompts and parameters, given in any form that LLM.generate takes, as requests. Raises UserError with the
     prompt's index for any other form."""
     listed = as_list(prompts)
     params = spread(sampling_params, len(listed))
     words = {p: named(i, bad_word_ids, tokenizer, p.bad_words) for i, p in enumerate(params) if p.bad_words}
     return [
-        Ask(i, text_of(prompt), named(i, encode, tokenizer, prompt), p, words.get(p, ()))
+        PromptRequest(i, text_of(prompt), named(i, encode, tokenizer, prompt), p, words.get(p, ()))
         for i, (prompt, p) in enumerate(zip(listed, params, strict=True))
     ]
 

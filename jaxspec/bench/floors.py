@@ -70,11 +70,11 @@ def drafting_weights(drafter: Any, target: Params, draft: Params, measure: Calla
     config = drafter.model.config
     per_pass = measure(config, draft, without=draft_spec(config).features_from)
     per_round = measure(config, draft) - per_pass
-    borrowed = 0.0
-    if draft_spec(config).borrows_head:
+    from_target = 0.0
+    if draft_spec(config).uses_target_head:
         lending = drafter.target.config
-        borrowed = measure(lending, target) - measure(lending, target, logits=False)
-    return drafter.passes * (per_pass + borrowed) + per_round
+        from_target = measure(lending, target) - measure(lending, target, logits=False)
+    return drafter.passes * (per_pass + from_target) + per_round
 
 
 def weight_count(config: ModelConfig, params: Params, **which: Any) -> float:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench import floors
+from jaxspec.bench.bench_options import Load
 from jaxspec.bench.clock import summary
-from jaxspec.bench.options import Load
-from jaxspec.bench.setup import Setup
+from jaxspec.bench.models import Setup
 from jaxspec.common.errors import UserError
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.options.sampling_params import SamplingParams
@@ -113,7 +113,7 @@ def load_rows(
     engine = setup.engine(rows, max_len, speculative, enable_prefix_caching=False)
     floor = floor_ms(point, engine, planned, rows)
     for run in range(1, load.runs + 1):
-        say(f"  load, run {run} of {load.runs} ...")
+        write_line(f"  load, run {run} of {load.runs} ...")
         engine.reset_metrics()
         counts = engine.metrics
         preemptions = engine.scheduler.num_preemptions

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 
 from jaxspec.bench import floors
+from jaxspec.bench.bench_options import MODEL_STAGES, ROUNDS, BenchOptions, check_plot
 from jaxspec.bench.clock import Sample, measure
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.load import load_rows
-from jaxspec.bench.options import MODEL_STAGES, ROUNDS, Options, check_plot
-from jaxspec.bench.race import race
+from jaxspec.bench.models import Setup, load
 from jaxspec.bench.raw import Raw
-from jaxspec.bench.setup import Setup, load
-from jaxspec.common.progress import say
+from jaxspec.bench.turns import take_turns
+from jaxspec.common.progress import write_line
 from jaxspec.engine.runner import fetch
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.decoder import weight_bytes
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 WAYS = {"off": None, "always": False, "adaptive": True}
 
 
-def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
+def bench(options: BenchOptions, *, as_json: bool = False, plot: Path | None = None) -> None:
     """Measure, and print tables or one JSON document. Progress goes to standard error."""
     from jaxspec.bench.picture import draw
     from jaxspec.bench.report import show
@@ -48,16 +48,16 @@ def bench(options: Options, *, as_json: bool = False, plot: Path | None = None) 
         show(document)
     if plot is not None:
         draw(document, plot)
-        say(f"plot written to {plot}")
+        write_line(f"plot written to {plot}")
 
 
-def run(options: Options, limits: Hardware | None = None) -> dict[str, Any]:
+def run(options: BenchOptions, limits: Hardware | None = None) -> dict[str, Any]:
     """Measure and return the JSON document. limits: those of the device; None to measure them."""
     dtype = compute_dtype(options.dtype, here())
     if limits is None:  # measured before the weights are loaded, since it needs large arrays too
-        say("measuring copy bandwidth and matrix peak ...")
+        write_line("measuring copy bandwidth and matrix peak ...")
         limits = hardware(dtype)
-    say(f"making {options.name} ({dtype.name}) ...")
+    write_line(f"making {options.name} ({dtype.name}) ...")
     started = time.perf_counter()
     setup = load(options)
     jax.block_until_ready([m.params for m in (setup.target, setup.draft) if m])
@@ -65,7 +65,7 @@ def run(options: Options, limits: Hardware | None = None) -> dict[str, Any]:
     rows: list[Row] = []
     for row in all_rows(setup, limits):
         rows.append(row)
-        say(progress_line(row))
+        write_line(progress_line(row))
     return {
         "device": device_name(),
         "jax": jax.__version__,
@@ -139,7 +139,9 @@ class Point:
         draft = self.setup.draft
         alone = draft is None or draft_spec(draft.config).method == "draft_model"
         if not alone and "draft" in self.options.stages:
-            say("  draft: left out, a head is no model that decodes by itself; the stage propose times its passes")
+            write_line(
+                "  draft: left out, a head is no model that decodes by itself; the stage propose times its passes"
+            )
         wanted = set(self.options.stages) - (set() if alone else {"draft"})
         if "prefill" in wanted:  # first, so that the other stages read the cache that it wrote
             yield self.prefill(raw)
@@ -181,13 +183,13 @@ class Point:
         """Measure the stages that run through the engine. Their milliseconds are those of a token of one row."""
         options = self.options
         if "plain" in options.stages:
-            runner = self.race({"plain": None})["plain"]
+            runner = self.take_turns({"plain": None})["plain"]
             yield self.decoding_row("plain", runner)
         for k in options.ks:
             if "speculative" in options.stages:
                 for length, rates in options.acceptances("speculative", k):
                     ways = {"speculative": options.speculation(k, length, rates, adaptive=False)}
-                    yield self.decoding_row("speculative", self.race(ways)["speculative"], k, length)
+                    yield self.decoding_row("speculative", self.take_turns(ways)["speculative"], k, length)
             if "adaptive" in options.stages:
                 for length, rates in options.acceptances("adaptive", k):
                     yield from self.never_slower(k, length, rates)
@@ -212,14 +214,14 @@ class Point:
                 ways[way] = None
             else:
                 ways[way] = self.options.speculation(k, length, rates, adaptive=adaptive)
-        runners = self.race(ways)
+        runners = self.take_turns(ways)
         for way, runner in runners.items():
             speedup = runner.tokens_per_second / runners["off"].tokens_per_second
             yield self.decoding_row("adaptive", runner, k, length, way=way, speedup=speedup)
 
-    def race(self, ways: dict[str, Any]) -> dict[str, Any]:
+    def take_turns(self, ways: dict[str, Any]) -> dict[str, Any]:
         """Measure ways of decoding against each other. ways: speculative configs by name, None for plain decoding."""
-        return race(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
+        return take_turns(self.setup, ways, batch_size=self.batch_size, context=self.context, launches=self.launches)
 
     def decoding_row(self, stage: str, runner: Any, k: int | None = None, length: float | None = None, **more) -> Row:
         """Return the result row of a decoding method. Its bytes floor counts the target passes really made."""

@@ -16,18 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.bench.options import ROUNDS, launch_tokens
-from jaxspec.bench.setup import Setup
+from jaxspec.bench.bench_options import ROUNDS, launch_tokens
+from jaxspec.bench.models import Setup
 from jaxspec.cache.pages import PagedKVCache
 from jaxspec.decode.loop import begin, start_state
 from jaxspec.decode.round import Scores, history_of, propose, score, verify
 from jaxspec.decode.state import DecodeConfig, LaunchInput, LaunchResult
 from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.engine import batch
+from jaxspec.engine.assembly import drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch
-from jaxspec.engine.setup import drafter
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.runtime.packing import pack

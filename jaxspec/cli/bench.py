@@ -7,24 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.bench.options import Load, Options, listed, stages
-from jaxspec.cli.fields import Fields, Own
+from jaxspec.bench.bench_options import BenchOptions, Load, listed, stages
+from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.drafters.methods import METHODS
 
 SUBJECT = ("preset", "model", "draft", "batch_sizes", "contexts", "ks", "tree", "lengths", "rates", "dtype", "stages")
 EXECUTION = ("temperature", "kernels", "launches", "tensor_parallel_size", "draft_tensor_parallel_size")
 OWN = {
-    "model": Own(help=MODEL_HELP),
-    "batch_sizes": Own(flags=("--batch-size",), kind=str),
-    "contexts": Own(flags=("--context",), kind=str),
-    "ks": Own(flags=("-k", "--k", "--num-speculative-tokens"), kind=str),
-    "tree": Own(flags=("--tree",), kind=str),
-    "lengths": Own(flags=("--synthetic-acceptance-length",), kind=str),
-    "rates": Own(flags=("--synthetic-acceptance-rates",), kind=str),
-    "prompt_tokens": Own(flags=("--prompt-tokens",), kind=str),
-    "output_tokens": Own(flags=("--output-tokens",), kind=str),
-    "stages": Own(kind=str, default=None),
+    "model": CommandOption(help=MODEL_HELP),
+    "batch_sizes": CommandOption(flags=("--batch-size",), kind=str),
+    "contexts": CommandOption(flags=("--context",), kind=str),
+    "ks": CommandOption(flags=("-k", "--k", "--num-speculative-tokens"), kind=str),
+    "tree": CommandOption(flags=("--tree",), kind=str),
+    "lengths": CommandOption(flags=("--synthetic-acceptance-length",), kind=str),
+    "rates": CommandOption(flags=("--synthetic-acceptance-rates",), kind=str),
+    "prompt_tokens": CommandOption(flags=("--prompt-tokens",), kind=str),
+    "output_tokens": CommandOption(flags=("--output-tokens",), kind=str),
+    "stages": CommandOption(kind=str, default=None),
 }
 LOAD = ("requests", "prompt_tokens", "output_tokens", "rate", "max_model_len", "runs", "seed")
 # Options that are lists: field, type of the entries, least value.
@@ -37,9 +37,9 @@ MAY_REPEAT = ("tree", "rates", "prompt_tokens", "output_tokens")
 
 def bench(
     *,
-    subject: Annotated[dict[str, Any], Fields(Options, SUBJECT, OWN)],
+    subject: Annotated[dict[str, Any], Fields(BenchOptions, SUBJECT, OWN)],
     never_slower: Annotated[bool, typer.Option("--never-slower", help="Off, always K and adaptive K.")] = False,
-    execution: Annotated[dict[str, Any], Fields(Options, EXECUTION)],
+    execution: Annotated[dict[str, Any], Fields(BenchOptions, EXECUTION)],
     workload: Annotated[dict[str, Any], Fields(Load, LOAD, OWN)],
     prompts: Annotated[
         Path | None,
@@ -64,7 +64,7 @@ def bench(
         from jaxspec.train.evaluate import read_prompts
 
         workload["texts"] = tuple(text for texts in read_prompts(prompts).values() for text in texts)
-    chosen = Options(**subject, **execution, load=Load(**workload))
+    chosen = BenchOptions(**subject, **execution, load=Load(**workload))
     from jaxspec.bench.measure import bench
 
     bench(chosen, as_json=as_json, plot=plot)

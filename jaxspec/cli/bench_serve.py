@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.bench.options import listed
-from jaxspec.cli.fields import Fields, Own
+from jaxspec.bench.bench_options import listed
+from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import AsJson, extra
 from jaxspec.common.errors import shortened
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.server.load import PERCENTILES, LoadOptions
 
-OWN = {"concurrency": Own(kind=str)}
+OWN = {"concurrency": CommandOption(kind=str)}
 
 
 def bench_serve(
@@ -49,5 +49,5 @@ def bench_serve(
         shown.add_row(*counts, speed, *("" if ms is None else f"{ms:,.1f}" for ms in times))
         if row["failed"]:
             first = shortened(row["first_failure"], 200)
-            say(f"{row['failed']} of {row['failed'] + row['requests']} requests failed: {first}")
+            write_line(f"{row['failed']} of {row['failed'] + row['requests']} requests failed: {first}")
     Console().print(shown)

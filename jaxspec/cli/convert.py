@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxspec.cli.shared import MODEL_HELP
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 
 TO = "jaxspec, or, of a head, speculators: that library's format."
 BITS = "8 for matrices of integers and a power of two for every 32 of them: half of the bytes; for drafts."
@@ -31,5 +31,5 @@ def convert(
         one_of("dtype", dtype, DTYPES[1:])
     from jaxspec.loading.convert import convert as converted
 
-    say(f"converting {source} ...")
+    write_line(f"converting {source} ...")
     print(converted(source, destination, to=to, target=target, dtype=dtype, weight_bits=weight_bits))

@@ -9,18 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.bench.options import listed
-from jaxspec.cli.fields import Fields, Own
+from jaxspec.bench.bench_options import listed
+from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import ENGINE, MODEL_HELP, AsJson
 from jaxspec.cli.shared import OWN as SHARED
 from jaxspec.common.errors import UserError
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.verify import rules
 
 TEMPERATURES = "0,0.7"
-OWN = SHARED | {"max_num_seqs": Own(default=None, help="Answers decoded together; all, on a CPU 16.")}
+OWN = SHARED | {"max_num_seqs": CommandOption(default=None, help="Answers decoded together; all, on a CPU 16.")}
 Rule = enum.StrEnum("Rule", {name: name for name in rules.NAMES if name != "synthetic"})  # type: ignore[misc]
 
 
@@ -42,12 +42,12 @@ def evaluate_draft(
         Rule | None,
         typer.Option(
             "--rejection-sample-method",
-            help=f"The acceptance rule of temperatures above 0; {rules.UNSEEDED} unless told, a tree has its own.",
+            help=f"The acceptance rule of temperatures above 0; {rules.UNSEEDED} by default; a tree has its own.",
         ),
     ] = None,
     samples: Annotated[
         int,
-        typer.Option("-n", "--samples", min=1, help="Answers to each prompt; with 2 or more a standard error is told."),
+        typer.Option("-n", "--samples", min=1, help="Answers to each prompt; 2 or more give a standard error."),
     ] = 1,
     engine: Annotated[dict[str, Any], Fields(EngineConfig, ENGINE, OWN)],
     as_json: AsJson = False,
@@ -60,7 +60,7 @@ def evaluate_draft(
     sizes = listed("--tree", tree, int, least=1, repeats=True) if tree else ()
     if tree and (len(sizes) != 3 or drafts):
         raise UserError(f"--tree {tree}: give width,depth,nodes, as in 4,4,17, and no -k beside it")
-    say(f"loading {target} and {draft} ...")
+    write_line(f"loading {target} and {draft} ...")
     how: dict[str, Any] = {"tree": sizes, "max_tokens": max_tokens, "temperatures": temperatures} | drafts | engine
     document = evaluate.evaluate(target, draft, texts, rule=rule, samples=samples, **how)
     if as_json:

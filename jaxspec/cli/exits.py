@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import typer
 
 from jaxspec.common.errors import DiskError, Terminated, UserError
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.parallel import hosts
 from jaxspec.parallel.absent import other_platforms
 from jaxspec.parallel.peers import end_at_once
@@ -98,7 +98,7 @@ def keeping(describe: Callable[[], str]) -> Iterator[None]:
 def tell(line: str) -> None:
     """Write a line to standard error, even in a process whose progress is not shown."""
     line = " ".join(line.split())
-    say("jaxspec: " + (line if len(line) <= LONGEST else line[:LONGEST] + " ..."), always=True)
+    write_line("jaxspec: " + (line if len(line) <= LONGEST else line[:LONGEST] + " ..."), always=True)
 
 
 def usage(error: Any) -> str:

@@ -20,7 +20,7 @@ FIELD = inspect.Parameter.empty  # marks what an option takes over from its fiel
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class CommandOption:
     """The ways in which a command's option differs from its field.
 
     flags: names of the option, such as "-k"; by default made from the field's name.
@@ -51,7 +51,7 @@ class Fields:
 
     cls: type
     names: Sequence[str]
-    own: Mapping[str, Own] = dataclasses.field(default_factory=dict)
+    own: Mapping[str, CommandOption] = dataclasses.field(default_factory=dict)
     also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def parameters(self) -> Iterator[inspect.Parameter]:
@@ -59,7 +59,7 @@ class Fields:
         kinds, helps = typing.get_type_hints(self.cls), sentences(self.cls)
         fields = {field.name: field for field in dataclasses.fields(self.cls)}
         for name in self.names:
-            own = self.own.get(name, Own())
+            own = self.own.get(name, CommandOption())
             kept = fields[name].default
             kept = FIELD if kept is dataclasses.MISSING else kept
             if own.kind is str and isinstance(kept, tuple):  # on the command line, values are separated by commas
@@ -101,7 +101,7 @@ def as_typer_takes_it(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        with spoken(known):
+        with in_flag_terms(known):
             command(**{name: fields.taken(given) for name, fields in groups.items()}, **given)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def flags(parameters: Sequence[inspect.Parameter]) -> Iterator[tuple[str, tuple[
 
 
 @contextlib.contextmanager
-def spoken(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
+def in_flag_terms(flags: Mapping[str, Sequence[str]]) -> Iterator[None]:
     """Let a UserError name options as on the command line: "--max-tokens 0 is ..." for "max_tokens=0 is ..."."""
     try:
         yield

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import ENGINE, MODEL_HELP, AsJson, HostOptions, join
 from jaxspec.cli.shared import OWN as SHARED
 from jaxspec.cli.speculation import ConfigOption, DraftOption, DraftOptions, MethodOption, speculation
 from jaxspec.common import embedded
 from jaxspec.common.errors import UserError
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 
@@ -31,11 +31,13 @@ SAMPLING = (
 )
 MOST_ROWS = EngineConfig.max_num_seqs
 OWN = SHARED | {
-    "max_tokens": Own(default=128),
-    "n": Own(flags=("-n",)),
-    "stop": Own(kind=list[str], default=None, help="A string that ends the output; may be repeated."),
-    "logprobs": Own(help="With --json: log-probabilities of the tokens and of this many likeliest."),
-    "max_num_seqs": Own(default=None, help=f"Samples decoded together; as many as there are, up to {MOST_ROWS}."),
+    "max_tokens": CommandOption(default=128),
+    "n": CommandOption(flags=("-n",)),
+    "stop": CommandOption(kind=list[str], default=None, help="A string that ends the output; may be repeated."),
+    "logprobs": CommandOption(help="With --json: log-probabilities of the tokens and of this many most probable ids."),
+    "max_num_seqs": CommandOption(
+        default=None, help=f"Samples decoded together; as many as there are, up to {MOST_ROWS}."
+    ),
 }
 
 
@@ -64,7 +66,7 @@ def generate(
     join(hosts)
     from jaxspec.api.llm import LLM
 
-    say(f"loading {model} ...")
+    write_line(f"loading {model} ...")
     llm = LLM(model, speculative_config=speculative, **dataclasses.asdict(options))
     inputs: list[Any] = list(prompts)
     if chat:
@@ -126,4 +128,4 @@ def summarise(llm: LLM) -> None:
     timing, metrics = llm.timing, llm.metrics
     drafted = f", acceptance length {metrics.mean_acceptance_length:.2f}" if llm.engine.speculative else ""
     spent = f"loading {timing.load_seconds:.1f} s, compiling {timing.compile_seconds:.1f} s"
-    say(f"{timing.num_tokens} tokens, {timing.tokens_per_second:.1f} tokens/s{drafted} ({spent} apart)")
+    write_line(f"{timing.num_tokens} tokens, {timing.tokens_per_second:.1f} tokens/s{drafted} ({spent} apart)")

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec.cli.exits import keeping
-from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import MODEL_HELP, AsJson
 from jaxspec.cli.shared import OWN as SHARED
 from jaxspec.common.errors import UserError
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.options.engine import EngineConfig
 from jaxspec.train.data_options import TEMPERATURES, DataOptions, part_of, shares
 
@@ -21,13 +21,13 @@ NAMES = ("tokens", "seed", "length", "shard_size", "mixture", "temperatures", "r
 OF_ENGINE = ("tokenizer", "revision", "tensor_parallel_size", "dtype", "kernels", "compilation_cache")
 ALSO = {"max_model_len": "length", "max_num_seqs": "rows"}  # the engine's name -> field of DataOptions
 OWN = SHARED | {
-    "mixture": Own(kind=str, default=None),
-    "temperatures": Own(
+    "mixture": CommandOption(kind=str, default=None),
+    "temperatures": CommandOption(
         kind=str,
         default=None,
         help=f"Shares of temperatures; {','.join(f'{t:g}:{share:g}' for t, share in TEMPERATURES.items())}.",
     ),
-    "part": Own(kind=str, default="1/1", metavar="I/N"),
+    "part": CommandOption(kind=str, default="1/1", metavar="I/N"),
 }
 
 
@@ -53,7 +53,7 @@ def generate_data(
         from jaxspec.api.llm import LLM
         from jaxspec.train.writer import engine_options
 
-        say(f"loading {target} ...")
+        write_line(f"loading {target} ...")
         source = checkpoints.resolve(target, revision=engine.get("revision"))
         rows = engine_options(options, checkpoints.load_config(source), engine["dtype"])
         llm = LLM(target, **rows, **engine)

@@ -11,34 +11,34 @@ from typing import Annotated, Any
 import typer
 
 from jaxspec.cli.exits import STOPPED
-from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import ENGINE, MODEL_HELP, HostOptions, extra, join
 from jaxspec.cli.shared import OWN as SHARED
 from jaxspec.cli.speculation import ConfigOption, DraftOption, DraftOptions, MethodOption, speculation
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.options.engine import EngineConfig
 from jaxspec.server.settings import ServerConfig, is_loopback
 
 API_KEY = "JAXSPEC_API_KEY"  # environment variable; the option's value can be seen in the list of processes
 SERVER = tuple(field.name for field in dataclasses.fields(ServerConfig))
 OWN = SHARED | {
-    "warm_up": Own(flags=("--warm-up/--no-warm-up",), default=True),
-    "allowed_hosts": Own(
+    "warm_up": CommandOption(flags=("--warm-up/--no-warm-up",), default=True),
+    "allowed_hosts": CommandOption(
         flags=("--allowed-host",),
         kind=list[str],
         default=None,
         help='A name that requests may have as their Host beside loopback names; "*" allows any. May be repeated.',
         metavar="NAME",
     ),
-    "allowed_origins": Own(
+    "allowed_origins": CommandOption(
         flags=("--allowed-origin",),
         kind=list[str],
         default=None,
         help='Origin of web pages that may use it, such as https://example.com; "*" allows any. May be repeated.',
         metavar="ORIGIN",
     ),
-    "wait_for_warm_up": Own(flags=("--wait-for-warm-up/--no-wait-for-warm-up",), default=False),
-    "api_key": Own(
+    "wait_for_warm_up": CommandOption(flags=("--wait-for-warm-up/--no-wait-for-warm-up",), default=False),
+    "api_key": CommandOption(
         help=f"What clients have to send as their API key; {API_KEY} in the environment keeps it from view."
     ),
 }
@@ -66,16 +66,18 @@ def serve(
     with run.bound(config) if serves else contextlib.nullcontext() as listening:
         from jaxspec.api.async_llm import AsyncLLM
 
-        say(f"loading {model} ...")
+        write_line(f"loading {model} ...")
         llm = AsyncLLM(model, speculative_config=speculative, **dataclasses.asdict(options))
         assert listening is not None  # a process other than 0 follows process 0 inside AsyncLLM, and ends there
         host, port, *_ = listening.getsockname()
         if not is_loopback(config.host) and not config.api_key:
-            say(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
+            write_line(f"whoever reaches {host} can use it: --api-key or {API_KEY} keeps others out")
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        number, num_cut = run.serve(llm, config, model, listening, lambda: say(f"serving {model} at {url}"))
+        number, num_cut = run.serve(llm, config, model, listening, lambda: write_line(f"serving {model} at {url}"))
     ending = signal.Signals(number)
-    say(f"{ending.name}: the server has ended, requests cut off after {config.drain_timeout:g} seconds: {num_cut}")
+    write_line(
+        f"{ending.name}: the server has ended, requests cut off after {config.drain_timeout:g} seconds: {num_cut}"
+    )
     if num_cut:
         raise typer.Exit(STOPPED[ending])  # without shutdown, since the engine may be in the middle of a long launch
     llm.shutdown()

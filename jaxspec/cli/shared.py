@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.cli.fields import Fields, Own, sentences
+from jaxspec.cli.fields import CommandOption, Fields, sentences
 from jaxspec.common import progress
 from jaxspec.common.errors import UserError
 from jaxspec.options.engine import EngineConfig
@@ -23,17 +23,19 @@ DTYPE_HELP = sentences(EngineConfig)["dtype"]
 
 # Differences from the option classes' fields that all commands share.
 OWN = {
-    "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens"), default=None),
-    "tokenizer": Own(help="Where the tokenizer is, if not with the model."),
-    "revision": Own(help="The model's, at the hub."),
-    "num_pages": Own(help="Pages in the pool; by default what --memory-utilization of the free memory holds."),
-    "memory_utilization": Own(help="Part of the free device memory that the pool takes."),
-    "enable_prefix_caching": Own(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
-    "compilation_cache": Own(flags=("--compilation-cache/--no-compilation-cache",)),
-    "wait_for_warm_up": Own(flags=("--wait-for-warm-up/--no-wait-for-warm-up",)),
+    "num_speculative_tokens": CommandOption(flags=("-k", "--num-speculative-tokens"), default=None),
+    "tokenizer": CommandOption(help="Where the tokenizer is, if not with the model."),
+    "revision": CommandOption(help="The model's, at the hub."),
+    "num_pages": CommandOption(
+        help="Pages in the pool; by default what --memory-utilization of the free memory holds."
+    ),
+    "memory_utilization": CommandOption(help="Part of the free device memory that the pool takes."),
+    "enable_prefix_caching": CommandOption(flags=("--enable-prefix-caching/--no-enable-prefix-caching",)),
+    "compilation_cache": CommandOption(flags=("--compilation-cache/--no-compilation-cache",)),
+    "wait_for_warm_up": CommandOption(flags=("--wait-for-warm-up/--no-wait-for-warm-up",)),
 }
-NOT_YET = ("enable_lora", "pipeline_parallel_size")  # refused by EngineConfig, so not offered
-ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in NOT_YET)
+UNSUPPORTED = ("enable_lora", "pipeline_parallel_size")  # refused by EngineConfig, so not offered
+ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in UNSUPPORTED)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 HostOptions = Annotated[dict[str, Any], Fields(Hosts, tuple(field.name for field in dataclasses.fields(Hosts)))]

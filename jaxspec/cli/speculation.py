@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.cli.fields import Fields, spoken
+from jaxspec.cli.fields import Fields, in_flag_terms
 from jaxspec.cli.shared import OWN
 from jaxspec.common import embedded
 from jaxspec.common.errors import UserError, quoted
@@ -86,5 +86,5 @@ def speculation(
     if draft is None and takes_draft and model in DRAFTS:
         draft = DRAFTS[model]
         method = method or Method(embedded.METHOD)
-    with spoken({"model": ("--draft",)}):
+    with in_flag_terms({"model": ("--draft",)}):
         return SpeculativeConfig(method=None if method is None else str(method), model=draft, **others)

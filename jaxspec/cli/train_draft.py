@@ -6,16 +6,16 @@ import dataclasses
 from typing import Annotated, Any
 
 from jaxspec.cli.exits import keeping
-from jaxspec.cli.fields import Fields, Own
+from jaxspec.cli.fields import CommandOption, Fields
 from jaxspec.cli.shared import MODEL_HELP
 from jaxspec.common import embedded
-from jaxspec.train.options import TrainOptions
+from jaxspec.train.train_options import TrainOptions
 
 NAMES = [field.name for field in dataclasses.fields(TrainOptions)]
 OWN = {
-    "target": Own(default=embedded.MODEL, help=MODEL_HELP),
-    "loss": Own(default=None),
-    "num_speculative_tokens": Own(flags=("-k", "--num-speculative-tokens")),
+    "target": CommandOption(default=embedded.MODEL, help=MODEL_HELP),
+    "loss": CommandOption(default=None),
+    "num_speculative_tokens": CommandOption(flags=("-k", "--num-speculative-tokens")),
 }
 
 

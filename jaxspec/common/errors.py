@@ -44,7 +44,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM. A command ends on it in the same way as on an interrupt."""
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the error's type and text in one line of at most about 600 characters."""
     return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 600)
 

@@ -20,7 +20,7 @@ PATIENCE = 1.0  # seconds before a bar appears
 EVERY = 10.0  # seconds between lines
 
 
-def say(text: str, *, always: bool = False) -> None:
+def write_line(text: str, *, always: bool = False) -> None:
     """Write a line to standard error. always: write it even in a quiet process."""
     if always or not quiet:
         sys.stderr.write(f"{text}\n")  # line end included: other threads, such as JAX's, write too
@@ -127,7 +127,7 @@ def write_lines(work: Work) -> None:
     """Write a line every EVERY seconds until the task ends, except while an inner task runs."""
     while not work.over.wait(EVERY):
         if under_way[-1:] == [work]:
-            say(f"{work.what}: {work.state()}")
+            write_line(f"{work.what}: {work.state()}")
 
 
 def draw(work: Work) -> None:
@@ -221,4 +221,4 @@ def warm_up_progress(*, beside: bool = False) -> Iterator[Callable[[int, int, st
             work.report(done, name, total)
 
         yield report
-    say(f"compiled {work.done:.0f} programs in {work.seconds:.1f} s")
+    write_line(f"compiled {work.done:.0f} programs in {work.seconds:.1f} s")

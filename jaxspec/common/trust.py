@@ -28,7 +28,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxspec"
 
 
-def flaw(known: os.stat_result) -> str | None:
+def distrust_reason(known: os.stat_result) -> str | None:
     """Return why a file or folder with this status cannot be trusted, or None where it can."""
     if not stat.S_ISREG(known.st_mode) and not stat.S_ISDIR(known.st_mode):
         return "is neither a file nor a folder"
@@ -48,7 +48,7 @@ def private_folder(path: Path) -> Path | None:
         found = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             close(found, 0o700)
-            reason = flaw(os.fstat(found))
+            reason = distrust_reason(os.fstat(found))
         finally:
             os.close(found)
     except OSError as error:
@@ -72,7 +72,7 @@ def trusted(path: Path, *, closed: bool = False) -> Iterator[BufferedReader]:
         with open(path, "rb", opener=opener) as file:
             if closed:
                 close(file.fileno(), ~WRITABLE_BY_OTHERS)
-            if reason := flaw(os.fstat(file.fileno())):
+            if reason := distrust_reason(os.fstat(file.fileno())):
                 report(path.parent, path, reason)
                 raise PermissionError(f"{path} {reason}")
             yield file

@@ -79,7 +79,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def truth(value: Any) -> bool:
+def as_bool(value: Any) -> bool:
     """Return whether the value is a bool of Python or numpy."""
     import numpy as np
 
@@ -89,7 +89,7 @@ def truth(value: Any) -> bool:
 def whole(name: str, value: Any, least: int, most: int = LARGEST, *, hint: str = "") -> int:
     """Return the value as an int. Raises UserError unless it is a whole number from least to most."""
     try:
-        if truth(value):
+        if as_bool(value):
             raise TypeError
         found = operator.index(value)
     except TypeError:
@@ -107,7 +107,7 @@ def number(name: str, value: Any) -> float:
 
     scalar = isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
     try:
-        if not scalar or truth(value):
+        if not scalar or as_bool(value):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -116,7 +116,7 @@ def number(name: str, value: Any) -> float:
 
 def flag(name: str, value: Any) -> bool:
     """Return the value as a bool. Raises UserError unless it is True or False."""
-    if not truth(value):
+    if not as_bool(value):
         raise UserError(f"{name}={quoted(value)} must be True or False")
     return bool(value)
 

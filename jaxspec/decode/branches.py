@@ -21,7 +21,7 @@ from jaxspec.sampling.processors import Adjust
 from jaxspec.sampling.rng import take_row
 from jaxspec.verify.base import Verdict
 from jaxspec.verify.coupled import shared_noise
-from pallas_kernels.plain import likeliest
+from pallas_kernels.plain import argmax
 
 
 def rank(
@@ -66,7 +66,7 @@ def largest(logs: Float[Array, "B k V"], count: int) -> tuple[Int[Array, "B k w"
     """
     ids, values = [], []
     for _ in range(count):
-        best = likeliest(logs)
+        best = argmax(logs)
         values.append(jnp.max(logs, axis=-1))
         ids.append(best)
         logs = jnp.where(jnp.arange(logs.shape[-1]) == best[..., None], -jnp.inf, logs)

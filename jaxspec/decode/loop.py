@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.decode.round import round, runnable
+from jaxspec.decode.round import run_round, runnable
 from jaxspec.decode.state import (
     RUNNING,
     Context,
@@ -17,7 +17,7 @@ from jaxspec.decode.state import (
     DecodeState,
     LaunchInput,
     LaunchResult,
-    Params,
+    ModelParams,
     text_of,
 )
 from jaxspec.options.engine import MAX_ROUNDS
@@ -27,7 +27,7 @@ PATIENCE = 2.0  # rounds by which a launch may fall behind `Control.worth` befor
 
 
 def launch(
-    config: DecodeConfig, params: Params, cache: PagedKVCache, batch: LaunchInput
+    config: DecodeConfig, params: ModelParams, cache: PagedKVCache, batch: LaunchInput
 ) -> tuple[PagedKVCache, LaunchResult]:
     """Run rounds until a limit of batch.control is reached or no row is runnable."""
     context = begin(config, params, batch)
@@ -47,7 +47,7 @@ def launch(
 
     def body(carry):
         cache, state, _ = carry
-        cache, state = round(context, cache, state)
+        cache, state = run_round(context, cache, state)
         return cache, state, another_round(state)
 
     start = start_state(context)
@@ -55,7 +55,7 @@ def launch(
     return cache, result(context, state)
 
 
-def begin(config: DecodeConfig, params: Params, batch: LaunchInput) -> Context:
+def begin(config: DecodeConfig, params: ModelParams, batch: LaunchInput) -> Context:
     """Return the context of a launch. Compute dense tables and sums here, once a launch and outside the loop."""
     layout = config.target.layout
     rows = batch.sampling

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxspec.cache import features
 from jaxspec.cache.pages import PagedKVCache
-from jaxspec.decode.state import DecodeConfig, Params
+from jaxspec.decode.state import DecodeConfig, ModelParams
 from jaxspec.drafters.base import Chunk
 from jaxspec.models.paged import Pass
 from jaxspec.sampling.logprobs import Logprobs, logprobs
@@ -23,7 +23,7 @@ SLICE = 16  # tokens of a row whose logits are computed at a time
 
 
 def prefill(
-    config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk
+    config: DecodeConfig, params: ModelParams, cache: PagedKVCache, chunk: Chunk
 ) -> tuple[PagedKVCache, Logprobs | None]:
     """Write the target's keys and values of a chunk, and the features that the draft reads.
 
@@ -44,14 +44,14 @@ def prefill(
     return cache, scores
 
 
-def catch_up(config: DecodeConfig, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[PagedKVCache, None]:
+def catch_up(config: DecodeConfig, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[PagedKVCache, None]:
     """Write the draft's keys and values of a chunk that the target has already processed."""
     assert config.drafter is not None
     with jax.named_scope("catch_up"):
         return dataclasses.replace(cache, draft=config.drafter.prefill(params, cache, chunk)), None
 
 
-def remember(config: DecodeConfig, params: Params, cache: PagedKVCache, done: Pass) -> PagedKVCache:
+def remember(config: DecodeConfig, params: ModelParams, cache: PagedKVCache, done: Pass) -> PagedKVCache:
     """Return the caches with the target's pages after a pass, and with the drafter's features of its tokens."""
     cache = dataclasses.replace(cache, target=done.pages)
     if config.reader is None:

@@ -20,7 +20,7 @@ from jaxspec.cache.pages import PagedKVCache
 from jaxspec.common.shapes import Array, Bool, Float, Int
 from jaxspec.decode import branches
 from jaxspec.decode.prefill import remember
-from jaxspec.decode.state import LENGTH, NO_ID, NO_LAW, RUNNING, STOP, Context, DecodeState, text_of
+from jaxspec.decode.state import LENGTH, NO_ID, NOT_FINITE, RUNNING, STOP, Context, DecodeState, text_of
 from jaxspec.drafters.base import History, Proposal
 from jaxspec.drafters.trees.topology import Topology, take
 from jaxspec.models.head import fit_vocabulary
@@ -34,7 +34,7 @@ from jaxspec.verify import tree as tree_rule
 from jaxspec.verify.base import Case, Verdict, leading
 from jaxspec.verify.coupled import shared_noise
 from jaxspec.verify.standard import at_tokens
-from pallas_kernels.plain import likeliest
+from pallas_kernels.plain import argmax
 
 # The target's output at T places: its logits, or the argmax ids where no row needs more.
 Values = Float[Array, "B T V"] | Int[Array, "B T"]
@@ -51,7 +51,7 @@ class Scores(NamedTuple):
     finite: Bool[Array, "B T"]
 
 
-def round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[PagedKVCache, DecodeState]:
+def run_round(context: Context, cache: PagedKVCache, state: DecodeState) -> tuple[PagedKVCache, DecodeState]:
     """Run one round for all runnable rows. Return the caches and the state.
 
     A row gains 1 to K_b + 1 tokens, or fewer where no id is allowed or the target's output is not finite.
@@ -144,18 +144,18 @@ def choose(
     variant, vocab_size, backend = config.variant, config.target.config.vocab_size, config.drafting
     deterministic = config.greedy_draft or not variant.noises
     if deterministic and adjust is None:
-        return head.likeliest(hidden, backend, vocab_size), None
+        return head.argmax_token(hidden, backend, vocab_size), None
     logits = fit_vocabulary(head.logits(hidden, backend), vocab_size, head.vocabulary)
     if adjust is not None:
         logits = adjust(logits, drafts, i)
     if deterministic:
-        return likeliest(logits), None
+        return argmax(logits), None
     z = process(logits[:, None], rows, filters=variant.filters, bits=DRAFT_BITS)[:, 0]
     keys = rng.keys(rows.seed, history.num_tokens, "draft", i)
     if "shared" in variant.noises:
         keys = jnp.where(shares_noise(context), rng.keys(rows.seed, history.num_tokens + i, "shared"), keys)
     noise = jnp.where(rows.greedy[:, None], 0.0, rng.gumbel(keys, vocab_size))
-    token = likeliest(z + noise)
+    token = argmax(z + noise)
     if not variant.needs_q:
         return token, None
     # `where` gives zeros, not NaN, if the draft has none of the allowed ids.
@@ -187,7 +187,7 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     cache = remember(context.config, params, cache, done)
     if context.only_argmax:  # there are no logits to check, so check the hidden states
         finite = jnp.all(jnp.isfinite(done.hidden), axis=-1)
-        return Scores(done.decoder.likeliest(done.hidden, target.backend), finite), cache
+        return Scores(done.decoder.argmax_token(done.hidden, target.backend), finite), cache
     logits = done.decoder.logits(done.hidden, target.backend)
     return Scores(logits, jnp.isfinite(jnp.max(logits, axis=-1))), cache
 
@@ -206,11 +206,11 @@ def verify(
         values = jnp.stack([adjust(values[:, i], proposal.tokens, i) for i in range(values.shape[1])], axis=1)
     if values.ndim == 3 and variant.noises:
         values = process(values, context.batch.sampling, filters=variant.filters)
-    ending = jnp.where(scores.finite, RUNNING, NO_LAW)
+    ending = jnp.where(scores.finite, RUNNING, NOT_FINITE)
     if values.ndim == 3:
         largest = jnp.max(values, axis=-1)
         no_id = scores.finite & (largest == -jnp.inf)
-        ending = jnp.where(no_id, NO_ID, jnp.where(jnp.isfinite(largest), ending, NO_LAW))
+        ending = jnp.where(no_id, NO_ID, jnp.where(jnp.isfinite(largest), ending, NOT_FINITE))
     if proposal.tree is not None:
         own = own_tokens(context, history, values, proposal.tree)
         verdict = tree_rule.verify(own, proposal, ending == RUNNING)
@@ -237,7 +237,7 @@ def own_tokens(context: Context, history: History, values: Values, tree: Topolog
         if tree is not None:
             noise = take(noise, tree.depth)
         values = values + jnp.where((shares_noise(context) & ~rows.greedy)[:, None, None], noise, 0.0)
-    return likeliest(values)  # right for greedy rows too: filters keep the largest logit
+    return argmax(values)  # right for greedy rows too: filters keep the largest logit
 
 
 def judge(context: Context, history: History, proposal: Proposal, values: Values) -> Verdict:
@@ -273,7 +273,7 @@ def commit(
     emitted = jnp.where(offset < verdict.num_accepted[:, None], drafts, verdict.next_token[:, None])
     num_emitted = verdict.num_accepted + (ending == RUNNING)
     # NaN in a draft's keys and values also reaches earlier places of the row, so retry without drafts.
-    without_drafts = live & (ending == NO_LAW) & (proposal.num_proposed > 0)
+    without_drafts = live & (ending == NOT_FINITE) & (proposal.num_proposed > 0)
     ending = jnp.where(without_drafts, RUNNING, ending)
     room = jnp.minimum(num_emitted, limits.max_len - state.num_tokens)
     is_stop = (emitted[:, :, None] == limits.stop_ids[:, None, :]) & (offset < room[:, None])[:, :, None]

@@ -15,11 +15,11 @@ from jaxspec.sampling.logprobs import Logprobs
 from jaxspec.sampling.processors import Processors, Text
 from jaxspec.verify.rules import RULES
 
-Params = dict[str, Any]  # {"target": ..., "draft": ...}
+ModelParams = dict[str, Any]  # {"target": ..., "draft": ...}
 
 # Values of DecodeState.finish. NO_ID: no id was allowed. NO_LAW: the target's logits were not finite.
-RUNNING, STOP, LENGTH, NO_ID, NO_LAW = range(5)
-FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error", NO_LAW: "error"}
+RUNNING, STOP, LENGTH, NO_ID, NOT_FINITE = range(5)
+FINISH_REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length", NO_ID: "error", NOT_FINITE: "error"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Context:
     """
 
     config: DecodeConfig
-    params: Params
+    params: ModelParams
     batch: LaunchInput
     tables: dict[str, Any]
     capacity: jax.Array

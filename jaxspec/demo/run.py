@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.api.outputs import RequestOutput, whole
 from jaxspec.common.embedded import MODEL
 from jaxspec.common.errors import UserError
-from jaxspec.common.progress import say
-from jaxspec.demo import peer, report
-from jaxspec.demo.options import Options
+from jaxspec.common.progress import write_line
+from jaxspec.demo import beside_transformers, report
+from jaxspec.demo.demo_options import DemoOptions
 from jaxspec.drafters.methods import LOOKUP
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.models.draft_spec import draft_spec
@@ -73,14 +73,14 @@ class Run:
 Runs = dict[str, list[Run]]  # runs by method, in the order of the prompts
 
 
-def demo(options: Options, *, as_json: bool = False, plot: Path | None = None) -> None:
+def demo(options: DemoOptions, *, as_json: bool = False, plot: Path | None = None) -> None:
     """Run the demo and print tables or one JSON document. Progress goes to standard error."""
     if plot is not None and plot.suffix != ".png":
         raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
     if options.compare_transformers:
-        peer.check()
+        beside_transformers.check()
     document = measure(options)
     if as_json:
         print(json.dumps(document))
@@ -88,7 +88,7 @@ def demo(options: Options, *, as_json: bool = False, plot: Path | None = None) -
         report.show(document)
     if plot is not None:
         report.draw(document, plot)
-        say(f"plot written to {plot}")
+        write_line(f"plot written to {plot}")
 
 
 def sampling(max_tokens: int, num_speculative_tokens: int) -> SamplingParams:
@@ -96,14 +96,14 @@ def sampling(max_tokens: int, num_speculative_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=num_speculative_tokens)
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: DemoOptions) -> dict[str, Any]:
     """Answer every prompt with every method, one at a time, and return the JSON document.
 
     All methods share the target's weights.
     """
     from jaxspec.api.llm import LLM
 
-    say(f"loading {MODEL} ...")
+    write_line(f"loading {MODEL} ...")
     # One row and a short context keep the page pool small.
     llm = LLM(
         MODEL,
@@ -122,20 +122,22 @@ def measure(options: Options) -> dict[str, Any]:
         "ngram": Way(llm, NUM_SPECULATIVE_TOKENS),
         LOOKUP + method: Way(llm.speculating(both), NUM_SPECULATIVE_TOKENS),
     }
-    say(f"loaded in {llm.timing.load_seconds:.1f} s; compiling ...")
+    write_line(f"loaded in {llm.timing.load_seconds:.1f} s; compiling ...")
     compiling = {name: warm_up(way, prompts, options.max_tokens) for name, way in ways.items()}
     compiling[method] = sum(warm_up(way, prompts, options.max_tokens) for way in choices.values())
     trials = trial(choices, prompts, min(options.max_tokens, TRIAL_TOKENS))
-    say("draft, tokens/s by K: " + ", ".join(f"{k}: {speed:.1f}" for k, speed in trials.items()))
+    write_line("draft, tokens/s by K: " + ", ".join(f"{k}: {speed:.1f}" for k, speed in trials.items()))
     ways[method] = choices[max(trials, key=trials.__getitem__)]
     ways = {name: ways[name] for name in ("plain", "ngram", method, LOOKUP + method)}
-    say(f"compiled in {sum(compiling.values()):.1f} s; answering {len(prompts)} prompts, one at a time ...")
+    write_line(f"compiled in {sum(compiling.values()):.1f} s; answering {len(prompts)} prompts, one at a time ...")
     runs = answers(ways, prompts, options.max_tokens)
     document = describe(ways, runs, compiling)
     peers = None
     if options.compare_transformers:
-        say("answering with transformers ...")
-        peers = peer.compare(llm, list(prompts.values()), options.max_tokens, [r.token_ids for r in runs["plain"]])
+        write_line("answering with transformers ...")
+        peers = beside_transformers.compare(
+            llm, list(prompts.values()), options.max_tokens, [r.token_ids for r in runs["plain"]]
+        )
     return document | {
         "draft": options.draft,
         "draft_trials": {str(k): speed for k, speed in trials.items()},
@@ -189,7 +191,7 @@ def answers(ways: dict[str, Way], prompts: dict[str, Any], max_tokens: int) -> R
     for title, prompt in prompts.items():
         for name, way in ways.items():
             runs[name].append(answer(way, prompt, max_tokens))
-        say(f"  {title}: " + ", ".join(f"{name} {taken[-1].seconds:.1f} s" for name, taken in runs.items()))
+        write_line(f"  {title}: " + ", ".join(f"{name} {taken[-1].seconds:.1f} s" for name, taken in runs.items()))
     return runs
 
 

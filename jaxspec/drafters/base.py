@@ -92,13 +92,13 @@ Rank = Callable[
     [Any, Float[Array, "B k _"], Int[Array, "B k D"], Any], tuple[Int[Array, "B k w"], Float[Array, "B k w"]]
 ]
 
-# {"target": ..., "draft": ..., "lent": ...}; "lent": copies of shared target parameters with the draft's placement.
-Params = Mapping[str, Any]
+# {"target": ..., "draft": ..., "shared": ...}; "shared": copies of shared target parameters with the draft's placement.
+ModelParams = Mapping[str, Any]
 
 
-def target_parameters(params: Params) -> Mapping[str, Any]:
+def target_parameters(params: ModelParams) -> Mapping[str, Any]:
     """Return the target's parameters for a draft that shares them. Copies with the draft's placement come first."""
-    return {**params["target"], **params["lent"]} if "lent" in params else params["target"]
+    return {**params["target"], **params["shared"]} if "shared" in params else params["target"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,21 +168,21 @@ class Drafter(abc.ABC):
         return 0
 
     def features(
-        self, params: Params, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
+        self, params: ModelParams, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...]
     ) -> Float[Array, "B T M"]:
         """Compute the features to keep. hidden: output of the target's last norm. tapped: inputs of layers `taps`."""
         return hidden
 
     @abc.abstractmethod
     def propose(
-        self, params: Params, cache: PagedKVCache, history: History, choose: Choose
+        self, params: ModelParams, cache: PagedKVCache, history: History, choose: Choose
     ) -> tuple[Proposal, tuple[LayerCache, ...]]:
         """Propose drafts. Return the proposal and the draft's pages after its passes."""
 
     def grow(
-        self, params: Params, cache: PagedKVCache, history: History, shape: Any, rank: Rank
+        self, params: ModelParams, cache: PagedKVCache, history: History, shape: Any, rank: Rank
     ) -> tuple[Proposal, Any, tuple[LayerCache, ...]]:
-        """Propose a tree of `shape`. Return the proposal, the tree (`jaxspec.drafters.trees.tree.Grown`) and the pages.
+        """Propose a tree of `shape`. Return the proposal, the tree (`trees.growth.Grown`) and the pages.
 
         Needed only for a drafter that is not independent.
 
@@ -191,6 +191,6 @@ class Drafter(abc.ABC):
         """
         raise UnsupportedError(f"{type(self).__name__} grows no trees: drop the tree options")
 
-    def prefill(self, params: Params, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
+    def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
         """Write a chunk into the draft's pages and return them. The target's features of the chunk are in `cache`."""
         return cache.draft

@@ -82,8 +82,8 @@ class Place:
     def logits(self, x: Any, backend: Any) -> Any:
         return self.at_place("logits", lambda: self.head.logits(self.hidden, backend))
 
-    def likeliest(self, x: Any, backend: Any, vocab_size: int | None = None) -> Any:
-        return self.at_place("likeliest", lambda: self.head.likeliest(self.hidden, backend, vocab_size))
+    def argmax_token(self, x: Any, backend: Any, vocab_size: int | None = None) -> Any:
+        return self.at_place("argmax_token", lambda: self.head.argmax_token(self.hidden, backend, vocab_size))
 
     def at_place(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return this place's part of a result of the head for all places. Compute the result if it is not known."""

@@ -20,7 +20,7 @@ from jaxspec.cache.layer import LayerCache
 from jaxspec.common.errors import UnsupportedError
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, target_parameters
 from jaxspec.drafters.chain import at_once
-from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found
+from jaxspec.drafters.head_checkpoint import HEAD, RARE, TABLE, VERIFIER, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import Layer, bind, module
@@ -34,7 +34,7 @@ from jaxspec.models.reading import Reading
 from jaxspec.models.rows import Rows
 from jaxspec.sampling.rng import take_row
 from pallas_kernels.plain import rms_norm
-from pallas_kernels.tree import packed
+from pallas_kernels.tree_mask import packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Config(HeadConfig):
     @property
     def spec(self) -> DraftSpec:
         most = self.block_size - (not self.from_pending)
-        return DraftSpec("dflash", self.width, self.taps, ("fc",), borrows_head=not self.has_head, max_drafts=most)
+        return DraftSpec("dflash", self.width, self.taps, ("fc",), uses_target_head=not self.has_head, max_drafts=most)
 
 
 class DFlashHead(OwnParts):
@@ -235,7 +235,7 @@ NAMES = {
 }
 
 
-def read(found: Found, kind: type[Config] = Config, *, from_pending: bool = False, **own: Any) -> Reading:
+def read(found: HeadCheckpoint, kind: type[Config] = Config, *, from_pending: bool = False, **own: Any) -> Reading:
     """Return how to read a checkpoint. Also serves methods derived from DFlash.
 
     kind: class of the configuration.

@@ -15,7 +15,7 @@ from jaxspec.common.errors import UserError
 from jaxspec.common.shapes import Array, Bool, Int
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank
 from jaxspec.drafters.chain import Step, at_once, chain
-from jaxspec.drafters.trees.tree import Nodes, Shape, grow_tree, nodes_at
+from jaxspec.drafters.trees.growth import Nodes, Shape, grow_tree, nodes_at
 from jaxspec.models.paged import PagedModel
 from jaxspec.sampling.rng import take_row
 from pallas_kernels.merge_tokens import merge_tokens

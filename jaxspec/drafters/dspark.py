@@ -22,8 +22,8 @@ from jaxspec.common.shapes import Array, Float
 from jaxspec.drafters import dflash
 from jaxspec.drafters.base import Choose, History, Proposal, Rank
 from jaxspec.drafters.chain import Place, Step, chain
-from jaxspec.drafters.heads import Found
-from jaxspec.drafters.trees.tree import Nodes, Shape, grow_tree
+from jaxspec.drafters.head_checkpoint import HeadCheckpoint
+from jaxspec.drafters.trees.growth import Nodes, Shape, grow_tree
 from jaxspec.models import families
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec
@@ -32,7 +32,7 @@ from jaxspec.models.paged import PagedModel
 from jaxspec.models.parameters import declare
 from jaxspec.models.reading import Reading
 from jaxspec.models.table import looked_up
-from pallas_kernels.plain import likeliest
+from pallas_kernels.plain import argmax
 
 # For each kind of Markov head: the checkpoint's name of its inner projection, and that projection's input size (besides
 # the hidden state) and output size, both in multiples of the rank.
@@ -134,8 +134,8 @@ class After(Place):
             place = place[:, None]
         return place + self.added
 
-    def likeliest(self, x, backend, vocab_size=None):
-        found = likeliest(self.logits(x, backend)[..., :vocab_size])
+    def argmax_token(self, x, backend, vocab_size=None):
+        found = argmax(self.logits(x, backend)[..., :vocab_size])
         return found if self.vocabulary is None else jnp.take(self.vocabulary.d2t, found, mode="clip")
 
 
@@ -196,7 +196,7 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
     return DSpark(k, most, models["draft"], models["target"])
 
 
-def read(found: Found) -> Reading:
+def read(found: HeadCheckpoint) -> Reading:
     """Return how to read a checkpoint of this method."""
     stored = found.shapes.get("markov_head.markov_w1.weight", (0, 0))[-1]
     rank = found.whole("markov_rank", stored, "rare_width")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.drafters.feature_chain import FeatureChain
-from jaxspec.drafters.heads import HEAD, TABLE, Found
+from jaxspec.drafters.head_checkpoint import HEAD, TABLE, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -39,7 +39,7 @@ class Config(HeadConfig):
 
     @property
     def spec(self) -> DraftSpec:
-        return DraftSpec("eagle", self.width, borrows_head=not self.has_head)
+        return DraftSpec("eagle", self.width, uses_target_head=not self.has_head)
 
 
 class EagleHead(OwnParts):
@@ -74,7 +74,7 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
     return FeatureChain(k, most, models["draft"], models["target"])
 
 
-def read(found: Found) -> Reading:
+def read(found: HeadCheckpoint) -> Reading:
     """Return how to read a checkpoint of this method."""
     found.refuse(skip_prenorm=True, skip_output_norm=True, add_para_norm=False)
     fields, has_head = found.layers(), found.has("lm_head.")

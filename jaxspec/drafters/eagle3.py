@@ -15,7 +15,7 @@ from flax import nnx
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters.draft_model import in_parallel
 from jaxspec.drafters.feature_chain import FeatureBlock, FeatureChain
-from jaxspec.drafters.heads import HEAD, RARE, TABLE, VERIFIER, Found
+from jaxspec.drafters.head_checkpoint import HEAD, RARE, TABLE, VERIFIER, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -53,7 +53,7 @@ class Config(HeadConfig):
 
     @property
     def spec(self) -> DraftSpec:
-        return DraftSpec("eagle3", self.width, self.taps, ("fc",), borrows_head=not self.has_head)
+        return DraftSpec("eagle3", self.width, self.taps, ("fc",), uses_target_head=not self.has_head)
 
 
 class Eagle3Head(OwnParts):
@@ -111,7 +111,7 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
     return kind(k, most, models["draft"], models["target"])
 
 
-def read(found: Found) -> Reading:
+def read(found: HeadCheckpoint) -> Reading:
     """Return how to read a checkpoint of this method.
 
     The configuration comes from config.json and from the names and shapes of the tensors, which are seldom wrong.
@@ -165,7 +165,7 @@ def places(first: str) -> dict[str, Place]:
     }
 
 
-def names(found: Found) -> dict[str, Place]:
+def names(found: HeadCheckpoint) -> dict[str, Place]:
     """Return the places of a checkpoint's tensors by name, in the format of its writer."""
     taps = {f"aux_norm_{name}.weight": (f"tap_norms.{i}", "") for i, name in enumerate(("low", "mid", "high"))}
     if not found.has("aux_norm_"):

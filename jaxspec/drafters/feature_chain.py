@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Chunk, Drafter, History, Proposal, Rank, target_parameters
 from jaxspec.drafters.chain import Step, at_once, chain
-from jaxspec.drafters.trees.tree import Nodes, Shape, grow_tree, nodes_at
+from jaxspec.drafters.trees.growth import Nodes, Shape, grow_tree, nodes_at
 from jaxspec.models.decoder import bind
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel

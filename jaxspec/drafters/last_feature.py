@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxspec.cache import features
 from jaxspec.drafters.base import Choose, Drafter, History, Proposal, Rank, target_parameters
 from jaxspec.drafters.chain import Step
-from jaxspec.drafters.trees.tree import Nodes, Shape, grow_tree
+from jaxspec.drafters.trees.growth import Nodes, Shape, grow_tree
 from jaxspec.models.decoder import bind
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.paged import PagedModel

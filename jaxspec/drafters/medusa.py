@@ -18,7 +18,7 @@ from flax import nnx
 from jaxspec.common.errors import UserError
 from jaxspec.drafters.base import Choose, History, Proposal
 from jaxspec.drafters.chain import at_once
-from jaxspec.drafters.heads import HEAD, Found
+from jaxspec.drafters.head_checkpoint import HEAD, HeadCheckpoint
 from jaxspec.drafters.last_feature import LastFeature
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -48,7 +48,7 @@ class Config(HeadConfig):
 
     @property
     def spec(self) -> DraftSpec:
-        return DraftSpec("medusa", self.width, borrows_head=not self.has_head, max_drafts=self.num_drafts)
+        return DraftSpec("medusa", self.width, uses_target_head=not self.has_head, max_drafts=self.num_drafts)
 
 
 class MedusaHead(Head):
@@ -150,7 +150,7 @@ def places(names: tuple[str, str, str], heads: int, depth: int) -> dict[str, Pla
     }
 
 
-def read(found: Found) -> Reading:
+def read(found: HeadCheckpoint) -> Reading:
     """Return how to read a checkpoint of this method.
 
     The number of heads is counted from the tensors, because config.json often gives too few.

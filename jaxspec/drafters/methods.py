@@ -20,7 +20,7 @@ class Method:
     """A method of drafting.
 
     The file of a method with a head also has `read(found)`, which returns the `Reading` of the head's checkpoint: its
-    configuration and its tensors' names. See `jaxspec.drafters.heads`.
+    configuration and its tensors' names. See `jaxspec.drafters.head_checkpoint`.
 
     parameters: kind of checkpoint that holds the method's parameters: a draft "model", a "head" for a target, or the
       "target" itself; None for a method without parameters.
@@ -72,15 +72,15 @@ def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
     architectures = raw.get("architectures")
     if isinstance(architectures, list):
         names += [name for name in architectures if isinstance(name, str)]
-    return next(signed(names, "head"), "draft_model")
+    return next(by_signature(names, "head"), "draft_model")
 
 
 def within(tensors: Iterable[str]) -> str | None:
     """Return the method whose head is in a target's own checkpoint; None if there is no such head."""
-    return next(signed(tensors, "target"), None)
+    return next(by_signature(tensors, "target"), None)
 
 
-def signed(tensors: Iterable[str], parameters: str) -> Iterator[str]:
+def by_signature(tensors: Iterable[str], parameters: str) -> Iterator[str]:
     """Yield the methods with this kind of parameters whose signs are among the names."""
     names = list(tensors)
     for name, method in METHODS.items():

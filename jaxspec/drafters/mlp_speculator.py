@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.drafters.heads import Found
+from jaxspec.drafters.head_checkpoint import HeadCheckpoint
 from jaxspec.drafters.last_feature import LastFeature
 from jaxspec.models.decoder import module
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -113,7 +113,7 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
     return MlpSpeculator(k, models["draft"], models["target"])
 
 
-def read(found: Found) -> Reading:
+def read(found: HeadCheckpoint) -> Reading:
     """Return how to read a checkpoint of this method."""
     count = found.whole("n_predict")
     entry = found.whole("emb_dim", kind="width")

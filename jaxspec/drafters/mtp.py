@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxspec.common.errors import UserError
 from jaxspec.drafters.feature_chain import FeatureChain
-from jaxspec.drafters.heads import HEAD, TABLE, Found
+from jaxspec.drafters.head_checkpoint import HEAD, TABLE, HeadCheckpoint
 from jaxspec.drafters.own import OwnParts
 from jaxspec.models.decoder import Layer, module, through
 from jaxspec.models.draft_spec import DraftSpec, HeadConfig
@@ -50,7 +50,7 @@ class Config(HeadConfig):
     @property
     def spec(self) -> DraftSpec:
         taps = () if self.last_norm else (self.target_layers,)
-        return DraftSpec("mtp", self.width, taps, borrows_head=not self.has_head)
+        return DraftSpec("mtp", self.width, taps, uses_target_head=not self.has_head)
 
 
 class MtpHead(OwnParts):
@@ -122,7 +122,7 @@ def formats(num_layers: int) -> dict[str, Format]:
     }
 
 
-def read(found: Found) -> Reading:
+def read(found: HeadCheckpoint) -> Reading:
     """Return how to read the head in a target's checkpoint."""
     target = found.target
     known = formats(target.num_layers).values()
@@ -165,7 +165,7 @@ def read(found: Found) -> Reading:
     )
 
 
-def copied(how: Format, found: Found) -> dict[str, Place]:
+def copied(how: Format, found: HeadCheckpoint) -> dict[str, Place]:
     """Return which parameter of the target replaces each copy of the target's table and output head."""
     head = "embed" if found.target.tied else "head"
     replacements = {TABLE: "embed"} | dict.fromkeys(OWN_HEADS, head)

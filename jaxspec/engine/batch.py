@@ -17,7 +17,7 @@ from jaxspec.cache.pages import CacheLayout
 from jaxspec.common.values import LARGEST
 from jaxspec.decode.state import Control, LaunchInput, RowLimits, Variant
 from jaxspec.drafters.base import Chunk
-from jaxspec.engine import arrivals
+from jaxspec.engine import admission
 from jaxspec.engine.request import Request
 from jaxspec.options.sampling_params import MAX_LOGPROBS
 from jaxspec.sampling import processors
@@ -57,7 +57,7 @@ class Room:
 
 
 FEW = Room(stop_ids=16, biased=16, bad_words=(8, 4))
-MANY = Room(stop_ids=arrivals.MAX_STOP_IDS, biased=None, bad_words=arrivals.MAX_BAD_WORDS)
+MANY = Room(stop_ids=admission.MAX_STOP_IDS, biased=None, bad_words=admission.MAX_BAD_WORDS)
 
 
 @dataclasses.dataclass(frozen=True)

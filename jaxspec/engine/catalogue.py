@@ -51,7 +51,7 @@ class Prefill:
         return f"{self.name}, {self.shape.least_rows} pieces of {self.shape.width} tokens{scores}"
 
 
-class Open:
+class OpenCatalogue:
     """The catalogue of an engine that compiles what its batches need.
 
     table_widths: the widths N of block tables. Both B and N only grow while requests are running: a smaller program for
@@ -82,7 +82,7 @@ class Open:
         return Prefill(name, shape, row_pages, exact)
 
 
-class Closed(Open):
+class ClosedCatalogue(OpenCatalogue):
     """The catalogue of an engine that warms up: all its programs are `launches`, `prefills` and a copy of pages. The
     widest block table serves all batches; a batch of 16 rows also has a narrow one.
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from jaxspec.cache.allocator import PageAllocator
 from jaxspec.decode.state import LaunchResult
-from jaxspec.engine import arrivals, batch, results, setup
+from jaxspec.engine import admission, assembly, batch, results
 from jaxspec.engine.account import stopwatch
 from jaxspec.engine.adaptive import PROBE_ROUNDS, Controller
 from jaxspec.engine.metrics import SpecDecodeMetrics, Timing
+from jaxspec.engine.open_requests import CachesLost, OpenRequests
 from jaxspec.engine.prefilling import Prefilling
 from jaxspec.engine.request import Request
-from jaxspec.engine.roster import CachesLost, Roster
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.hardware.platforms import facts
@@ -63,7 +63,7 @@ class Engine:
         self.runner = Runner(models, config, speculative, placement, device, programs or Programs(placement), peers)
         self.layout = layout = self.runner.decoding.target.layout
         self.lag = results.Lag.of(self.runner.decoding)
-        self.limits = arrivals.Limits(
+        self.limits = admission.Limits(
             max_model_len=self.runner.decoding.target.max_model_len,
             vocab_size=target.config.vocab_size,
             num_drafts=max(self.runner.drafters),
@@ -79,11 +79,11 @@ class Engine:
             reach=max((drafter.reach for drafter in self.runner.drafters.values() if drafter), default=0),
             longest=self.limits.max_model_len,
         )
-        self.roster = Roster(self.scheduler, self.runner)
+        self.open_requests = OpenRequests(self.scheduler, self.runner)
         longest = self.limits.max_model_len + self.num_drafts
-        self.catalogue = setup.catalogue(config, speculative, device, longest, lags=self.lag.most is not None)
-        chunk = setup.chunk_shape(config, device.platform)
-        self.prefilling = Prefilling(self.roster, self.catalogue, chunk, self.lag, self.timed)
+        self.catalogue = assembly.catalogue(config, speculative, device, longest, lags=self.lag.most is not None)
+        chunk = assembly.chunk_shape(config, device.platform)
+        self.prefilling = Prefilling(self.open_requests, self.catalogue, chunk, self.lag, self.timed)
         self.rounds_per_chunk = facts(device.platform).rounds_per_chunk
         self.controller = Controller(
             tuple(self.runner.drafters),
@@ -124,8 +124,8 @@ class Engine:
         stop_ids: the model's own end ids; bad_words: params.bad_words as ids. Raises UserError as `check` does.
         """
         checked = self.check(prompt, params, bad_words, stop_ids)
-        samples = arrivals.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
-        self.roster.add(samples)
+        samples = admission.samples(self.limits, self.ids, *checked, bad_words, stop_ids)
+        self.open_requests.add(samples)
         return samples[0]
 
     def check(
@@ -136,13 +136,13 @@ class Engine:
         stop_ids: Sequence[int] = (),
     ) -> tuple[list[int], SamplingParams]:
         """Return the prompt and the parameters, checked. Raises UserError for those that cannot be served."""
-        checked = arrivals.check(self.limits, prompt, params, bad_words, stop_ids)
+        checked = admission.check(self.limits, prompt, params, bad_words, stop_ids)
         self.scheduler.check(self.limits.max_len(*checked))
         return checked
 
     @property
     def busy(self) -> bool:
-        return bool(self.roster.open)
+        return bool(self.open_requests.open)
 
     def step(self, num_rounds: int | None = None, *, streaming: bool = False) -> list[Request]:
         """Admit requests, prefill one chunk, launch once. Return the requests that took part.
@@ -150,24 +150,24 @@ class Engine:
         Those that ended have a finish_reason. A pass that fails ends its requests with finish_reason "error", and
         raises nothing. streaming: whether a client reads along, so that the launch must be short.
         """
-        took_part: list[Request] = []
-        with self.roster.step():
+        participants: list[Request] = []
+        with self.open_requests.step():
             try:
-                self.advance(num_rounds, streaming, took_part)
+                self.advance(num_rounds, streaming, participants)
             except CachesLost:
-                self.roster.lose_caches()
-            failed = self.roster.take_failed()
-        return sorted({*took_part, *failed}, key=lambda r: r.id)
+                self.open_requests.lose_caches()
+            failed = self.open_requests.take_failed()
+        return sorted({*participants, *failed}, key=lambda r: r.id)
 
-    def advance(self, num_rounds: int | None, streaming: bool, took_part: list[Request]) -> None:
+    def advance(self, num_rounds: int | None, streaming: bool, participants: list[Request]) -> None:
         """Do the work of one step, and append the requests that take part to took_part. Raises: CachesLost."""
         self.prefilling.queued.clear()  # left over from an interrupted step
         if not self.scheduler.running:
             self.catalogue.idle()
         self.admit()
-        took_part += [r for r in self.scheduler.running if not r.prefilled]
+        participants += [r for r in self.scheduler.running if not r.prefilled]
         if self.prefilling.is_due(self.config.max_num_seqs):
-            self.prefill(took_part)
+            self.prefill(participants)
         while self.scheduler.running and not self.scheduler.ready:
             self.prefill(list(self.scheduler.running))
         default = FEWER_ROUNDS if any(r.find_stop for r in self.scheduler.ready) else MAX_ROUNDS
@@ -179,8 +179,8 @@ class Engine:
             preempted = self.scheduler.grow(num_rounds)
             decoding = [r for r in decoding if r not in preempted][: self.config.max_num_seqs]
         if decoding:  # else all were preempted for an older request in prefill
-            took_part += decoding
-            with self.roster.blame(decoding):
+            participants += decoding
+            with self.open_requests.blame(decoding):
                 self.decode(decoding, num_rounds, streaming)
         self.prefilling.settle()
 
@@ -190,10 +190,10 @@ class Engine:
         admitted, copies = self.scheduler.admit()
         for at in range(0, len(copies), batch.COPIES):
             owners, pages = zip(*copies[at : at + batch.COPIES], strict=True)
-            with self.roster.blame(owners):
+            with self.open_requests.blame(owners):
                 self.prefilling.queue(owners, Plan("copy_pages", batch.copied_pages(pages, self.layout)))
         for request in admitted:
-            with self.roster.blame([request], device=False):
+            with self.open_requests.blame([request], device=False):
                 batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
@@ -225,7 +225,7 @@ class Engine:
         rounds = int(result.num_rounds)
         tokens = int(np.sum(result.num_new))
         self.controller.observe(kind, plan.k, watch.seconds, rounds, tokens=tokens, catch_up=catch_up_seconds)
-        self.absorb(requests, result, watch.seconds)
+        self.apply_result(requests, result, watch.seconds)
 
     def catch_up(self, requests: Sequence[Request]) -> float:
         """Prefill the draft with what it lacks of these requests. Return the seconds that this took."""
@@ -264,26 +264,26 @@ class Engine:
             min(len(requests), self.config.max_num_seqs), max(map(self.scheduler.most_pages, requests))
         )
 
-    def absorb(self, requests: Sequence[Request], result: LaunchResult, seconds: float = 0.0) -> None:
+    def apply_result(self, requests: Sequence[Request], result: LaunchResult, seconds: float = 0.0) -> None:
         """Apply the result of a launch, which took this many seconds: tokens, lengths, counters, finish reasons.
         Release the requests that ended."""
         kept = [0] * len(requests)
         for row, request in enumerate(requests):
-            with self.roster.blame([request], device=False):
+            with self.open_requests.blame([request], device=False):
                 if request.finish_reason is None:  # else it was aborted while the launch ran
                     kept[row] = results.absorb_row(request, row, result, self.lag)
         self.timing.num_tokens += sum(kept)
         results.keep_count(requests, kept, result, self.metrics, self.controller.overall, seconds)
         for request in requests:
-            with self.roster.blame([request], device=False):
+            with self.open_requests.blame([request], device=False):
                 if request.finish_reason != "error":
                     self.scheduler.register(request)
             if request.finish_reason:
-                self.roster.remove(request)
+                self.open_requests.remove(request)
 
     def abort(self, request: Request) -> None:
         """End a request (one sample) and free its pages. Do nothing if it has ended already."""
-        self.roster.abort(request)
+        self.open_requests.abort(request)
 
     def timed(self, field: str) -> stopwatch:
         return stopwatch(self.timing, field, self.runner.programs)

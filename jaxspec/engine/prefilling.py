@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxspec.engine import batch, results
-from jaxspec.engine.catalogue import Open, Prefill
+from jaxspec.engine.catalogue import OpenCatalogue, Prefill
+from jaxspec.engine.open_requests import OpenRequests
 from jaxspec.engine.request import Request
-from jaxspec.engine.roster import Roster
 from jaxspec.runtime.plans import NOTHING, Plan
 
 Timed = Callable[[str], AbstractContextManager[Any]]
@@ -28,8 +28,8 @@ class Prefilling:
     queued: passes that were not waited for yet, each with the requests that it is for.
     """
 
-    roster: Roster
-    catalogue: Open
+    open_requests: OpenRequests
+    catalogue: OpenCatalogue
     shape: batch.ChunkShape
     lag: results.Lag
     timed: Timed
@@ -38,7 +38,7 @@ class Prefilling:
     def is_due(self, max_num_seqs: int) -> bool:
         """Return whether the running requests' prompts should have a pass now. If max_num_seqs requests decode already,
         the prompts can wait until they fill a pass."""
-        scheduler = self.roster.scheduler
+        scheduler = self.open_requests.scheduler
         unread = [r for r in scheduler.running if not r.prefilled]
         if not unread:
             return False
@@ -58,19 +58,19 @@ class Prefilling:
             return
         rows = self.pieces(requests)
         taking_part = list(dict.fromkeys(request for request, *_ in rows))
-        with self.roster.blame(taking_part):
+        with self.open_requests.blame(taking_part):
             program = self.catalogue.prefill("prefill", self.shape, row_pages, batch.prefill_variant(taking_part))
             started = self.queue(taking_part, self.plan(program, rows))
-            scores = None if program.variant.logprobs is None else self.roster.runner.fetch(started)
+            scores = None if program.variant.logprobs is None else self.open_requests.runner.fetch(started)
         for row, (request, _, length) in enumerate(rows):
-            with self.roster.blame([request], device=False):
+            with self.open_requests.blame([request], device=False):
                 results.absorb_chunk(request, row, length, scores, self.lag)
         if drafted:
             self.catch_up(taking_part, row_pages)
         for request in taking_part:
-            with self.roster.blame([request], device=False):
+            with self.open_requests.blame([request], device=False):
                 if request.finish_reason is None:
-                    self.roster.scheduler.register(request)
+                    self.open_requests.scheduler.register(request)
 
     def catch_up(self, requests: Sequence[Request], row_pages: int) -> None:
         """Prefill the draft with what only the target has read, except for what the draft's first pass in the loop
@@ -79,7 +79,7 @@ class Prefilling:
             starts = [r.draft_len + self.lag.lookahead for r in behind]
             rows = batch.pieces(behind, starts, self.shape, ends=[r.target_len for r in behind])
             taking_part = [request for request, *_ in rows]
-            with self.roster.blame(taking_part):
+            with self.open_requests.blame(taking_part):
                 program = self.catalogue.prefill("catch_up", self.shape, row_pages, NOTHING)
                 self.queue(taking_part, self.plan(program, rows))
             for request, _, length in rows:
@@ -88,7 +88,7 @@ class Prefilling:
     def queue(self, requests: Sequence[Request], plan: Plan) -> Any:
         """Start a plan on the device for these requests. Return its result, which is still on the device."""
         with self.timed("prefill_seconds"):
-            started = self.roster.runner.start(plan)
+            started = self.open_requests.runner.start(plan)
         self.queued.append((list(requests), started))
         return started
 
@@ -96,8 +96,8 @@ class Prefilling:
         """Wait for the queued passes. A failure ends the requests that the pass was for."""
         while self.queued:
             requests, started = self.queued.pop(0)
-            with self.roster.blame(requests), self.timed("prefill_seconds"):
-                self.roster.runner.wait(started)
+            with self.open_requests.blame(requests), self.timed("prefill_seconds"):
+                self.open_requests.runner.wait(started)
             now = time.perf_counter()
             for request in requests:
                 if request.prefilled:
@@ -105,6 +105,6 @@ class Prefilling:
 
     def plan(self, program: Prefill, rows: Sequence[batch.Piece]) -> Plan:
         """Return the plan of a pass over these pieces."""
-        layout = self.roster.runner.decoding.target.layout
+        layout = self.open_requests.runner.decoding.target.layout
         chunk = batch.chunk_input(rows, layout, program.shape, row_pages=program.row_pages)
         return Plan(program.name, (chunk,), variant=program.variant)

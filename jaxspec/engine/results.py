@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.decode.state import FINISH_REASONS, NO_ID, NO_LAW, DecodeConfig, LaunchResult
+from jaxspec.decode.state import FINISH_REASONS, NO_ID, NOT_FINITE, DecodeConfig, LaunchResult
 from jaxspec.engine.account import counters
 from jaxspec.engine.adaptive import Acceptance
 from jaxspec.engine.metrics import SpecDecodeMetrics
@@ -18,11 +18,11 @@ from jaxspec.engine.request import Request, TokenLogprobs
 NO_ID_ALLOWED = (
     "no token id was allowed: allowed_token_ids, bad_words and min_tokens together forbid every one; relax one of them"
 )
-NO_NUMBERS = (
+NOT_FINITE_MESSAGE = (
     "the target's logits were no numbers: its weights are damaged, or its dtype is too narrow for this text; check the "
     "file, or take dtype='float32'"
 )
-ERRORS = {NO_ID: NO_ID_ALLOWED, NO_LAW: NO_NUMBERS}
+ERRORS = {NO_ID: NO_ID_ALLOWED, NOT_FINITE: NOT_FINITE_MESSAGE}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax.profiler import TraceAnnotation
 
 from jaxspec.cache.pages import PagedKVCache, allocate
 from jaxspec.decode.state import DecodeConfig
-from jaxspec.engine import setup
+from jaxspec.engine import assembly
 from jaxspec.models.decoder import Params, parameters
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
@@ -48,16 +48,16 @@ def wait(result: Packed) -> None:
 def shared_tables(models: Mapping[str, Model], places: Mapping[str, Placement]) -> dict[str, jax.Array]:
     """Return copies, placed like the draft, of those target tables that a draft head reads. Return none if target and
     draft are sharded over the same number of devices."""
-    if not setup.features_width(models):
+    if not assembly.features_width(models):
         return {}
     target, draft = models["target"], models["draft"].config
     if places["draft"].degree == places["target"].degree:
         return {}
     tables = () if getattr(draft, "has_table", False) else ("embed", "embed_in")
-    borrows_head = draft_spec(draft).borrows_head
+    uses_target_head = draft_spec(draft).uses_target_head
     copies = {}
     for name, parameter in parameters(target.config).items():
-        if name in tables or (parameter.head and borrows_head):
+        if name in tables or (parameter.head and uses_target_head):
             place = places["draft"].of_parameter(parameter.axes, parameter.shape)
             copies[name] = jax.device_put(target.params[name], place)
     return copies
@@ -76,19 +76,19 @@ class Runner:
         programs: Programs,
         peers: Peers | None = None,
     ) -> None:
-        self.paged = paged = setup.paged_models(models, config, speculative, placement, device)
+        self.paged = paged = assembly.paged_models(models, config, speculative, placement, device)
         self.placement = placement
         self.configs = {name: model.config for name, model in models.items()}
         self.params: dict[str, Any] = {}
         for name, model in models.items():
             self.use(name, model.params)
-        if tables := shared_tables(models, setup.placements(models, placement)):
-            self.params["lent"] = tables
-        self.layouts = setup.cache_layouts(paged, models["target"].dtype)
+        if tables := shared_tables(models, assembly.placements(models, placement)):
+            self.params["shared"] = tables
+        self.layouts = assembly.cache_layouts(paged, models["target"].dtype)
         self.cache = self.empty_cache()
         # Programs are also compiled while a launch has the caches: a donated array no longer has a layout.
         self.pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format), self.cache)
-        self.drafters = setup.drafters(speculative, paged)
+        self.drafters = assembly.drafters(speculative, paged)
         drafter = self.drafters[max(self.drafters)]
         if "draft" not in self.params and drafter and (own := drafter.parameters()) is not None:
             self.params["draft"] = jax.device_put(own, placement.sharding())
@@ -100,7 +100,7 @@ class Runner:
         )
         self.programs = programs
         self.peers = peers
-        self.draft_cost = setup.draft_cost(models)
+        self.draft_cost = assembly.draft_cost(models)
 
     def use(self, name: str, params: Params) -> None:
         """Replace the parameters of the model `name`."""
@@ -163,7 +163,7 @@ class Runner:
         return dataclasses.replace(self.decoding, variant=plan.variant, drafter=drafter)
 
     def empty_cache(self) -> PagedKVCache:
-        places = setup.placements(self.layouts, self.placement)
+        places = assembly.placements(self.layouts, self.placement)
         return PagedKVCache(**{name: allocate(layout, places[name]) for name, layout in self.layouts.items()})
 
     @property

@@ -14,13 +14,13 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, InvalidS
 from typing import Any, Protocol
 
 from jaxspec.engine import batch
-from jaxspec.engine.catalogue import Closed, Launch, Prefill
+from jaxspec.engine.catalogue import ClosedCatalogue, Launch, Prefill
 from jaxspec.engine.engine import Engine
 from jaxspec.runtime.plans import Plan
 
 logger = logging.getLogger(__name__)
 
-Named = Prefill | Launch | str  # a program; str() gives the name that is shown
+ProgramName = Prefill | Launch | str  # a program; str() gives the name that is shown
 Report = Callable[[int, int, str], None]  # called with the programs done, their total and the last one's name
 COMPILERS = max(2, os.cpu_count() or 1)  # programs compiled at a time; the compiler uses several threads for each
 THREADS = "jaxspec-compiling"  # prefix of the threads' names
@@ -93,12 +93,12 @@ def warm_up(engine: Engine, report: Report = no_report, beside: Background | Non
     programs = engine.runner.programs
     catalogue = engine.catalogue
     pool = ThreadPoolExecutor(max(COMPILERS - bool(beside), 1), thread_name_prefix=THREADS)
-    under_way: dict[Future[None], Named] = {}
+    under_way: dict[Future[None], ProgramName] = {}
 
-    def compile_one(program: Named, plan: Plan) -> None:
+    def compile_one(program: ProgramName, plan: Plan) -> None:
         programs.calm.wait()
         engine.runner.compile(plan)
-        if isinstance(catalogue, Closed) and isinstance(program, Launch):
+        if isinstance(catalogue, ClosedCatalogue) and isinstance(program, Launch):
             catalogue.made.add(program)
 
     def settle(done: Iterable[Future[None]]) -> None:
@@ -131,7 +131,7 @@ def warm_up(engine: Engine, report: Report = no_report, beside: Background | Non
 
 
 @contextlib.contextmanager
-def log_failure(program: Named, beside: Background | None) -> Iterator[None]:
+def log_failure(program: ProgramName, beside: Background | None) -> Iterator[None]:
     """Return a context in which a program's error is logged while requests are served: the request that needs the
     program gets the error. Otherwise raise it."""
     try:
@@ -142,7 +142,7 @@ def log_failure(program: Named, beside: Background | None) -> Iterator[None]:
         logger.warning("compiling in advance failed for %s: %s", program, error)
 
 
-def by_use(program: Named) -> tuple[Any, ...]:
+def by_use(program: ProgramName) -> tuple[Any, ...]:
     """Return the sort key that puts the programs that most requests can use first: passes over prompts, then launches
     that serve any number of rows."""
     if not isinstance(program, Launch):
@@ -151,10 +151,10 @@ def by_use(program: Named) -> tuple[Any, ...]:
     return 1, variant.processors, not variant.filters, -program.k, -program.rows, -program.row_pages
 
 
-def plans(engine: Engine) -> Iterator[tuple[Named, Plan]]:
+def plans(engine: Engine) -> Iterator[tuple[ProgramName, Plan]]:
     """Yield each program of the catalogue, with a plan that runs it over no requests."""
     catalogue, layout = engine.catalogue, engine.layout
-    if not isinstance(catalogue, Closed):
+    if not isinstance(catalogue, ClosedCatalogue):
         return
     options = engine.speculative.rule_options if engine.speculative else ()
     yield from ((program, prefill(engine, program)) for program in catalogue.prefills)

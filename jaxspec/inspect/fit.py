@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxspec.cache.pages import cache_layout, features_layout
 from jaxspec.common.errors import UserError
-from jaxspec.engine.setup import temporary_bytes
+from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import KNOWN
 from jaxspec.hardware.chips import Chips
 from jaxspec.hardware.platforms import facts
@@ -28,7 +28,7 @@ from jaxspec.parallel.placement import absent, check_draft_size
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Wanted:
     """The question: models, accelerators, and options as in `EngineConfig` and `SpeculativeConfig`.
 
     tensor_parallel_size: None for all chips.
@@ -96,7 +96,7 @@ class Fit:
     problems: tuple[str, ...]
 
 
-def fit(asked: Asked) -> Fit:
+def fit(asked: Wanted) -> Fit:
     """Compute the memory that the models need, and how many pages fit beside them.
 
     Raises: UserError for options that are invalid whatever the memory, for example a degree that does not divide the
@@ -159,7 +159,7 @@ def fit(asked: Asked) -> Fit:
 
 def weight_bytes(config: ModelConfig, dtype: Any, degree: int) -> int:
     """Return the bytes of a model's own parameters on each of `degree` devices. Shared parameters do not count."""
-    own = [p for p in abstract_params(config, dtype, absent(degree)).values() if not p.borrowed]
+    own = [p for p in abstract_params(config, dtype, absent(degree)).values() if not p.from_target]
     return sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in own)
 
 
@@ -169,7 +169,7 @@ def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str) -> i
     return layout.stored_bytes(degree, platform)
 
 
-def check_degrees(asked: Asked) -> None:
+def check_degrees(asked: Wanted) -> None:
     """Raise UserError for a tensor parallel degree that does not work. The message names those that do."""
     if asked.degree > asked.chips.count:
         raise UserError(
@@ -184,7 +184,7 @@ def check_degrees(asked: Asked) -> None:
         check_divides(asked.draft, degree, most=asked.degree, of_draft=True)
 
 
-def document(asked: Asked) -> dict[str, Any]:
+def document(asked: Wanted) -> dict[str, Any]:
     """Return question and answer for JSON.
 
     Keys: "chips", the options, "fit" (the fields of `Fit`), "fits" (a bool), and "would_fit" (the `remedies`).
@@ -213,7 +213,7 @@ def document(asked: Asked) -> dict[str, Any]:
     }
 
 
-def remedies(asked: Asked, found: Fit) -> list[str]:
+def remedies(asked: Wanted, found: Fit) -> list[str]:
     """Return the single option changes that would make the models fit: of each kind of change the smallest."""
 
     def works(changes: dict[str, Any]) -> bool:
@@ -231,7 +231,7 @@ def remedies(asked: Asked, found: Fit) -> list[str]:
     return working
 
 
-def candidates(asked: Asked, found: Fit) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
+def candidates(asked: Wanted, found: Fit) -> Iterator[Iterable[tuple[str, dict[str, Any]]]]:
     """Yield kinds of changes. Each is a series of (words for the message, fields to change), the smallest first."""
     have = asked.chips
 

@@ -11,8 +11,8 @@ import checkpoints
 from jaxspec.bench import presets
 from jaxspec.cache.pages import cache_layout
 from jaxspec.common.errors import UserError
-from jaxspec.engine.catalogue import Closed
-from jaxspec.engine.setup import catalogue
+from jaxspec.engine.assembly import catalogue
+from jaxspec.engine.catalogue import ClosedCatalogue
 from jaxspec.hardware.accelerators import Accelerator, accelerator
 from jaxspec.hardware.chips import chips
 from jaxspec.inspect import fit
@@ -87,7 +87,7 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
 
     No device is needed. Since only shapes are read, a model may also be a preset of `jaxspec bench`.
 
-    options: fields of `fit.Asked`.
+    options: fields of `fit.Wanted`.
 
     Raises: UserError for unknown names and for options that are invalid whatever the memory.
     """
@@ -109,7 +109,7 @@ def on_chips(model: str, draft: str | None, name: str, **options: Any) -> dict[s
         config = resolved_draft(checkpoints.resolve(draft), of_target).config
     if config is not None:
         check_table(target, str(draft), config)
-    return {"model": model, "draft": draft} | fit.document(fit.Asked(target, config, found, **options))
+    return {"model": model, "draft": draft} | fit.document(fit.Wanted(target, config, found, **options))
 
 
 def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Device) -> list[str]:
@@ -118,7 +118,7 @@ def programs(configs: dict[str, ModelConfig], options: EngineConfig, chip: Devic
     spec = SpeculativeConfig(model="draft") if drafted else None
     longest = configs["target"].max_model_len + (spec.num_speculative_tokens if spec else 0)
     found = catalogue(options, spec, chip, longest, lags=bool(drafted and drafted.cached_layers))
-    assert isinstance(found, Closed)
+    assert isinstance(found, ClosedCatalogue)
     return [*map(str, (*found.prefills, *found.launches)), "copy_pages"]
 
 
@@ -145,7 +145,7 @@ def facts(
     tokenizer = checkpoints.load_tokenizer(tokenizer_source)
     ends = checkpoints.load_ends(tokenizer_source, tokenizer)
     dtype = compute_dtype("auto", chip)
-    own = [p for p in parameters(config, dtype).values() if not p.borrowed]
+    own = [p for p in parameters(config, dtype).values() if not p.from_target]
     page = cache_layout(config, page_size=1, num_pages=1, dtype=dtype, platform=chip.platform)
     return {
         "name": source.name,

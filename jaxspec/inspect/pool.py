@@ -8,7 +8,7 @@ import jax
 
 from jaxspec.cache import budget
 from jaxspec.cache.pages import cache_layout, features_layout
-from jaxspec.engine.setup import temporary_bytes
+from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import Accelerator
 from jaxspec.hardware.platforms import facts
 from jaxspec.loading.weights import compute_dtype

@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import checkpoints
-from checkpoints import eight_bits, heads, orbax, speculators
+from checkpoints import eight_bits, head_folders, orbax, speculators
 from checkpoints.hf_config import rope_parameters
 from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.drafters import methods
-from jaxspec.drafters.heads import flattened
+from jaxspec.drafters.head_checkpoint import flattened
 from jaxspec.loading.drafts import with_compared_copies
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.models.decoder import parameters
@@ -69,14 +69,14 @@ def as_jaxspec(
         raise UserError(f"target={short(target)} is of to='speculators', the format 'jaxspec' names none: leave it out")
     source = checkpoints.resolve(src)
     if method_of(source) != "draft_model":
-        heads.convert(source.path, dst, dtype, weight_bits)
+        head_folders.convert(source.path, dst, dtype, weight_bits)
         return
     config = checkpoints.load_config(source)
     fingerprint = checkpoints.load_fingerprint(source)
     tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft uses its target's
     known = parameters(config, dtype or checkpoints.stored_dtype(source))
     here = SingleDeviceSharding(host_device())
-    own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.borrowed}
+    own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.from_target}
     params = checkpoints.load_params(source, config, own, progress=progress)
     if weight_bits is not None:
         params = {name: jax.device_put(rounded(name, known[name], x), here) for name, x in params.items()}
@@ -120,16 +120,16 @@ def as_speculators(
     known = parameters(of_target)
 
     def target_parameter(where: str) -> jax.Array:
-        return heads.read_target_parameter(beside.path, of_target, known[where], where)
+        return head_folders.read_target_parameter(beside.path, of_target, known[where], where)
 
     reading: Any = with_compared_copies(resolved_draft(source, found), target_parameter).reading
     speculators.check(source.name, reading.config, of_target)
     tensors = speculators.tensors(source, reading, parameters(reading.config), beside, of_target)
-    raw = heads.contents(source.path)[0]
+    raw = head_folders.contents(source.path)[0]
     shapes = {name: x.shape for name, x in tensors.items()}
     before = raw.get("speculators_config") or {}
     config = speculators.config(reading.config, shapes, beside, rope(flattened(raw)), before)
-    heads.write(dst, tensors, source.path, dtype, config)
+    head_folders.write(dst, tensors, source.path, dtype, config)
 
 
 # The function that writes each format.
@@ -140,7 +140,7 @@ def method_of(source: checkpoints.Source) -> str:
     """Return the method of a head, "draft_model" for any model, even if its checkpoint contains a head."""
     if source.kind != "hf":
         return "draft_model"
-    return methods.of_checkpoint(*heads.contents(source.path))
+    return methods.of_checkpoint(*head_folders.contents(source.path))
 
 
 def rope(raw: Mapping[str, Any]) -> dict[str, Any]:

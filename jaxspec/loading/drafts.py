@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import checkpoints
-from checkpoints import heads, names
+from checkpoints import head_folders, names
 from jaxspec.common.errors import MisfitError, UserError
 from jaxspec.loading.resolved import ResolvedModel, reread
 from jaxspec.loading.weights import load
@@ -34,7 +34,7 @@ def load_draft(draft: ResolvedModel, dtype: Any, placement: Any, target: Model) 
         logger.warning("%s", draft.reading.remark)
     check_divides(draft.config, placement.degree, of_draft=True)
     abstract = abstract_params(draft.config, dtype, placement)
-    return Model(draft.config, heads.load(draft.source.path, draft.reading, abstract))
+    return Model(draft.config, head_folders.load(draft.source.path, draft.reading, abstract))
 
 
 def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str], jax.Array]) -> ResolvedModel:
@@ -50,7 +50,7 @@ def with_compared_copies(draft: ResolvedModel, target_parameter: Callable[[str],
     # A head within the target's checkpoint shares the target's tensors, which need no comparison.
     own = names.hf(target.family).places if draft.within else ()
     copies = {name: place for name, place in draft.reading.copies.items() if re.sub(r"\d+", "{}", name) not in own}
-    differing = heads.differing_copies(draft.source.path, copies, target, parameters(target), target_parameter)
+    differing = head_folders.differing_copies(draft.source.path, copies, target, parameters(target), target_parameter)
     if not differing:
         return draft
     draft = reread(draft, differing)

@@ -8,12 +8,12 @@ import functools
 from collections.abc import Callable
 
 import checkpoints
-from checkpoints import heads, names
-from checkpoints.reading import told
+from checkpoints import head_folders, names
+from checkpoints.reading import naming_file
 from checkpoints.safetensors import heads_within
 from jaxspec.common.errors import UserError
 from jaxspec.drafters import methods
-from jaxspec.drafters.heads import Found, flattened
+from jaxspec.drafters.head_checkpoint import HeadCheckpoint, flattened
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
 from jaxspec.models.reading import Reading
@@ -95,7 +95,7 @@ def read(
     differing: names of the head's copies that are known to differ from the target's tensors.
     Raises as `resolved_draft` does.
     """
-    raw, shapes = heads.contents(source.path) if source.kind == "hf" else ({}, {})
+    raw, shapes = head_folders.contents(source.path) if source.kind == "hf" else ({}, {})
     found = methods.of_checkpoint(raw, shapes)
     wanted = methods.split(method)[1] if method else None
     inner = methods.within(shapes)  # the method of a head within a model's checkpoint
@@ -108,10 +108,10 @@ def read(
     if methods.METHODS[found].parameters == "model":
         return None
     beside = for_degree(target.config, 1)
-    checkpoint = Found(
+    checkpoint = HeadCheckpoint(
         source.name, flattened(raw), shapes, beside, target.name, checkpoints.parse_layers, differing=differing
     )
-    with told(source.path):
+    with naming_file(source.path):
         reading = methods.implementation(found).read(checkpoint)
     return with_model_tensors(reading, beside) if reading.rest else reading
 

@@ -39,7 +39,7 @@ def load(model: ResolvedModel, dtype: Any, placement: Any, target: Model | None 
     config = for_degree(model.config, placement.degree)
     abstract = abstract_params(config, dtype, placement)
     shared: dict[str, jax.Array] = {}
-    if borrowed := [name for name, p in abstract.items() if p.borrowed]:
+    if from_target := [name for name, p in abstract.items() if p.from_target]:
         if target is None:
             raise UserError(
                 f"{model.name} is a draft, which reads ids in its target's table: give its target as the model, and "
@@ -47,7 +47,7 @@ def load(model: ResolvedModel, dtype: Any, placement: Any, target: Model | None 
             )
         check_table(target.config, model.name, config)
         other = None if target.dtype == dtype else dtype  # None keeps the stored dtype, bfloat16 perhaps on a CPU
-        for name in borrowed:  # no copy where dtype and sharding agree
+        for name in from_target:  # no copy where dtype and sharding agree
             shared[name] = jax.device_put(jnp.asarray(target.params[name], other), abstract[name].sharding)
         abstract = {name: p for name, p in abstract.items() if name not in shared}
     params = checkpoints.load_params(model.source, config, abstract)
@@ -85,7 +85,7 @@ def check_table(target: ModelConfig, name: str, draft: ModelConfig) -> None:
         )
 
 
-def laid(model: Model, placement: Placement) -> Model:
+def resharded(model: Model, placement: Placement) -> Model:
     """Return the model with the shardings of a placement. Arrays that are sharded so already are not copied."""
     if placement.alone:  # on one device matrices may keep a form that is stored for the CPU
         return model

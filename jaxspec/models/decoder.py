@@ -108,9 +108,11 @@ class Decoder(Head):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         c = config
-        borrowed = c.embed_width is not None
+        from_target = c.embed_width is not None
         table = declare("table", dtype)
-        self.embed = table(c.vocab_size, c.embed_width or c.width, axes=("vocab", None), head=c.tied, borrowed=borrowed)
+        self.embed = table(
+            c.vocab_size, c.embed_width or c.width, axes=("vocab", None), head=c.tied, from_target=from_target
+        )
         if c.embed_width:
             self.embed_in = declare("matrix", dtype)(c.embed_width, c.width)
         self.layers = nnx.List([Layer(c, i, dtype) for i in range(c.num_layers)])

@@ -16,7 +16,7 @@ class DraftSpec:
     features_width: M, the size of the features of one target position; 0 for a draft that reads no features.
     taps: layers of the target whose inputs become features; L names the input of the last norm.
     features_from: parameters that compute the features, once per position; the draft's own passes do not read them.
-    borrows_head: whether the target's head computes the draft's logits.
+    uses_target_head: whether the target's head computes the draft's logits.
     max_drafts: largest number of draft tokens per round; None for no limit.
     """
 
@@ -24,7 +24,7 @@ class DraftSpec:
     features_width: int = 0
     taps: tuple[int, ...] = ()
     features_from: tuple[str, ...] = ()
-    borrows_head: bool = False
+    uses_target_head: bool = False
     max_drafts: int | None = None
 
 

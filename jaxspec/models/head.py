@@ -17,7 +17,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.parameters import declare
 from jaxspec.parallel.placement import per_shard
 from pallas_kernels import plain, weights
-from pallas_kernels.likeliest_token import likeliest_token
+from pallas_kernels.argmax_token import argmax_token
 from pallas_kernels.weights.output_first import OutputFirst, Streamed
 
 
@@ -102,7 +102,7 @@ class Head(nnx.Module):
         parts = [whole(logits, backend) for logits in self.parts(x, backend)]
         return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
 
-    def likeliest(self, x, backend: Backend, vocab_size: int | None = None):
+    def argmax_token(self, x, backend: Backend, vocab_size: int | None = None):
         """Return the argmax token i32[...] of hidden states x [..., E], among the first vocab_size ids.
 
         It is an id of the target, also if the model's own vocabulary is reduced.
@@ -112,11 +112,11 @@ class Head(nnx.Module):
         if c.tied and not c.logit_soft_cap and backend.degree == 1 and not backend.streams:
 
             def find(x: jax.Array, table: jax.Array) -> jax.Array:
-                return likeliest_token(x, table, num_ids=vocab_size, **backend.how())
+                return argmax_token(x, table, num_ids=vocab_size, **backend.how())
 
             return per_shard(find, backend.placement, (P(), P()), P())(x, self.embed[...])
         if backend.degree == 1:
-            found = plain.likeliest(self.logits(x, backend)[..., :vocab_size])
+            found = plain.argmax(self.logits(x, backend)[..., :vocab_size])
         else:
             found = of_largest(self.parts(x, backend), backend, vocab_size)
         return jnp.take(self.d2t[...], found, mode="clip") if c.reduced_vocab_size else found
@@ -150,7 +150,7 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
     def own(table: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array]:
         if count is not None and count < size:
             table = jnp.where(start + jnp.arange(table.shape[-1]) < count, table, -jnp.inf)
-        at = plain.likeliest(table)
+        at = plain.argmax(table)
         return jnp.take_along_axis(table, at[:, None], axis=-1)[:, 0], at + start
 
     placement = backend.vocab_placement(size)
@@ -164,7 +164,7 @@ def largest(table: Float[Array, "_ V"], backend: Backend, count: int | None) -> 
         both = lax.all_gather(jnp.stack([lax.bitcast_convert_type(value, jnp.int32), at]), axes)
         value = lax.bitcast_convert_type(both[:, 0], jnp.float32).T
         at = both[:, 1].T
-        first = plain.likeliest(value)[:, None]
+        first = plain.argmax(value)[:, None]
         return tuple(jnp.take_along_axis(x, first, axis=-1)[:, 0] for x in (value, at))  # type: ignore[return-value]
 
     return per_shard(of_all, placement, (P(None, axes),), (P(), P()))(table)

@@ -15,7 +15,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Decoder, Params, bind
 from jaxspec.models.rows import Rows
 from pallas_kernels.slot_mapping import slot_mapping
-from pallas_kernels.tree import packed
+from pallas_kernels.tree_mask import packed
 
 
 class Branches(NamedTuple):

@@ -22,7 +22,7 @@ class Parameter:
     parts: for a merge of several tensors, each part's name and its columns in a group (see `LayerConfig.qkv_parts`).
     copies: for parts that repeat each group of the checkpoint, the part's name and the number of copies.
     head: whether only the computation of logits reads it.
-    borrowed: whether it is the target's parameter, which a draft's checkpoint does not hold.
+    from_target: whether it is the target's parameter, which a draft's checkpoint does not hold.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Parameter:
     parts: tuple[tuple[str, int], ...] = ()
     copies: tuple[tuple[str, int], ...] = ()
     head: bool = False
-    borrowed: bool = False
+    from_target: bool = False
     sharding: Any = None
 
     @property
@@ -46,7 +46,7 @@ class Parameter:
     @property
     def trained(self) -> bool:
         """Return whether training changes the parameter."""
-        return self.kind != "ids" and not self.borrowed
+        return self.kind != "ids" and not self.from_target
 
 
 def declare(kind: Kind, dtype: Any = None) -> Callable[..., nnx.Variable]:

@@ -44,7 +44,7 @@ OF_THE_TEXT: dict[str, dict[str, Any]] = {
         "constraints": None,
         "force_words_ids": None,
     },
-    "the law is the target's own; top_k, top_p and min_p filter it": {
+    "the distribution is the target's own; top_k, top_p and min_p filter it": {
         "typical_p": 1.0,
         "top_h": None,
         "epsilon_cutoff": 0.0,

@@ -73,7 +73,7 @@ def peers() -> Peers | None:
 def leave(status: int) -> None:
     """Tell the other processes that this one ends, and end it at once. Do nothing in a job of one process."""
     if _peers is not None:
-        _peers.end(f"process {_peers.rank} ended with status {status}", status, said=True)
+        _peers.end(f"process {_peers.rank} ended with status {status}", status, reported=True)
 
 
 @contextlib.contextmanager

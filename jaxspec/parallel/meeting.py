@@ -1,6 +1,6 @@
 """The rendezvous of a job's processes: all connect to process 0 and introduce themselves.
 
-Anybody else may connect there too. Such a stranger is reported in one line, and its connection is closed.
+Anybody else may connect there too. Such a connection is reported in one line and closed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from jaxspec.common.errors import UserError, quoted
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.parallel.peers import connection, difference
 
 MOST_PROCESSES = 4096
-MOST_STRANGERS = 64  # connections beyond the expected ones that have not introduced themselves
+MAX_UNKNOWN_CONNECTIONS = 64  # connections beyond the expected ones that have not introduced themselves
 LARGEST = 1 << 16  # bytes of a message
 HEADER = 4  # bytes of a message's size, in the form of multiprocessing's connections
 PATIENCE = 5.0  # seconds for a caller to introduce itself
 RETRY = 0.2  # seconds between attempts
-LATER = 5.0  # seconds after a refusal in which further processes are still told of it
+LATER = 5.0  # seconds after a refusal in which further processes still receive it
 OTHER = "it says something else"
 
 
@@ -35,7 +35,7 @@ def address(text: Any) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class Stranger(Exception):
+class UnknownConnection(Exception):
     """A caller that is not a process of this job; the text gives the reason."""
 
 
@@ -57,7 +57,7 @@ class Frame:
             except BlockingIOError:
                 return False
             if not piece:
-                raise Stranger("it hung up")
+                raise UnknownConnection("it hung up")
             self.data += piece
         return True
 
@@ -68,7 +68,7 @@ class Frame:
             return HEADER
         size = int.from_bytes(self.data[:HEADER], "big", signed=True)
         if not 0 <= size <= LARGEST:
-            raise Stranger(OTHER)
+            raise UnknownConnection(OTHER)
         return HEADER + size
 
     def content(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Frame:
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            raise Stranger(OTHER)
+            raise UnknownConnection(OTHER)
         return content
 
 
@@ -100,9 +100,9 @@ class Caller:
         values = self.frame.content()
         rank = values.pop("process_id", None)
         if type(rank) is not int or not 0 <= rank < MOST_PROCESSES or "num_processes" not in values:
-            raise Stranger(OTHER)
+            raise UnknownConnection(OTHER)
         if not all(isinstance(value, str) for value in values.values()):
-            raise Stranger(OTHER)
+            raise UnknownConnection(OTHER)
         return rank, values
 
 
@@ -147,7 +147,7 @@ class Callers:
         caller.sock.close()
         if caller.host not in self.reported:
             self.reported.add(caller.host)
-            say(f"{caller.host} called, and is no process of this job: {why}")
+            write_line(f"{caller.host} called, and is no process of this job: {why}")
 
     def refuse_late(self, now: float) -> None:
         """Refuse the callers that have not introduced themselves in time."""
@@ -166,7 +166,7 @@ class Callers:
             return None
         try:
             found = caller.hello()
-        except (Stranger, OSError) as error:
+        except (UnknownConnection, OSError) as error:
             self.refuse(caller, error)
             return None
         if found is not None:
@@ -215,7 +215,7 @@ def gather(
     refusal = ""
     until = time.monotonic() + timeout
     server = listen(where, count)
-    calls = hellos(server, lambda: until, count + MOST_STRANGERS)
+    calls = hellos(server, lambda: until, count + MAX_UNKNOWN_CONNECTIONS)
     with server, contextlib.closing(calls):
         while len(come) < count - 1:
             call = next(calls, None)
@@ -290,8 +290,8 @@ def visit(
             if "refused" in answer:
                 raise UserError(str(answer["refused"]))
             if type(answer.get("port")) is not int:
-                raise Stranger(OTHER)
-        except (Stranger, OSError) as error:
+                raise UnknownConnection(OTHER)
+        except (UnknownConnection, OSError) as error:
             line = f"process 0 at {where} went away before all were there ({error}): see what it says"
             raise UserError(line) from None
         return answer["port"], {0: connection(sock)}
@@ -316,5 +316,5 @@ def receive(other: socket.socket, until: float) -> dict[str, Any]:
     other.setblocking(False)
     while not frame.read(other):
         if not wait([other], max(until - time.monotonic(), 0)):
-            raise Stranger("it said nothing in time")
+            raise UnknownConnection("it said nothing in time")
     return frame.content()

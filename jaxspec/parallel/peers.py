@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from jaxspec.common.errors import Terminated, UserError, said, shortened
-from jaxspec.common.progress import say
+from jaxspec.common.errors import Terminated, UserError, error_line, shortened
+from jaxspec.common.progress import write_line
 
 # The first byte of a message.
 PLAN = b"\x00"  # a plan to execute
@@ -121,7 +121,7 @@ class Peers:
         """
         self.done = True
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        message = DONE if error is None else failure(f"process 0 failed: {said(error)}", 1)
+        message = DONE if error is None else failure(f"process 0 failed: {error_line(error)}", 1)
         for other in self.connections:
             with contextlib.suppress(OSError):
                 self.send(other, message)
@@ -159,13 +159,13 @@ class Peers:
             line = f"process {self.rank}: {error}"
         else:
             traceback.print_exception(error)
-            line = f"process {self.rank} failed: {said(error)}"
+            line = f"process {self.rank} failed: {error_line(error)}"
         self.end(line, status_of(error))
 
-    def end(self, line: str, status: int, *, said: bool = False) -> NoReturn:
+    def end(self, line: str, status: int, *, reported: bool = False) -> NoReturn:
         """End this process and the others at once: a pass that some of them do not run would never end.
 
-        line: the reason. said: whether this process has printed the reason already.
+        line: the reason. reported: whether this process has printed the reason already.
         """
         if not self.ending.acquire(blocking=False):
             threading.Event().wait()  # another thread is ending this process
@@ -176,8 +176,8 @@ class Peers:
         for other in self.connections:
             with contextlib.suppress(OSError):
                 self.send(other, failure(line, status))
-        if not said:
-            say(f"jaxspec: {line}: all processes end", always=True)
+        if not reported:
+            write_line(f"jaxspec: {line}: all processes end", always=True)
         if self.rank == 0:
             # JAX's coordination service runs in process 0. The others must end first, or they would report its loss.
             until = time.monotonic() + 2 * PATIENCE

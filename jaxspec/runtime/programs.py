@@ -23,7 +23,7 @@ from jaxspec.decode.prefill import catch_up, prefill
 from jaxspec.decode.state import LaunchResult, Variant
 from jaxspec.hardware.platforms import facts
 from jaxspec.parallel.placement import Placement
-from jaxspec.runtime import stored
+from jaxspec.runtime import program_files
 from jaxspec.runtime.packing import Packed, pack
 from jaxspec.sampling.logprobs import Logprobs
 from pallas_kernels.lowering import quick_lowering
@@ -207,7 +207,7 @@ def digest_of(name: str, config: Any, params: Any, cache: Any, packed: Packed) -
     if config is not None:  # the order of a set differs between processes
         variant = dataclasses.replace(config.variant, rules=frozenset()), sorted(config.variant.rules)
         config = dataclasses.replace(config, variant=Variant())
-    return stored.digest(name, config, variant, tree, [(x.shape, x.dtype, x.sharding) for x in arrays])
+    return program_files.digest(name, config, variant, tree, [(x.shape, x.dtype, x.sharding) for x in arrays])
 
 
 def lower_from_disk(
@@ -237,20 +237,20 @@ def lower_from_disk(
         "compiler_options": compiler_options(place),
     }
     with lowering():
-        found = stored.load(folder, kept)
+        found = program_files.load(folder, kept)
         new = None
         if found is None:
             shardings: dict[str, Any] = {}
             if len(place.device_set) > 1:  # on one device shardings say nothing, and take most of the time to write
                 shardings = {"in_shardings": where(arrays), "out_shardings": [*where(pages), place]}
             plain = jax.jit(program, **shardings)
-            new = stored.exported(plain, arrays)
-            found = stored.Stored(new.call, traced[0].leaves)
+            new = program_files.exported(plain, arrays)
+            found = program_files.Stored(new.call, traced[0].leaves)
         lowered = jax.jit(found.call, **options).lower(*arrays)
 
     def keep() -> None:
         if new is not None:
-            stored.store(folder, kept, new, found.note)
+            program_files.store(folder, kept, new, found.note)
 
     return lowered, found.note, keep
 

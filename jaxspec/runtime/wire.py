@@ -74,7 +74,7 @@ def as_json(x: Any) -> Any:
         return [type(x).__name__, {field.name: as_json(getattr(x, field.name)) for field in dataclasses.fields(x)}]
     if x is None or isinstance(x, bool | int | float | str):
         return ["value", x]
-    raise TypeError(f"{type(x).__name__} is not told to other processes: list it in CLASSES")
+    raise TypeError(f"{type(x).__name__} cannot be sent to other processes: list it in CLASSES")
 
 
 def from_json(x: Any) -> Any:

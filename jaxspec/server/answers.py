@@ -16,7 +16,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from jaxspec.api.outputs import CompletionOutput, RequestOutput, StreamOutput
 from jaxspec.server import logprobs as entries
-from jaxspec.server.fields import Wish
+from jaxspec.server.fields import RequestFields
 from jaxspec.server.lines import one_line
 from jaxspec.server.refusal import Refusal
 
@@ -58,7 +58,7 @@ class Base:
     document: Any
     chunk: Any
 
-    def __init__(self, model: str, request: Wish) -> None:
+    def __init__(self, model: str, request: RequestFields) -> None:
         self.model = model
         self.request = request
         self.prompt_tokens = 0  # sum over all prompts, set once they are tokenised

@@ -23,7 +23,7 @@ from jaxspec.common.errors import quoted
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
 from jaxspec.server.control_tokens import control_tokens
-from jaxspec.server.fields import Wish, wish
+from jaxspec.server.fields import RequestFields, request_fields
 from jaxspec.server.gate import Gate
 from jaxspec.server.generation import Generation
 from jaxspec.server.guard import Guard
@@ -75,8 +75,8 @@ class Served:
         self.gate.check()  # a busy server refuses before it reads the body
         await self.check_alive()
 
-        def parse(body: dict[str, Any]) -> Wish:
-            return wish(body, chat=chat, model=self.model, room=self.room)
+        def parse(body: dict[str, Any]) -> RequestFields:
+            return request_fields(body, chat=chat, model=self.model, room=self.room)
 
         async with self.gate.arriving():
             parsed = await bodies.read(request, self.config.max_body_bytes, self.config.request_timeout, parse)

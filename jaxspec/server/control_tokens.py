@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.api.prompts import readable
 from jaxspec.common.errors import UserError
-from jaxspec.server.fields import Wish
+from jaxspec.server.fields import RequestFields
 
 
 def control_tokens(tokenizer: Any) -> dict[int, str]:
@@ -16,7 +16,7 @@ def control_tokens(tokenizer: Any) -> dict[int, str]:
     return {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def refuse(tokenizer: Any, control: Mapping[int, str], request: Wish) -> None:
+def refuse(tokenizer: Any, control: Mapping[int, str], request: RequestFields) -> None:
     """Raise UserError, which names the field, if a text of the request holds one of these tokens."""
     for where, text in texts(request):
         token = held(tokenizer, control, text)
@@ -25,7 +25,7 @@ def refuse(tokenizer: Any, control: Mapping[int, str], request: Wish) -> None:
             raise UserError(message, param=where)
 
 
-def texts(request: Wish) -> Iterator[tuple[str, str]]:
+def texts(request: RequestFields) -> Iterator[tuple[str, str]]:
     """Yield (field, text) for every text of the request that may become part of a prompt. Token ids have no text."""
     for prompt in request.prompts or ():
         if isinstance(prompt, str):

@@ -55,7 +55,7 @@ LONGEST = {"stop": 1000, "bad_words": 256}
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class RequestFields:
     """The parameters of a request, checked.
 
     params: sampling parameters, the same for all prompts.
@@ -90,7 +90,7 @@ class Wish:
         return self.params.n * (1 if self.prompts is None else len(self.prompts))
 
 
-def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
+def request_fields(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> RequestFields:
     """Parse and check the body of a request.
 
     chat: whether the body is one of /v1/chat/completions rather than of /v1/completions.
@@ -124,7 +124,7 @@ def wish(body: Mapping[str, Any], *, chat: bool, model: str, room: int) -> Wish:
             raise Refusal(400, "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs")
     except UserError as error:
         raise refusal_for(error, source, given) from None
-    return Wish(
+    return RequestFields(
         params,
         prompts,
         messages,

@@ -13,10 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.outputs import RequestOutput, StreamOutput
-from jaxspec.api.prompts import Ask
+from jaxspec.api.prompts import PromptRequest
 from jaxspec.common.errors import UserError
 from jaxspec.server.answers import Answer
-from jaxspec.server.fields import Wish
+from jaxspec.server.fields import RequestFields
 from jaxspec.server.gate import Gate
 from jaxspec.server.offload import LARGE_ANSWER, offload
 from jaxspec.server.prepared import prepared
@@ -44,7 +44,7 @@ class Generation(Response):
         self,
         llm: AsyncLLM,
         gate: Gate,
-        request: Wish,
+        request: RequestFields,
         answer: Answer,
         room: int,
         config: ServerConfig,
@@ -103,7 +103,7 @@ class Generation(Response):
         message = f"not done within {self.seconds:g} seconds: ask for less, or raise --request-timeout"
         return Refusal(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 
-    def check_size(self, asks: Sequence[Ask]) -> None:
+    def check_size(self, asks: Sequence[PromptRequest]) -> None:
         """Raise Refusal if the answer could hold too many log-probabilities."""
         self.num_logprobs = sum(most_logprobs(ask, self.room) for ask in asks)
         if self.num_logprobs > self.max_logprobs:
@@ -114,7 +114,7 @@ class Generation(Response):
                 param="logprobs" if self.request.params.prompt_logprobs is None else "prompt_logprobs",
             )
 
-    async def whole(self, asks: Sequence[Ask], send: Send) -> None:
+    async def whole(self, asks: Sequence[PromptRequest], send: Send) -> None:
         """Send the whole answer."""
         body = await self.written(asks)  # the outputs, which take more memory, are freed by now
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
@@ -123,7 +123,7 @@ class Generation(Response):
             await send({"type": "http.response.body", "body": body[start : start + CHUNK], "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    async def written(self, asks: Sequence[Ask]) -> bytes:
+    async def written(self, asks: Sequence[PromptRequest]) -> bytes:
         """Generate all outputs and return the answer."""
         outputs: list[RequestOutput] = await gathered([self.llm.generate(ask) for ask in asks])
         completions = [completion for output in outputs for completion in output.outputs]
@@ -132,7 +132,7 @@ class Generation(Response):
         size = self.num_logprobs + sum(len(completion.token_ids) + CHOICE for completion in completions)
         return await offload(size > LARGE_ANSWER, lambda: self.answer.whole(outputs).encode())
 
-    async def stream(self, asks: Sequence[Ask], send: Send) -> None:
+    async def stream(self, asks: Sequence[PromptRequest], send: Send) -> None:
         """Send the answer as events. Status 200 waits for the first piece, so that an earlier error has its own."""
         streams = [self.llm.stream(ask) for ask in asks]
         async with contextlib.aclosing(merged(streams)) as pieces:
@@ -163,7 +163,7 @@ class Generation(Response):
                 await send({"type": "http.response.body", "body": b""})
 
 
-def most_logprobs(ask: Ask, room: int) -> int:
+def most_logprobs(ask: PromptRequest, room: int) -> int:
     """Return the most log-probabilities that the answer to a prompt can hold."""
     params = ask.params
     length = len(ask.ids)

@@ -9,11 +9,11 @@ from typing import Any
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.chat import as_prompt, rendering
-from jaxspec.api.prompts import Ask, Prompt, encode, text_of
+from jaxspec.api.prompts import Prompt, PromptRequest, encode, text_of
 from jaxspec.common.errors import UserError
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server import control_tokens
-from jaxspec.server.fields import Wish
+from jaxspec.server.fields import RequestFields
 from jaxspec.server.offload import PROMPTS, offload
 from jaxspec.server.refusal import refusal_for
 
@@ -31,7 +31,7 @@ def room_of(llm: AsyncLLM) -> int:
     return min(engine.limits.max_model_len, engine.scheduler.longest_request)
 
 
-async def prepared(llm: AsyncLLM, request: Wish, room: int, control: Mapping[int, str]) -> list[Ask]:
+async def prepared(llm: AsyncLLM, request: RequestFields, room: int, control: Mapping[int, str]) -> list[PromptRequest]:
     """Return the prompts of a request, ready for the engine.
 
     room: largest number of tokens that a prompt and its output may have together.
@@ -66,8 +66,8 @@ def work(params: SamplingParams, texts: Sequence[Any]) -> int:
 
 
 def prepare(
-    llm: AsyncLLM, request: Wish, room: int, texts: Sequence[Any], as_ids: Callable[[Any], Mapping[str, Any]]
-) -> list[Ask]:
+    llm: AsyncLLM, request: RequestFields, room: int, texts: Sequence[Any], as_ids: Callable[[Any], Mapping[str, Any]]
+) -> list[PromptRequest]:
     """Tokenise the texts with as_ids, and pair each with its sampling parameters."""
     try:
         prompts = [as_ids(text) for text in texts]
@@ -81,7 +81,7 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:
     return {"prompt": text_of(prompt), "prompt_token_ids": encode(tokenizer, prompt)}
 
 
-def fitted(request: Wish, num_tokens: int, room: int) -> SamplingParams:
+def fitted(request: RequestFields, num_tokens: int, room: int) -> SamplingParams:
     """Return the sampling parameters for a prompt of num_tokens. If the request sets no length, max_tokens is all that
     the prompt leaves of `room`."""
     if not request.fill:

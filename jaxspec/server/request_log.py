@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server.answers import Base
 from jaxspec.server.refusal import Refusal
@@ -52,7 +52,7 @@ class RequestLog:
             fields["seconds"] = f"{time.perf_counter() - started:.3f}"
             listed = " ".join(f"{name}={value}" for name, value in fields.items())
             with contextlib.suppress(OSError):  # standard error is closed
-                say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} POST {scope['path'][:LONGEST]!a} {listed}")
+                write_line(f"{time.strftime('%Y-%m-%d %H:%M:%S')} POST {scope['path'][:LONGEST]!a} {listed}")
 
 
 def described(answer: Base | None, refusal: Exception | None) -> dict[str, Any]:

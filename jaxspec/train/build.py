@@ -16,7 +16,7 @@ from jaxspec.common.values import flag_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters, random_params
 from jaxspec.models.model import Model
-from jaxspec.train.options import TrainOptions
+from jaxspec.train.train_options import TrainOptions
 
 LAYERS = 2  # default number of a draft model's layers
 MOST_IDS = 16384  # default size of a draft model's vocabulary
@@ -157,8 +157,8 @@ def initial_params(
     config: ModelConfig, target: Model, placement: Any, seed: int, known: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Return initial parameters, float32 and placed: the known ones, the target's shared ones, the rest random."""
-    borrowed = {name: target.params[name] for name, p in parameters(config).items() if p.borrowed}
-    params = random_params(config, jnp.float32, placement, seed, known=borrowed)
+    from_target = {name: target.params[name] for name, p in parameters(config).items() if p.from_target}
+    params = random_params(config, jnp.float32, placement, seed, known=from_target)
     for name, x in known.items():
         like = params[name]
         params[name] = jax.device_put(jnp.asarray(x, like.dtype), like.sharding)

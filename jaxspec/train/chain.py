@@ -20,7 +20,7 @@ from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.train.passes import PassOutputs, per_token_outputs, projected, read
 from pallas_kernels.plain import rms_norm
 
-Seen = list[tuple[jax.Array, jax.Array]]  # one layer's keys and values [B,T,G,D], of each pass so far
+PastKeysValues = list[tuple[jax.Array, jax.Array]]  # one layer's keys and values [B,T,G,D], of each pass so far
 # enter(head, embedding of each entry's next token [B,T,E], its feature [B,T,E], backend) returns the residual stream x
 # [B,T,E] and the normed input of the first layer's attention [B,T,_].
 Enter = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array]]
@@ -40,7 +40,7 @@ def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carr
     following = jnp.roll(batch["tokens"], -1, axis=1)
     token = lax.stop_gradient(decoder.embedded(following, backend)).astype(dtype)
     rows = whole_rows(*following.shape)
-    seen: list[Seen] = [[] for _ in head.layers]
+    seen: list[PastKeysValues] = [[] for _ in head.layers]
     outputs = []
     for _ in range(k):
         x, entry = enter(head, token, feature, backend)
@@ -51,7 +51,7 @@ def passes(enter: Enter, configs, draft, target, batch, backend, k: int, *, carr
     return per_token_outputs(2, jnp.stack(outputs, axis=2), hidden)
 
 
-def one_pass(head, x, entry, seen: Sequence[Seen], rows: Rows, backend):
+def one_pass(head, x, entry, seen: Sequence[PastKeysValues], rows: Rows, backend):
     """Run x [B,T,E] through the head's layers; return it before and after the head's last norm.
 
     entry [B,T,_] is the normed input of the first layer's attention. Each layer's keys and values are appended to its

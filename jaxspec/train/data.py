@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints.reading import read_json, there, told
+from checkpoints.reading import is_regular_file, naming_file, read_json
 from jaxspec.common.errors import UserError
 from jaxspec.common.writing import whole
 from jaxspec.train.prompts import CATEGORIES
@@ -102,8 +102,8 @@ def write_shard(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_shard(path: Path) -> dict[str, np.ndarray]:
-    there(path)
-    with told(path), np.load(path) as arrays:
+    is_regular_file(path)
+    with naming_file(path), np.load(path) as arrays:
         return {name: arrays[name] for name in ARRAYS}
 
 

@@ -20,8 +20,8 @@ from jaxspec.models.mixers.attention import rotary_tables
 from jaxspec.models.model import Model
 from jaxspec.models.rows import Rows, whole_rows
 from jaxspec.train import build, saved
-from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import PassOutputs, draft_shares, projected, read
+from jaxspec.train.train_options import TrainOptions
 from pallas_kernels.plain import rms_norm
 
 READS = True

@@ -11,8 +11,8 @@ from checkpoints import orbax
 from jaxspec.models.decoder import bind, whole
 from jaxspec.models.model import Model
 from jaxspec.train import build
-from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import PassOutputs, per_token_outputs
+from jaxspec.train.train_options import TrainOptions
 
 READS = False
 TAKES = tuple(build.SHAPE)

@@ -17,8 +17,8 @@ from jaxspec.drafters.dspark import Config, names
 from jaxspec.models.decoder import bind
 from jaxspec.models.model import Model
 from jaxspec.train import dflash
-from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import PassOutputs
+from jaxspec.train.train_options import TrainOptions
 
 READS = True
 TAKES = (*dflash.TAKES, "markov_rank")

@@ -16,8 +16,8 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind
 from jaxspec.models.model import Model
 from jaxspec.train import build, chain, saved
-from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import PassOutputs
+from jaxspec.train.train_options import TrainOptions
 from pallas_kernels.plain import rms_norm
 
 READS = True

@@ -14,7 +14,7 @@ from jaxspec.models.decoder import parameters
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
 from jaxspec.train import build, methods
-from jaxspec.train.options import TrainOptions
+from jaxspec.train.train_options import TrainOptions
 
 OUTPUTS = ("out", "down")  # a layer's output projections; with zeros in these, a layer adds nothing
 OF_THE_DATA = ("mask_id",)  # fields of a head's configuration that depend on the data

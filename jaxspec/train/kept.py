@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxspec.common.errors import UserError
-from jaxspec.common.progress import say, token_progress
+from jaxspec.common.progress import token_progress, write_line
 from jaxspec.common.writing import disk_errors
 from jaxspec.models.model import Model
 from jaxspec.parallel.placement import Placement
@@ -72,7 +72,7 @@ class Records:
         if size > free:
             raise UserError(f"{path} needs {size / 1e9:.1f} GB more, {free / 1e9:.1f} are free: {remedy}")
         about = f"{what} of {count * self.length:,} tokens: {count * record.itemsize / 1e9:.2f} GB in {path}"
-        say(f"{about} (found there)" if len(self.known) == count else about)
+        write_line(f"{about} (found there)" if len(self.known) == count else about)
 
     @property
     def length(self) -> int:
@@ -84,7 +84,7 @@ class Records:
         there = min(size // self.dtype.itemsize, self.count)
         return np.memmap(self.path, self.dtype, "r", shape=(there,)) if there else np.empty(0, self.dtype)
 
-    def upto(self, count: int, over: Callable[[float], bool] = lambda seconds: False) -> np.ndarray:
+    def up_to(self, count: int, over: Callable[[float], bool] = lambda seconds: False) -> np.ndarray:
         """Return the records of the first `count` rows; compute and write those that are missing.
 
         over(seconds): whether the time will be up after so many seconds. Then no further batch begins, and the result

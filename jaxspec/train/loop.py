@@ -15,18 +15,18 @@ import jax
 import numpy as np
 
 from checkpoints import orbax
-from checkpoints.reading import read_json, told
+from checkpoints.reading import naming_file, read_json
 from jaxspec.common.errors import UserError
-from jaxspec.common.progress import Work, say, working
+from jaxspec.common.progress import Work, working, write_line
 from jaxspec.common.values import flag_of
 from jaxspec.common.writing import disk_errors, whole
 from jaxspec.train import methods
 from jaxspec.train.ahead import ahead
 from jaxspec.train.loss import computed
-from jaxspec.train.options import TrainOptions
 from jaxspec.train.plot import draw
-from jaxspec.train.setup import Teacher, measurer, prepare, teacher
+from jaxspec.train.preparation import Teacher, measurer, prepare, teacher
 from jaxspec.train.step import dense_backend, first_state, learning_rate, make_step, place_rows
+from jaxspec.train.train_options import TrainOptions
 
 RECIPE, JOURNAL, CURVES, WORK = "recipe.json", "metrics.jsonl", "curves.png", "training"
 ROWS = "rows"  # entry of recipe.json: the digest of the rows that the data made
@@ -126,7 +126,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     if begun is not None:
         state = history.load(begun, state)
         at = begun
-        say(f"resuming after step {at}")
+        write_line(f"resuming after step {at}")
     journal = Journal(o.out / JOURNAL, begun)
 
     config = setup.draft.config
@@ -136,7 +136,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     place = place_rows(setup.devices)
     measure = measurer(setup)
     size = sum(x.size for x in state.params.values())
-    say(f"{size / 1e6:.2f} million parameters, {len(setup.rows)} rows, {len(jax.devices())} devices")
+    write_line(f"{size / 1e6:.2f} million parameters, {len(setup.rows)} rows, {len(jax.devices())} devices")
 
     total = journal.total or o.steps
     saved = begun  # step of the newest checkpoint
@@ -173,7 +173,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         accepted = [n / max(found.num_drafts, 1) for n in found.num_accepted_tokens_per_pos]
         journal.add({"step": at, METRIC: length, "accepted_per_position": accepted})
         draw(journal.rows, o.out / CURVES, num_speculative_tokens=o.num_speculative_tokens)
-        say(f"step {at}: acceptance length {length:.3f}, best {max(length, best or 0):.3f}{journal.losses()}")
+        write_line(f"step {at}: acceptance length {length:.3f}, best {max(length, best or 0):.3f}{journal.losses()}")
         last = time.perf_counter() - begin - compiling
 
     def log() -> None:
@@ -191,7 +191,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         if deadline < math.inf and compiled and journal.total is None:
             total = steps_that_fit(total, at, each, deadline - now, o.eval_every, last)
             journal.add({"step": at, "total": total})
-            say(f"{1e3 * each:.0f} ms a step: {total} steps")
+            write_line(f"{1e3 * each:.0f} ms a step: {total} steps")
         work.report(at, newest, total)
         window.clear()
 
@@ -219,7 +219,7 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     if saved != at:
         keep()
     if at < total:
-        say(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume goes on")
+        write_line(f"--minutes {o.minutes:g} are over: stopped after step {at} of {total}; --resume goes on")
 
 
 def steps_that_fit(total: int, at: int, each: float, left: float, eval_every: int, last: float) -> int:
@@ -241,7 +241,7 @@ class Journal:
         lines = text[: text.rfind("\n") + 1].splitlines()  # without a last line that was not written to its end
         last = -1 if begun is None else begun
         self.path = path
-        with told(path):
+        with naming_file(path):
             self.rows = [row for row in map(json.loads, lines) if row["step"] <= last]
         with whole(path) as partial:
             partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")

@@ -71,7 +71,7 @@ def computed(params: Params, dtype: Any) -> Params:
 
 
 def stored(draft: Params, ids: Int[Array, "*rest n"], log_p: Float[Array, "*rest n"]) -> TargetProbs:
-    """Return the distributions that `likeliest.kept` stored: the target's n most probable ids, in falling order."""
+    """Return the distributions that `argmax_token.kept` stored: the target's n most probable ids, in falling order."""
     draft_ids = ids.astype(jnp.int32)
     log_p = log_p.astype(jnp.float32)
     if "t2d" in draft:

@@ -16,8 +16,8 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import bind, parameters
 from jaxspec.models.model import Model
 from jaxspec.train import build, saved
-from jaxspec.train.options import TrainOptions
 from jaxspec.train.passes import PassOutputs, per_token_outputs, read
+from jaxspec.train.train_options import TrainOptions
 
 READS = True
 TAKES = ("layers", "vocab_size")

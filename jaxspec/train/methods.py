@@ -1,7 +1,7 @@
 """The registry of methods that can be trained. Each method is a module of this package that defines:
 
 READS: whether the draft reads the target's hidden states.
-TAKES: names of the shape options (`jaxspec.train.options`) that the method accepts.
+TAKES: names of the shape options (`jaxspec.train.train_options`) that the method accepts.
 new(options, target, counts, placement): returns the initial draft. Its trained parameters are float32. counts i64[V] is
   the number of occurrences of each id.
 passes(configs, draft, target, batch, backend, k): runs the draft over a batch and returns `PassOutputs`. configs,

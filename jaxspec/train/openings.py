@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.common.errors import UserError
-from jaxspec.engine.arrivals import sample_seed
+from jaxspec.engine.admission import sample_seed
 from jaxspec.engine.request import Request
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train.data_options import DataOptions

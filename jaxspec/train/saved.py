@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints import heads
+from checkpoints import head_folders
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import parameters
 from jaxspec.models.families import Place
@@ -32,15 +32,15 @@ def save(
     fingerprint: fingerprint of the target's tokenizer.
     offsets: whether d2t is written as target id minus draft id; else as target ids.
     """
-    tensors = heads.tensors(parameters(config), params, names)
+    tensors = head_folders.tensors(parameters(config), params, names)
     if offsets and "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].astype(np.int64) - np.arange(config.head_size)
-    heads.save(folder, config_json, tensors, fingerprint)
+    head_folders.save(folder, config_json, tensors, fingerprint)
 
 
 def layers(config: ModelConfig) -> dict[str, Any]:
     """Return config.json's entries for a head's layers and its vocabulary."""
-    return {**heads.layers(config), "draft_vocab_size": config.head_size, "rope_theta": config.rope.theta}
+    return {**head_folders.layers(config), "draft_vocab_size": config.head_size, "rope_theta": config.rope.theta}
 
 
 def numbered(names: Mapping[str, Place], layers: int) -> dict[str, Place]:

@@ -22,16 +22,16 @@ from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
 from jaxspec.parallel.placement import AXES
 from jaxspec.train.loss import METRICS, loss_sums
-from jaxspec.train.options import TrainOptions, loss_weights
+from jaxspec.train.train_options import TrainOptions, loss_weights
 from pallas_kernels.device import Device
 
-Params = dict[str, jax.Array]
+DraftParams = dict[str, jax.Array]
 
 
 class State(NamedTuple):
     """The contents of a checkpoint: float32 master parameters, and the optimiser's state, which counts the steps."""
 
-    params: Params
+    params: DraftParams
     optimizer: Any
 
 
@@ -94,7 +94,7 @@ def make_step(
         return loss_sums((target, draft), weights, backend, dtype, {**params, **frozen}, target_params, batch, k)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: State, rate, fixed: tuple[Params, Params], batch):
+    def step(state: State, rate, fixed: tuple[DraftParams, DraftParams], batch):
         def part(total, batch):
             (loss, metrics), grads = jax.value_and_grad(sums, has_aux=True)(state.params, fixed, batch)
             return jax.tree.map(jnp.add, total, ({"loss": loss, **metrics}, grads)), None

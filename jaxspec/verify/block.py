@@ -19,7 +19,7 @@ from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
 from jaxspec.verify.base import Case, Verdict
-from jaxspec.verify.standard import at_tokens, extra_law, extra_token, q_of_drafts
+from jaxspec.verify.standard import at_tokens, extra_token, q_of_drafts, residual_distribution
 
 
 def verify(case: Case) -> Verdict:
@@ -31,7 +31,7 @@ def verify(case: Case) -> Verdict:
     # "<", not "<=": u = 0 must not accept a token with p = 0.
     kept = (case.uniforms() < chances) & (place <= proposal.num_proposed[:, None])
     num_accepted = jnp.max(jnp.where(kept, place, 0), axis=1, initial=0)
-    extra = extra_law(p, proposal, num_accepted, rng.take_row(weights, num_accepted))
+    extra = residual_distribution(p, proposal, num_accepted, rng.take_row(weights, num_accepted))
     return Verdict(num_accepted, extra_token(case, extra, num_accepted))
 
 
@@ -56,10 +56,10 @@ def judged(p: Float[Array, "B T V"], proposal: Proposal) -> tuple[Float[Array, "
     return weights, jnp.where(last, weights[:, 1:], chances)
 
 
-def law(
+def output_distribution(
     p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
 ) -> tuple[Float[Array, "N T"], Float[Array, "N T V"]]:
-    """Compute what `standard.law` computes, for this rule."""
+    """Compute what `standard.output_distribution` computes, for this rule."""
     count, num_drafts = tokens.shape
     proposal = Proposal(tokens, q, jnp.full(count, num_drafts))
     weights, chances = judged(p, proposal)
@@ -67,5 +67,5 @@ def law(
     chances = jnp.concatenate([ones, chances], axis=1)
     longer_fail = jnp.cumprod((1.0 - chances)[:, ::-1], axis=1)[:, ::-1]
     lengths = chances * jnp.concatenate([longer_fail[:, 1:], ones], axis=1)
-    extras = [extra_law(p, proposal, jnp.full(count, i), weights[:, i]) for i in range(num_drafts + 1)]
+    extras = [residual_distribution(p, proposal, jnp.full(count, i), weights[:, i]) for i in range(num_drafts + 1)]
     return lengths, jnp.stack(extras, axis=1)

@@ -55,19 +55,19 @@ def joint(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"]) -> Float[np.nd
     return result
 
 
-def law(
+def output_distribution(
     p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
 ) -> tuple[Float[np.ndarray, "N T"], Float[np.ndarray, "N T V"]]:
-    """Compute what `standard.law` computes, for this rule, in numpy."""
+    """Compute what `standard.output_distribution` computes, for this rule, in numpy."""
     rows = zip(np.asarray(p), np.asarray(q), np.asarray(tokens), strict=True)
-    lengths, extras = zip(*(law_of_row(*row) for row in rows), strict=True)
+    lengths, extras = zip(*(row_distribution(*row) for row in rows), strict=True)
     return np.stack(lengths), np.stack(extras)
 
 
-def law_of_row(
+def row_distribution(
     p: Float[np.ndarray, "T V"], q: Float[np.ndarray, "K V"], tokens: Int[np.ndarray, " K"]
 ) -> tuple[Float[np.ndarray, " T"], Float[np.ndarray, "T V"]]:
-    """Compute `law` for one row."""
+    """Compute `output_distribution` for one row."""
     places = zip(p.astype(float), q.astype(float), tokens, strict=False)  # p has one place more, after the last draft
     lengths, extras = [], []
     reach = 1.0  # P(all drafts so far are accepted)

@@ -2,7 +2,7 @@
 
 A rule is a line here and a file of this folder with the rule's name. Its `verify(case)` judges a `Case` of
 `jaxspec.verify.base`, all rows as if they were under this rule. The file of a lossless rule also has
-`law(p, q, tokens)`, which computes for tests the exact distribution of the outcome.
+`output_distribution(p, q, tokens)`, which computes for tests the exact distribution of the outcome.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from jaxspec.common.shapes import Array, Float, Int
 from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
 from jaxspec.verify.base import Case, Verdict, leading
-from pallas_kernels.plain import likeliest
+from pallas_kernels.plain import argmax
 
 
 def verify(case: Case) -> Verdict:
@@ -23,7 +23,7 @@ def verify(case: Case) -> Verdict:
     # "<", not "<=": u = 0 must not accept a token with p = 0.
     accepted = case.uniforms() * q_of_drafts(proposal) < at_tokens(p[:, :-1], proposal.tokens)
     num_accepted = leading(accepted, proposal.num_proposed)
-    return Verdict(num_accepted, extra_token(case, extra_law(p, proposal, num_accepted), num_accepted))
+    return Verdict(num_accepted, extra_token(case, residual_distribution(p, proposal, num_accepted), num_accepted))
 
 
 def at_tokens(distribution: Float[Array, "B K V"], tokens: Int[Array, "B K"]) -> Float[Array, "B K"]:
@@ -38,7 +38,7 @@ def q_of_drafts(proposal: Proposal) -> Float[Array, "B K"]:
     return at_tokens(proposal.probs, proposal.tokens)
 
 
-def extra_law(
+def residual_distribution(
     p: Float[Array, "B T V"],
     proposal: Proposal,
     num_accepted: Int[Array, " B"],
@@ -67,10 +67,10 @@ def extra_law(
 def extra_token(case: Case, probs: Float[Array, "B V"], num_accepted: Int[Array, " B"]) -> Int[Array, " B"]:
     """Draw the extra token from its distribution, with the random key of the place after the accepted drafts."""
     noise = rng.gumbel(rng.keys(case.seed, case.num_tokens, "residual", num_accepted), probs.shape[-1])
-    return likeliest(jnp.log(probs) + noise)
+    return argmax(jnp.log(probs) + noise)
 
 
-def law(
+def output_distribution(
     p: Float[Array, "N T V"], q: Float[Array, "N K V"], tokens: Int[Array, "N K"]
 ) -> tuple[Float[Array, "N T"], Float[Array, "N T V"]]:
     """Compute the exact distribution of the outcome for given drafts `tokens` from q, T = K + 1.
@@ -83,5 +83,5 @@ def law(
     reach = jnp.concatenate([ones, jnp.cumprod(accept, axis=1)], axis=1)
     lengths = reach * jnp.concatenate([1.0 - accept, ones], axis=1)
     proposal = Proposal(tokens, q, jnp.full(count, num_drafts))
-    extras = [extra_law(p, proposal, jnp.full(count, i)) for i in range(num_drafts + 1)]
+    extras = [residual_distribution(p, proposal, jnp.full(count, i)) for i in range(num_drafts + 1)]
     return lengths, jnp.stack(extras, axis=1)

@@ -1,6 +1,6 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, plain, triton
+from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
 from pallas_kernels.weights import AnyWeight
 
 OP = Op("feed_forward", (triton(best=True), plain("device")))
@@ -23,7 +23,7 @@ def feed_forward(
     block: int,
     sum_over: tuple[str, ...] = (),
     implementation: str | None = None,
-    platform: Where = None,
+    platform: DeviceLike = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the second half of a decoder layer: `x += mixed @ out`, then `x += (act(gate) * up) @ down`.
 

@@ -1,6 +1,6 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, mosaic, plain, triton
+from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, triton
 
 # On an H200 plain jnp takes 5 us for up to 80 tokens, the kernel 4 to 15 us. So the kernel is not the best form on GPU.
 OP = Op("kv_write", (mosaic(best=True), triton(), plain()))
@@ -12,7 +12,7 @@ def kv_write(
     slots: jax.Array,
     *,
     implementation: str | None = None,
-    platform: Where = None,
+    platform: DeviceLike = None,
 ) -> jax.Array:
     """Write new keys and values into the paged cache: `pages[slot // S, slot % S] = kv[i]`.
 

@@ -1,6 +1,6 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, mosaic, plain, triton
+from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, triton
 
 # Plain jnp is the best form everywhere: XLA fuses these few vector operations with their neighbours. A kernel adds a
 # launch (merge_tokens and slot_mapping together on an H200: 4 us fused, 6 to 7 us as kernels).
@@ -15,7 +15,7 @@ def merge_tokens(
     *,
     fill: int = 0,
     implementation: str | None = None,
-    platform: Where = None,
+    platform: DeviceLike = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Extend every row by one token: its next token follows its last accepted token.
 

@@ -1,6 +1,6 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, mosaic, plain, streamed, triton
+from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, streamed, triton
 
 OP = Op("paged_attention", (triton(best=True), mosaic(best=True), streamed(), plain()))
 
@@ -19,7 +19,7 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     implementation: str | None = None,
-    platform: Where = None,
+    platform: DeviceLike = None,
 ) -> jax.Array:
     """Return causal attention of the last T tokens of every row to the row's pages.
 
@@ -36,7 +36,7 @@ def paged_attention(
         queries.
       num_keys: i32[B], number of these positions that are written, at most kv_len; None for all. The rest is padding of
         this pass, and its slots may hold anything, NaN included.
-      tree: i32[B, T, 2 + W] if the tokens are the nodes of a tree (see `pallas_kernels.tree`); None for a chain. The
+      tree: i32[B, T, 2 + W] if the tokens are the nodes of a tree (see `tree_mask`); None for a chain. The
         last axis has for each query: its position, which then differs from its slot's; the position of the first slot
         that holds a node; W words of 32 bits, a bit for each node that the query sees. A query also sees all keys
         before the nodes that its window reaches. No window may be shorter than a path of the tree.

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels._overlap import start_next
 from pallas_kernels._split_product import added
 from pallas_kernels.paged_attention import WHOLE_KEYS
-from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
+from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
 MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot needs at least 16
 SPLIT_KEYS, MAX_SPLITS = 128, 16  # least keys of a split, most splits of a row

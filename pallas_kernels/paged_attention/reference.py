@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tree import FIRST_NODE, POSITION, sees
+from pallas_kernels.tree_mask import FIRST_NODE, POSITION, sees
 
 KEYS = 128  # read of a row at a time: they and their values stay in a core's cache from the gather to the products
 

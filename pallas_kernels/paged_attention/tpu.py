@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._hbm import in_hbm
-from pallas_kernels.tree import FIRST_NODE, POSITION, WORDS, sees
+from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
 # Sizes of a program, within the 16 MiB of VMEM that a v5e gives it by default.
 MAX_ROWS, ROWS_BYTES = (

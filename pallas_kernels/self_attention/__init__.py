@@ -1,6 +1,6 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, plain, triton
+from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
 from pallas_kernels.weights import AnyWeight
 
 OP = Op("self_attention", (triton(best=True), plain("device", "implementation")))
@@ -30,7 +30,7 @@ def self_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     implementation: str | None = None,
-    platform: Where = None,
+    platform: DeviceLike = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the first half of a decoder layer: norm, qkv, rotary embedding, cache write and attention.
 

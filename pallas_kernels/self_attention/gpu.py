@@ -11,7 +11,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.forms import call
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.self_attention import one_token, whole_rows
-from pallas_kernels.self_attention.heads import heads
+from pallas_kernels.self_attention.attention_heads import heads
 from pallas_kernels.weights import product
 
 READS: tuple[str, ...] = ()

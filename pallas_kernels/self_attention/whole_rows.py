@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention.gpu import (
     num_stages,
     result,
 )
-from pallas_kernels.self_attention.heads import halves, new_rows, num_queries, start_reading, store_queries
+from pallas_kernels.self_attention.attention_heads import halves, new_rows, num_queries, start_reading, store_queries
 
 
 def covers(num_tokens, parts, pages, block_table, device: Device) -> bool:

@@ -1,6 +1,6 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, mosaic, plain, triton
+from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, triton
 
 # Plain jnp is the best form everywhere: XLA fuses these few vector operations with their neighbours. A kernel adds a
 # launch (merge_tokens and slot_mapping together on an H200: 4 us fused, 6 to 7 us as kernels).
@@ -17,7 +17,7 @@ def slot_mapping(
     max_model_len: int,
     pad_slot: int,
     implementation: str | None = None,
-    platform: Where = None,
+    platform: DeviceLike = None,
 ) -> jax.Array:
     """Return the cache slot of every merged token: page * page_size + offset, or `pad_slot` to write nothing.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.api.completions import Job, described, failures, timing_of
+from jaxspec.api.completions import PromptRun, described, failures, timing_of
 from jaxspec.api.outputs import Logprob
-from jaxspec.api.prompts import Ask
+from jaxspec.api.prompts import PromptRequest
 from jaxspec.api.tokens import Token, vocabulary
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request, Times, TokenLogprobs
@@ -20,14 +20,14 @@ class Letters:
         return "".join(chr(97 + i) for i in ids)
 
 
-def job(params: SamplingParams | None = None, prompt=(0, 1, 2)) -> Job:
+def prompt_run(params: SamplingParams | None = None, prompt=(0, 1, 2)) -> PromptRun:
     """As many requests as samples, none of which has run."""
     params, samples = params or SamplingParams(), []
     for index in range(params.n):
         made = Request(7 + index, list(prompt), params, 0, False, (25,), 64, 0, index=index, samples=samples)
         made.samples = samples
         samples.append(made)
-    return Job(Letters(), Ask(4, "abc", list(prompt), params), samples[0])
+    return PromptRun(Letters(), PromptRequest(4, "abc", list(prompt), params), samples[0])
 
 
 ENTRY = TokenLogprobs(-3.0, 5, [9, 8, 7], [-0.5, -1.0, -2.0])
@@ -51,7 +51,7 @@ def test_the_chosen_id_comes_first_then_the_likeliest(chosen, most, expected):
 
 
 def test_logprobs_of_a_job():
-    made = job(SamplingParams(logprobs=1, prompt_logprobs=0))
+    made = prompt_run(SamplingParams(logprobs=1, prompt_logprobs=0))
     (request,) = made.requests
     request.output, request.finish_reason = [3, 4], "length"
     request.logprobs = [ENTRY, ENTRY._replace(logprob=-1.5, rank=2)]
@@ -63,7 +63,7 @@ def test_logprobs_of_a_job():
 
 
 def test_a_job_that_failed_early_has_the_logprobs_that_there_are():
-    made = job(SamplingParams(logprobs=1, prompt_logprobs=0))
+    made = prompt_run(SamplingParams(logprobs=1, prompt_logprobs=0))
     made.requests[0].finish_reason, made.requests[0].error = "error", "no luck"
     output = made.output()
     assert (output.outputs[0].logprobs, output.outputs[0].cumulative_logprob, output.prompt_logprobs) == ([], 0, [None])
@@ -71,7 +71,7 @@ def test_a_job_that_failed_early_has_the_logprobs_that_there_are():
 
 
 def test_pieces_of_samples_end_each_for_itself():
-    made = job(SamplingParams(n=2))
+    made = prompt_run(SamplingParams(n=2))
     first, second = made.requests
     assert made.pieces() == []
     first.output += [3, 4]
@@ -89,7 +89,7 @@ def test_pieces_of_samples_end_each_for_itself():
 
 
 def test_metrics_are_summed_and_the_requests_own_stay():
-    made = job(SamplingParams(n=2))
+    made = prompt_run(SamplingParams(n=2))
     for request, metrics in zip(
         made.requests, [SpecDecodeMetrics(1, 4, [1, 1], 3), SpecDecodeMetrics(2, 8, [2, 0], 4)], strict=True
     ):
@@ -99,7 +99,7 @@ def test_metrics_are_summed_and_the_requests_own_stay():
 
 
 def test_timing_is_from_the_first_sample_to_the_last():
-    made = job(SamplingParams(n=2))
+    made = prompt_run(SamplingParams(n=2))
     first, second = made.requests
     first.times, first.output = Times(10.0, 11.0, 12.0, 13.0, 14.0), [1] * 3
     second.times, second.output = Times(10.0, 14.0, 14.5, 15.0, 19.0), [1] * 4
@@ -110,7 +110,7 @@ def test_timing_is_from_the_first_sample_to_the_last():
 
 @pytest.mark.parametrize(("errors", "said"), [((), None), ((1,), "1 of 3 "), ((0, 2), "2 of 3 ")])
 def test_failures_are_counted_and_the_first_is_told(errors, said):
-    made = [job() for _ in range(3)]
+    made = [prompt_run() for _ in range(3)]
     for i, m in enumerate(made):
         m.requests[0].finish_reason, m.requests[0].error = ("error", f"e{i}") if i in errors else ("abort", None)
     line = failures(m.output() for m in made)

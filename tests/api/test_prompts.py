@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.api.prompts import asks, bad_word_ids
+from jaxspec.api.prompts import bad_word_ids, prompt_requests
 from jaxspec.options.sampling_params import SamplingParams
 
 # Text -> its ids, with no special tokens: words that a space in front makes another token, the same ones, or more.
@@ -49,7 +49,7 @@ def test_a_bad_word_without_tokens():
 
 def test_asks_are_the_prompts_in_order_each_with_its_own():
     params = [SamplingParams(bad_words="dog"), SamplingParams(n=2), SamplingParams(bad_words="dog")]
-    found = asks(Table(), ["dog", {"prompt": "x", "prompt_token_ids": (7, 8)}, [5]], params)
+    found = prompt_requests(Table(), ["dog", {"prompt": "x", "prompt_token_ids": (7, 8)}, [5]], params)
     assert [a.index for a in found] == [0, 1, 2]
     assert [a.text for a in found] == ["dog", "x", None]
     assert [a.ids for a in found] == [[1, 3], [7, 8], [5]]

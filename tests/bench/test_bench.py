@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jaxspec import cli
-from jaxspec.bench import measure, options, report
+from jaxspec.bench import bench_options, measure, report
+from jaxspec.bench.bench_options import ROUNDS
 from jaxspec.bench.clock import Sample
 from jaxspec.bench.hardware import Hardware
-from jaxspec.bench.options import ROUNDS
-from jaxspec.bench.race import race
+from jaxspec.bench.models import load
 from jaxspec.bench.raw import Raw
-from jaxspec.bench.setup import load
+from jaxspec.bench.turns import take_turns
 from jaxspec.engine.runner import fetch
 from tests.drafters.references import eagle
 from tests.drafters.references.common import Shape
@@ -26,7 +26,7 @@ from tests.support.model_folders import write_model
 LIMITS = Hardware(copy_gb_s=8.0, read_gb_s=16.0, peak_tflops=0.25)
 FIELDS = {"preset", "stage", "batch_size", "context", "k", "ms", "spread", "floor_ms", "ratio"}
 FIELDS |= {"tokens_per_second", "acceptance_length", "synthetic_acceptance_length", "way"}
-CHOSEN = options.Options(
+CHOSEN = bench_options.BenchOptions(
     preset="tiny+tiny-draft",
     model=None,
     draft=None,
@@ -35,7 +35,7 @@ CHOSEN = options.Options(
     ks=(2,),
     lengths=(),
     dtype="auto",
-    stages=tuple(s for s in options.STAGES if s != "load"),  # a workload of its own, below
+    stages=tuple(s for s in bench_options.STAGES if s != "load"),  # a workload of its own, below
     temperature=0.0,
     kernels=None,
     launches=2,
@@ -122,11 +122,11 @@ def test_a_tree_stands_in_place_of_k():
 @pytest.fixture(scope="module")
 def loaded():
     """Arriving, with drafts of which some are accepted; and what the engine was told of speculation."""
-    load, told = options.Load(requests=7, prompt_tokens=(8, 40), output_tokens=(3, 6), rate=50.0, runs=2), []
+    load, told = bench_options.Load(requests=7, prompt_tokens=(8, 40), output_tokens=(3, 6), rate=50.0, runs=2), []
     load_rows = measure.load_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "load_rows", lambda *given: told.append(given[-1]) or load_rows(*given))
-        own = {"contexts": options.Options.contexts, "launches": options.Options.launches}
+        own = {"contexts": bench_options.BenchOptions.contexts, "launches": bench_options.BenchOptions.launches}
         chosen = dataclasses.replace(CHOSEN, **own, stages=("load",), load=load, rates=(0.7, 0.4))
         return measure.run(chosen, LIMITS) | {"told": told}
 
@@ -237,7 +237,7 @@ def test_there_is_room_where_every_draft_is_accepted():
     speculation = CHOSEN.speculation(K, None, adaptive=False)
     result = fetch(Raw(setup, B, CONTEXT, speculation).launch(K)())
     assert (np.asarray(result.emitted)[:B] == K + 1).all()
-    (runner,) = race(setup, {"itself": speculation}, batch_size=B, context=CONTEXT, launches=4).values()
+    (runner,) = take_turns(setup, {"itself": speculation}, batch_size=B, context=CONTEXT, launches=4).values()
     assert runner.counts.mean_acceptance_length == K + 1
     assert runner.passes == (1 / (K + 1), K / (K + 1))
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from checkpoints import hf_config
-from jaxspec.bench import floors, options, presets
+from jaxspec.bench import bench_options, floors, presets
 from jaxspec.bench.clock import Sample, measure, summary
 from jaxspec.bench.hardware import Hardware, hardware
-from jaxspec.bench.race import Runner
+from jaxspec.bench.turns import Runner
 from jaxspec.cache.pages import allocate, cache_layout
 from jaxspec.common.errors import UserError
 from jaxspec.engine.metrics import SpecDecodeMetrics
@@ -176,17 +176,17 @@ def test_passes_of_a_token():
 
 
 def test_stages_come_in_the_table_s_order():
-    assert options.stages("round,target", never_slower=True, draft=False) == ("target", "round", "adaptive")
-    default = options.stages(None, never_slower=False, draft=True)
-    assert set(default) == set(options.STAGES) - {"adaptive", "load"}
-    assert "draft" not in options.stages(None, never_slower=False, draft=False)
+    assert bench_options.stages("round,target", never_slower=True, draft=False) == ("target", "round", "adaptive")
+    default = bench_options.stages(None, never_slower=False, draft=True)
+    assert set(default) == set(bench_options.STAGES) - {"adaptive", "load"}
+    assert "draft" not in bench_options.stages(None, never_slower=False, draft=False)
 
 
 def test_lists():
-    assert options.listed("-k", "2, 4,4,6") == (2, 4, 6)
-    assert options.listed("-x", "1.5,3", float) == (1.5, 3.0)
-    assert json.dumps(options.listed("-k", "1")) == "[1]"
-    assert options.listed("--tree", "4,4,17", repeats=True) == (4, 4, 17)
+    assert bench_options.listed("-k", "2, 4,4,6") == (2, 4, 6)
+    assert bench_options.listed("-x", "1.5,3", float) == (1.5, 3.0)
+    assert json.dumps(bench_options.listed("-k", "1")) == "[1]"
+    assert bench_options.listed("--tree", "4,4,17", repeats=True) == (4, 4, 17)
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,12 @@ def test_lists():
 )
 def test_trees_that_cannot_be(tree, preset, said):
     with pytest.raises(UserError, match=re.escape(said)):
-        options.Options(preset=preset, tree=tree, stages=("round",))
+        bench_options.BenchOptions(preset=preset, tree=tree, stages=("round",))
 
 
 @pytest.mark.parametrize(("k", "length"), [(4, 1.2), (4, 3.0), (4, 4.0), (1, 1.5), (8, 2.0), (4, 1.0), (4, 5.0)])
 def test_rates_that_fade_have_their_length(k, length):
-    rates = options.fading_rates(k, length)
+    rates = bench_options.fading_rates(k, length)
     assert len(rates) == k
     assert 1 + sum(rates) == pytest.approx(length, abs=1e-9)
     assert all(later == pytest.approx(before * rates[0]) for before, later in itertools.pairwise(rates))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from jaxspec.bench import picture
-from jaxspec.bench.options import STAGES
+from jaxspec.bench.bench_options import STAGES
 
 WAITS = {"mean": 40.5, "p50": 41.5, "p99": 42.5}
 

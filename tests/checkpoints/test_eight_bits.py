@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
-from checkpoints import eight_bits, heads
+from checkpoints import eight_bits, head_folders
 from checkpoints.safetensors import Shards
 from jaxspec import LLM, SamplingParams
 from jaxspec.common.errors import UserError
@@ -59,9 +59,9 @@ def test_the_nearest_of_what_eight_bits_hold(scale):
     x = np.random.default_rng(0).standard_normal((5, 96)) * scale
     x[0, :32], x[1, 32:64], x[2, 0] = 0, 127 * scale, -127.5 * scale
     x = x.astype(np.float32)
-    whole, power = eight_bits.narrowed(x)
+    whole, power = eight_bits.quantised(x)
     assert (whole.dtype, whole.shape, power.shape) == (np.int8, (5, 96), (5, 3))
-    found = eight_bits.widened(whole, np.repeat(power, 32, axis=-1))
+    found = eight_bits.dequantised(whole, np.repeat(power, 32, axis=-1))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found.astype(np.float64), expected(x))
     for axis, turned in ((-1, x), (0, x.T)):
@@ -74,12 +74,12 @@ def test_a_head(folder, name, tmp_path):
     """On several devices the same numbers, wherever these cut the groups."""
     convert(str(folder / name), tmp_path / "new", weight_bits=8)
     stored, after = Shards(folder / name), Shards(tmp_path / "new")
-    before = {key: heads.whole(stored, key) for key in stored.shapes()}
+    before = {key: head_folders.whole(stored, key) for key in stored.shapes()}
     assert after.shapes() == {key: x.shape for key, x in before.items()}
     narrow = [key for key, x in before.items() if eight_bits.fits(x.shape)]
     assert narrow
     for key, x in before.items():
-        found = heads.whole(after, key)
+        found = head_folders.whole(after, key)
         np.testing.assert_array_equal(found.astype(np.float64), expected(x) if key in narrow else x)
         assert after.dtype(key) == "BF16" if key in narrow else found.dtype == x.dtype
     assert_same(draft(folder, tmp_path / "new", 4), draft(folder, tmp_path / "new"))
@@ -157,7 +157,7 @@ def test_what_is_refused(folder, tmp_path):
         x[1, 3] = number
         save_file({"0.linear.weight": x}, tmp_path / "broken" / "model.safetensors")
         with fails(UserError, "tensor 0.linear.weight holds numbers that are not finite"):
-            heads.convert(tmp_path / "broken", free, weight_bits=8)
+            head_folders.convert(tmp_path / "broken", free, weight_bits=8)
         with fails(UserError, "tensor embed holds numbers that are not finite"):
             eight_bits.rounded(x, name="embed")
     assert not free.exists()

@@ -15,7 +15,7 @@ from checkpoints import hf_config
 from checkpoints.reading import NULL_IS_A_VALUE
 from jaxspec.api.one_call import model_defaults
 from jaxspec.common.errors import UnsupportedError, UserError
-from jaxspec.drafters.heads import flattened
+from jaxspec.drafters.head_checkpoint import flattened
 from jaxspec.loading import resolved as resolving
 from jaxspec.loading.resolved import ResolvedModel, resolved_draft
 from jaxspec.models.config import ModelConfig

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import checkpoints
-from checkpoints import heads, orbax
+from checkpoints import head_folders, orbax
 from jaxspec.common.errors import DiskError
 from jaxspec.loading.convert import convert
 from jaxspec.models.decoder import abstract_params, parameters
@@ -149,7 +149,7 @@ def test_a_full_disk_is_a_line(to, tmp_path, caplog):
     path, tensors = tmp_path / "out" / "ckpt", {"x": np.random.default_rng(0).random(9000)}
     save = {
         "a model": lambda: checkpoints.save(path, params, config),
-        "a head": lambda: heads.save(path, {}, tensors, "0" * 64),
+        "a head": lambda: head_folders.save(path, {}, tensors, "0" * 64),
     }
     with fails(DiskError, f"{path} cannot be written ({SAYS}): "), files_end_at(20_000):
         save[to]()

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import checkpoints
-from checkpoints import heads, safetensors, sources
+from checkpoints import head_folders, safetensors, sources
 from checkpoints.torch_files import TorchFile
 from jaxspec.loading.convert import convert
 from tests.checkpoints.files import assert_same, fails, load
@@ -156,10 +156,10 @@ def test_without_torch(tmp_path, monkeypatch):
     remedy = "install torch, or convert it once with `jaxspec convert` where torch is"
     monkeypatch.setitem(sys.modules, "torch", None)
     with fails(NotImplementedError, str(path), "torch only, which is not installed", remedy):
-        heads.contents(tmp_path)
+        head_folders.contents(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(__version__="2.5.1+cpu"))
     with fails(NotImplementedError, str(path), "torch 2.6 or later only, found 2.5.1+cpu", remedy):
-        heads.contents(tmp_path)
+        head_folders.contents(tmp_path)
 
 
 @oracle
@@ -169,7 +169,7 @@ def test_a_head_is_converted_once(dtype, tmp_path, monkeypatch):
     save(tensors, tmp_path / "head" / "medusa_lm_head.pt")
     assert convert(str(tmp_path / "head"), tmp_path / "new", dtype=dtype) == tmp_path / "new"
     monkeypatch.setitem(sys.modules, "torch", None)
-    config, shapes = heads.contents(tmp_path / "new")
+    config, shapes = head_folders.contents(tmp_path / "new")
     assert config == json.loads((tmp_path / "head" / "config.json").read_text())
     assert shapes == {name: tuple(x.shape) for name, x in tensors.items()}
     found = load_file(tmp_path / "new" / "model.safetensors")

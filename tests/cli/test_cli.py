@@ -15,18 +15,18 @@ import typer
 import jaxspec
 from jaxspec import cli
 from jaxspec.cli.app import app
-from jaxspec.cli.fields import sentences, spoken
+from jaxspec.cli.fields import in_flag_terms, sentences
 from jaxspec.cli.speculation import Method
 from jaxspec.common.errors import UserError
 from jaxspec.common.values import option, options
-from jaxspec.demo.options import Options as DemoOptions
+from jaxspec.demo.demo_options import DemoOptions as DemoOptions
 from jaxspec.drafters.methods import NAMES
 from jaxspec.hardware.accelerators import ACCELERATORS
 from jaxspec.options.engine import EngineConfig
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.runtime.compilation_cache import enable_compilation_cache
 from jaxspec.train.data_options import DataOptions
-from jaxspec.train.options import TrainOptions
+from jaxspec.train.train_options import TrainOptions
 from tests.support.commands import SHORT, answers_no, refused, run
 from tests.support.model_folders import EOS, write_model
 from tests.support.root import ROOT
@@ -151,7 +151,7 @@ FLAGS = {
 )
 def test_refusals_name_options_as_they_are_typed(said, shown):
     """And in Python as Python has them."""
-    with pytest.raises(UserError) as refusal, spoken(FLAGS):
+    with pytest.raises(UserError) as refusal, in_flag_terms(FLAGS):
         raise UserError(said)
     assert str(refusal.value) == shown
 
@@ -257,7 +257,7 @@ def test_options_are_those_of_the_classes():
 
 def test_help_is_the_first_sentence_of_an_option():
     @options
-    class Options:
+    class DemoOptions:
         """Options of a test.
 
         Raises: nothing.
@@ -266,6 +266,6 @@ def test_help_is_the_first_sentence_of_an_option():
         one: int = option("The first: a.b or c. And more of it.", default=1)
         two: int = option("The second.")
 
-    assert sentences(Options) == {"one": "The first: a.b or c.", "two": "The second."}
+    assert sentences(DemoOptions) == {"one": "The first: a.b or c.", "two": "The second."}
     listed = "Args:\n  one: The first: a.b or c. And more of it.\n  two: The second."
-    assert Options.__doc__ == f"Options of a test.\n\n{listed}\n\nRaises: nothing."
+    assert DemoOptions.__doc__ == f"Options of a test.\n\n{listed}\n\nRaises: nothing."

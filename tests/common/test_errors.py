@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from jaxspec.common.errors import UnsupportedError, UserError, quoted, said
+from jaxspec.common.errors import UnsupportedError, UserError, error_line, quoted
 
 TOOL = [{"type": "function", "function": {"name": "f", "description": "weather of the whole world"}}]
 
@@ -50,8 +50,8 @@ def test_what_python_does_not_write():
 
 
 def test_a_long_error_is_cut():
-    assert said(OSError("a\n b")) == "OSError: a b"
-    assert said(OSError("x" * 10_000)) == "OSError: " + "x" * 591 + "..."
+    assert error_line(OSError("a\n b")) == "OSError: a b"
+    assert error_line(OSError("x" * 10_000)) == "OSError: " + "x" * 591 + "..."
 
 
 @pytest.mark.parametrize("kind", [UserError, UnsupportedError])

@@ -15,7 +15,7 @@ import pytest
 from jaxspec.decode import round as decode_round
 from jaxspec.sampling.processors import bias, forbidden, penalties
 from tests.decode.test_statistics import LEAST_P, REJECTED, compare, draft, law
-from tests.support import laws
+from tests.support import exact
 from tests.support.launches import PROMPT, Setting
 from tests.support.sizes import cases
 
@@ -57,7 +57,7 @@ def test_the_settings_do_something(setting):
     plain = Setting(setting.temperature, setting.top_k, setting.top_p, setting.min_p)
     ours, theirs = (law(V, K + 3, PROMPT, s) for s in (setting, plain))
     assert np.abs(ours - theirs).sum() > 0.3
-    assert laws.pooled_mass(ours, 25_000) < 0.05
+    assert exact.pooled_mass(ours, 25_000) < 0.05
 
 
 @pytest.mark.thorough

@@ -33,7 +33,7 @@ def launch(engine: Engine, requests: list[Request], rounds: int = MAX_ROUNDS):
     """One launch, its result taken in; (result, tokens that each row gained)."""
     known = [r.num_tokens for r in requests]
     result = fetch(engine.runner.start(engine.launch(requests, engine.num_drafts, rounds)))
-    engine.absorb(requests, result)
+    engine.apply_result(requests, result)
     return result, [r.num_tokens - n for r, n in zip(requests, known, strict=True)]
 
 

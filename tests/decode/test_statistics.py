@@ -20,7 +20,7 @@ from jaxspec.models.model import Model
 from jaxspec.sampling import rng
 from jaxspec.sampling.distribution import process
 from jaxspec.verify import block, rules, standard
-from tests.support import laws
+from tests.support import exact
 from tests.support.launches import PROMPT, Launches, Setting, blend, model, paged
 from tests.support.sizes import cases
 
@@ -50,10 +50,10 @@ def draft(size: int):
 def law(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> np.ndarray:
     """The target's law of the next `length` tokens under a setting [V]*length."""
     conditionals = [
-        laws.distribution(z, setting.temperature, setting.top_k, setting.top_p, setting.min_p)
+        exact.distribution(z, setting.temperature, setting.top_k, setting.top_p, setting.min_p)
         for z in adjusted_logits(size, length, prompt, setting)
     ]
-    return laws.joint(conditionals)
+    return exact.joint(conditionals)
 
 
 def adjusted_logits(size: int, length: int, prompt: tuple[int, ...], setting: Setting) -> list[np.ndarray]:
@@ -65,8 +65,8 @@ def adjusted_logits(size: int, length: int, prompt: tuple[int, ...], setting: Se
     def after(z: np.ndarray, output: tuple[int, ...]) -> np.ndarray:
         if (stopped := next((i for i in output if i in s.stop_ids), None)) is not None:
             return np.where(np.arange(size) == stopped, 0.0, -np.inf)
-        ok = laws.allowed(size, output, s.allowed_ids, s.bad_words, s.min_tokens, s.stop_ids)
-        return laws.penalised(laws.biased(z, ok, s.bias), prompt, output, s.repetition, s.presence, s.frequency)
+        ok = exact.allowed(size, output, s.allowed_ids, s.bad_words, s.min_tokens, s.stop_ids)
+        return exact.penalised(exact.biased(z, ok, s.bias), prompt, output, s.repetition, s.presence, s.frequency)
 
     outputs = lambda z: np.ndindex(*z.shape[:-1])
     return [np.array([after(z[o], o) for o in outputs(z)]).reshape(z.shape) for z in found]
@@ -74,7 +74,7 @@ def adjusted_logits(size: int, length: int, prompt: tuple[int, ...], setting: Se
 
 @functools.cache
 def logits(size: int, length: int, prompt: tuple[int, ...]) -> list[np.ndarray]:
-    return laws.next_logits(paged(target(size), 2 * size ** (length - 1)), target(size).params, prompt, length)
+    return exact.next_logits(paged(target(size), 2 * size ** (length - 1)), target(size).params, prompt, length)
 
 
 def compare(
@@ -93,7 +93,7 @@ def compare(
     options |= {"length": length, "rows_each": ROWS // len(rows), "prompt": prompt}
     tokens, accepted = Launches(target(size), drafter, num_drafts, rows, **options).sample(samples)
     p_values = [
-        laws.chi_square(laws.histogram(t, size), law(size, length, prompt, dataclasses.replace(r, **ANY_RULE)))
+        exact.chi_square(exact.histogram(t, size), law(size, length, prompt, dataclasses.replace(r, **ANY_RULE)))
         for t, r in zip(tokens, rows, strict=True)
     ]
     print(f"K={num_drafts} V={size} p-values {np.array(p_values)} accepted {accepted.round(2).tolist()}")
@@ -117,7 +117,7 @@ def test_a_rule_with_numbers_of_the_round_draws_from_the_targets_law(rule, num_d
     assert (accepted[:, 0] < 0.9).all()
     assert (accepted[:, -1] > 0.05).all()  # and so is the bonus token
     for setting in settings(size):
-        assert laws.pooled_mass(law(size, num_drafts + 3, PROMPT, setting), samples) < 0.02
+        assert exact.pooled_mass(law(size, num_drafts + 3, PROMPT, setting), samples) < 0.02
 
 
 @pytest.mark.thorough
@@ -222,7 +222,7 @@ def recover_from_p(patch) -> None:
 
 
 def bonus_from_q(patch) -> None:
-    right = standard.extra_law
+    right = standard.residual_distribution
 
     def wrong(p, proposal, num_accepted, *weight):
         bonus = (num_accepted >= proposal.num_proposed)[:, None]

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.bench.presets import preset
 from jaxspec.hardware.chips import chips
-from jaxspec.inspect.fit import Asked, fit
+from jaxspec.inspect.fit import Wanted, fit
 from tests.support import hlo
 from tests.support.sizes import cases
 from tests.support.tpu_program import Program, check, check_loop, first_layers
@@ -81,7 +81,7 @@ def test_a_draft_that_is_whole_on_every_chip(chip):
     whole = Program(chip, target, draft, num_drafts=K, draft_degree=1, max_model_len=4096)
     compiled = whole.launch()
     read = check_loop(whole, compiled, TEMPORARY)
-    said, memory = fit(Asked(target, draft, chips(chip), max_model_len=4096)), compiled.memory_analysis()
+    said, memory = fit(Wanted(target, draft, chips(chip), max_model_len=4096)), compiled.memory_analysis()
     weights = memory.argument_size_in_bytes - memory.alias_size_in_bytes  # and some words of the batch
     assert weights == pytest.approx(said.target_weights + said.draft_weights, rel=0.001)
     a_page = said.target_page + said.draft_page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxspec.decode import round as decode_round
-from jaxspec.drafters.trees.tree import Shape
+from jaxspec.drafters.trees.growth import Shape
 from jaxspec.models.paged import PagedModel
 from tests.decode.test_statistics import LEAST_P, REJECTED, compare, settings
 

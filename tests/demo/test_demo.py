@@ -14,9 +14,9 @@ from checkpoints import sources
 from jaxspec import cli
 from jaxspec.api.outputs import CompletionOutput, RequestOutput
 from jaxspec.common.embedded import DRAFT, MODEL
-from jaxspec.demo import peer, report
+from jaxspec.demo import beside_transformers, report
 from jaxspec.demo import run as demo
-from jaxspec.demo.options import Options
+from jaxspec.demo.demo_options import DemoOptions
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.models.decoder import random_params
 from jaxspec.parallel.placement import make_placement
@@ -44,7 +44,7 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "DRAFT_CHOICES", (2, 4))  # one engine: each has to be compiled
         patch.setattr(report, "show", lambda document: printed.update(document=document))
-        demo.demo(Options(max_tokens=6, draft=write_draft(folder / "draft")), plot=picture)
+        demo.demo(DemoOptions(max_tokens=6, draft=write_draft(folder / "draft")), plot=picture)
     return printed["document"], picture
 
 
@@ -194,7 +194,7 @@ def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
 )
 def test_bad_input_is_told_before_anything_is_loaded(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(demo, "measure", lambda options: pytest.fail("loaded"))
-    monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(beside_transformers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stop:
         cli.main(["demo", *arguments])
     assert stop.value.code == 2
@@ -230,11 +230,11 @@ def test_transformers_answers_from_the_same_weights(tmp_path):
     prompts = [llm.render_chat([{"role": "user", "content": text}]) for text in ("The quick brown", "One, two,")]
     greedy = demo.sampling(8, 0)
     plain = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, progress=False)]
-    found = peer.compare(llm, prompts, 8, plain)
+    found = beside_transformers.compare(llm, prompts, 8, plain)
     assert set(found) == {"float32", "bfloat16"}
     assert found["float32"]["same_answers"] == 2
     for figures in found.values():
         assert figures["tokens"] == sum(map(len, plain))
         assert figures["tokens_per_second"] == pytest.approx(figures["tokens"] / figures["seconds"])
-    wrong = peer.compare(llm, prompts, 8, [[], []])
+    wrong = beside_transformers.compare(llm, prompts, 8, [[], []])
     assert wrong["float32"]["same_answers"] == 0

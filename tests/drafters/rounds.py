@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.decode import round
+from jaxspec.decode import round as round_module
 from jaxspec.engine.engine import Engine
 from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.model import Model
@@ -39,14 +39,14 @@ def recording(monkeypatch) -> list[Round]:
             known = tokens[row, : num_tokens[row]].tolist()
             rounds.append(Round(known, drafts[row, : num_proposed[row]].tolist()))
 
-    propose = round.propose
+    propose = round_module.propose
 
     def recorded(context, cache, history, adjust=None):
         proposal, cache = propose(context, cache, history, adjust)
         jax.debug.callback(keep, history.tokens, history.num_tokens, proposal.tokens, proposal.num_proposed)
         return proposal, cache
 
-    monkeypatch.setattr(round, "propose", recorded)
+    monkeypatch.setattr(round_module, "propose", recorded)
     return rounds
 
 
@@ -82,7 +82,7 @@ def check(target: Path, rounds: Sequence[Round], reference: Callable[..., Any], 
     compared = 0
     for one in rounds:
         said = next(said for known, said in longest if known[: len(one.tokens)] == one.tokens)
-        ids, logits = reference(upto(said, len(one.tokens) - 1), one.tokens, len(one.drafts))
+        ids, logits = reference(up_to(said, len(one.tokens) - 1), one.tokens, len(one.drafts))
         for i, (draft, wanted) in enumerate(zip(one.drafts, ids.tolist(), strict=True)):
             second, first = np.sort(logits[i])[-2:]
             close = first - second < tolerance
@@ -105,6 +105,6 @@ def states(folder: Path, tokens: Sequence[int]) -> Features:
     return Features(w["model.embed_tokens.weight"], w["lm_head.weight"], hidden, taps)
 
 
-def upto(said: Features, n: int) -> Features:
+def up_to(said: Features, n: int) -> Features:
     """The same of the first n positions."""
     return dataclasses.replace(said, hidden=said.hidden[:n], taps={i: x[:n] for i, x in said.taps.items()})

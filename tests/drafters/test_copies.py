@@ -127,9 +127,9 @@ def test_another_is_used_or_refused(name, tensor, target, tmp_path):
     found = loaded(tmp_path, target, method)
     own = np.asarray(found.params[USED[what]])
     np.testing.assert_array_equal(own if what == TABLE else own.T, changed(copies[tensor]))
-    assert (found.config.has_table, found.config.spec.borrows_head) == (
+    assert (found.config.has_table, found.config.spec.uses_target_head) == (
         what == TABLE,
-        plain.config.spec.borrows_head and what == TABLE,
+        plain.config.spec.uses_target_head and what == TABLE,
     )
     assert_same({name: x for name, x in found.params.items() if name in plain.params}, plain.params)
 

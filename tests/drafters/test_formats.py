@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import checkpoints
-from checkpoints import heads
+from checkpoints import head_folders
 from jaxspec.common.errors import UserError
 from jaxspec.inspect import info
 from jaxspec.loading.resolved import ResolvedModel, resolved_draft
@@ -43,7 +43,7 @@ def read(folder: Path, target: Path, method: str | None = None) -> Reading:
 
 def parameters(folder: Path, target: Path, method: str | None = None) -> dict[str, Any]:
     reading = read(folder, target, method)
-    return heads.load(folder, reading, abstract_params(reading.config, "float32", make_placement()))
+    return head_folders.load(folder, reading, abstract_params(reading.config, "float32", make_placement()))
 
 
 def rewrite(folder: Path, **changes: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxspec.bench.setup import as_published
+from jaxspec.bench.models import as_published
 from jaxspec.models import storage
 from jaxspec.models.model import Model
 from jaxspec.options.sampling_params import SamplingParams

@@ -13,6 +13,7 @@ from jaxspec.drafters.base import Drafter, Proposal
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
 from tests.support import lively_models, tiny_models
+from tests.support.sizes import cases
 
 K = 4
 
@@ -70,7 +71,7 @@ def outputs(drafter: Drafter | None, **sampling: Any) -> tuple[list[list[int]], 
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}], ids=str)
-@pytest.mark.parametrize("kind", ["again", "bigrams"])
+@cases("kind", ["again", "bigrams"], quick=["bigrams"])
 def test_it_changes_no_token(kind, sampling):
     drafter = Again(K) if kind == "again" else Bigrams(K, lively_models.target().config.vocab_size)
     found, num_drafts = outputs(drafter, **sampling)

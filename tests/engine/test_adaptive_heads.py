@@ -28,7 +28,7 @@ def plain() -> Engine:
     return one_shape(new_engine(**ROOM))
 
 
-@cases("kind", lively_heads.KINDS, quick=["p-eagle"])
+@cases("kind", lively_heads.KINDS, rest=["p-eagle"])
 def test_acceptance_decides(kind, plain, monkeypatch):
     """A draft costs three tenths of a round. All are taken while they are right, none where they are not."""
     found = one_shape(lively_heads.engine(kind, K, spec={"adaptive": True}, **ROOM))

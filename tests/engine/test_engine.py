@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.engine.assembly import table_widths
 from jaxspec.engine.batch import launch_input, variant
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.setup import table_widths
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
 from pallas_kernels.device import AMPERE, Device
@@ -59,8 +59,8 @@ def test_a_stream_shows_the_first_tokens_at_once_and_more_as_fast_as_one_reads(m
 def test_a_first_token_is_timed_by_the_round_that_made_it(monkeypatch):
     """Of a launch whose rounds count as equally long; not by the end of the launch."""
     served, launches = new_engine(), []
-    absorb = served.absorb
-    monkeypatch.setattr(served, "absorb", lambda *launch: launches.append(launch[1:]) or absorb(*launch))
+    apply_result = served.apply_result
+    monkeypatch.setattr(served, "apply_result", lambda *launch: launches.append(launch[1:]) or apply_result(*launch))
     long, short = (served.add(PROMPTS[0], p) for p in params((12, 1)))
     while served.busy:
         served.step(4)

@@ -358,7 +358,7 @@ def test_an_interrupt_between_any_two_lines(share):
             try:
                 requests, text = served(engine)
             except KeyboardInterrupt:  # within `add`: nothing was handed out
-                for request in list(engine.roster.open.values()):
+                for request in list(engine.open_requests.open.values()):
                     engine.abort(request)
                 continue
         assert texts(requests) == plain(PROMPTS, SAMPLING), count

@@ -179,7 +179,7 @@ def seeds(requests) -> tuple[SamplingParams, ...]:
 
 @pytest.mark.parametrize("reuse", [True, False])
 @cases("n", [3, 7], quick=[7])
-@cases("length", [1, 2, 4, 5, 8, 9, 11], quick=[1, 4, 11])
+@cases("length", [1, 2, 4, 5, 8, 9, 11], quick=[4, 11])
 def test_samples_share_their_prompt(length, n, reuse):
     """One token, prompts that end at a page's border, one before and one after; more samples than rows."""
     engine = own(enable_prefix_caching=reuse)

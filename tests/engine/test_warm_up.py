@@ -15,9 +15,9 @@ import pytest
 
 from jaxspec.common.errors import UserError
 from jaxspec.decode.state import Variant
-from jaxspec.engine import setup, warming
+from jaxspec.engine import assembly, warming
 from jaxspec.engine.batch import FEW, ChunkShape
-from jaxspec.engine.catalogue import Closed, Launch, prefills, row_counts, variants
+from jaxspec.engine.catalogue import ClosedCatalogue, Launch, prefills, row_counts, variants
 from jaxspec.engine.warming import plans, warm_up
 from jaxspec.inspect import info
 from jaxspec.options.engine import EngineConfig
@@ -40,10 +40,10 @@ def small(**options):
     return tiny_models.engine(target(), {"method": "ngram", "num_speculative_tokens": 2}, None, **SMALL | options)
 
 
-def catalogue(platform: str, max_num_seqs: int, k: int) -> Closed:
+def catalogue(platform: str, max_num_seqs: int, k: int) -> ClosedCatalogue:
     spec = SpeculativeConfig(model="x", num_speculative_tokens=k) if k else None
     config = EngineConfig(max_num_seqs=max_num_seqs, warm_up=True)
-    return setup.catalogue(config, spec, Device(platform), 2048 + k, lags=bool(k))
+    return assembly.catalogue(config, spec, Device(platform), 2048 + k, lags=bool(k))
 
 
 # How many
@@ -88,7 +88,7 @@ def test_every_batch_has_a_program(rule):
     """Whatever it asks for, of every number of rows and drafts, and the smallest of those that serve."""
     spec = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     sizes = {"max_num_seqs": 64, "table_widths": (5, 9), "chunk": ChunkShape(32, 64, 4)}
-    found = Closed(setup.ks(spec), rule, **sizes, catches_up=True)
+    found = ClosedCatalogue(assembly.ks(spec), rule, **sizes, catches_up=True)
     found.made.update(found.launches)
     greedy, sampled, whole = variants(rule)
     for rows, pages, k in [(1, 3, 0), (1, 9, 4), (9, 3, 2), (9, 6, 4), (9, 5, 0), (64, 3, 4)]:
@@ -174,7 +174,7 @@ def test_the_soak_compiles_nothing(method, monkeypatch):
     (widest,) = engine.catalogue.table_widths
     sizes = {"max_num_seqs": engine.config.max_num_seqs, "table_widths": (widest // 2, widest)}
     lags = engine.lag.most is not None
-    engine.catalogue = Closed(
+    engine.catalogue = ClosedCatalogue(
         tuple(engine.runner.drafters), None, **sizes, chunk=engine.prefilling.shape, catches_up=lags
     )
     engine.prefilling.catalogue = engine.catalogue

@@ -13,7 +13,7 @@ from jaxspec.bench.presets import preset
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.accelerators import ACCELERATORS
 from jaxspec.hardware.chips import chips
-from jaxspec.inspect.fit import Asked, fit, page_bytes, remedies, weight_bytes
+from jaxspec.inspect.fit import Wanted, fit, page_bytes, remedies, weight_bytes
 from jaxspec.models.decoder import abstract_params
 from jaxspec.models.sharding import for_degree
 from jaxspec.parallel.placement import make_placement
@@ -72,7 +72,7 @@ def test_a_long_number_is_not_read():
 
 def test_by_hand():
     """On four v5e, the target cut over two, the draft by one."""
-    found = fit(Asked(TINY, TINY_DRAFT, chips("v5e:2x2"), 2, max_num_seqs=4, max_model_len=1000))
+    found = fit(Wanted(TINY, TINY_DRAFT, chips("v5e:2x2"), 2, max_num_seqs=4, max_model_len=1000))
     # Matrices in bfloat16, norms in float32. Cut: table and head by ids, qkv, out, gate_up, down. Whole: norms, which
     # are two a layer and one at the end of 64, and those of query and key of 16.
     matrices = 2 * 512 * 64 + 2 * (64 * (4 + 2 * 2) * 16 + 4 * 16 * 64 + 64 * 2 * 128 + 128 * 64)
@@ -117,12 +117,12 @@ def test_key_value_heads_that_are_fewer_are_copied():
         assert [by(EIGHT, n, platform) for n in (2, 4, 8, 16)] == [4 * one, 2 * one, one, one]
     six = dataclasses.replace(TINY, num_heads=6, num_kv_heads=6)
     assert by(six, 1, "tpu") == 8 * size["tpu"]
-    copied = fit(Asked(TINY, None, chips("v5e:4")))
+    copied = fit(Wanted(TINY, None, chips("v5e:4")))
     assert (copied.target_page, copied.problems) == (size["tpu"], ())
 
 
 def test_a_head_keeps_features():
-    found = fit(Asked(EIGHT, preset("eagle3", EIGHT), chips("v5e:4"), draft_tensor_parallel_size=4))
+    found = fit(Wanted(EIGHT, preset("eagle3", EIGHT), chips("v5e:4"), draft_tensor_parallel_size=4))
     assert found.features_page == 32 * preset("eagle3", EIGHT).spec.features_width // 4 * 2 > 0
 
 
@@ -148,7 +148,7 @@ def test_a_head_keeps_features():
 )
 def test_what_no_engine_is_made_with_is_refused(options, line):
     with pytest.raises(UserError) as wrong:
-        fit(Asked(EIGHT, TINY_DRAFT, chips("v5e:2x4"), **options))
+        fit(Wanted(EIGHT, TINY_DRAFT, chips("v5e:2x4"), **options))
     assert str(wrong.value).startswith(line)
 
 
@@ -158,14 +158,14 @@ BIG = preset("qwen3-8b")
 @pytest.mark.parametrize(
     ("asked", "wanted"),
     [
-        (Asked(BIG, None, chips("v5e"), max_model_len=64), ["--chips v5e:2", "--chips v6e:1"]),
+        (Wanted(BIG, None, chips("v5e"), max_model_len=64), ["--chips v5e:2", "--chips v6e:1"]),
         (
-            Asked(BIG, None, chips("A100-40GB"), dtype="float32", max_model_len=64),
+            Wanted(BIG, None, chips("A100-40GB"), dtype="float32", max_model_len=64),
             ["--dtype bfloat16", "--chips A100-40GB:2", "--chips H100:1"],
         ),
-        (Asked(BIG, None, chips("v5e:4"), 1), ["--tensor-parallel-size 2", "--chips v5e:8", "--chips v6e:4"]),
+        (Wanted(BIG, None, chips("v5e:4"), 1), ["--tensor-parallel-size 2", "--chips v5e:8", "--chips v6e:4"]),
         (
-            Asked(preset("qwen3-32b"), None, chips("v5e:8"), dtype="float32"),
+            Wanted(preset("qwen3-32b"), None, chips("v5e:8"), dtype="float32"),
             ["--dtype bfloat16", "--chips v5e:16", "--chips v6e:8"],
         ),
     ],
@@ -178,7 +178,7 @@ def test_remedies_work(asked, wanted):
 
 
 def test_the_longest_context_is_the_longest():
-    asked = Asked(preset("qwen3-32b"), preset("qwen3-0.6b"), chips("v5e:8"))
+    asked = Wanted(preset("qwen3-32b"), preset("qwen3-0.6b"), chips("v5e:8"))
     longest = fit(asked).longest_context
     assert 0 < longest < asked.longest
     assert f"--max-model-len {longest}" in remedies(asked, fit(asked))

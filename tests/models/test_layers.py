@@ -24,6 +24,7 @@ from jaxspec.parallel.placement import make_placement
 from pallas_kernels.device import CPU
 from tests.models import forward
 from tests.support import tiny_models
+from tests.support.sizes import cases
 
 LAYERS = (
     LayerConfig(4, 2, 8, 48, 8, query_scale=8**-0.5),
@@ -55,7 +56,7 @@ def test_each_has_its_own_parameters_and_pages():
     assert layout.page_bytes == 4 * (2 * 2 * 8 + 2 * 4 * 16) * 4
 
 
-@pytest.mark.parametrize("chunks", [(23,), (9, 1, 5, 8)], ids=str)
+@cases("chunks", [(23,), (9, 1, 5, 8)], quick=[(9, 1, 5, 8)], ids=str)
 def test_pages_hold_what_a_whole_pass_sees(chunks):
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 23))
     decoder, hidden = whole(CONFIG, model().params, jnp.asarray(tokens), Backend(CPU))
@@ -80,7 +81,7 @@ def outputs(kind: str, devices: int = 1) -> tuple[list[list[int]], int]:
     return [r.output for r in requests], engine.metrics.num_accepted_tokens
 
 
-@pytest.mark.parametrize("kind", ["ngram", "tree"])
+@cases("kind", ["ngram", "tree"], quick=["tree"])
 def test_speculation_changes_no_token(kind):
     expected, _ = outputs("plain")
     found, num_accepted = outputs(kind)

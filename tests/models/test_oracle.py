@@ -15,6 +15,7 @@ from jaxspec.models.decoder import abstract_params
 from jaxspec.parallel.placement import make_placement
 from tests.golden.families import FAMILIES, FOLDER, POSITIONS, SHARED, save_model, torch_logits, torch_model
 from tests.models.forward import run
+from tests.support.sizes import cases
 
 # The prompt in one pass, token by token from the cache, and a prompt followed by verification-sized passes.
 CHUNKINGS = {"prompt": (POSITIONS,), "decode": (1,) * POSITIONS, "verify": (20, *(4,) * 7)}
@@ -51,7 +52,7 @@ def test_a_family_under_another_name_computes_what_that_does(family, tmp_path):
     assert relative_error(run(config, params, expected["tokens"], (POSITIONS,)), expected["logits"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES, quick=["llama3", "qwen3", "gemma3"])
 def test_golden_logits(family):
     expected = load_file(FOLDER / family / "expected.safetensors")
     config, params = load(FOLDER / family)

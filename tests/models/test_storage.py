@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench.setup import as_published
-from jaxspec.loading.weights import laid
+from jaxspec.bench.models import as_published
+from jaxspec.loading.weights import resharded
 from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import compute_dtype, weight_bytes
 from jaxspec.models.model import Model
@@ -20,6 +20,7 @@ from pallas_kernels.weights import dense
 from pallas_kernels.weights.output_first import Streamed
 from tests.models import forward
 from tests.support import lively_models, tiny_models
+from tests.support.sizes import cases
 
 STREAMS = Backend(CPU, make_placement())
 CONFIG = tiny_models.FAMILIES["llama3"]  # with a head of its own
@@ -70,7 +71,7 @@ def test_several_devices_and_bfloat16_leave_them_as_they_are():
 
 
 @pytest.mark.parametrize("halved", [False, True])
-@pytest.mark.parametrize("family", ["llama", "llama3"])  # the first one's head is its table
+@cases("family", ["llama", "llama3"], quick=["llama"])  # whose head is its table
 def test_a_pass_is_the_same(family, halved):
     """Chunks of one, two, five and more rows, each by its own form of the products."""
     config, tokens = tiny_models.FAMILIES[family], np.random.default_rng(0).integers(0, 64, size=(1, 28))
@@ -123,7 +124,7 @@ def test_over_several_devices_they_lie_in_float32_again():
     model = tiny_models.model(CONFIG)
     params = published(CONFIG)
     halved = dataclasses.replace(model, params=stored_for(STREAMS, CONFIG, dict(params)))
-    over_two = laid(halved, make_placement(2))
+    over_two = resharded(halved, make_placement(2))
     assert over_two.dtype == halved.dtype == jnp.float32
     for name, array in params.items():
         assert over_two.params[name].dtype == array.dtype, name

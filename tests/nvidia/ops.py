@@ -16,9 +16,9 @@ from jaxspec.bench.presets import preset
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from pallas_kernels import (
+    argmax_token,
     feed_forward,
     kv_write,
-    likeliest_token,
     merge_tokens,
     paged_attention,
     self_attention,
@@ -47,7 +47,7 @@ PASSES = {  # name -> rows B, tokens T of each, pages N that a row may have: 64 
 PAGES, PAGE_SIZE = 5000, 16
 
 
-OPS = (merge_tokens, slot_mapping, kv_write, paged_attention, self_attention, feed_forward, likeliest_token)
+OPS = (merge_tokens, slot_mapping, kv_write, paged_attention, self_attention, feed_forward, argmax_token)
 
 
 def arguments(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxspec.bench.presets import preset
 from jaxspec.decode.state import Variant
-from jaxspec.engine import setup
+from jaxspec.engine import assembly
 from jaxspec.hardware.accelerators import ACCELERATORS
 from jaxspec.verify import rules
 from tests.nvidia.compile import compile, mesh
@@ -55,7 +55,7 @@ class GpuProgram(Program):
         return ACCELERATORS[GPUS[chip].facts].programs_memory
 
     def compiled(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-        places = setup.placements(self.layouts, self.placement)
+        places = assembly.placements(self.layouts, self.placement)
         pages = sum(x.num_pages * x.stored_bytes(places[n].degree, "gpu") for n, x in self.layouts.items())
         weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.params))
         return compile(lowered)[1] | {"pages": pages, "weights": weights, "reserved": self.reserved}

@@ -11,7 +11,7 @@ from tests.support.sizes import cases
 MODEL, OTHERS = "qwen3-0.6b, ", ("smollm2", "qwen3-8b", "qwen3-0.6b in float32", "heads of 256")  # see ops.py
 # Of ours: what the compiler makes itself it chooses anew, and without spills, where the GPU is there.
 KERNELS = (
-    *("add_and_norm", "attention", "heads", "likeliest_token", "paged_attention", "product", "self_attention"),
+    *("add_and_norm", "attention", "heads", "argmax_token", "paged_attention", "product", "self_attention"),
     "split_product",
 )
 # GPU -> the ops' kernels there: those that want 227 KB of shared memory are meant for no other.
@@ -66,7 +66,7 @@ def check_program(gpu: str, case: str, program: Compiled) -> None:
     assert program.temporary < program.reserved, f"{case}: {program.temporary / 1e6:.1f} MB"
 
 
-@cases("gpu", GPUS, quick=["T4"])
+@cases("gpu", GPUS, rest=["T4"])
 def test_the_device_program(gpu):
     for case, program in compiled(gpu, "tests.nvidia.programs", "few layers").items():
         check_program(gpu, case, program)

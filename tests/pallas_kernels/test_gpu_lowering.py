@@ -12,9 +12,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import (
     _few_rows,
+    argmax_token,
     feed_forward,
     kv_write,
-    likeliest_token,
     merge_tokens,
     paged_attention,
     self_attention,
@@ -137,9 +137,9 @@ def test_products_of_some_rows_ask_for_the_weights_behind(rows, asking):
         (16, 1024, jnp.bfloat16, A100, 0),
     ],
 )
-def test_likeliest_token(rows, width, dtype, device, kernels):
+def test_argmax_token(rows, width, dtype, device, kernels):
     shapes = shape(rows, width, dtype=dtype), shape(1000, width, dtype=dtype)
-    assert lowered(lambda *a: likeliest_token(*a, platform=device), *shapes).count("xla.gpu.triton") == kernels
+    assert lowered(lambda *a: argmax_token(*a, platform=device), *shapes).count("xla.gpu.triton") == kernels
 
 
 def lowered_self_attention(rows, heads, row_pages=64, device=A100):

@@ -14,7 +14,7 @@ from hypothesis import given
 from jaxspec.hardware.platforms import CPU_COMPILER_OPTIONS
 from pallas_kernels import paged_attention
 from pallas_kernels.forms import function, module
-from pallas_kernels.tree import packed
+from pallas_kernels.tree_mask import packed
 from tests.pallas_kernels import flavours
 from tests.pallas_kernels.flavours import Racing, few_examples, kernel, seeds
 from tests.support.sizes import cases

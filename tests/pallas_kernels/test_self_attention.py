@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import _split_product, self_attention
 from pallas_kernels.forms import function
 from pallas_kernels.plain import rms_norm
-from pallas_kernels.tree import packed
+from pallas_kernels.tree_mask import packed
 from tests.pallas_kernels.flavours import kernel
 from tests.support.sizes import cases
 

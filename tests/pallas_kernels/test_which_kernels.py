@@ -14,9 +14,9 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.model import Model
 from jaxspec.options.engine import KERNELS
 from pallas_kernels import (
+    argmax_token,
     feed_forward,
     kv_write,
-    likeliest_token,
     merge_tokens,
     paged_attention,
     self_attention,
@@ -30,7 +30,7 @@ from tests.support.sizes import cases
 
 T4 = Device("gpu", (7, 5), "Tesla T4")
 WORDS = "kernels need a GPU of compute capability 8.0, Tesla T4 has 7.5"
-OPS = ("merge_tokens", "slot_mapping", "kv_write", "paged_attention", "feed_forward", "self_attention", "likeliest")
+OPS = ("merge_tokens", "slot_mapping", "kv_write", "paged_attention", "feed_forward", "self_attention", "argmax_token")
 
 
 def shape(*dims, dtype=jnp.int32):
@@ -61,7 +61,7 @@ def traced(op: str, implementation: str | None, device: Device, rows: int = 1, d
             lambda *a: self_attention(*a[:-1], norm=a[-1], **layer, **attention, **how),
             (x(1, rows, 256), x(256, 640), pages, shape(rows), *table, *[f32(1, rows, 32)] * 2, f32(256)),
         ),
-        "likeliest": (lambda *a: likeliest_token(*a, **how), (x(rows, 256), x(1000, 256))),
+        "argmax_token": (lambda *a: argmax_token(*a, **how), (x(rows, 256), x(1000, 256))),
     }[op]
     return str(jax.make_jaxpr(function)(*arguments))
 
@@ -92,9 +92,9 @@ def test_others_have_kernels():
 def test_what_stays_plain_where_kernels_are_asked_for(device):
     """As docs/extending.md lists it."""
     plain = {op for op in OPS if "pallas_call" not in traced(op, "pallas", device)}
-    assert plain == ({"feed_forward", "likeliest"} if device.platform == "tpu" else set())
+    assert plain == ({"feed_forward", "argmax_token"} if device.platform == "tpu" else set())
     prompt = {op for op in OPS if "pallas_call" not in traced(op, "pallas", device, rows=300)}
-    assert prompt == {"feed_forward", "likeliest"}
+    assert prompt == {"feed_forward", "argmax_token"}
 
 
 @pytest.mark.thorough

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.bench.presets import HEADS
-from jaxspec.loading.placing import draft_degree
-from jaxspec.loading.weights import laid
+from jaxspec.loading.draft_degree import draft_degree
+from jaxspec.loading.weights import resharded
 from jaxspec.models.decoder import random_params
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import divisors, make_placement
@@ -116,8 +116,8 @@ def test_what_each_device_holds(degrees):
             assert of(params[part]) * degree == params[part].size, (name, part)
     assert all(of(x) * size == x.size for x in jax.tree.leaves(found.runner.cache.target))
     assert all(of(x) * own == x.size for x in jax.tree.leaves((found.runner.cache.draft, found.runner.cache.features)))
-    assert set(found.runner.params["lent"]) == {"embed"}
-    assert of(found.runner.params["lent"]["embed"]) * own == found.runner.params["lent"]["embed"].size
+    assert set(found.runner.params["shared"]) == {"embed"}
+    assert of(found.runner.params["shared"]["embed"]) * own == found.runner.params["shared"]["embed"].size
 
 
 def test_a_small_draft_is_whole_on_every_device():
@@ -129,7 +129,7 @@ def test_a_small_draft_is_whole_on_every_device():
 
 
 def test_on_one_device_a_model_stays_as_it_is():
-    assert laid(target(), make_placement()) is target()
+    assert resharded(target(), make_placement()) is target()
 
 
 def test_what_does_not_divide_is_named():

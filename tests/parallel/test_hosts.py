@@ -271,7 +271,7 @@ def test_what_is_no_plan():
     class Unknown:
         x: int = 0
 
-    with pytest.raises(TypeError, match="Unknown is not told to other processes: list it in CLASSES"):
+    with pytest.raises(TypeError, match="Unknown cannot be sent to other processes: list it in CLASSES"):
         wire.as_json(Unknown())
 
 
@@ -280,6 +280,7 @@ def test_the_first_word_counts(monkeypatch):
     said, status = [], []
     monkeypatch.setattr(peers, "say", lambda line, **_: said.append(line))
     monkeypatch.setattr(peers.os, "_exit", status.append)
+    monkeypatch.setattr(peers.signal, "signal", lambda *_: None)  # which would leave interrupts ignored
     only, number = Peers(1, {}), itertools.count()
     only.end("one", 3)
     waiting = threading.Thread(target=lambda: only.end(f"two {next(number)}", 4), daemon=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxspec import UserError
 from jaxspec.parallel import meeting
-from jaxspec.parallel.meeting import Caller, Stranger, gather, hellos, visit
+from jaxspec.parallel.meeting import Caller, UnknownConnection, gather, hellos, visit
 from tests.parallel.test_job import free_address
 
 LONG = 300.0  # seconds, for what comes at once unless the machine is busy
@@ -125,7 +125,7 @@ def check(said: bytes, ended: bool) -> None:
         theirs.sendall(said)
         if ended:
             theirs.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(Stranger):
+        with contextlib.suppress(UnknownConnection):
             if (found := Caller(ours, "there", 0.0).hello()) is not None:
                 rank, has = found
                 assert type(rank) is int
@@ -192,7 +192,7 @@ def test_process_0_waits_no_longer_than_it_was_told(monkeypatch):
 
 def test_too_many_at_once(monkeypatch, capsys):
     """The first has to go; who says at once who it is stays."""
-    monkeypatch.setattr(meeting, "MOST_STRANGERS", 2)
+    monkeypatch.setattr(meeting, "MAX_UNKNOWN_CONNECTIONS", 2)
     job = Job()
     with contextlib.ExitStack() as stack:
         first, *_ = [stack.enter_context(job.call()) for _ in range(6)]

@@ -26,7 +26,7 @@ def launches(method: str, worth: float, num_tokens: int = 24) -> tuple[list[int]
     while going := [r for r in requests if not r.finish_reason]:
         result = fetch(shared.runner.start(shared.launch(going, K, MAX_ROUNDS, worth)))
         rounds.append(int(result.num_rounds))
-        shared.absorb(going, result)
+        shared.apply_result(going, result)
     return rounds, texts(requests)
 
 

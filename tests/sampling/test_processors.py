@@ -15,7 +15,7 @@ from jaxspec.engine.request import Request
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.sampling import processors
 from jaxspec.sampling.arrays import padded
-from tests.support import laws
+from tests.support import exact
 
 V, B, M, K = 11, 16, 20, 4
 WORDS, LENGTH = 5, 4  # most bad words of a row, and their longest
@@ -94,8 +94,8 @@ def found(logits: np.ndarray, wishes: Sequence[Wish], offset: int, junk: int = 0
 def expected(logits: np.ndarray, w: Wish, offset: int) -> np.ndarray:
     """The same of one row, in numpy."""
     output = [*w.output, *w.drafts[:offset]]
-    ok = laws.allowed(len(logits), output, w.allowed_ids, w.bad_words, w.min_tokens, w.stop_ids)
-    return laws.penalised(laws.biased(logits, ok, w.bias), w.prompt, output, w.repetition, w.presence, w.frequency)
+    ok = exact.allowed(len(logits), output, w.allowed_ids, w.bad_words, w.min_tokens, w.stop_ids)
+    return exact.penalised(exact.biased(logits, ok, w.bias), w.prompt, output, w.repetition, w.presence, w.frequency)
 
 
 def random_wish(rng: np.random.Generator) -> Wish:
@@ -143,9 +143,9 @@ def test_the_cases_are_many():
             output = [*wish.output, *wish.drafts[:offset]]
             for name in seen:
                 how = {name: getattr(wish, name)} | ({"stop_ids": wish.stop_ids} if name == "min_tokens" else {})
-                seen[name] += not all(laws.allowed(V, output, **how))
+                seen[name] += not all(exact.allowed(V, output, **how))
             long = [w for w in wish.bad_words if len(w) - 1 > offset > 0]
-            across += not all(laws.allowed(V, output, bad_words=long))
+            across += not all(exact.allowed(V, output, bad_words=long))
     assert min(seen.values()) > 100, seen
     assert across > 10
 

@@ -20,8 +20,8 @@ TEXT = {"model": "tiny", "prompt": "x"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
 
 
-def wish(body: dict, *, chat: bool = False, **more) -> fields.Wish:
-    return fields.wish((CHAT if chat else TEXT) | body | more, chat=chat, model="tiny", room=100)
+def wish(body: dict, *, chat: bool = False, **more) -> fields.RequestFields:
+    return fields.request_fields((CHAT if chat else TEXT) | body | more, chat=chat, model="tiny", room=100)
 
 
 def refused(body: dict, *, chat: bool = False) -> Refusal:
@@ -231,7 +231,7 @@ MESSAGES = strategies.lists(
 def test_whatever_a_field_holds_is_taken_or_refused(body, messages, chat):
     """In one line, which any encoding takes; nothing else is raised."""
     more = {} if messages is None else {"messages": messages}
-    found: fields.Wish | Refusal
+    found: fields.RequestFields | Refusal
     try:
         found = wish(body | more, chat=chat, model="tiny")
     except Refusal as refusal:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 
-from jaxspec.api.completions import Job
-from jaxspec.api.prompts import Ask
+from jaxspec.api.completions import PromptRun
+from jaxspec.api.prompts import PromptRequest
 from jaxspec.engine.request import Request, TokenLogprobs
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.server.logprobs import of_chat, of_prompt, of_text
@@ -17,18 +17,18 @@ from tests.support.vocabularies import ids_of, tokenizer_of
 BYTES = ["byte-level", "byte fallback", "byte fallback, prefix"]
 
 
-def job(kind: str, ids: list[int], others: list[int], prompt: list[int]) -> tuple[Job, Request]:
+def prompt_run(kind: str, ids: list[int], others: list[int], prompt: list[int]) -> tuple[PromptRun, Request]:
     """A job whose output is not there yet, with log-probabilities for each of these ids: its own, then the others'."""
     params = SamplingParams(logprobs=len(others) + 1, prompt_logprobs=0)
     request = Request(0, prompt, params, 0, "greedy", (), 64, 0)
     ranked = lambda i: [i, *(o for o in others if o != i)]
     entry = lambda i: TokenLogprobs(-0.5, 1, ranked(i), [-0.5 - n for n in range(len(ranked(i)))])
     request.logprobs, request.prompt_logprobs = [entry(i) for i in ids], [entry(i) for i in prompt[1:]]
-    return Job(tokenizer_of(kind), Ask(0, None, prompt, params), request), request
+    return PromptRun(tokenizer_of(kind), PromptRequest(0, None, prompt, params), request), request
 
 
 def ended(kind: str, ids: list[int], others: list[int] = [], prompt: list[int] = [0]):  # noqa: B006
-    made, request = job(kind, ids, others, prompt)
+    made, request = prompt_run(kind, ids, others, prompt)
     request.output, request.finish_reason = ids, "length"
     return made.output()
 
@@ -88,7 +88,7 @@ def test_no_alternative_is_lost(kind):
 def test_a_stream_names_tokens_as_the_whole_answer_does(kind):
     ids = ids_of(kind, " true", b"\xe2", b"\x82", b"\xac", b"\xc3", "dog", "<s>", b"\xe2")
     (sample,) = ended(kind, ids, ids_of(kind, "true")).outputs
-    made, request = job(kind, ids, ids_of(kind, "true"), [0])
+    made, request = prompt_run(kind, ids, ids_of(kind, "true"), [0])
     rows, text, offset, parts = [], "", 0, []
     for end in range(1, len(ids) + 1):
         request.output, request.finish_reason = ids[:end], "length" if end == len(ids) else None

@@ -22,7 +22,7 @@ from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.server import answers, generation
 from jaxspec.server import body as bodies
 from jaxspec.server.answers import ChatAnswer, TextAnswer
-from jaxspec.server.fields import wish
+from jaxspec.server.fields import request_fields
 from tests.api.async_llm.calls import SOON
 from tests.server.running import MODEL, posted
 from tests.server.test_bodies import answered
@@ -134,7 +134,7 @@ def test_writing_takes_little_more_memory_than_the_text(answer, logprobs, prompt
     completion = CompletionOutput(0, "text", ids, "length", logprobs=ROWS if logprobs else None)
     output = RequestOutput("0", "a", ids, [completion], SpecDecodeMetrics())
     output.prompt_logprobs = [None, *ROWS[1:]] if prompt_logprobs else None
-    made = answer(MODEL, wish(body, chat=chat, model=MODEL, room=4096))
+    made = answer(MODEL, request_fields(body, chat=chat, model=MODEL, room=4096))
     tracemalloc.start()
     try:
         text = made.whole([output])

@@ -16,7 +16,7 @@ from jaxspec.decode.state import STOP, DecodeConfig, LaunchResult
 from jaxspec.drafters.combined import Combined
 from jaxspec.drafters.draft_model import DraftModel, DraftModelTree
 from jaxspec.drafters.ngram import NGram
-from jaxspec.drafters.trees.tree import Shape, Tree
+from jaxspec.drafters.trees.growth import Shape, Tree
 from jaxspec.engine import batch
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import fetch

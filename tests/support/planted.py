@@ -52,7 +52,7 @@ FAULTS = (
         "tests/checkpoints/test_safetensors.py -k not_the_table",
     ),
     Fault(  # a head's own table is not used, though it is another than the target's
-        "jaxspec/drafters/heads.py",
+        "jaxspec/drafters/head_checkpoint.py",
         "if self.own(TABLE) else {}",
         "if False else {}",
         "tests/drafters/test_copies.py -k used_or_refused",
@@ -101,19 +101,19 @@ FAULTS = (
     ),
     Fault(  # a copy that fails ends everybody who came with it
         "jaxspec/engine/engine.py",
-        "with self.roster.blame(owners):",
-        "with self.roster.blame(admitted):",
+        "with self.open_requests.blame(owners):",
+        "with self.open_requests.blame(admitted):",
         "tests/engine/test_faults.py -k it_was_for",
     ),
     Fault(  # a stream that the garbage collector ends changes queues that somebody is changing
-        "jaxspec/engine/roster.py",
+        "jaxspec/engine/open_requests.py",
         "not in self.open or self.inside:",
         "not in self.open:",
         "tests/api/llm/test_neighbours.py -k collector",
     ),
     Fault(  # an interrupt between two requests leaves the first behind
         "jaxspec/api/llm.py",
-        "for request in [r for i, r in self.engine.roster.open.items() if i not in known]:",
+        "for request in [r for i, r in self.engine.open_requests.open.items() if i not in known]:",
         "for request in ():",
         "tests/api/llm/test_neighbours.py -k queued",
     ),
@@ -160,7 +160,7 @@ FAULTS = (
         "jaxspec/engine/engine.py", " and not pinned:", ":", "tests/engine/test_seeds.py -k how_many"
     ),
     Fault(  # an interrupted step is taken for a whole one
-        "jaxspec/engine/roster.py",
+        "jaxspec/engine/open_requests.py",
         "if self.midway or self.runner.lost:",
         "if self.runner.lost:",
         "tests/engine/test_faults.py -k between_any_two_lines",
@@ -184,19 +184,19 @@ FAULTS = (
         "jaxspec/decode/round.py",
         "num_proposed=leading(possible, proposal.num_proposed))",
         "num_proposed=proposal.num_proposed)",
-        "tests/engine/test_no_law.py -k standard",
+        "tests/engine/test_not_finite.py -k standard",
     ),
     Fault(  # a draft that spoils its round is tried for ever
         "jaxspec/decode/round.py",
         "jnp.where(state.without_drafts, 0, ",
         "jnp.where(state.without_drafts & False, 0, ",
-        "tests/engine/test_no_law.py -k spoils",
+        "tests/engine/test_not_finite.py -k spoils",
     ),
     Fault(  # attention reads slots that nobody wrote
         "jaxspec/models/paged.py",
         "num_keys = end(jnp.sum(~masked, axis=1, dtype=jnp.int32))",
         "num_keys = kv_len",
-        "tests/engine/test_no_law.py -k 'spoils or alone'",
+        "tests/engine/test_not_finite.py -k 'spoils or alone'",
     ),
     Fault(  # a second failure leaves callers waiting
         "jaxspec/api/async_llm.py",
@@ -230,14 +230,14 @@ FAULTS = (
     ),
     Fault(  # the token behind a block is made up for as behind a draft that was judged alone
         "jaxspec/verify/block.py",
-        "extra_law(p, proposal, jnp.full(count, i), weights[:, i])",
-        "extra_law(p, proposal, jnp.full(count, i))",
+        "residual_distribution(p, proposal, jnp.full(count, i), weights[:, i])",
+        "residual_distribution(p, proposal, jnp.full(count, i))",
         "tests/verify/test_law.py -k 'emitted_tokens and block'",
     ),
     Fault(  # and where it is drawn
         "jaxspec/verify/block.py",
-        "extra_law(p, proposal, num_accepted, rng.take_row(weights, num_accepted))",
-        "extra_law(p, proposal, num_accepted)",
+        "residual_distribution(p, proposal, num_accepted, rng.take_row(weights, num_accepted))",
+        "residual_distribution(p, proposal, num_accepted)",
         "tests/verify/test_law.py -k 'draws_from_its_law and block'",
     ),
     Fault(  # the first draft of a block that fails ends it
@@ -355,13 +355,13 @@ FAULTS = (
         f"{HEADS} -k 'every_round and eagle3'",
     ),
     Fault(  # a layer whose output is meant is read before it
-        "jaxspec/drafters/heads.py",
+        "jaxspec/drafters/head_checkpoint.py",
         '"target_layer_ids": 1}',
         '"target_layer_ids": 0}',
         f"{HEADS} -k 'every_round and dflash'",
     ),
     Fault(  # a head's unsaid rotary base is taken from its target
-        "jaxspec/drafters/heads.py",
+        "jaxspec/drafters/head_checkpoint.py",
         '"rope_theta": 1e4, ',
         '"rope_theta": self.target.rope.theta, ',
         "tests/drafters/test_formats.py -k what_is_understood",
@@ -665,7 +665,7 @@ FAULTS = (
         "jaxspec/common/trust.py",
         "if known.st_mode & WRITABLE_BY_OTHERS:",
         "if False:",
-        "tests/loading/test_widened.py -k another_user",
+        "tests/loading/test_dequantised.py -k another_user",
     ),
     Fault(  # a damaged entry reaches JAX
         "jaxspec/runtime/checked_cache.py",

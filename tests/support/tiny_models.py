@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxspec.engine.engine import Engine
-from jaxspec.loading.weights import laid
+from jaxspec.loading.weights import resharded
 from jaxspec.models import families
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import random_params
@@ -74,7 +74,7 @@ def engine(
 ) -> Engine:
     placement = make_placement(tensor_parallel_size, draft_size=draft_tensor_parallel_size)
     if tensor_parallel_size > 1:
-        target, draft = laid(target, placement), draft and laid(draft, placement.draft)
+        target, draft = resharded(target, placement), draft and resharded(draft, placement.draft)
     if isinstance(speculative, dict):
         speculative = {"adaptive": False, **speculative}  # the number of drafts is the test's choice
     return Engine(

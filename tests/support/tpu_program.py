@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxspec.cache import budget
 from jaxspec.cache.pages import CacheLayout, PagedKVCache, pages_format
 from jaxspec.decode.state import DecodeConfig, Variant
-from jaxspec.engine import batch, setup
+from jaxspec.engine import assembly, batch
+from jaxspec.engine.assembly import cache_layouts, drafters, paged_models, temporary_bytes
 from jaxspec.engine.request import Request
-from jaxspec.engine.setup import cache_layouts, drafters, paged_models, temporary_bytes
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -70,7 +70,7 @@ class Program:
         devices = list(self.devices(chip))
         self.placement = make_placement(len(devices), devices, draft_size=draft_degree)
         configs = {"target": target} | ({"draft": draft} if draft else {})
-        places = setup.placements(configs, self.placement)
+        places = assembly.placements(configs, self.placement)
         configs = {name: for_degree(config, places[name].degree) for name, config in configs.items()}
         dtypes = {"target": self.dtype, "draft": self.draft_dtype or self.dtype}
         self.models = {n: Model(c, abstract_params(c, dtypes[n], places[n])) for n, c in configs.items()}
@@ -84,7 +84,7 @@ class Program:
         drafter = drafters(self.speculative, paged)[num_drafts]
         reader = drafter if drafter and drafter.features_width else None
         self.config = DecodeConfig(paged["target"], drafter, variant, reader=reader)
-        places = setup.placements(self.layouts, self.placement)
+        places = assembly.placements(self.layouts, self.placement)
         self.cache = PagedKVCache(**{name: self.pages(layout, places[name]) for name, layout in self.layouts.items()})
 
     def devices(self, chip: str):
@@ -107,7 +107,7 @@ class Program:
         weights = sum(map(per_device, jax.tree.leaves(self.params)))
         free = int(self.options.memory_utilization * memory) - weights - self.reserved
         layouts = cache_layouts(self.paged(num_pages=1), self.dtype)
-        places, platform = setup.placements(layouts, self.placement), self.device.platform
+        places, platform = assembly.placements(layouts, self.placement), self.device.platform
         return budget.num_pages(free, *(x.stored_bytes(places[n].degree, platform) for n, x in layouts.items()))
 
     @property
@@ -169,7 +169,7 @@ class Program:
         return self.compile("launch", batch.launch_input(requests, *how, num_rounds=1))
 
     def prefill(self) -> Any:
-        shape = setup.chunk_shape(self.options, "tpu")
+        shape = assembly.chunk_shape(self.options, "tpu")
         (request, *_) = self.requests(shape.rows * shape.width + 1)
         rows = batch.pieces([request], [0], shape)
         chunk = batch.chunk_input(rows, self.config.target.layout, shape, row_pages=self.row_pages)
@@ -185,7 +185,7 @@ def check(program: Program, compiled: jax.stages.Compiled, temporary: int) -> hl
     """In place, within `temporary` bytes a device, without the host, and no page or slice of a weight moved for
     nothing; -> the program."""
     memory, read = compiled.memory_analysis(), hlo.Program(compiled.as_text())
-    places = setup.placements(program.layouts, program.placement)
+    places = assembly.placements(program.layouts, program.placement)
     stored = [x.num_pages * x.stored_bytes(places[name].degree, "tpu") for name, x in program.layouts.items()]
     assert memory.alias_size_in_bytes == sum(stored)
     table = re.search(r"input_output_alias=\{(.*?)\}, entry", read.text).group(1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.train import data
-from jaxspec.train.options import TrainOptions
+from jaxspec.train.train_options import TrainOptions
 from tests.support import model_folders
 
 VOCAB, LENGTH, PROMPT = 320, 64, 8

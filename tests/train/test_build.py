@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.parallel.placement import make_placement
 from jaxspec.train.build import coordinates, draft_config, first_params, target_layers, vocabulary
-from jaxspec.train.options import TrainOptions
+from jaxspec.train.train_options import TrainOptions
 from tests.support import lively_models, tiny_models
 
 TARGET = lively_models.target()

@@ -12,7 +12,7 @@ from jaxspec.models.decoder import bind
 from jaxspec.models.model import Model
 from jaxspec.models.rows import Rows
 from jaxspec.parallel.placement import make_placement
-from jaxspec.train import features, loop, setup
+from jaxspec.train import features, loop, preparation
 from jaxspec.train import kept as files
 from jaxspec.train.data import Rows as TrainingRows
 from pallas_kernels.device import CPU
@@ -34,7 +34,7 @@ ROWS = TrainingRows(TOKENS, np.ones(TOKENS.shape, bool))
 def test_they_are_what_the_target_computes(tmp_path, dtype, taps):
     target = Model(TARGET.config, {name: x.astype(dtype) for name, x in TARGET.params.items()})
     how = {"batch_size": 4, "backend": BACKEND, "devices": make_placement()}
-    found = features.kept(tmp_path, target, ROWS, COUNT, taps, **how).upto(COUNT)
+    found = features.kept(tmp_path, target, ROWS, COUNT, taps, **how).up_to(COUNT)
     tokens = jnp.asarray(TOKENS[:COUNT], jnp.int32)
     rows = Rows(jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape))
     decoder = bind(target.config, target.params)
@@ -74,8 +74,8 @@ def test_a_head_learns_the_same_from_them(root, method, capsys):
 
 def test_where_they_cannot_be_kept(root, monkeypatch):
     with pytest.raises(UserError, match="--keep-features, but --method draft_model reads none: leave it out"):
-        setup.prepare(runs.options(root, "x", keep_features=True))
+        preparation.prepare(runs.options(root, "x", keep_features=True))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
-    prepared = setup.prepare(options(root, "x", "mtp", keep_features=True, seed=9))  # rows of its own
+    prepared = preparation.prepare(options(root, "x", "mtp", keep_features=True, seed=9))  # rows of its own
     with pytest.raises(UserError, match=r"GB more, 0\.0 are free: leave --keep-features out or lower --steps"):
-        setup.teacher(prepared)
+        preparation.teacher(prepared)

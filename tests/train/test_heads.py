@@ -17,7 +17,7 @@ from jaxspec.models.backend import Backend
 from jaxspec.models.decoder import bind, whole
 from jaxspec.models.rows import Rows
 from jaxspec.parallel.placement import make_placement
-from jaxspec.train import dflash, loop, setup
+from jaxspec.train import dflash, loop, preparation
 from jaxspec.train.loss import own_ids_first
 from jaxspec.train.methods import implementation
 from jaxspec.train.step import first_state, make_step
@@ -122,7 +122,7 @@ def test_a_pass_sees_nothing_that_comes_later(target, head):
 )
 def test_what_it_has_no_use_for_is_refused(root, method, changes, line):
     with pytest.raises(UserError) as stop:
-        setup.prepare(options(root, "x", method, **changes))
+        preparation.prepare(options(root, "x", method, **changes))
     assert line in str(stop.value)
 
 

@@ -18,10 +18,10 @@ from jaxspec.parallel.placement import make_placement
 from jaxspec.train import loss as losses
 from jaxspec.train import step as steps
 from jaxspec.train.build import vocabulary
-from jaxspec.train.likeliest import top
 from jaxspec.train.loss import loss_sums, own_ids_first
+from jaxspec.train.top_tokens import top
 from pallas_kernels.device import CPU, named
-from tests.support import laws, lively_models, tiny_models
+from tests.support import exact, lively_models, tiny_models
 from tests.support.sizes import cases
 from tests.train import runs
 
@@ -64,7 +64,7 @@ def distributions(draft):
         logits = np.asarray(decoder.logits(hidden, BACKEND), np.float64)
         if m is REDUCED:
             logits = np.pad(logits, [(0, 0), (0, 0), (0, 1)], constant_values=-np.inf)[..., IDS["t2d"]]
-        found.append(laws.softmax(logits)[:, :-1][MASK[:, 1:]])
+        found.append(exact.softmax(logits)[:, :-1][MASK[:, 1:]])
     return found
 
 
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_the_dense_formula(draft, n):
     """Written out over all V ids of the target, with what is listed as a mask."""
     size = draft.config.head_size
     rng = np.random.default_rng(n)
-    p = laws.softmax(3 * rng.standard_normal((6, VOCAB)))
+    p = exact.softmax(3 * rng.standard_normal((6, VOCAB)))
     t2d = IDS["t2d"] if draft is REDUCED else np.arange(VOCAB)
     logits = (2 * rng.standard_normal((6, size))).astype(np.float32)
     ids, log_p = top(jnp.log(jnp.asarray(p, jnp.float32)), n)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.api.llm import LLM
-from jaxspec.engine.arrivals import sample_seed
+from jaxspec.engine.admission import sample_seed
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.train import data, generate, openings
 from jaxspec.train.data_options import DataOptions

@@ -23,7 +23,7 @@ from jaxspec.cli import main
 from jaxspec.common.errors import UserError
 from jaxspec.inspect.info import describe
 from jaxspec.train import data, kept, loop
-from jaxspec.train.setup import prepare
+from jaxspec.train.preparation import prepare
 from jaxspec.train.step import learning_rate
 from tests.checkpoints.files import fails
 from tests.support import model_folders
@@ -143,6 +143,7 @@ loop.train(pickle.load(sys.stdin.buffer))
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_run_ends_as_if_it_had_not_been(root):
     """The process is killed for good, some steps after its second checkpoint; every bit of the last state is as in a
     run that was left alone."""

@@ -18,8 +18,8 @@ from jaxspec.drafters.base import Proposal
 from jaxspec.verify import block, coupled, rules, standard
 from jaxspec.verify.base import Case, Verdict
 from jaxspec.verify.coupled import shared_noise
-from pallas_kernels.plain import likeliest
-from tests.support import laws
+from pallas_kernels.plain import argmax
+from tests.support import exact
 
 V, K = 3, 3
 START = 11  # num_tokens of all rows
@@ -31,7 +31,7 @@ NAMES = [name for name, rule in rules.RULES.items() if rule.lossless and name !=
 @functools.cache
 def law(name: str) -> Callable:
     """(p [n,T,V], q [n,K,V], drafts [n,K]) -> (P(i accepted) [n,T], the extra token's law [n,T,V]), T = K + 1."""
-    function = rules.implementation(name).law
+    function = rules.implementation(name).output_distribution
     if rules.RULES[name].noise == "shared":
         return lambda *x: function(*map(jnp.asarray, x))  # which is numpy's
     compiled = jax.jit(function)
@@ -57,7 +57,7 @@ def draw(name: str, p: np.ndarray, q: np.ndarray, num_proposed: np.ndarray) -> t
         logits, probs, own = jnp.log(every_row(p)), every_row(q), jnp.zeros((rows, K + 1), jnp.int32)
         if shared:
             noise = jnp.stack([shared_noise(seed, jnp.full(rows, START + i), V) for i in range(K + 1)], axis=1)
-            drawn, own = likeliest(jnp.log(probs) + noise[:, :-1]), likeliest(logits + noise)
+            drawn, own = argmax(jnp.log(probs) + noise[:, :-1]), argmax(logits + noise)
         case = Case(logits, own, Proposal(drawn, probs, num_proposed), seed, jnp.full(rows, START), jnp.zeros(0))
         return drawn, rules.implementation(name).verify(case)
 
@@ -133,7 +133,7 @@ def proposals(p: list[np.ndarray], q: list[np.ndarray], prefix: tuple[int, ...])
 
 def distance(round_laws: Callable, length: int) -> float:
     """Total variation between what the rule emits and the target's law."""
-    target = laws.joint(tables(length)[0][:length])
+    target = exact.joint(tables(length)[0][:length])
     return float(np.abs(emitted_law(round_laws, length) - target).sum() / 2)
 
 
@@ -200,7 +200,7 @@ def compare(rule: str, drafts: np.ndarray, verdict: Verdict) -> list[float]:
         expected = np.zeros((V**k, V, k + 1))
         joint = chance[possible, None, None] * np.asarray(lengths)[..., None] * np.asarray(extras)
         expected[possible] = joint.transpose(0, 2, 1)
-        p_values.append(laws.chi_square(np.bincount(cells, minlength=expected.size), expected))
+        p_values.append(exact.chi_square(np.bincount(cells, minlength=expected.size), expected))
     return p_values
 
 
@@ -223,8 +223,8 @@ def only_the_path_so_far(p, proposal):
 block_judged = block.judged
 FAULTS = [
     (standard, "leading", lambda accepted, num_proposed: num_proposed),
-    (standard, "extra_law", from_the_target),
-    (block, "extra_law", from_the_target),
+    (standard, "residual_distribution", from_the_target),
+    (block, "residual_distribution", from_the_target),
     (block, "judged", only_the_path_so_far),
 ]
 
@@ -299,7 +299,7 @@ def test_the_coupled_joint_is_that_of_the_noise(pair):
     with np.errstate(divide="ignore"):
         both = np.stack([np.argmax(np.log(q) + noise, axis=1), np.argmax(np.log(p) + noise, axis=1)], axis=1)
     joint = np.where(joint < 1e-15, 0.0, joint)
-    assert laws.chi_square(laws.histogram(both, len(p)), joint) > 1e-4
+    assert exact.chi_square(exact.histogram(both, len(p)), joint) > 1e-4
     agreement = np.trace(joint)
     total_variation = np.abs(p - q).sum() / 2
     assert (1 - total_variation) / (1 + total_variation) - 1e-12 <= agreement <= 1 - total_variation + 1e-12

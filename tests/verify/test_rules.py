@@ -11,7 +11,7 @@ from jaxspec.drafters.base import Proposal
 from jaxspec.sampling import rng
 from jaxspec.verify import block, greedy, standard
 from jaxspec.verify.base import Case, Verdict, leading
-from pallas_kernels.plain import likeliest
+from pallas_kernels.plain import argmax
 
 LOG = lambda p: jnp.log(jnp.array(p, jnp.float32))
 ROWS = 64
@@ -26,7 +26,7 @@ def verify(rule, logits, proposal, seed=None, num_tokens=None) -> Verdict:
     """Without noise of the target's own."""
     rows = len(logits)
     seed, num_tokens = seeds(rows) if seed is None else seed, jnp.full(rows, 5) if num_tokens is None else num_tokens
-    return rule.verify(Case(logits, likeliest(logits), proposal, seed, num_tokens, jnp.zeros(0)))
+    return rule.verify(Case(logits, argmax(logits), proposal, seed, num_tokens, jnp.zeros(0)))
 
 
 def seeds(rows: int) -> jax.Array:
@@ -66,10 +66,10 @@ def test_an_empty_residual_falls_back_to_the_target():
     """max(p - q, 0) may round to nothing: then p, and never NaN."""
     p = jnp.array(repeated([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], 2), jnp.float32)
     drafts = proposal([[0], [0]], repeated([[0.5, 0.3, 0.2]], 2), [1, 1])
-    law = standard.extra_law(p, drafts, jnp.array([0, 1]))
+    law = standard.residual_distribution(p, drafts, jnp.array([0, 1]))
     np.testing.assert_allclose(law, [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], rtol=1e-6)
     one_hot = proposal([[1], [1]], None, [1, 1])
-    law = standard.extra_law(jnp.array(repeated([[0.0, 1.0, 0.0]] * 2, 2)), one_hot, jnp.array([0, 1]))
+    law = standard.residual_distribution(jnp.array(repeated([[0.0, 1.0, 0.0]] * 2, 2)), one_hot, jnp.array([0, 1]))
     np.testing.assert_allclose(law, [[0.0, 1.0, 0.0]] * 2)
 
 

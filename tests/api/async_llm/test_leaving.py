@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from jaxspec.api.async_llm import Call
-from jaxspec.api.completions import Job
+from jaxspec.api.completions import PromptRun
 from jaxspec.common.errors import UserError
 from tests.api.async_llm.calls import GREEDY, LONG, PROMPTS, assert_idle, collect, run, spied, texts, until
 
@@ -71,12 +71,12 @@ def test_a_stream_that_never_started_asks_for_nothing(llm, monkeypatch):
 
 def test_a_loop_that_is_closed_listens_no_more(llm, expected):
     loop = asyncio.new_event_loop()
-    call = Call(llm._prepare(PROMPTS[0], LONG, None), Job.pieces, 1, loop)
+    call = Call(llm._prepare(PROMPTS[0], LONG, None), PromptRun.pieces, 1, loop)
     loop.close()
     llm._thread.tell(llm._thread.open, call)
     assert texts([run(llm.generate(PROMPTS[1], GREEDY))]) == texts(expected(PROMPTS[1]))
     assert_idle(llm)
-    assert call.job.requests[0].finish_reason == "abort"
+    assert call.prompt_run.requests[0].finish_reason == "abort"
 
 
 # Names of requests

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxspec import AsyncLLM, SamplingParams
-from jaxspec.api.completions import Job
+from jaxspec.api.completions import PromptRun
 from tests.api.async_llm.calls import (
     GREEDY,
     LONG,
@@ -149,14 +149,14 @@ def test_a_second_failure_while_the_first_is_handled_lets_nobody_wait(own, monke
 
 
 def test_a_text_that_cannot_be_made_is_its_callers_trouble(llm, expected, monkeypatch):
-    output = Job.output
+    output = PromptRun.output
 
-    def failing(job):
-        if job.ask.text == PROMPTS[0]:
+    def failing(prompt_run):
+        if prompt_run.prompt_request.text == PROMPTS[0]:
             raise LookupError("no such word")
-        return output(job)
+        return output(prompt_run)
 
-    monkeypatch.setattr(Job, "output", failing)
+    monkeypatch.setattr(PromptRun, "output", failing)
 
     async def main():
         return await asyncio.gather(*(llm.generate(p, GREEDY) for p in PROMPTS[:3]), return_exceptions=True)

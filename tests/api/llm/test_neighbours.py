@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
-from jaxspec.api.completions import Job
+from jaxspec.api.completions import PromptRun
 from tests.api.async_llm.calls import SOON
 from tests.api.llm.answers import GREEDY, PROMPTS, assert_idle, ids_of, text_of
 from tests.checkpoints.files import fails
@@ -50,14 +50,14 @@ def test_nor_do_they_while_others_read_on(llm, monkeypatch):
     """A stream of more prompts than rows, of which the first ones fail."""
     with monkeypatch.context() as broken:
         bad = [llm.tokenizer.encode(prompt) for prompt in PROMPTS[:ROWS]]
-        real = Job.pieces
+        real = PromptRun.pieces
 
-        def pieces(job: Job) -> list[Any]:
-            for sample in job.samples if job.ask.ids in bad else ():
+        def pieces(prompt_run: PromptRun) -> list[Any]:
+            for sample in prompt_run.samples if prompt_run.prompt_request.ids in bad else ():
                 sample.detokenizer.reader = None
-            return real(job)
+            return real(prompt_run)
 
-        broken.setattr(Job, "pieces", pieces)
+        broken.setattr(PromptRun, "pieces", pieces)
         found = list(llm.stream(PROMPTS, GREEDY))
     last = {piece.prompt_index: piece.finish_reason for piece in found}
     assert last == dict.fromkeys(range(ROWS), "error") | {ROWS: "length"}
@@ -134,19 +134,19 @@ def test_an_interrupt_while_requests_are_queued(llm):
     files = (
         "api/completions",
         "api/llm",
-        "engine/roster",
+        "engine/open_requests",
         "engine/scheduler",
         "api/detokenizer",
         "engine/arrivals",
     )
     asked = llm._prepare(PROMPTS[:2], SHORT)
     for line in itertools.count(1):
-        jobs: list[Job] = []
+        prompt_runs: list[PromptRun] = []
         with contextlib.suppress(KeyboardInterrupt), at_line(line, files, interrupt) as waiting:
-            llm._submit_all(asked, jobs)
-        for job in jobs:
-            llm._abort(job)
-        assert not [r for r in llm.engine.roster.open.values() if r.finish_reason is None], line
+            llm._submit_all(asked, prompt_runs)
+        for prompt_run in prompt_runs:
+            llm._abort(prompt_run)
+        assert not [r for r in llm.engine.open_requests.open.values() if r.finish_reason is None], line
         llm.generate(PROMPTS[3], SHORT)
         assert_idle(llm)
         assert not llm.engine.busy
@@ -166,7 +166,7 @@ class Dropped:
 @cases("first", [1, 2, 3], quick=[1])
 def test_streams_that_the_collector_finds_anywhere(llm, first):
     """They end wherever Python looks for cycles, be it in the middle of what the engine does for another request."""
-    files = ("engine/roster", "engine/scheduler", "cache/allocator")
+    files = ("engine/open_requests", "engine/scheduler", "cache/allocator")
     submit = lambda: llm._submit(llm._prepare([PROMPTS[3]], SHORT)[0])
     (expected,) = llm.generate(PROMPTS[3], SHORT)
     gc.disable()
@@ -174,11 +174,11 @@ def test_streams_that_the_collector_finds_anywhere(llm, first):
         for line in itertools.count(first, 3):
             Dropped(llm)
             with at_line(line, files, gc.collect) as waiting:
-                job = submit()
+                prompt_run = submit()
             for _ in range(20):
                 llm._step()
-            assert job.ended, line
-            assert job.output().outputs[0].token_ids == ids_of(expected)
+            assert prompt_run.ended, line
+            assert prompt_run.output().outputs[0].token_ids == ids_of(expected)
             other = submit()
             llm.engine.step(1)
             Dropped(llm)

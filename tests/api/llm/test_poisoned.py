@@ -231,7 +231,7 @@ def check_free(llm: LLM) -> None:
     assert not engine.busy
     assert engine.scheduler.allocator.num_free == engine.num_pages
     assert not any(engine.scheduler.allocator.references)
-    assert not engine.roster.midway
+    assert not engine.open_requests.midway
 
 
 @cases("method", METHODS, rest=[METHODS[0], METHODS[1], METHODS[4]])
@@ -242,25 +242,25 @@ def test_through_llm(method, folder, alone):
     llm = quick(LLM(model, speculative_config=speculation, **OPTIONS))
     cases = draw(rng, 150)
     results: list[Any] = [None] * len(cases)
-    jobs: dict[int, Any] = {}
+    prompt_runs: dict[int, Any] = {}
     coming, steps = iter(enumerate(cases)), 0
-    while (case := next(coming, None)) is not None or jobs:
+    while (case := next(coming, None)) is not None or prompt_runs:
         if case is not None:
             index, wanted = case
             try:
                 (ask,) = llm._prepare(wanted.prompt, wanted.sampling())
-                jobs[index] = llm._submit(ask)
+                prompt_runs[index] = llm._submit(ask)
             except Exception as error:
                 results[index] = error
             else:
-                for request in jobs[index].requests if wanted.fails else ():
+                for request in prompt_runs[index].requests if wanted.fails else ():
                     request.find_stop = fail
-        if case is None or len(jobs) > 8:
+        if case is None or len(prompt_runs) > 8:
             llm._step()
             steps += 1
-        for index, job in [(i, job) for i, job in jobs.items() if job.ended]:
-            results[index] = jobs.pop(index).output()
-            llm._abort(job)
+        for index, prompt_run in [(i, prompt_run) for i, prompt_run in prompt_runs.items() if prompt_run.ended]:
+            results[index] = prompt_runs.pop(index).output()
+            llm._abort(prompt_run)
         assert steps < 5000, "it does not end"
     check(cases, results, alone)
     check_free(llm)
@@ -288,10 +288,10 @@ def test_through_async_llm(folder, alone):
             submit = llm.llm._submit
 
             def submitted(wanted):  # in the engine's thread, before the first step
-                job = submit(wanted)
-                for request in job.requests if "\0" in wanted.params.stop else ():
+                prompt_run = submit(wanted)
+                for request in prompt_run.requests if "\0" in wanted.params.stop else ():
                     request.find_stop = fail
-                return job
+                return prompt_run
 
             llm.llm._submit = submitted  # type: ignore[method-assign]
             room = asyncio.Semaphore(10)

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxspec.common.errors import said
+from jaxspec.common.errors import error_line
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
@@ -17,7 +17,7 @@ class CachesLost(Exception):
     requests wait again, and are recomputed."""
 
 
-class Roster:
+class OpenRequests:
     """The engine's open requests. An error ends the requests that it concerns. An interrupt ends none: it may come at
     any point, and the next step starts again from the requests' tokens, which are always complete."""
 
@@ -94,7 +94,7 @@ class Roster:
         except Exception as error:
             for request in requests:
                 if request.finish_reason is None:
-                    request.error, request.finish_reason = said(error), "error"
+                    request.error, request.finish_reason = error_line(error), "error"
                     request.times.finished = time.perf_counter()
                     self.remove(request)
                     self.failed.append(request)

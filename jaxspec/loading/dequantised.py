@@ -23,13 +23,13 @@ from jaxspec.models.decoder import abstract_params
 from jaxspec.models.model import Model
 from jaxspec.models.storage import narrow
 from jaxspec.parallel.placement import Placement
-from jaxspec.runtime.stored import keep, sources
+from jaxspec.runtime.program_files import keep, sources
 from pallas_kernels.weights.output_first import Streamed
 
 LARGEST = 1 << 27  # bytes of the model's file; dequantised weights are several times as large
 
 
-def load_widened(
+def load_dequantised(
     found: ResolvedModel,
     dtype: Any,
     backend: Backend,

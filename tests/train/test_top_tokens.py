@@ -18,9 +18,9 @@ from jaxspec.parallel.placement import make_placement
 from jaxspec.train import kept as files
 from jaxspec.train.data import Rows
 from jaxspec.train.kept import digest
-from jaxspec.train.likeliest import kept, top
+from jaxspec.train.top_tokens import kept, top
 from pallas_kernels.device import CPU
-from tests.support import laws, lively_models
+from tests.support import exact, lively_models
 
 BACKEND = Backend(CPU, None, "reference")
 TARGET = lively_models.target()
@@ -30,7 +30,7 @@ ROWS = Rows(TOKENS, np.ones(TOKENS.shape, bool))
 
 
 def fill(folder, *, target=TARGET, rows=ROWS, count=COUNT, n=N):
-    return records(folder, target=target, rows=rows, count=count, n=n).upto(count)
+    return records(folder, target=target, rows=rows, count=count, n=n).up_to(count)
 
 
 def records(folder, *, target=TARGET, rows=ROWS, count=COUNT, n=N):
@@ -58,7 +58,7 @@ def test_top_is_a_sort(n):
     ids, log_p = jax.jit(lambda x: top(x, n))(logits)
     order = np.argsort(-logits, axis=-1)[..., :n]
     np.testing.assert_array_equal(ids, order)
-    expected = np.log(np.take_along_axis(laws.softmax(logits.astype(np.float64)), order, axis=-1))
+    expected = np.log(np.take_along_axis(exact.softmax(logits.astype(np.float64)), order, axis=-1))
     np.testing.assert_allclose(log_p, expected, atol=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_what_is_kept_is_what_the_target_says(folder):
     assert found.shape == (COUNT,)
     assert (found["ids"].dtype, found["log_p"].dtype) == (np.uint16, np.float16)
     decoder, hidden = whole(TARGET.config, TARGET.params, jnp.asarray(TOKENS[:COUNT], jnp.int32), BACKEND)
-    p = laws.softmax(np.asarray(decoder.logits(hidden, BACKEND), np.float64))
+    p = exact.softmax(np.asarray(decoder.logits(hidden, BACKEND), np.float64))
     order = np.argsort(-p, axis=-1)[..., :N]
     assert np.mean(found["ids"] == order) > 0.999
     np.testing.assert_allclose(found["log_p"], np.log(np.take_along_axis(p, order, axis=-1)), rtol=1e-3, atol=1e-4)
@@ -88,7 +88,7 @@ def test_a_second_run_asks_the_target_nothing(folder, monkeypatch, capsys):
     assert fill(folder).tobytes() == before
     assert fill(folder, count=3).tobytes() == before[: 3 * LENGTH * N * 4]
     said = capsys.readouterr().err.splitlines()
-    assert f"the target's 5 likeliest ids of 252 tokens: 0.00 GB in {only(folder)} (found there)" in said
+    assert f"the target's 5 most probable ids of 252 tokens: 0.00 GB in {only(folder)} (found there)" in said
 
 
 @pytest.mark.parametrize("size", [0, 1, 7 * LENGTH * N * 4 + 11, 16 * LENGTH * N * 4])
@@ -125,13 +125,13 @@ def test_an_interrupt_keeps_what_is_done(folder, tmp_path, monkeypatch):
 def test_only_what_is_needed_is_found(folder, tmp_path):
     """A batch at a time, and no more once it is over."""
     some, row = records(tmp_path), LENGTH * N * 4
-    assert len(some.upto(0)) == len(list(tmp_path.iterdir())) == 0
-    assert len(some.upto(3)) == 3
+    assert len(some.up_to(0)) == len(list(tmp_path.iterdir())) == 0
+    assert len(some.up_to(3)) == 3
     assert only(tmp_path).stat().st_size == 8 * row
     late = iter([False, True])
-    assert len(some.upto(COUNT, lambda seconds: next(late, True))) == 16
-    assert len(some.upto(COUNT, lambda seconds: True)) == 16
-    assert some.upto(COUNT).tobytes() == some.known.tobytes() == fill(folder).tobytes()
+    assert len(some.up_to(COUNT, lambda seconds: next(late, True))) == 16
+    assert len(some.up_to(COUNT, lambda seconds: True)) == 16
+    assert some.up_to(COUNT).tobytes() == some.known.tobytes() == fill(folder).tobytes()
 
 
 def test_what_differs_is_found_anew(folder):

@@ -1,17 +1,17 @@
 import jax
 
-from pallas_kernels.forms import Op, Where, check_shape, plain, triton
+from pallas_kernels.forms import DeviceLike, Op, check_shape, plain, triton
 
-OP = Op("likeliest_token", (triton(best=True), plain("device")))
+OP = Op("argmax_token", (triton(best=True), plain("device")))
 
 
-def likeliest_token(
+def argmax_token(
     x: jax.Array,
     table: jax.Array,
     *,
     num_ids: int | None = None,
     implementation: str | None = None,
-    platform: Where = None,
+    platform: DeviceLike = None,
 ) -> jax.Array:
     """Return the id of the largest logit, `argmax(x @ table.T)`; the lowest of ids with equal logits.
 
@@ -30,5 +30,5 @@ def likeliest_token(
       ValueError: shapes that do not fit, an unknown implementation or platform.
     """
     num_ids = table.shape[0] if num_ids is None else min(num_ids, table.shape[0])
-    check_shape("likeliest_token", "table", table, table.shape[0], x.shape[-1])
+    check_shape("argmax_token", "table", table, table.shape[0], x.shape[-1])
     return OP.run(implementation, platform, x, table, num_ids=num_ids)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import checkpoints
-from jaxspec.loading import widened
+from jaxspec.loading import dequantised
 from jaxspec.loading.resolved import resolved
 from jaxspec.loading.weights import load
 from jaxspec.models.backend import Backend
@@ -45,7 +45,9 @@ class Asked:
         return load(resolved(self.source), self.dtype, self.mesh).stored_for(self.backend)
 
     def __call__(self):
-        return widened.load_widened(resolved(self.source), self.dtype, self.backend, self.mesh, self.folder, self.load)
+        return dequantised.load_dequantised(
+            resolved(self.source), self.dtype, self.backend, self.mesh, self.folder, self.load
+        )
 
 
 def same(a, b) -> bool:
@@ -144,7 +146,7 @@ def test_what_bfloat16_holds_is_not_kept(tmp_path):
 
 
 def test_large_models_are_not_kept(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(widened, "LARGEST", 1000)
+    monkeypatch.setattr(dequantised, "LARGEST", 1000)
     asked = Asked(source, tmp_path / "kept")
     asked()
     assert not asked.folder.exists()

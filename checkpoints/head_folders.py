@@ -20,7 +20,7 @@ from checkpoints.copies import same
 from checkpoints.hf_config import ACTIVATIONS
 from checkpoints.names import Table, hf
 from checkpoints.orbax import FINGERPRINT, appearing
-from checkpoints.reading import read_config, there
+from checkpoints.reading import is_regular_file, read_config
 from checkpoints.safetensors import FLOATS, Shards, edit
 from checkpoints.sources import TOKENIZER_FILES
 from checkpoints.tensor_file import Index
@@ -38,7 +38,7 @@ def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]
     Raises as `checkpoints.safetensors` does.
     """
     path = folder / "config.json"
-    config = read_config(path) if there(path) else {}
+    config = read_config(path) if is_regular_file(path) else {}
     return config, Shards(folder).shapes()
 
 
@@ -76,7 +76,9 @@ def write(
         tensors = {**tensors, **{name: x.astype(jnp.dtype(dtype)) for name, x in floats.items()}}
     if weight_bits is not None:
         tensors = eight_bits.split(tensors)
-    beside = [path for pattern in (*TOKENIZER_FILES, FINGERPRINT) for path in folder.glob(pattern) if there(path)]
+    beside = [
+        path for pattern in (*TOKENIZER_FILES, FINGERPRINT) for path in folder.glob(pattern) if is_regular_file(path)
+    ]
     with appearing(dst) as partial:
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial / "model.safetensors")
         for path in beside:

@@ -12,9 +12,9 @@ from jaxspec.common.errors import UserError, quoted
 from jaxspec.drafters import methods
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.combined import Combined
-from jaxspec.drafters.trees.tree import Shape, Tree
+from jaxspec.drafters.trees.growth import Shape, Tree
 from jaxspec.engine.batch import ChunkShape
-from jaxspec.engine.catalogue import Closed, Open
+from jaxspec.engine.catalogue import ClosedCatalogue, OpenCatalogue
 from jaxspec.hardware.platforms import facts
 from jaxspec.models.backend import Backend
 from jaxspec.models.config import ModelConfig
@@ -126,7 +126,9 @@ def table_widths(device: Device, kernels: str | None, most: int, page_size: int)
     return (few, most) if has_kernel and 0 < few < most else (most,)
 
 
-def catalogue(config: EngineConfig, speculative: Speculation, device: Device, longest: int, *, lags: bool) -> Open:
+def catalogue(
+    config: EngineConfig, speculative: Speculation, device: Device, longest: int, *, lags: bool
+) -> OpenCatalogue:
     """Return the catalogue of programs.
 
     longest: maximum number of positions of a row.
@@ -136,8 +138,8 @@ def catalogue(config: EngineConfig, speculative: Speculation, device: Device, lo
     most = -(-longest // page_size)
     widths = table_widths(device, config.kernels, most, page_size)
     if not config.warm_up:
-        return Open(widths)
-    return Closed(
+        return OpenCatalogue(widths)
+    return ClosedCatalogue(
         ks(speculative),
         speculative.rejection_sample_method if speculative else None,
         max_num_seqs=config.max_num_seqs,

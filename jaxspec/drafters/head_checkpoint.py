@@ -22,7 +22,7 @@ RARE: dict[str, Place] = {f"{name}.weight": (name, "") for name in ("rare_in", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class HeadCheckpoint:
     """A head's checkpoint, before its weights are read.
 
     name: name of the checkpoint in messages.

@@ -1,12 +1,12 @@
-"""likeliest_token in plain jnp."""
+"""argmax_token in plain jnp."""
 
 import jax.numpy as jnp
 
-from pallas_kernels.plain import likeliest
+from pallas_kernels import plain
 from pallas_kernels.weights import product
 from pallas_kernels.weights.output_first import OutputFirst
 
 
-def likeliest_token(x, table, *, num_ids, device):
+def argmax_token(x, table, *, num_ids, device):
     logits = product(x, OutputFirst(table), dtype=jnp.float32, device=device)
-    return likeliest(logits[..., :num_ids])
+    return plain.argmax(logits[..., :num_ids])

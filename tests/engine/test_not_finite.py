@@ -8,7 +8,7 @@ import functools
 import jax.numpy as jnp
 
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.results import NO_NUMBERS
+from jaxspec.engine.results import NOT_FINITE_MESSAGE
 from jaxspec.models.model import Model
 from jaxspec.options.sampling_params import SamplingParams
 from tests.support import tiny_models
@@ -59,13 +59,13 @@ def plainly(how: str) -> SamplingParams:
 def test_a_row_without_a_law_ends_alone(method, how, make):
     requests = tiny_models.run(served(method), PROMPTS, make(how))
     expected = tiny_models.run(served("plain", "nobody"), PROMPTS, make(how))
-    assert (requests[1].finish_reason, requests[1].error) == ("error", NO_NUMBERS)
+    assert (requests[1].finish_reason, requests[1].error) == ("error", NOT_FINITE_MESSAGE)
     assert requests[1].output == []
     for i in (0, 2, 3):
         known = expected[i].output
         if POISON in known:
             known = known[: known.index(POISON) + 1]
-            assert (requests[i].finish_reason, requests[i].error) == ("error", NO_NUMBERS)
+            assert (requests[i].finish_reason, requests[i].error) == ("error", NOT_FINITE_MESSAGE)
         else:
             assert (requests[i].finish_reason, requests[i].error) == ("length", None)
         assert requests[i].output == known

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from jaxspec.bench.bench_options import FIRST_ROUNDS, engine_tokens
 from jaxspec.bench.clock import Sample, summary
-from jaxspec.bench.options import FIRST_ROUNDS, engine_tokens
-from jaxspec.bench.setup import Setup
+from jaxspec.bench.models import Setup
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.metrics import SpecDecodeMetrics
 from jaxspec.engine.request import Request
@@ -47,7 +47,7 @@ class Runner:
         return dataclasses.replace(summary(self.ms), ms=1e3 * batch_size / self.tokens_per_second)
 
 
-def race(
+def take_turns(
     setup: Setup,
     ways: dict[str, SpeculativeConfig | None],
     *,

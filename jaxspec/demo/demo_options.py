@@ -16,7 +16,7 @@ PROMPT = 256  # tokens of the longest prompt
 
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class DemoOptions:
     """Options of the demo. The first sentence of each entry is its --help text."""
 
     max_tokens: int = option("Longest answer to each prompt, in tokens.", default=64)

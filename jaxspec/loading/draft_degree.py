@@ -21,7 +21,9 @@ from pallas_kernels.device import Device, here
 logger = logging.getLogger(__name__)
 
 
-def placed(draft: ResolvedModel | None, config: EngineConfig, speculative: SpeculativeConfig | None) -> Placement:
+def placement_for(
+    draft: ResolvedModel | None, config: EngineConfig, speculative: SpeculativeConfig | None
+) -> Placement:
     """Return the placement of a target, whose axes also define the placement of its draft.
 
     The number of shards of the draft is the option's, else the one that is expected to be fastest.

@@ -12,14 +12,14 @@ import numpy as np
 
 import checkpoints
 from jaxspec.bench import presets
-from jaxspec.bench.options import Options
+from jaxspec.bench.bench_options import BenchOptions
 from jaxspec.cache.budget import memory
 from jaxspec.cache.pages import cache_layout
 from jaxspec.common.errors import UserError
 from jaxspec.engine.engine import Engine
 from jaxspec.hardware.platforms import facts
+from jaxspec.loading.draft_degree import draft_degree
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
-from jaxspec.loading.placing import draft_degree
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.loading.weights import load as load_model
@@ -46,7 +46,7 @@ class Setup:
     programs: compiled programs, shared by all engines, with the seconds spent on compiling.
     """
 
-    options: Options
+    options: BenchOptions
     device: Device
     dtype: Any
     placement: Any
@@ -122,7 +122,7 @@ def english() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics, key=lambda name: -len(topics[name])))
 
 
-def load(options: Options) -> Setup:
+def load(options: BenchOptions) -> Setup:
     """Load a real model and draft, or make the random weights of a preset on the device, in the compute dtype."""
     enable_compilation_cache()
     device = here()
@@ -162,7 +162,7 @@ def as_published(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: rounded(params.pop(name)) for name in list(params)}
 
 
-def placed(options: Options, device: Device) -> Placement:
+def placed(options: BenchOptions, device: Device) -> Placement:
     """Return the placement of the target, which holds the draft's too."""
     size = options.tensor_parallel_size
     draft_size = options.draft_tensor_parallel_size

@@ -32,7 +32,7 @@ class Shape:
     depth: number of levels.
     count: number of drafts in the tree.
     choices: the fixed tree's path to each draft, as the rank at each level, sorted by level; empty for a tree of the
-      likeliest drafts.
+      most probable drafts.
     """
 
     width: int

@@ -12,7 +12,7 @@ import numpy as np
 
 import checkpoints
 from jaxspec.common.errors import UserError
-from jaxspec.common.progress import say
+from jaxspec.common.progress import write_line
 from jaxspec.loading.drafts import check_same_tokenizer, load_draft
 from jaxspec.loading.resolved import resolved, resolved_draft
 from jaxspec.loading.weights import compute_dtype, load
@@ -20,12 +20,12 @@ from jaxspec.models.decoder import parameters
 from jaxspec.models.model import Model
 from jaxspec.parallel.placement import make_placement
 from jaxspec.runtime.compilation_cache import enable_compilation_cache
-from jaxspec.train import build, data, features, further, likeliest, methods
+from jaxspec.train import build, data, features, further, methods, top_tokens
 from jaxspec.train.kept import Records
 from jaxspec.train.loss import computed, own_ids_first
 from jaxspec.train.measure import make_measure
-from jaxspec.train.options import TrainOptions
 from jaxspec.train.step import dense_backend
+from jaxspec.train.train_options import TrainOptions
 from pallas_kernels.device import Device, here
 
 TOP_N = 64  # default number of the target's most probable next tokens to learn from
@@ -63,7 +63,7 @@ class Setup:
     def frozen(self) -> dict[str, jax.Array]:
         """The draft's parameters that are not trained: its vocabulary and what it shares with the target."""
         known = parameters(self.draft.config).items()
-        return self.ids | {name: self.target.params[name] for name, p in known if p.borrowed}
+        return self.ids | {name: self.target.params[name] for name, p in known if p.from_target}
 
 
 def prepare(options: TrainOptions) -> Setup:
@@ -89,7 +89,7 @@ def prepare(options: TrainOptions) -> Setup:
     tokenizer = checkpoints.load_tokenizer(source)
     placement = make_placement()
     dtype = compute_dtype(options.dtype, device)
-    say(f"loading {options.target} ...")
+    write_line(f"loading {options.target} ...")
     found = resolved(source)
     target = load(found, dtype, placement)
     fingerprint = checkpoints.fingerprint(tokenizer)
@@ -156,7 +156,7 @@ class Teacher:
         o = self.setup.options
         chosen = (data.chosen(len(self.setup.rows), o.seed, at, o.batch_size) for at in range(step, step + steps))
         needed = 1 + max(rows.max() for rows in chosen)
-        return all(len(records.upto(needed, over)) >= min(needed, records.count) for records in self.records)
+        return all(len(records.up_to(needed, over)) >= min(needed, records.count) for records in self.records)
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """Return the batch of a step for `loss_sums`. Call `ask` for the step before."""
@@ -184,7 +184,7 @@ def teacher(setup: Setup) -> Teacher:
         records.append(features.kept(o.data, target, rows, count, getattr(setup.draft.config, "taps", ()), **how))
     top_n = TOP_N if o.top_n is None else o.top_n
     if top_n:
-        records.append(likeliest.kept(o.data, target, rows, count, top_n, **how))
+        records.append(top_tokens.kept(o.data, target, rows, count, top_n, **how))
         target = target if reads else Model(target.config, {})
     else:
         target = own_ids_first(target, np.asarray(setup.ids["d2t"]) if setup.ids else None)

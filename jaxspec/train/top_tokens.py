@@ -59,7 +59,7 @@ def kept(
         rows,
         count,
         lambda tokens: find(params, tokens),
-        what=f"the target's {n} likeliest ids",
+        what=f"the target's {n} most probable ids",
         remedy="lower --top-n or --steps",
         batch_size=batch_size,
         devices=devices,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.results import NO_NUMBERS
+from jaxspec.engine.results import NOT_FINITE_MESSAGE
 from jaxspec.models.decoder import random_params
 from jaxspec.models.model import Model
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.parallel.placement import make_placement
-from tests.engine.test_no_law import CONFIG, POISON, PROMPTS, poisoned, served
+from tests.engine.test_not_finite import CONFIG, POISON, PROMPTS, poisoned, served
 from tests.support import lively_heads, tiny_models
 from tests.support.sizes import cases
 
@@ -38,7 +37,7 @@ def engine(kind: str, target: Model, damaged: bool) -> Engine:
 
 
 @cases("kind", lively_heads.KINDS, quick=["dflash"])
-@pytest.mark.parametrize("where", ["the head", "the target"])
+@cases("where", ["the head", "the target"], quick=["the head"])
 def test_a_row_ends_alone(kind, where, monkeypatch):
     """Twice, in the same pages: what was left there by the first is no number, and nobody's."""
     target = poisoned() if where == "the target" else tiny_models.model(CONFIG)
@@ -50,6 +49,6 @@ def test_a_row_ends_alone(kind, where, monkeypatch):
         requests = tiny_models.run(found, PROMPTS, ASKED)
         assert [(r.output, r.error) for r in requests] == [(r.output, r.error) for r in expected]
     assert [expected[i].finish_reason for i in GOOD] == ["length"] * len(GOOD)
-    assert (expected[1].error == NO_NUMBERS) == (where == "the target")
+    assert (expected[1].error == NOT_FINITE_MESSAGE) == (where == "the target")
     assert POISON in PROMPTS[1]
     assert (requests[0].metrics.num_draft_tokens > 0) == (where == "the target"), "no draft without a number"

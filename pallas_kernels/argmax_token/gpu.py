@@ -1,4 +1,4 @@
-"""likeliest_token on GPU for a few rows: the product of `_few_rows`, reduced to the largest logit as it is computed.
+"""argmax_token on GPU for a few rows: the product of `_few_rows`, reduced to the largest logit as it is computed.
 
 For each row, a program writes only the largest of its logits and the id of this logit. The compiler would write all
 logits and read them again.
@@ -25,7 +25,7 @@ def fits(x, table, *, device: Device, **options) -> bool:
     return small and x.dtype == table.dtype == jnp.bfloat16 and device.shares_much
 
 
-def likeliest_token(x, table, *, num_ids, device):
+def argmax_token(x, table, *, num_ids, device):
     size, depth = table.shape
     rows, programs = x.size // depth, pl.cdiv(size, COLUMNS)
     deep, stages = reads(rows, depth, COLUMNS, programs)
@@ -38,7 +38,7 @@ def likeliest_token(x, table, *, num_ids, device):
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=device.interpret,
-        name="likeliest_token",
+        name="argmax_token",
     )(x.reshape(rows, depth), table)
     _, found = lax.reduce((largest, ids), (jnp.float32(-jnp.inf), jnp.int32(NONE)), larger, (1,))
     return jnp.minimum(found, num_ids - 1).reshape(x.shape[:-1])  # an id even where all logits are NaN

@@ -1,10 +1,10 @@
-"""likeliest_token against numpy, on whole numbers, of which every form has the same sums."""
+"""argmax_token against numpy, on whole numbers, of which every form has the same sums."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import likeliest_token
+from pallas_kernels import argmax_token
 from pallas_kernels.device import CPU
 from tests.pallas_kernels.flavours import kernel
 from tests.support.sizes import cases
@@ -18,7 +18,7 @@ def whole_numbers(*shape, seed):
 
 def run(name, x, table, num_ids):
     options = {"device": CPU} if name == "reference" else {}
-    return np.asarray(kernel("likeliest_token", name, num_ids=num_ids, **options)(x, table))
+    return np.asarray(kernel("argmax_token", name, num_ids=num_ids, **options)(x, table))
 
 
 @pytest.mark.parametrize("name", FLAVOURS)
@@ -59,11 +59,11 @@ def test_a_table_as_large_as_models_have():
 
 def test_public_function():
     x, table = whole_numbers(2, 3, 64, seed=5), whole_numbers(100, 64, seed=6)
-    expected = likeliest_token(x, table, platform="cpu")
+    expected = argmax_token(x, table, platform="cpu")
     assert expected.shape == (2, 3)
-    np.testing.assert_array_equal(likeliest_token(x, table, platform="cpu", implementation="pallas"), expected)
-    few = likeliest_token(x, table, num_ids=7, platform="cpu")
+    np.testing.assert_array_equal(argmax_token(x, table, platform="cpu", implementation="pallas"), expected)
+    few = argmax_token(x, table, num_ids=7, platform="cpu")
     assert few.max() < 7
-    np.testing.assert_array_equal(likeliest_token(x, table, num_ids=1000, platform="cpu"), expected)
+    np.testing.assert_array_equal(argmax_token(x, table, num_ids=1000, platform="cpu"), expected)
     with pytest.raises(ValueError, match=r"table must have shape \(100, 64\)"):
-        likeliest_token(x, table[:, :63], platform="cpu")
+        argmax_token(x, table[:, :63], platform="cpu")

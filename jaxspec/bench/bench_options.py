@@ -62,7 +62,7 @@ def engine_tokens(k: int) -> int:
 
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class BenchOptions:
     """Options of the bench. The first sentence of each entry is its --help text."""
 
     preset: str | None = option(
@@ -135,7 +135,7 @@ class Options:
 
     def check_tree(self) -> None:
         """Raise UserError for a tree beside another K, and for one that is not width, depth and nodes."""
-        if self.ks not in (Options.ks, (self.tree[-1] - 1,)):
+        if self.ks not in (BenchOptions.ks, (self.tree[-1] - 1,)):
             raise UserError(f"--tree stands in place of -k {','.join(map(str, self.ks))}: leave that out")
         if len(self.tree) != 3 or self.draft_name is None:
             tree = ",".join(map(str, self.tree))
@@ -286,7 +286,7 @@ def listed(
 
 
 def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, ...]:
-    """Return the stages in the order of the table, unknown ones last, for `Options` to refuse.
+    """Return the stages in the order of the table, unknown ones last, for `BenchOptions` to refuse.
 
     text: the option, None for the default.
     never_slower: whether to add the stage `adaptive`.

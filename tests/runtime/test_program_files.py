@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec.engine import batch
 from jaxspec.options.sampling_params import SamplingParams
-from jaxspec.runtime import programs, stored
+from jaxspec.runtime import program_files, programs
 from jaxspec.runtime.plans import Plan
 from tests.support import tiny_models
 from tests.support.lively_models import OPTIONS, PROMPTS, noisy, plain, serve, target, texts
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_made_anew(folder, tmp_path, damage):
     assert said(new(tmp_path)) == plain(PROMPTS[1:3], WANTED)
     if damage != "a folder":
         assert {p.name: p.read_bytes() for p in tmp_path.iterdir()}.keys() == {p.name for p in folder.iterdir()}
-        assert all(stored.load(tmp_path, path.name) for path in folder.iterdir())
+        assert all(program_files.load(tmp_path, path.name) for path in folder.iterdir())
 
 
 def test_a_file_that_another_user_can_have_written_is_made_anew(folder, tmp_path):
@@ -102,17 +102,17 @@ def test_a_file_that_another_user_can_have_written_is_made_anew(folder, tmp_path
         else:
             copy.write_bytes(path.read_bytes())
             copy.chmod(0o620)
-        assert stored.load(tmp_path, path.name) is None
+        assert program_files.load(tmp_path, path.name) is None
     assert said(new(tmp_path)) == plain(PROMPTS[1:3], WANTED)
     assert {stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.iterdir()} == {0o600}
-    assert all(stored.load(tmp_path, path.name) for path in folder.iterdir())
+    assert all(program_files.load(tmp_path, path.name) for path in folder.iterdir())
 
 
 def test_on_a_full_disk_it_runs(tmp_path, monkeypatch):
     def full(self, blob):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stored.Path, "write_bytes", full)
+    monkeypatch.setattr(program_files.Path, "write_bytes", full)
     assert said(new(tmp_path)) == plain(PROMPTS[1:3], WANTED)
     assert not list(tmp_path.iterdir())
 
@@ -137,28 +137,28 @@ def test_what_jax_does_not_export_is_made_without(tmp_path, monkeypatch):
     def refused(*arguments, **options):
         raise ValueError("Cannot serialize code with custom calls")
 
-    monkeypatch.setattr(stored.export, "export", refused)
+    monkeypatch.setattr(program_files.export, "export", refused)
     assert said(new(tmp_path)) == plain(PROMPTS[1:3], WANTED)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_program_depends_on_is_in_its_name(monkeypatch):
-    name = stored.digest("a", "b")
-    assert name == stored.digest("a", "b") != stored.digest("a", "c")
-    assert stored.digest("a", object()) is None, "an address says nothing"
-    monkeypatch.setattr(stored, "sources", lambda: "another version")
-    assert stored.digest("a", "b") != name
+    name = program_files.digest("a", "b")
+    assert name == program_files.digest("a", "b") != program_files.digest("a", "c")
+    assert program_files.digest("a", object()) is None, "an address says nothing"
+    monkeypatch.setattr(program_files, "sources", lambda: "another version")
+    assert program_files.digest("a", "b") != name
     monkeypatch.undo()
-    monkeypatch.setattr(stored.jaxlib, "__version__", "0")
-    assert stored.digest("a", "b") != name
+    monkeypatch.setattr(program_files.jaxlib, "__version__", "0")
+    assert program_files.digest("a", "b") != name
 
 
 @pytest.mark.thorough
 def test_another_process_finds_them(folder):
     """Sets have another order there."""
     code = (
-        "from tests.runtime.test_stored import *; from pathlib import Path; import pytest; p = pytest.MonkeyPatch();"
-        f"untraced(p); print(said(new(Path({str(folder)!r}))))"
+        "from tests.runtime.test_program_files import *; from pathlib import Path; import pytest; "
+        f"p = pytest.MonkeyPatch(); untraced(p); print(said(new(Path({str(folder)!r}))))"
     )
     for seed in ("1", "2"):
         done = subprocess.run(
