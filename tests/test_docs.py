@@ -164,13 +164,13 @@ def test_each_question_is_one_click_from_the_readme():
 def test_memory_of_the_presets_is_as_computed():
     from jaxspec.bench.presets import preset
     from jaxspec.hardware.chips import chips
-    from jaxspec.inspect.fit import Asked, fit
+    from jaxspec.inspect.fit import Wanted, fit
 
     rows = rows_of("docs/start.md", "preset")
     assert len(rows) >= 8
     for name, *shown in rows:
         narrow, wide = (
-            fit(Asked(preset(name.strip("`")), None, chips("H200:1"), dtype=dtype)) for dtype in ("bfloat16", "float32")
+            fit(Wanted(preset(name.strip("`")), None, chips("H200:1"), dtype=dtype)) for dtype in ("bfloat16", "float32")
         )
         cache = narrow.target_page / narrow.page_size
         computed = [f"{narrow.target_weights / 1e9:.2f}", f"{wide.target_weights / 1e9:.2f}", f"{cache / 1e3:.0f}"]
