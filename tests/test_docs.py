@@ -169,9 +169,8 @@ def test_memory_of_the_presets_is_as_computed():
     rows = rows_of("docs/start.md", "preset")
     assert len(rows) >= 8
     for name, *shown in rows:
-        narrow, wide = (
-            fit(Wanted(preset(name.strip("`")), None, chips("H200:1"), dtype=dtype)) for dtype in ("bfloat16", "float32")
-        )
+        model = preset(name.strip("`"))
+        narrow, wide = (fit(Wanted(model, None, chips("H200:1"), dtype=dtype)) for dtype in ("bfloat16", "float32"))
         cache = narrow.target_page / narrow.page_size
         computed = [f"{narrow.target_weights / 1e9:.2f}", f"{wide.target_weights / 1e9:.2f}", f"{cache / 1e3:.0f}"]
         assert shown == computed, name

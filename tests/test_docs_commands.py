@@ -137,15 +137,15 @@ def a_server(root, words: list[str]) -> Iterator[list[str]]:
 
 def ends_when_it_serves(monkeypatch) -> None:
     """A server that does is told to end as soon as it listens."""
-    say = serving.say
+    write = serving.write_line
 
     def told(line: str) -> None:
-        say(line)
+        write(line)
         if line.startswith("serving "):
             print(line)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(serving, "say", told)
+    monkeypatch.setattr(serving, "write_line", told)
 
 
 def brief(words: list[str]) -> list[str]:
