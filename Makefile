@@ -4,6 +4,7 @@
 # make test-rest   what make test leaves out
 # make nvidia      NVIDIA's compilers, which need no GPU, for the tests that compile for some (docs/testing.md)
 # make lint        ruff and mypy
+# make docs        the documents as a site, in site/, warnings as errors
 # Each makes or reuses .venv with this machine's python3 and installs what it needs. Extra arguments: ARGS="...".
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 ARGS ?=
 
-.PHONY: demo test test-all test-rest nvidia lint clean
+.PHONY: demo test test-all test-rest nvidia lint docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/jaxspec demo $(ARGS)
@@ -42,8 +43,12 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Without --quiet, which keeps MkDocs from counting the warnings. The variable silences an advertisement.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf $(VENV) .nvidia .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .nvidia site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -51,10 +56,11 @@ $(BIN)/python:
 
 # Stamps: installed once, and again when pyproject.toml changes. The message goes to standard error because
 # `make -s demo ARGS=--json` prints a document.
-$(VENV)/.demo: EXTRAS :=
+$(VENV)/.demo: EXTRAS := [plots]
 $(VENV)/.test: EXTRAS := [test]
 $(VENV)/.lint: EXTRAS := [lint]
-$(VENV)/.demo $(VENV)/.test $(VENV)/.lint: pyproject.toml | $(BIN)/python
+$(VENV)/.docs: EXTRAS := [docs]
+$(VENV)/.demo $(VENV)/.test $(VENV)/.lint $(VENV)/.docs: pyproject.toml | $(BIN)/python
 	@echo "installing jaxspec$(EXTRAS) into $(VENV), some minutes the first time ..." >&2
 	$(PIP) --editable '.$(EXTRAS)' >&2
 	@touch $@

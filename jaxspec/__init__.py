@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from jaxspec.common.package import VERSION as __version__
 
 if TYPE_CHECKING:  # what editors and type checkers see; a test holds that it is _PUBLIC
     from jaxspec.api.async_llm import AsyncLLM as AsyncLLM

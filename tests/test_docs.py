@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 
 import pytest
 
+from jaxspec.common.package import DISTRIBUTION
 from tests.support.documents import CURRENT, PAGES, ROOT, anchors, blocks, commands, links, prose, text_of
 from tests.support.model_folders import write_model
 from tests.support.sizes import cases
@@ -14,6 +16,7 @@ from tests.support.sizes import cases
 EXAMPLES = [(page, i) for page in PAGES for i in range(len(blocks(page, "python")))]
 SERVED = "http://127.0.0.1:8000"  # where examples find a server
 LANGUAGES = {"", "python", "mermaid", "text"}  # text: no example
+EXTRAS = set(tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"])
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,7 @@ def test_commands_parse(page):
 
     group = typer.main.get_command(app)
     for _, *words in commands(page, "jaxspec"):
-        if not words:
+        if words in ([], ["--version"]):  # the name alone, in a sentence; or an answer without a command
             continue
         with click.Context(group) as context:
             name, command, rest = group.resolve_command(context, words)
@@ -114,9 +117,27 @@ def test_named_files_and_extras_exist(page):
     text = text_of(page)
     for path in re.findall(r"`((?:jaxspec|tests|checkpoints|pallas_kernels|docs|\.ci)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for extra in re.findall(r"\.\[(\w+)\]", text):
-        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+    assert extras_in(text) <= EXTRAS
+
+
+def extras_in(text: str) -> set[str]:
+    """The extras that a text names: `.[serve]`, `jaxspec-decoding[plots,ray]` and, in code, `remedy("serve")`."""
+    listed = re.findall(rf"(?:\.|{DISTRIBUTION})\[([\w,]+)\]", text) + re.findall(
+        r"""\b(?:remedy|extra)\(["'](\w+)""", text
+    )
+    return {extra for names in listed for extra in names.split(",")}
+
+
+def test_extras_named_in_code_and_makefile_exist():
+    """And by the distribution's name, which the extras themselves use, too."""
+    named = set()
+    for path in [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci/run", *(ROOT / "jaxspec").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\bjaxspec\[\w", text), f"{path}: the distribution is {DISTRIBUTION}"
+        named |= extras_in(text) | set(re.findall(r"^\S+: EXTRAS := \[(\w+)\]", text, re.MULTILINE))
+    assert named <= EXTRAS
+    assert named >= {"serve", "metrics", "plots", "ray", "docs"}, "the test sees none any more"
+    assert extras_in("pip install '.[srve]'") == {"srve"}
 
 
 def test_files_named_in_comments_exist():

@@ -81,6 +81,7 @@ ELSEWHERE = {
     "curl": "what it sends is sent by tests/server",
     "make": "CI runs the targets; test_docs.py looks that they and the files they name exist",
     "pip": "an installation",
+    "pre-commit": "an installation of hooks, which a test reads",
     "python": "a program of the tests, as CI runs them",
     "XLA_FLAGS=--xla_cpu_max_isa=AVX2": "as CI runs it",
     "JAXSPEC_TEST_PLATFORM=gpu": "needs a GPU",

@@ -259,6 +259,7 @@ def test_editors_see_the_public_names():
     seen = {
         alias.asname: f"{n.module}.{alias.name}" for n in types if n.module.startswith("jaxspec.") for alias in n.names
     }
+    assert seen.pop("__version__") == "jaxspec.common.package.VERSION"
     assert seen == {name: f"{module}.{name}" for name, module in jaxspec._PUBLIC.items()}
     for package in PACKAGES:
         assert (ROOT / package / "py.typed").is_file()

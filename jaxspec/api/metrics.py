@@ -7,13 +7,14 @@ from typing import Any
 
 from jaxspec.api.async_llm import AsyncLLM
 from jaxspec.api.llm import LLM
+from jaxspec.common.package import remedy
 from jaxspec.engine.request import Request
 
 try:
     import prometheus_client as prometheus
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError as error:
-    raise ImportError("jaxspec.api.metrics needs prometheus-client: install jaxspec's extra 'metrics'") from error
+    raise ImportError(f"jaxspec.api.metrics needs prometheus-client: {remedy('metrics')}") from error
 
 # By field of SpecDecodeMetrics.
 COUNTERS = {

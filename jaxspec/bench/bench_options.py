@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.load_options import Load
@@ -298,11 +297,3 @@ def stages(text: str | None, *, never_slower: bool, draft: bool) -> tuple[str, .
         raise UserError(f"--stages {text!r} names no stage: use some of {', '.join(STAGES)}")
     wanted = dict.fromkeys([*asked, *(["adaptive"] if never_slower else [])])
     return tuple(s for s in STAGES if s in wanted) + tuple(s for s in wanted if s not in STAGES)
-
-
-def check_plot(plot: Path) -> None:
-    """Raise UserError for a name that is not *.png, FileNotFoundError for a folder that does not exist."""
-    if plot.suffix != ".png":
-        raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
-    if not plot.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")

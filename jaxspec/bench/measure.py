@@ -14,13 +14,14 @@ import jax
 import numpy as np
 
 from jaxspec.bench import floors
-from jaxspec.bench.bench_options import MODEL_STAGES, ROUNDS, BenchOptions, check_plot
+from jaxspec.bench.bench_options import MODEL_STAGES, ROUNDS, BenchOptions
 from jaxspec.bench.clock import Sample, measure
 from jaxspec.bench.hardware import Hardware, hardware
 from jaxspec.bench.load import load_rows
 from jaxspec.bench.models import Setup, load
 from jaxspec.bench.raw import Raw
 from jaxspec.bench.turns import take_turns
+from jaxspec.common.plots import check_plot
 from jaxspec.common.progress import write_line
 from jaxspec.engine.runner import fetch
 from jaxspec.loading.weights import compute_dtype

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from jaxspec.common.plots import new_figure
 from jaxspec.common.writing import whole
 
 Row = dict[str, Any]
@@ -66,13 +67,9 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 def figure(document: dict[str, Any]) -> Any:
     """Return the picture as a matplotlib figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     lines = wrapped([panel for panel in (make(document["rows"]) for make in PANELS) if panel.bars])
     width = max(sum(panel.width for panel in line) for line in lines)
-    made = Figure(figsize=(max(width, 6.4), 4.6 * len(lines)), layout="constrained")
-    FigureCanvasAgg(made)  # no window, whatever the user's backend
+    made = new_figure(max(width, 6.4), 4.6 * len(lines))
     for part, line in zip(made.subfigures(len(lines), 1, squeeze=False)[:, 0], lines, strict=True):
         sheets = part.subplots(1, len(line), squeeze=False, width_ratios=[panel.width for panel in line])[0]
         for axes, panel in zip(sheets, line, strict=True):

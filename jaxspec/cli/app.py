@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +20,7 @@ from jaxspec.cli.generate_data import generate_data
 from jaxspec.cli.info import info
 from jaxspec.cli.serve import serve
 from jaxspec.cli.train_draft import train_draft
+from jaxspec.common.package import VERSION
 from jaxspec.parallel.absent import leave_out_absent_tpu
 
 # In the order of --help.
@@ -37,7 +37,7 @@ app = typer.Typer(
 
 def print_version(wanted: bool) -> None:
     if wanted:
-        print(f"jaxspec {version('jaxspec')}")
+        print(f"jaxspec {VERSION}")
         raise typer.Exit
 
 

@@ -14,6 +14,7 @@ import typer
 from jaxspec.cli.fields import CommandOption, Fields, sentences
 from jaxspec.common import progress
 from jaxspec.common.errors import UserError
+from jaxspec.common.package import remedy
 from jaxspec.options.engine import EngineConfig
 from jaxspec.parallel import hosts
 from jaxspec.parallel.hosts import Hosts
@@ -64,6 +65,4 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UserError(
-            f"this command needs {error.name or error}: pip install -e '.[{name}]' in jaxspec's folder"
-        ) from None
+        raise UserError(f"this command needs {error.name or error}: {remedy(name)}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jaxspec.common.plots import new_figure
 from jaxspec.common.writing import whole
 from jaxspec.drafters.methods import LOOKUP
 
@@ -102,14 +103,10 @@ def acceptance_rates(method: Document) -> list[float]:
 
 def draw(document: Document, path: Path) -> None:
     """Draw acceptance by position and tokens per second by prompt. The file's suffix decides the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     methods = document["methods"]
     titles = document["titles"]
     drafting = speculative(document)
-    figure = Figure(figsize=(12, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's backend
+    figure = new_figure(12, 4.4)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.9))
 
     positions = range(1, 1 + max(len(m["num_accepted_tokens_per_pos"]) for m in drafting.values()))

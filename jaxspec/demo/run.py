@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.api.outputs import RequestOutput, whole
 from jaxspec.common.embedded import MODEL
-from jaxspec.common.errors import UserError
+from jaxspec.common.plots import check_plot
 from jaxspec.common.progress import write_line
 from jaxspec.demo import beside_transformers, report
 from jaxspec.demo.demo_options import DemoOptions
@@ -75,10 +75,8 @@ Runs = dict[str, list[Run]]  # runs by method, in the order of the prompts
 
 def demo(options: DemoOptions, *, as_json: bool = False, plot: Path | None = None) -> None:
     """Run the demo and print tables or one JSON document. Progress goes to standard error."""
-    if plot is not None and plot.suffix != ".png":
-        raise UserError(f"--plot {plot}: the picture is a PNG, give a name that ends in .png")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist: make it first")
+    if plot is not None:
+        check_plot(plot)
     if options.compare_transformers:
         beside_transformers.check()
     document = measure(options)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 from jaxspec.common.errors import UserError
+from jaxspec.common.package import VERSION
 from jaxspec.common.values import number, option, options, whole
 from jaxspec.parallel.meeting import MOST_PROCESSES, address, gather, visit
 from jaxspec.parallel.peers import Peers
@@ -188,12 +188,7 @@ def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal in all processes."""
-    return {name: version(name) for name in ("jaxspec", "jax", "jaxlib")}
+    import jax
+    import jaxlib
 
-
-def version(package: str) -> str:
-    """Return the version of an installed package, or "not installed"."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a source tree on the path
-        return "not installed"
+    return {"jaxspec": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}

@@ -40,10 +40,11 @@ def replicas(
     engine has failed is replaced. jaxspec.server.ray_proxy brings the errors of Ray's own proxy into OpenAI's form.
 
     Args:
-      model, speculative_config, options: As in AsyncLLM. Each replica makes an AsyncLLM when it starts; warm_up is True
-        by default.
+      model: As in AsyncLLM, and so are speculative_config and options. Each replica makes an AsyncLLM when it starts;
+        warm_up is True by default.
       config: The server's settings.
-      min_replicas, max_replicas: Limits of the number of replicas.
+      min_replicas: Smallest number of replicas.
+      max_replicas: Largest number of replicas.
       ray_actor_options: Resources of a replica, such as {"num_gpus": 1}.
     """
     config = dataclasses.replace(config or ServerConfig(), host=ANY_ADDRESS)

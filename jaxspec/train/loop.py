@@ -17,6 +17,7 @@ import numpy as np
 from checkpoints import orbax
 from checkpoints.reading import naming_file, read_json
 from jaxspec.common.errors import UserError
+from jaxspec.common.plots import missing
 from jaxspec.common.progress import Work, working, write_line
 from jaxspec.common.values import flag_of
 from jaxspec.common.writing import disk_errors, whole
@@ -137,6 +138,8 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
     measure = measurer(setup)
     size = sum(x.size for x in state.params.values())
     write_line(f"{size / 1e6:.2f} million parameters, {len(setup.rows)} rows, {len(jax.devices())} devices")
+    if without_plots := missing():
+        write_line(f"{CURVES} is left out: {without_plots}")
 
     total = journal.total or o.steps
     saved = begun  # step of the newest checkpoint
@@ -172,7 +175,8 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         history.save(at, state, {METRIC: length})
         accepted = [n / max(found.num_drafts, 1) for n in found.num_accepted_tokens_per_pos]
         journal.add({"step": at, METRIC: length, "accepted_per_position": accepted})
-        draw(journal.rows, o.out / CURVES, num_speculative_tokens=o.num_speculative_tokens)
+        if not without_plots:
+            draw(journal.rows, o.out / CURVES, num_speculative_tokens=o.num_speculative_tokens)
         write_line(f"step {at}: acceptance length {length:.3f}, best {max(length, best or 0):.3f}{journal.losses()}")
         last = time.perf_counter() - begin - compiling
 

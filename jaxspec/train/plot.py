@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.common.plots import new_figure
 from jaxspec.common.writing import whole
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, *, num_speculative_tokens: int) -> None:
     """Write a picture of loss and acceptance length over the steps. rows: those of metrics.jsonl."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     def column(name):
         """Return steps and values of the rows that have this value."""
         return zip(*((row["step"], row[name]) for row in rows if name in row), strict=True)
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, whatever backend the user has chosen
+    figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2)
     if any("loss" in row for row in rows):
         left.plot(*column("loss"), color="#2a7de1", linewidth=1.2, label="loss")

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec import LLM, AsyncLLM, SamplingParams
 from jaxspec.api.metrics import Metrics, serve
+from jaxspec.common.package import remedy
 from tests.support.model_folders import write_model
 from tests.support.root import ROOT
 
@@ -108,4 +109,4 @@ def test_a_missing_package_is_one_line_that_names_the_extra():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 1
     last = ran.stderr.strip().splitlines()[-1]
-    assert last == "ImportError: jaxspec.api.metrics needs prometheus-client: install jaxspec's extra 'metrics'"
+    assert last == f"ImportError: jaxspec.api.metrics needs prometheus-client: {remedy('metrics')}"

@@ -188,6 +188,7 @@ def test_json_is_all_there_is_on_standard_output(measured, monkeypatch, capsys):
         (["--max-tokens", "100000"], "--max-tokens 100000 is above 1792: the demo holds 2048 tokens, 256 of them for"),
         (["--plot", "/no/such/folder/x.png"], "the folder /no/such/folder does not exist: make it first"),
         (["--plot", "x.jpg"], "give a name that ends in .png"),
+        (["--plot", "x.png"], "--plot x.png: pictures need matplotlib: pip install 'jaxspec-decoding[plots]'"),
         (["--dtype", "int4"], "--dtype 'int4' is unknown"),
         (["--compare-transformers"], "needs torch: pip install torch"),
     ],

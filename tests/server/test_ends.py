@@ -23,6 +23,7 @@ import pytest
 import jaxspec.server
 from jaxspec import AsyncLLM, cli
 from jaxspec.common.errors import UserError
+from jaxspec.common.package import remedy
 from jaxspec.server import run
 from jaxspec.server.settings import ServerConfig
 from tests.api.async_llm.calls import OPTIONS, PROMPTS, SOON
@@ -264,4 +265,4 @@ def test_what_is_not_installed_is_named(capsys, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("jaxspec.server.")]:
         monkeypatch.delitem(sys.modules, name)
     line = refused(capsys, "serve", "no-such-model")
-    assert "this command needs fastapi: pip install -e '.[serve]' in jaxspec's folder" in line
+    assert f"this command needs fastapi: {remedy('serve')}" in line

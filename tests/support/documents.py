@@ -8,7 +8,8 @@ import textwrap
 
 from tests.support.root import ROOT
 
-PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PAGES = (*TOP, *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))
 NOTES = tuple(page for page in PAGES if page.startswith("docs/notes/"))  # their commands were run then
 CURRENT = tuple(page for page in PAGES if page not in NOTES)
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)

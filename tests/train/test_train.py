@@ -200,6 +200,14 @@ def test_a_short_run_asks_for_its_own_rows_only(root):
 
 
 @pytest.mark.thorough
+def test_without_matplotlib_the_curves_are_left_out(root, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "missing", lambda: "pictures need a library")
+    folder = loop.train(runs.options(root, "no-curves", steps=1, eval_every=1))
+    assert not (folder / loop.CURVES).exists()
+    assert "curves.png is left out: pictures need a library\n" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
 def test_a_draft_is_trained_further(trained, root):
     """It begins as good as it was, with its shape and its ids; what contradicts them is refused."""
     shape = dict.fromkeys(("layers", "width", "heads", "kv_heads", "mlp_width", "vocab_size"))
