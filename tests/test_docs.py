@@ -161,3 +161,80 @@ def test_public_names():
 def test_no_counts_that_rot(page):
     """How many tests there are is for CI to say."""
     assert not re.findall(r"\b\d[\d,]*\s+(?:[\w-]+\s+)?tests?\b", prose(page))
+
+
+def rows_of(page: str, first: str) -> list[list[str]]:
+    """Return the rows, as cells, of the tables of a page whose first column has this heading."""
+    found: list[list[str]] = []
+    inside = False
+    for line in text_of(page).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        inside = bool(cells) and (inside or cells[0] == first)
+        if inside and cells[0] != first and set(cells[0]) != {"-"}:
+            found.append(cells)
+    return found
+
+
+def test_each_question_is_one_click_from_the_readme():
+    questions = re.findall(r"^## (.+\?)$", text_of("docs/start.md"), re.MULTILINE)
+    assert len(questions) >= 7
+    shown = dict(re.findall(r"\[([^\]]+)\]\(docs/start\.md#([\w-]+)\)", text_of("README.md")))
+    assert list(shown) == questions
+
+
+def test_memory_of_the_presets_is_as_computed():
+    from jaxspec.bench.presets import preset
+    from jaxspec.hardware.chips import chips
+    from jaxspec.inspect.fit import Wanted, fit
+
+    rows = rows_of("docs/start.md", "preset")
+    assert len(rows) >= 8
+    for name, *shown in rows:
+        model = preset(name.strip("`"))
+        narrow, wide = (fit(Wanted(model, None, chips("H200:1"), dtype=dtype)) for dtype in ("bfloat16", "float32"))
+        cache = narrow.target_page / narrow.page_size
+        computed = [f"{narrow.target_weights / 1e9:.2f}", f"{wide.target_weights / 1e9:.2f}", f"{cache / 1e3:.0f}"]
+        assert shown == computed, name
+
+
+def test_the_bound_for_a_tpu_is_as_computed():
+    """The bytes of weights in a plain step, in each of the head's K passes, and in what the head computes once."""
+    import jax.numpy as jnp
+
+    from jaxspec.bench.presets import preset
+    from jaxspec.models.config import ModelConfig
+    from jaxspec.models.decoder import abstract_params, weight_bytes
+    from jaxspec.models.draft_spec import draft_spec
+    from jaxspec.parallel.placement import make_placement
+
+    def gigabytes(config: ModelConfig, **which) -> float:
+        return weight_bytes(config, abstract_params(config, jnp.bfloat16, make_placement()), **which) / 1e9
+
+    target = preset("qwen3-4b")
+    head = preset("eagle3", target)
+    plain = gigabytes(target)
+    each = gigabytes(head, without=draft_spec(head).features_from)
+    once = gigabytes(head) - each
+    said = f"reads {plain:.2f} GB for a plain step, and {plain:.2f} + 4 x {each:.2f} + {once:.2f} GB for a round"
+    assert said in text_of("docs/start.md")
+    for page in ("README.md", "docs/start.md"):
+        assert f"at most {3.0 * plain / (plain + 4 * each + once):.1f} |" in text_of(page), page
+
+
+def test_benchmarks_have_one_figure_a_cell():
+    """Earlier figures are in the notes."""
+    for line in text_of("docs/benchmarks.md").splitlines():
+        if line.startswith("|"):
+            cells = re.sub(r"`[^`]+`", "", line)
+            assert not re.search(r"\b(before|later|earlier|since)\b", cells), line
+
+
+def test_figures_of_the_readme_are_those_of_the_pages():
+    """So that no figure of another day stays there."""
+    section = text_of("README.md").split("## How much faster")[1].split("\n## ")[0]
+    shown, *known = (
+        set(re.findall(r"\d[\d,]*\.?\d+", text))
+        for text in (section, text_of("docs/benchmarks.md"), text_of("docs/start.md"))
+    )
+    assert len(shown) > 20
+    assert shown <= set.union(*known)

@@ -67,6 +67,8 @@ STANDS_FOR = {
     "Qwen/Qwen3-0.6B": "draft",
     "my-draft": "draft",
     "my-heads": "heads",
+    "./my-model": "target",
+    "./my-draft": "draft",
 }
 TINY, TINY_DRAFT = ((*presets.TABLE[name][:8], 8192, *presets.TABLE[name][9:]) for name in ("tiny", "tiny-draft"))
 ALL = [words for page in CURRENT for words in commands(page, "jaxspec")]
@@ -136,10 +138,10 @@ def a_server(root, words: list[str]) -> Iterator[list[str]]:
 
 def ends_when_it_serves(monkeypatch) -> None:
     """A server that does is told to end as soon as it listens."""
-    write_line = serving.write_line
+    write = serving.write_line
 
     def told(line: str) -> None:
-        write_line(line)
+        write(line)
         if line.startswith("serving "):
             print(line)
             os.kill(os.getpid(), signal.SIGTERM)
