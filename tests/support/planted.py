@@ -589,6 +589,9 @@ FAULTS = (
     Fault(  # the notebook and its text form differ
         "colab/quickstart.py", "max_tokens = 64", "max_tokens = 65", "tests/colab/test_forms.py -k two_forms"
     ),
+    Fault(  # a notebook installs another project's package
+        "colab/quickstart.py", 'f"jaxspec-decoding[', 'f"jaxspec[', "tests/colab/test_install.py -k from_a_folder"
+    ),
     Fault(  # an example names what there is not
         "README.md", "in llm.stream(", "in llm.streams(", "tests/test_docs.py -k 'examples_run and README'"
     ),
