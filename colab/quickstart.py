@@ -223,7 +223,7 @@ plt.show()
 # disturbance of the machine hits all of them. The first heat compiles, and the fastest of the other three counts. This
 # takes a minute or two.
 #
-# **The pictures:** left, tokens a second for each K. Right, plain decoding beside the best K.
+# **The pictures:** left, tokens a second for each K. Right, plain decoding beside the best K above 0.
 
 # %%
 HEATS = 3
@@ -242,7 +242,7 @@ def answer(k):
 heats = [[answer(k) for k in range(NUM_DRAFTS + 1)] for _ in range(1 + HEATS)]
 speeds = [max(heat[k][0] for heat in heats[1:]) for k in range(NUM_DRAFTS + 1)]
 same = [all(heat[k][1] == heats[0][0][1] for heat in heats) for k in range(NUM_DRAFTS + 1)]
-best = speeds.index(max(speeds))
+best = max(range(1, NUM_DRAFTS + 1), key=lambda k: speeds[k])
 for k, tokens_per_second in enumerate(speeds):
     print(f"K = {k}: {tokens_per_second:6.1f} tokens/s, {tokens_per_second / speeds[0]:.2f}x, same text: {same[k]}")
 
