@@ -16,48 +16,87 @@
 # %% [markdown]
 # # jaxspec: speculative decoding in one device program
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/quickstart.ipynb)
-#
 # A small *draft* proposes a few tokens. The large *target* checks all of them in one pass and accepts those that it
-# would have written itself. The text is exactly the target's; only the time changes. This notebook runs on a TPU, a GPU
-# or a CPU and picks a pair of models that fits the machine. On two CPU cores all of it takes one to two minutes.
+# would have written itself. The text is exactly the target's; only the time changes. This notebook is for a TPU, a GPU
+# or a CPU and picks a pair of models that fits the machine. On two CPU cores all of it takes two to three minutes.
+#
+# **The stored outputs** are from two CPU cores, which did other work at the same time, so speeds vary from run to run.
+# On a TPU or a GPU with enough memory, section 3 loads a larger pair, so all texts and numbers after it differ. None of
+# these notebooks has been run on a TPU so far.
 #
 # ## 1. Install
-# Colab's own JAX is older than jaxspec needs. This cell upgrades it for this runtime, in one to three minutes, and says
-# whether to restart the session. Where jaxspec is installed already, the cell changes nothing.
+# This cell installs jaxspec from `SOURCE`, or from the clone that this notebook is in. Colab's own JAX is older than
+# jaxspec needs. The cell upgrades it for this runtime, in one to three minutes, and says whether to restart the
+# session. Where jaxspec is installed already, the cell changes nothing.
 
 # %%
 import glob
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 
-SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /content/jaxspec
+SOURCE = "/content/jaxspec"  # a folder with jaxspec's repository, or its address for pip (git+https://...)
 
 
-def runtime():
-    """Return jaxspec's extra for this device, found without JAX, for pip."""
+def python(*arguments):
+    """Run Python in a new process. Return its error in one line, or "" if it succeeds."""
+    environment = os.environ | {"GIT_TERMINAL_PROMPT": "0"}  # git fails where it would ask for a password
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()] or ["no error message"]
+    named = [line for line in lines if line.startswith(("fatal:", "ERROR:"))] or lines
+    return named[-1] if result.returncode else ""
+
+
+def version(distribution):
+    """Return the installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def places():
+    """Yield the URLs to install from: SOURCE, then the clone that this notebook is in."""
+    if "://" in SOURCE:
+        yield SOURCE
+    here = pathlib.Path.cwd()
+    for folder in (pathlib.Path(SOURCE), here, *here.parents):
+        if (folder / "jaxspec" / "decode" / "round.py").is_file():
+            yield folder.resolve().as_uri()
+
+
+def extras():
+    """Return jaxspec's extras for this device, found without JAX."""
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
-        return "tpu"
-    return "cuda12" if shutil.which("nvidia-smi") else ""
+        return "plots,tpu"
+    return "plots,cuda12" if shutil.which("nvidia-smi") else "plots"
 
 
-found = importlib.util.find_spec("jaxspec")
-if found and found.origin:  # a mere folder of that name has no origin
+CHECK = ["-c", "from jaxspec import LLM"]  # fails for the other project whose package is named jaxspec, too
+if not python(*CHECK):
     print("jaxspec is installed.")
+elif other := version("jaxspec"):
+    raise SystemExit(
+        f"Another project's package jaxspec {other} is installed. Run `!pip uninstall -y jaxspec`, then this cell."
+    )
 else:
-    loaded = "jax" in sys.modules
-    before = importlib.metadata.version("jax") if importlib.util.find_spec("jax") else None
-    folder = pathlib.Path(SOURCE)
-    wanted = f"{folder}[{runtime()}]" if folder.exists() else f"jaxspec[{runtime()}] @ {SOURCE}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-U", wanted.replace("[]", "")], check=True)
-    after = importlib.metadata.version("jax")
-    print(f"jax {before} -> {after}")
-    if loaded and before != after:
+    loaded, before = "jax" in sys.modules, version("jax")
+    problem = "there is no such folder, and this notebook is in no clone"
+    for place in places():
+        wanted = f"jaxspec-decoding[{extras()}] @ {place}"  # pip's `jaxspec` is the other project
+        problem = python("-m", "pip", "install", "-q", "-U", wanted) or python(*CHECK)
+        if not problem:
+            break
+    if problem:
+        raise SystemExit(
+            f"jaxspec cannot be installed from {SOURCE}: {problem}. "
+            "Set SOURCE to the folder or the address of its repository, then run this cell again."
+        )
+    print(f"jax {before} -> {version('jax')}")
+    if loaded and before != version("jax"):
         print("RESTART the session now (Runtime, Restart session): the old JAX is still loaded. Then run all cells.")
     else:
         print("No restart is needed.")
@@ -76,8 +115,8 @@ platform = devices[0].platform
 stats = devices[0].memory_stats() or {}
 memory = stats.get("bytes_limit", 0) / 1e9  # 0 where the device does not report it, as on CPU
 WORDS = {
-    "tpu": "A TPU: the place for which this was made.",
-    "gpu": "A GPU: good. The draft's small passes gain most here.",
+    "tpu": "A TPU: jaxspec was designed for it. This notebook has not been run on one so far.",
+    "gpu": "A GPU: everything works, with a larger pair of models where it fits.",
     "cpu": "Only a CPU: everything works, with a small pair of models and modest speed.",
 }
 print(WORDS.get(platform, f"An unknown platform, {platform}."))
@@ -87,9 +126,9 @@ print(f"{len(devices)} devices{each}, jax {jax.__version__}: {info.this_device()
 # %% [markdown]
 # ## 3. Load a pair
 # With a network and enough memory this loads Qwen3 from the hub. Otherwise it loads a pair that needs no hub:
-# SmolLM2-135M-Instruct with two drafters. The one is the head that comes with jaxspec; it was trained for this target
-# and reads its hidden states. The other is n-gram drafting: it finds the last tokens earlier in the text and proposes
-# what followed them there. It is used wherever it finds something.
+# SmolLM2-135M-Instruct with two drafters. The first is the head that comes with jaxspec. It was trained for this target
+# and reads its hidden states. The second is n-gram drafting. It finds the last tokens earlier in the text and proposes
+# what followed them there. It is used wherever it finds something, and the head elsewhere.
 #
 # Downloads, once: 18 GB for Qwen3-8B and its draft or 6 GB for Qwen3-1.7B and the same draft, which takes minutes;
 # 98 MB for SmolLM2.
@@ -151,9 +190,9 @@ for piece in llm.stream(prompts[-1], SamplingParams(temperature=0.7, seed=1, max
     print(piece.text, end="", flush=True)
 
 # %% [markdown]
-# ## 5. How good are the drafts?
-# Left: the number of draft tokens accepted in a round. Right: the share of rounds that accepted the first, second, ...
-# draft token.
+# ## 5. How many drafts are accepted?
+# **The pictures:** left, how many rounds accepted 0, 1, 2, ... draft tokens. Right, the share of rounds that accepted
+# the first, the second, ... draft token.
 
 # %%
 import itertools
@@ -170,44 +209,50 @@ for output in outputs:
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
 left.bar(range(NUM_DRAFTS + 1), counts)
-left.set(title="Drafts kept in a round", xlabel="drafts", ylabel="rounds")
+left.set(title="Accepted drafts in a round", xlabel="draft tokens", ylabel="rounds")
 shares = [sum(counts[i:]) / max(rounds, 1) for i in range(1, NUM_DRAFTS + 1)]
 bars = right.bar(range(1, NUM_DRAFTS + 1), shares)
 right.bar_label(bars, [f"{share:.0%}" for share in shares])
-right.set(title="Acceptance by position", xlabel="position", ylabel="share of rounds", ylim=(0, 1.1))
+right.set(title="Acceptance by position", xlabel="position in the round", ylabel="share of rounds", ylim=(0, 1.1))
+right.set_xticks(range(1, NUM_DRAFTS + 1))
 plt.show()
 
 # %% [markdown]
 # ## 6. Is it faster, and is it the same text?
-# We answer the same prompts one at a time, with 0 (plain decoding) to K drafts a round. Compiling is not counted. This
-# takes a minute or two. Left: tokens a second for each K. Right: plain decoding beside the best K.
-
+# We answer the same prompts one at a time, with 0 (plain decoding) to K drafts a round. The K take turns, so that a
+# disturbance of the machine hits all of them. The first heat compiles, and the fastest of the other three counts. This
+# takes a minute or two.
+#
+# **The pictures:** left, tokens a second for each K. Right, plain decoding beside the best K above 0.
 
 # %%
-def speed(k):
-    """Return the tokens a second with k drafts a round, and the ids. The first of two runs compiles."""
+HEATS = 3
+
+
+def answer(k):
+    """Answer all prompts with k drafts a round. Return the tokens a second and the ids."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=k)
-    for _ in range(2):
-        before = llm.timing.as_dict()
-        ids = [llm.generate(prompt, params, progress=False)[0].outputs[0].token_ids for prompt in prompts]
-        now = llm.timing.as_dict()
+    before = llm.timing.as_dict()
+    ids = [llm.generate(prompt, params, progress=False)[0].outputs[0].token_ids for prompt in prompts]
+    now = llm.timing.as_dict()
     spent = sum(now[name] - before[name] for name in ("prefill_seconds", "decode_seconds"))
     return sum(map(len, ids)) / spent, ids
 
 
-measured = {k: speed(k) for k in range(NUM_DRAFTS + 1)}
-speeds = [tokens_per_second for tokens_per_second, _ in measured.values()]
-same = [ids == measured[0][1] for _, ids in measured.values()]
-best = max(measured, key=lambda k: measured[k][0])
+heats = [[answer(k) for k in range(NUM_DRAFTS + 1)] for _ in range(1 + HEATS)]
+speeds = [max(heat[k][0] for heat in heats[1:]) for k in range(NUM_DRAFTS + 1)]
+same = [all(heat[k][1] == heats[0][0][1] for heat in heats) for k in range(NUM_DRAFTS + 1)]
+best = max(range(1, NUM_DRAFTS + 1), key=lambda k: speeds[k])
 for k, tokens_per_second in enumerate(speeds):
     print(f"K = {k}: {tokens_per_second:6.1f} tokens/s, {tokens_per_second / speeds[0]:.2f}x, same text: {same[k]}")
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained", width_ratios=(2, 1))
 left.plot(range(NUM_DRAFTS + 1), speeds, marker="o")
-left.set(title="Tokens a second against K", xlabel="drafts a round (0: plain)", ylim=(0, 1.15 * max(speeds)))
+left.set(title="Speed by K", xlabel="drafts a round (0: plain)", ylabel="tokens a second", ylim=(0, 1.15 * max(speeds)))
+left.set_xticks(range(NUM_DRAFTS + 1))
 bars = right.bar(["plain", f"K = {best}"], [speeds[0], speeds[best]])
 right.bar_label(bars, [f"{speeds[0]:.0f}", f"{speeds[best]:.0f}"])
-right.set(title="Plain beside speculative", ylabel="tokens a second", ylim=(0, 1.15 * max(speeds)))
+right.set(title="Plain beside speculative", ylim=(0, 1.15 * max(speeds)))
 plt.show()
 
 # %% [markdown]

@@ -16,52 +16,90 @@
 # %% [markdown]
 # # One round, step by step
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/trace_a_round.ipynb)
-#
 # A round of speculative decoding has four parts: *propose*, *score*, *verify*, *commit*. jaxspec runs many rounds in
 # one device program. Here we take one round out of it and call its parts by hand: the same functions on the same
 # arrays. Each section names the source file that it shows, so that you can read both side by side. At the end the
 # engine runs the same round and must commit the same tokens.
 #
 # Sizes: a target of 135 million parameters (a download of 98 MB, once) and its EAGLE-3 head of 15 million, which comes
-# with jaxspec. All cells together take half a minute to a minute on two CPU cores, most of it compiling.
+# with jaxspec. All cells together take one to two minutes on two CPU cores, most of it compiling.
+#
+# **The stored outputs** are from two CPU cores. On a TPU numbers differ in their last bits. This may change a token
+# where a random number is close to its limit. None of these notebooks has been run on a TPU so far.
 #
 # ## 1. Install
-# Colab's own JAX is older than jaxspec needs. This cell upgrades it for this runtime, in one to three minutes, and says
-# whether to restart the session. Where jaxspec is installed already, the cell changes nothing.
+# This cell installs jaxspec from `SOURCE`, or from the clone that this notebook is in. Colab's own JAX is older than
+# jaxspec needs. The cell upgrades it for this runtime, in one to three minutes, and says whether to restart the
+# session. Where jaxspec is installed already, the cell changes nothing.
 
 # %%
 import glob
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 
-SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /content/jaxspec
+SOURCE = "/content/jaxspec"  # a folder with jaxspec's repository, or its address for pip (git+https://...)
 
 
-def runtime():
-    """Return jaxspec's extra for this device, found without JAX, for pip."""
+def python(*arguments):
+    """Run Python in a new process. Return its error in one line, or "" if it succeeds."""
+    environment = os.environ | {"GIT_TERMINAL_PROMPT": "0"}  # git fails where it would ask for a password
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()] or ["no error message"]
+    named = [line for line in lines if line.startswith(("fatal:", "ERROR:"))] or lines
+    return named[-1] if result.returncode else ""
+
+
+def version(distribution):
+    """Return the installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def places():
+    """Yield the URLs to install from: SOURCE, then the clone that this notebook is in."""
+    if "://" in SOURCE:
+        yield SOURCE
+    here = pathlib.Path.cwd()
+    for folder in (pathlib.Path(SOURCE), here, *here.parents):
+        if (folder / "jaxspec" / "decode" / "round.py").is_file():
+            yield folder.resolve().as_uri()
+
+
+def extras():
+    """Return jaxspec's extras for this device, found without JAX."""
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
-        return "tpu"
-    return "cuda12" if shutil.which("nvidia-smi") else ""
+        return "plots,tpu"
+    return "plots,cuda12" if shutil.which("nvidia-smi") else "plots"
 
 
-found = importlib.util.find_spec("jaxspec")
-if found and found.origin:  # a mere folder of that name has no origin
+CHECK = ["-c", "from jaxspec import LLM"]  # fails for the other project whose package is named jaxspec, too
+if not python(*CHECK):
     print("jaxspec is installed.")
+elif other := version("jaxspec"):
+    raise SystemExit(
+        f"Another project's package jaxspec {other} is installed. Run `!pip uninstall -y jaxspec`, then this cell."
+    )
 else:
-    loaded = "jax" in sys.modules
-    before = importlib.metadata.version("jax") if importlib.util.find_spec("jax") else None
-    folder = pathlib.Path(SOURCE)
-    wanted = f"{folder}[{runtime()}]" if folder.exists() else f"jaxspec[{runtime()}] @ {SOURCE}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-U", wanted.replace("[]", "")], check=True)
-    after = importlib.metadata.version("jax")
-    print(f"jax {before} -> {after}")
-    if loaded and before != after:
+    loaded, before = "jax" in sys.modules, version("jax")
+    problem = "there is no such folder, and this notebook is in no clone"
+    for place in places():
+        wanted = f"jaxspec-decoding[{extras()}] @ {place}"  # pip's `jaxspec` is the other project
+        problem = python("-m", "pip", "install", "-q", "-U", wanted) or python(*CHECK)
+        if not problem:
+            break
+    if problem:
+        raise SystemExit(
+            f"jaxspec cannot be installed from {SOURCE}: {problem}. "
+            "Set SOURCE to the folder or the address of its repository, then run this cell again."
+        )
+    print(f"jax {before} -> {version('jax')}")
+    if loaded and before != version("jax"):
         print("RESTART the session now (Runtime, Restart session): the old JAX is still loaded. Then run all cells.")
     else:
         print("No restart is needed.")
@@ -219,7 +257,7 @@ def beside(axes, distributions, title, marked=None, colour_of_mark=ORANGE):
     axes.spines[["top", "right"]].set_visible(False)
 
 
-figure, places = plt.subplots(1, K + 1, figsize=(15, 3.4), layout="constrained")
+figure, places = plt.subplots(1, K + 1, figsize=(14, 3.2), layout="constrained")
 for i, axes in enumerate(places[:-1]):
     distributions = {"q: draft": (q[i], ORANGE), "p: target": (p[i], BLUE)}
     beside(axes, distributions, f"place {i + 1}: draft '{drafts[i].strip()}'", marked=int(proposal.tokens[0, i]))
@@ -248,7 +286,7 @@ p_drafts = np.asarray(at_tokens(jnp.asarray(p[None, :-1]), proposal.tokens[:1])[
 chance = np.minimum(1.0, p_drafts / q_drafts)
 verdict = standard.verify(case)
 num_accepted = int(verdict.num_accepted[0])
-outcomes = ["kept"] * num_accepted + ["rejected", *["not looked at"] * K][: K - num_accepted]
+outcomes = ["accepted"] * num_accepted + ["rejected", *["not looked at"] * K][: K - num_accepted]
 print(f"{'draft':>14} {'q':>7} {'p':>7} {'min(1, p/q)':>12} {'u':>7}")
 for row in zip(drafts, q_drafts, p_drafts, chance, u, outcomes, strict=True):
     print("{!r:>14} {:7.3f} {:7.3f} {:12.3f} {:7.3f}  {}".format(*row))
@@ -258,7 +296,7 @@ for row in zip(drafts, q_drafts, p_drafts, chance, u, outcomes, strict=True):
 # probability).
 
 # %%
-colours = {"kept": GREEN, "rejected": RED, "not looked at": GREY}
+colours = {"accepted": GREEN, "rejected": RED, "not looked at": GREY}
 figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 axes.bar(range(K), chance, color=[colours[outcome] for outcome in outcomes], alpha=0.55, width=0.6)
 axes.scatter(range(K), u, color="black", zorder=3, label="u, the number drawn")
@@ -381,7 +419,45 @@ while engine.busy:
 print("and the whole text:", repr(llm.tokenizer.decode(tea.tokens)))
 
 # %% [markdown]
-# ## 9. Next
+# ## 9. Round after round
+# The engine now answers the first prompt once more, alone and one round a step. With the same seed it writes the same
+# text.
+#
+# **The picture:** one line for each round. Green boxes are accepted drafts and the blue box is the extra token. Empty
+# boxes are drafts that were rejected or not looked at. Read line by line, the words are the text. The last round is
+# left out, because the limit of 20 tokens may end it early.
+
+# %%
+import itertools
+
+again = engine.add(tea.prompt, sampling, stop_ids=llm.stop_ids)
+lengths = [again.num_tokens]
+while engine.busy:
+    engine.step(num_rounds=1)
+    lengths.append(again.num_tokens)
+rounds = [words(again.tokens[start:end]) for start, end in itertools.pairwise(lengths[:-1])]
+
+figure, axes = plt.subplots(figsize=(9, 0.42 * len(rounds) + 1), layout="constrained")
+for row, gained in enumerate(rounds):
+    for place in range(K + 1):
+        last = place == len(gained) - 1
+        look = {"facecolor": "white" if place >= len(gained) else VALID if last else "#bfe3cc", "edgecolor": GREY}
+        axes.add_patch(plt.Rectangle((place, row), 0.95, 0.86, **look))
+        if place < len(gained):
+            axes.text(place + 0.47, row + 0.45, gained[place].strip(), ha="center", va="center", fontsize=9)
+axes.set_yticks(np.arange(len(rounds)) + 0.43, [str(row + 1) for row in range(len(rounds))])
+axes.set_xticks(np.arange(K + 1) + 0.47, [str(place + 1) for place in range(K + 1)])
+mean = sum(map(len, rounds)) / len(rounds)
+axes.set(title=f"{len(rounds)} rounds, on average {mean:.1f} tokens", xlabel="place in the round", ylabel="round")
+axes.set(xlim=(-0.05, K + 1), ylim=(len(rounds), -0.1))
+axes.tick_params(length=0)
+axes.spines[:].set_visible(False)
+plt.show()
+print("round by round:", " / ".join("".join(gained) for gained in rounds))
+print("the same text:", again.tokens == tea.tokens)
+
+# %% [markdown]
+# ## 10. Next
 # - Change `SEED`, `TEMPERATURE` or the prompt, and run all cells again: some rounds accept all drafts, some none.
 # - Read `jaxspec/decode/round.py` from top to bottom: you have seen every function that a chain of drafts needs.
 # - By default a request with a seed uses the *coupled* rule, and one without a seed *block* verification

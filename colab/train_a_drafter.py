@@ -16,8 +16,6 @@
 # %% [markdown]
 # # Train a drafter
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jaxspec/jaxspec/blob/main/colab/train_a_drafter.ipynb)
-#
 # This notebook trains a drafter for a target. The target writes text, and a small drafter learns from it. Then we
 # measure which drafts are accepted, and how much faster the target writes the same text with them.
 #
@@ -26,42 +24,83 @@
 # the drafter is only a toy: a small draft model that learns just enough for the loss to fall, in two to four minutes on
 # two cores. Expect no speed-up there.
 #
+# **The stored outputs** are from two CPU cores, which did other work at the same time. They show the toy, and the
+# difference between its two speeds is noise. On a TPU the notebook trains the head instead, and all numbers differ.
+# None of these notebooks has been run on a TPU so far.
+#
 # ## 1. Install
-# Colab's own JAX is older than jaxspec needs. This cell upgrades it for this runtime, in one to three minutes, and says
-# whether to restart the session. Where jaxspec is installed already, the cell changes nothing.
+# This cell installs jaxspec from `SOURCE`, or from the clone that this notebook is in. Colab's own JAX is older than
+# jaxspec needs. The cell upgrades it for this runtime, in one to three minutes, and says whether to restart the
+# session. Where jaxspec is installed already, the cell changes nothing.
 
 # %%
 import glob
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 
-SOURCE = "git+https://github.com/jaxspec/jaxspec"  # or a folder, such as /content/jaxspec
+SOURCE = "/content/jaxspec"  # a folder with jaxspec's repository, or its address for pip (git+https://...)
 
 
-def runtime():
-    """Return jaxspec's extra for this device, found without JAX, for pip."""
+def python(*arguments):
+    """Run Python in a new process. Return its error in one line, or "" if it succeeds."""
+    environment = os.environ | {"GIT_TERMINAL_PROMPT": "0"}  # git fails where it would ask for a password
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()] or ["no error message"]
+    named = [line for line in lines if line.startswith(("fatal:", "ERROR:"))] or lines
+    return named[-1] if result.returncode else ""
+
+
+def version(distribution):
+    """Return the installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def places():
+    """Yield the URLs to install from: SOURCE, then the clone that this notebook is in."""
+    if "://" in SOURCE:
+        yield SOURCE
+    here = pathlib.Path.cwd()
+    for folder in (pathlib.Path(SOURCE), here, *here.parents):
+        if (folder / "jaxspec" / "decode" / "round.py").is_file():
+            yield folder.resolve().as_uri()
+
+
+def extras():
+    """Return jaxspec's extras for this device, found without JAX."""
     if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or "TPU_WORKER_ID" in os.environ:
-        return "tpu"
-    return "cuda12" if shutil.which("nvidia-smi") else ""
+        return "plots,tpu"
+    return "plots,cuda12" if shutil.which("nvidia-smi") else "plots"
 
 
-found = importlib.util.find_spec("jaxspec")
-if found and found.origin:  # a mere folder of that name has no origin
+CHECK = ["-c", "from jaxspec import LLM"]  # fails for the other project whose package is named jaxspec, too
+if not python(*CHECK):
     print("jaxspec is installed.")
+elif other := version("jaxspec"):
+    raise SystemExit(
+        f"Another project's package jaxspec {other} is installed. Run `!pip uninstall -y jaxspec`, then this cell."
+    )
 else:
-    loaded = "jax" in sys.modules
-    before = importlib.metadata.version("jax") if importlib.util.find_spec("jax") else None
-    folder = pathlib.Path(SOURCE)
-    wanted = f"{folder}[{runtime()}]" if folder.exists() else f"jaxspec[{runtime()}] @ {SOURCE}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "-U", wanted.replace("[]", "")], check=True)
-    after = importlib.metadata.version("jax")
-    print(f"jax {before} -> {after}")
-    if loaded and before != after:
+    loaded, before = "jax" in sys.modules, version("jax")
+    problem = "there is no such folder, and this notebook is in no clone"
+    for place in places():
+        wanted = f"jaxspec-decoding[{extras()}] @ {place}"  # pip's `jaxspec` is the other project
+        problem = python("-m", "pip", "install", "-q", "-U", wanted) or python(*CHECK)
+        if not problem:
+            break
+    if problem:
+        raise SystemExit(
+            f"jaxspec cannot be installed from {SOURCE}: {problem}. "
+            "Set SOURCE to the folder or the address of its repository, then run this cell again."
+        )
+    print(f"jax {before} -> {version('jax')}")
+    if loaded and before != version("jax"):
         print("RESTART the session now (Runtime, Restart session): the old JAX is still loaded. Then run all cells.")
     else:
         print("No restart is needed.")
@@ -71,7 +110,6 @@ else:
 # All sizes are set here. For a better draft, raise the amount of text and the minutes; nothing else has to change.
 
 # %%
-import pathlib
 import tempfile
 
 import jax
@@ -92,7 +130,7 @@ else:
     SHARD_SIZE = 4096
     MINUTES, STEPS, BATCH_SIZE, WARMUP, EVAL_EVERY = 4.0, 5_000, 32, 100, 200
     EVAL_PROMPTS, NUM_DRAFTS = 32, 4
-print(f"{METHOD} for {TARGET} on {jax.devices()[0].device_kind}, in {FOLDER}")
+print(f"{METHOD} for {TARGET} on {jax.devices()[0].device_kind}")
 print(f"{TOKENS:,} tokens of text, then " + (f"{MINUTES:g} minutes" if MINUTES else f"{STEPS} steps") + " of training")
 
 # %% [markdown]
@@ -147,7 +185,7 @@ draft = train(
         **SHAPE,
     )
 )
-print("\nthe drafter:", draft)
+print("saved:", ", ".join(sorted(path.name for path in draft.iterdir())))
 
 # %% [markdown]
 # **The curves:** left the loss; in the middle the probability that a draft token is accepted when sampling; right the
@@ -253,7 +291,7 @@ plt.show()
 
 # %% [markdown]
 # ## 7. Next
-# - Keep it: copy the folder `draft`. `LLM(TARGET, speculative_config={"model": "that/folder"})` reads it anywhere, and
+# - Keep it: copy `FOLDER / "draft"`. `LLM(TARGET, speculative_config={"model": "that/folder"})` reads it anywhere, and
 #   `jaxspec serve TARGET --draft that/folder` serves with it.
 # - Train longer: more `TOKENS` (a good draft of this target had 150 million) and more `MINUTES`. An interrupted run
 #   continues with `resume=True`. docs/training.md describes what improves a drafter.

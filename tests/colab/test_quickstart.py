@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
-from tests.colab.notebooks import TINY, execute, num_pictures, said
+from tests.colab.notebooks import TINY, both, execute, num_pictures, read, said
 from tests.support.model_folders import write_model
 
 REAL = '"smollm2-135m-instruct", {"method": "ngram+eagle3", "model": "smollm2-135m-eagle3"}'
-SHORT = {"max_tokens = 64": "max_tokens = 16"}
+SHORT = {"max_tokens = 64": "max_tokens = 16", "HEATS = 3": "HEATS = 1"}
+FEW = {"NUM_DRAFTS = 4": "NUM_DRAFTS = 2"}
+MEAN = 1.7  # tokens a round: at least, for 2 drafts or more
 LENGTH = re.compile(r"\[([\d.]+) tokens a round\]")
 SPEED = re.compile(r"K = (\d): +([\d.]+) tokens/s, ([\d.]+)x, same text: (\w+)")
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory):
-    return execute("quickstart", SHORT, tmp_path_factory.mktemp("quickstart"))
+@both
+def notebook(request, tmp_path_factory):
+    if request.param == "stored":
+        return read("quickstart")
+    return execute("quickstart", SHORT | FEW, tmp_path_factory.mktemp("quickstart"))
 
 
 def test_it_runs_from_top_to_bottom(tmp_path):
@@ -33,24 +35,21 @@ def test_it_runs_from_top_to_bottom(tmp_path):
     assert num_pictures(notebook) == 2
 
 
-@pytest.mark.thorough
-def test_it_says_what_it_found(executed):
-    assert "smollm2-135m-instruct with {'method': 'ngram+eagle3', 'model': 'smollm2-135m-eagle3'}" in said(executed)
-    assert num_pictures(executed) == 2
+def test_it_says_what_it_found(notebook):
+    assert "smollm2-135m-instruct with {'method': 'ngram+eagle3', 'model': 'smollm2-135m-eagle3'}" in said(notebook)
+    assert num_pictures(notebook) == 2
 
 
-@pytest.mark.thorough
-def test_it_generates(executed):
-    text = said(executed)
-    lengths = [float(x) for x in LENGTH.findall(text)]
+def test_it_generates(notebook):
+    lengths = [float(x) for x in LENGTH.findall(said(notebook))]
     assert len(lengths) == 4
-    # 2.4 measured. A single answer is of too few tokens here to tell much: the lowest of the four is 1.45.
+    # A single answer is of too few tokens to tell much.
     assert min(lengths) > 1.2
-    assert sum(lengths) / 4 > 2.0, "the draft was trained for this target"
+    assert sum(lengths) / 4 > MEAN, "the draft was trained for this target"
 
 
-@pytest.mark.thorough
-def test_speculation_changes_no_text(executed):
-    rows = SPEED.findall(said(executed))
-    assert [row[0] for row in rows] == list("01234")
+def test_speculation_changes_no_text(notebook):
+    rows = SPEED.findall(said(notebook))
+    assert [int(row[0]) for row in rows] == list(range(len(rows)))
+    assert len(rows) >= 3
     assert all(float(speed) > 0 and same == "True" for _, speed, _, same in rows)

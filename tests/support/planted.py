@@ -508,6 +508,9 @@ FAULTS = (
     Fault(  # the notebook and its text form differ
         "max_tokens = 64", "max_tokens = 65", "tests/colab/test_forms.py -k two_forms"
     ),
+    Fault(  # a notebook installs another project's package
+        "colab/quickstart.py", 'f"jaxspec-decoding[', 'f"jaxspec[', "tests/colab/test_install.py -k from_a_folder"
+    ),
     Fault(  # an example names what there is not
         'llm.stream("Once upon a time", greedy)',
         'llm.streams("Once upon a time", greedy)',
