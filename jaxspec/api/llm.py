@@ -118,12 +118,12 @@ class LLM:
         """Return the target model."""
         backend = Backend(here(), self._placement, self.config.kernels)  # may refuse, so before the loading
         dtype = compute_dtype(self.config.dtype, backend.device)
+        form = self.config.quantization
 
         def read() -> Model:
-            form = self.config.quantization
             return load(self._resolved, dtype, self._placement, quantization=form).stored_for(backend)
 
-        if self._kept is None or self.config.quantization:
+        if self._kept is None or form:
             return read()
         return load_dequantised(self._resolved, dtype, backend, self._placement, self._kept / "dequantised", read)
 
@@ -132,14 +132,11 @@ class LLM:
         device, placement = here(), self._placement.draft
         dtype = compute_dtype(speculative.dtype or self.config.dtype, device)
         backend = Backend(device, placement, self.config.kernels)
-        loaded = load_draft(draft, dtype, placement, self.target, quantization=speculative.quantization)
-        return loaded.stored_for(backend)
+        form = speculative.quantization
+        return load_draft(draft, dtype, placement, self.target, quantization=form).stored_for(backend)
 
     def speculating(self, speculative_config: SpeculativeConfig | Mapping[str, Any] | None) -> LLM:
-        """Return an LLM that shares this target's weights and speculates in another way.
-
-        Raises UserError in a job of several processes.
-        """
+        """Return an LLM that shares this target and speculates otherwise. Raise UserError in a job of processes."""
         if self._peers:
             raise UserError("several processes run one engine: restart them with the other speculative_config")
         started = time.perf_counter()

@@ -167,9 +167,12 @@ def shapes(layout: CacheLayout, placement: Placement) -> tuple[Any, ...]:
 
     def shape(layer: LayerLayout) -> Any:
         place = placement.sharding(layer.spec(placement))
-        row_major = lambda x: Format(Layout(tuple(range(x.ndim))), place)
-        empty = jax.eval_shape(lambda: layer.empty(layout.num_pages, layout.page_size))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=row_major(x)), empty)
+
+        def row_major(x: Any) -> Any:
+            order = Format(Layout(tuple(range(x.ndim))), place)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=order)
+
+        return jax.tree.map(row_major, jax.eval_shape(lambda: layer.empty(layout.num_pages, layout.page_size)))
 
     return tuple(map(shape, layout.layers))
 

@@ -35,7 +35,9 @@ def quantiser(name: str | None) -> Keep:
             return x
         check_divides(name, form, where, parameter)
         shape: Any = parameter.shape
-        return jax.block_until_ready(program(form.dtype, form.block(shape), sharding_of(form, parameter))(x))
+        weight = program(form.dtype, form.block(shape), sharding_of(form, parameter))(x)
+        jax.block_until_ready(weight)
+        return weight
 
     return keep
 

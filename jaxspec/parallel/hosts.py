@@ -189,6 +189,6 @@ def surroundings(timeout: float) -> tuple[str, int, int, Any] | None:
 def versions() -> dict[str, str]:
     """Return the versions that must be equal in all processes."""
     import jax
-    import jaxlib
+    from jaxlib.version import __version__ as jaxlib_version
 
-    return {"jaxspec": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return {"jaxspec": VERSION, "jax": jax.__version__, "jaxlib": jaxlib_version}
