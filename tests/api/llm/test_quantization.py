@@ -1,0 +1,81 @@
+"""Weights in 8 bits: less memory, the tokens of their dequantised values, and speculation that changes none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.api.llm import LLM
+from jaxspec.common.errors import UserError
+from jaxspec.models.decoder import parameters
+from jaxspec.options.sampling_params import SamplingParams
+from jaxspec.options.speculative import SpeculativeConfig
+from pallas_kernels.weights import dense
+from pallas_kernels.weights.scaled import Scaled
+from tests.support.model_folders import write_model
+from tests.support.sizes import cases
+
+FORMS = ("int8", "fp8", "fp8_tensor")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
+PROMPTS = ["total of the items", "def total(items): return"]
+OPTIONS = {"max_num_seqs": 2, "max_model_len": 96, "num_pages": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("models") / "target"))
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params)]
+
+
+@cases("form", FORMS, quick=["int8"])
+def test_speculation_changes_no_token(folder, form):
+    """With n-grams, and with the model itself as a draft in another form."""
+    plain = LLM(folder, quantization=form, **OPTIONS)
+    expected = [tokens(plain, params) for params in (GREEDY, SEEDED)]
+    drafts = [{"method": "ngram"}, {"model": folder, "quantization": "fp8" if form == "int8" else "int8"}]
+    for spec in drafts:
+        llm = plain.speculating({"num_speculative_tokens": 3, **spec})
+        assert [tokens(llm, params) for params in (GREEDY, SEEDED)] == expected
+        assert sum(llm.metrics.num_accepted_tokens_per_pos) > 0
+    assert tokens(plain, GREEDY) == expected[0], "the prompts' pages are there already"
+
+
+@cases("form", FORMS, quick=["fp8"])
+def test_tokens_are_those_of_the_numbers_that_the_form_holds(folder, form):
+    llm = LLM(folder, quantization=form, **OPTIONS)
+    found = tokens(llm, GREEDY)
+    known = parameters(llm.target.config)
+    quantised = {name for name, p in known.items() if p.kind == "matrix" and not p.head}
+    assert {name for name, x in llm.target.params.items() if isinstance(x, Scaled)} == quantised
+    whole = LLM(folder, **OPTIONS)
+    for name in quantised:
+        held, own = np.asarray(dense(llm.target.params[name])), np.asarray(dense(whole.target.params[name]))
+        assert 0 < np.abs(held - own).max() < np.abs(own).max() / 10
+        assert llm.target.params[name].nbytes < own.nbytes / 3
+    whole.target = dataclasses.replace(whole.target, params={name: dense(x) for name, x in llm.target.params.items()})
+    assert tokens(whole.speculating(None), GREEDY) == found
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
+@cases("form", FORMS, quick=["int8"])
+def test_over_two_devices_tokens_stay(folder, form):
+    expected = tokens(LLM(folder, quantization=form, **OPTIONS), GREEDY)
+    assert tokens(LLM(folder, quantization=form, tensor_parallel_size=2, **OPTIONS), GREEDY) == expected
+
+
+def test_bad_forms_are_refused_in_a_line(folder):
+    with pytest.raises(UserError, match="quantization='int3' is unknown: use one of int8, int8_block, fp8"):
+        LLM(folder, quantization="int3")
+    with pytest.raises(UserError, match="quantization=8 is unknown"):
+        SpeculativeConfig(model="draft", quantization=8)
+    with pytest.raises(
+        UserError, match=r"blocks of 128 do not divide the \d+ inputs of layers.0.down: take int8 or fp8"
+    ):
+        LLM(folder, quantization="fp8_block")
