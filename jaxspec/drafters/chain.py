@@ -1,4 +1,4 @@
-"""Chains of drafts: each step reads the token that the previous step chose."""
+"""Chains of draft tokens: each step reads the token that the previous step chose."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxspec.models.head import Head
 
 
 class Step(NamedTuple):
-    """The output of a draft pass.
+    """The output of one pass of a draft.
 
-    head: the `Head` of the next draft's logits, or an object with its methods.
-    hidden [B,E]: the head's input.
-    state: the input of the next step.
+    head: the `Head` that computes the next draft's logits, or an object with its methods.
+    hidden [B,E]: hidden states from which the head computes the logits.
+    state: state that the next step reads, for example the pages of the draft's KV cache.
     """
 
     head: Any
@@ -34,17 +34,19 @@ def chain(
     choose: Choose,
     is_cheap: Callable[[], bool] | None = None,
 ) -> tuple[Int[Array, "B K"], Any, Any]:
-    """Choose K = count drafts, one after the other.
+    """Choose K = count draft tokens, one after the other.
 
     Args:
-      count: K.
+      count: K, the number of drafts.
       first: the output of the first pass, from which draft 0 is chosen.
-      step: step(state, token, i) runs the pass that chooses draft i, counted from 1. token: draft i - 1.
-      choose: the round's `Choose`.
-      is_cheap: whether a step costs less than an iteration of a loop. Called after draft 0 is chosen.
+      step: function step(state, token, i) that runs the pass from which draft i is chosen; i counts from 1. token:
+        draft i - 1.
+      choose: the round's `Choose`, which samples a draft.
+      is_cheap: function that returns whether a step costs less than an iteration of a loop. It is called after draft 0
+        is chosen.
 
     Returns:
-      The drafts, their distributions (None where no rule needs them), and the last state.
+      The drafts, their distributions (None if the acceptance rule needs none), and the last step's state.
     """
     drafts = jnp.zeros((first.hidden.shape[0], count), jnp.int32)
     chosen = choose(first.head, first.hidden, drafts, 0)
@@ -59,7 +61,7 @@ def chain(
         head, hidden, state = step(state, previous, i)
         return state, put(i, drawn, choose(head, hidden, drawn[0], i))
 
-    # The loop compiles all steps but the first once. Steps that cost less than an iteration are unrolled.
+    # A loop compiles the step only once. Steps that cost less than an iteration of the loop are unrolled.
     start = first.state, put(0, room, chosen)
     unroll = True if is_cheap is not None and is_cheap() else None
     state, (drafts, probs) = lax.fori_loop(1, count, one_more, start, unroll=unroll)
@@ -67,9 +69,15 @@ def chain(
 
 
 class Place:
-    """The head at one place of a pass that computed all K places at once.
+    """The output head for one of K drafts whose hidden states were all computed in one pass.
 
-    Logits and argmax tokens are computed for all places at the first request, and kept in `known`.
+    The first request computes logits, or argmax tokens, for all K drafts. They are stored in `known`, which the objects
+    of all K drafts share.
+
+    head: the output head.
+    hidden [B,K,E]: hidden states of the K drafts.
+    known: results of the output head so far, by method name.
+    i: index of this draft.
     """
 
     def __init__(self, head: Head, hidden: Float[Array, "B K _"], known: dict[Any, Any], i: Any) -> None:
@@ -86,21 +94,25 @@ class Place:
         return self.at_place("argmax_token", lambda: self.head.argmax_token(self.hidden, backend, vocab_size))
 
     def at_place(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return this place's part of a result of the head for all places. Compute the result if it is not known."""
+        """Return draft i's part of a result of the output head for all K drafts.
+
+        name: name of the result in `known`.
+        compute: function that computes the result; it is called if `known` lacks the result.
+        """
         if name not in self.known:
             self.known[name] = compute()
         return lax.dynamic_index_in_dim(self.known[name], self.i, axis=1, keepdims=False)
 
 
 def at_once(head: Head, hidden: Float[Array, "B K _"], choose: Choose) -> tuple[Int[Array, "B K"], Any]:
-    """Choose all K drafts from the hidden states of one pass. Return the drafts and their distributions, as `chain`."""
+    """Choose all K drafts from the hidden states of one pass. Return the drafts and their distributions."""
     known: dict[Any, Any] = {}
 
     def step(state: Any, token: Any, i: Any) -> Step:
         here = lax.dynamic_index_in_dim(hidden, i, axis=1, keepdims=False)
         return Step(Place(head, hidden, known, i), here, ())
 
-    def only_argmax() -> bool:  # then a step looks up one token
+    def only_argmax() -> bool:  # True if a step only looks up its argmax token
         return "logits" not in known
 
     drafts, probs, _ = chain(hidden.shape[1], step((), None, 0), step, choose, only_argmax)

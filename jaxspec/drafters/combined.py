@@ -1,7 +1,7 @@
 """Prompt lookup combined with another drafter.
 
-The looked-up tokens replace the drafter's own first drafts. The drafter reads them as its own, so its cache stays in
-step, and it continues after the last of them.
+The looked-up tokens replace the other drafter's first drafts. That drafter reads the looked-up tokens as if they were
+its own, so its KV cache has no gaps. It continues after the last looked-up token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from jaxspec.drafters.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class Combined(Wrapper):
-    """A drafter that proposes what prompt lookup finds, and continues with `draft`."""
+    """A drafter that first proposes the tokens that prompt lookup finds, then continues with the drafter `draft`.
+
+    lookup: the drafter by prompt lookup.
+    draft: the drafter that continues.
+    """
 
     lookup: NGram
     draft: Drafter

@@ -1,7 +1,9 @@
-"""DFlash: a few layers that draft a whole block in one pass. Its places attend to each other and to the target's past.
+"""DFlash: a drafting head of a few layers that drafts a whole block of tokens in one pass.
 
-In every layer the keys and values of the past are computed from the target's hidden states, at their own positions.
-Source: Chen et al., https://arxiv.org/abs/2602.06036. Formats: z-lab's and the speculators library's.
+The block is the pending token (accepted, not yet read by the target) and mask tokens. The block's tokens attend to each
+other and to all earlier positions. In every layer the keys and values of the earlier positions are computed from the
+target's hidden states at these positions.
+Source: Chen et al., https://arxiv.org/abs/2602.06036. Checkpoint formats: z-lab's and the speculators library's.
 """
 
 from __future__ import annotations
@@ -44,11 +46,12 @@ class Config(HeadConfig):
     """The architecture of a DFlash head.
 
     taps: layers of the target whose inputs the head reads.
-    target_width: width of these layers.
-    block_size: longest block that the head was trained for, the pending token included.
-    from_pending: whether the pending token's own place also makes a draft.
-    has_table: whether the head has its own embedding table; else the target's is used.
-    has_head: whether it has its own output head, over some or all of the target's ids; else the target's is used.
+    target_width: width of the target's layers.
+    block_size: longest block that the head was trained for, in tokens, with the pending token (the block's first).
+    from_pending: whether the output at the pending token also makes a draft.
+    has_table: whether the drafting head has its own embedding table; else the target's is used.
+    has_head: whether the drafting head has its own output head, over some or all of the target's ids; else the
+      target's is used.
     """
 
     taps: tuple[int, ...] = ()
@@ -65,7 +68,7 @@ class Config(HeadConfig):
 
 
 class DFlashHead(OwnParts):
-    """The layers of DFlash."""
+    """The network of a DFlash head."""
 
     config: Config
 
@@ -90,11 +93,12 @@ class DFlashHead(OwnParts):
         rows: Rows,
         backend: Backend,
     ) -> tuple[Float[Array, "B T E"], tuple[Any, ...]]:
-        """Run the layers over a block. Return its hidden states [B,T,E] and the pages.
+        """Run the layers over a block of tokens. Return the block's hidden states [B,T,E] and the cache pages.
 
-        x [B,T,E]: the block; T may be 0.
-        past [B,W,E]: features of positions that the pages lack.
-        rows: positions of both, past first, and the tree of the block.
+        x [B,T,E]: embeddings of the block's tokens; T is 0 if only the cache is to be filled.
+        past [B,W,E]: features (projected hidden states of the target) of earlier positions that the pages lack.
+        pages: pages of the head's KV cache, for each layer.
+        rows: positions of `past` and then of `x`, and the tree mask with which the block's tokens see each other.
         """
         c, count = self.config, x.shape[1]
         written = []
@@ -102,7 +106,7 @@ class DFlashHead(OwnParts):
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             norm = layer.input_norm[...]
             if not count:
-                # All layers read the same input here. Without the barrier a GPU's compiler concatenates their matrices.
+                # All layers read the same input here. Without the barrier XLA on a GPU concatenates their matrices.
                 past, norm = lax.optimization_barrier((past, norm))
             both = jnp.concatenate([past, rms_norm(norm, x, c.norm_eps)], axis=1)
             mixed, layer_pages = layer.mix(both, both, layer_pages, None, rows, ropes, backend, num_queries=count)
@@ -116,14 +120,14 @@ module.register(Config, DFlashHead)
 
 
 class Block(NamedTuple):
-    """The output of the pass over a block.
+    """The output of DFlash's pass over a block of tokens.
 
-    head: the draft.
-    target: the model that it drafts for, with the parameters that it shares.
-    hidden [B,_,E]: hidden states of the places up to that of the K-th draft; the last K make drafts.
-    pending i32[B]: the pending token, at the first place.
-    wanted, draft_len: `num_proposed` and `draft_len` of the proposal.
-    pages: the draft's pages after the pass.
+    head: the drafting head, bound to its parameters.
+    target: the model that the head drafts for, bound to its parameters, some of which the head shares.
+    hidden [B,_,E]: hidden states of the block's tokens up to the one that makes the K-th draft; the last K make drafts.
+    pending i32[B]: the pending token (accepted, not yet read by the target), which is the block's first token.
+    wanted, draft_len: the fields `num_proposed` and `draft_len` of the proposal.
+    pages: pages of the head's KV cache after the pass.
     """
 
     head: Any
@@ -142,11 +146,11 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DFlash(Drafter):
-    """A drafter that fills all places of a block in one pass.
+    """A drafter that drafts all tokens of a block in one pass.
 
-    most: the engine's largest K, by which the cache may trail.
-    model: the draft.
-    target: the model that it drafts for.
+    most: the engine's largest K; the head's KV cache may trail the committed tokens by that many.
+    model: the drafting head.
+    target: the model that the head drafts for.
     """
 
     most: int
@@ -195,10 +199,10 @@ class DFlash(Drafter):
         return Proposal(drafts, probs, block.wanted, block.draft_len), block.pages
 
     def block(self, params: ModelParams, cache: PagedKVCache, history: History) -> Block:
-        """Run the pass over a whole block, even if fewer drafts are requested.
+        """Run the pass over a whole block of tokens, even if fewer drafts are requested.
 
-        The places attend to each other, so the block is as long as in training. Only the end of the context shortens
-        the block.
+        The block's tokens attend to each other, so the block is as long as in training. Only the end of the context
+        shortens the block.
         """
         count, backend, config = self.num_speculative_tokens, self.model.backend, self.model.config
         head: Any = bind(config, params["draft"])
@@ -210,7 +214,7 @@ class DFlash(Drafter):
 
         past_at = start[:, None] + jnp.arange(self.most + 1, dtype=jnp.int32)
         size = head.config.block_size
-        num_skipped = 0 if head.config.from_pending else 1  # places that make no draft
+        num_skipped = 0 if head.config.from_pending else 1  # number of first tokens whose output makes no draft
         filled = jnp.where(wanted > 0, jnp.clip(self.model.max_model_len - last, 0, size), 0)
         block = jnp.arange(size, dtype=jnp.int32)[None, :]
         positions = jnp.concatenate([past_at, last[:, None] + block], axis=1)
@@ -240,7 +244,7 @@ class DFlash(Drafter):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DFlash:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the DFlash drafter. The arguments are those in `jaxspec.drafters.methods`."""
     return DFlash(k, most, models["draft"], models["target"])
 
 
@@ -256,11 +260,11 @@ NAMES = {
 
 
 def read(found: HeadCheckpoint, kind: type[Config] = Config, *, from_pending: bool = False, **own: Any) -> Reading:
-    """Return how to read a checkpoint. Also serves methods derived from DFlash.
+    """Return the `Reading` of a checkpoint of DFlash or a derived method: configuration and tensor names.
 
     kind: class of the configuration.
-    from_pending: default if the checkpoint does not set it.
-    own: further fields of the configuration.
+    from_pending: value of the configuration's field if the checkpoint does not set it.
+    own: fields that only the derived method's configuration has.
     """
     target = found.target
     count = found.whole("num_target_layers", target.num_layers, "num_layers")
@@ -268,7 +272,7 @@ def read(found: HeadCheckpoint, kind: type[Config] = Config, *, from_pending: bo
     fields, taps = found.layers(), found.taps()
     rows = found.shapes.get("fc.weight", (0, 0))[-1]
     found.fits(f"width (of {len(taps)} layers that it reads)", rows // len(taps), target.width)
-    found.fits("width", fields["width"], target.width)  # it reads the target's table and uses its head
+    found.fits("width", fields["width"], target.width)  # the head may use the target's table and output head
     config = kind(**fields | own | {
         "taps": taps,
         "target_width": target.width,

@@ -1,4 +1,4 @@
-"""A second, smaller model that proposes K tokens autoregressively on its own pages.
+"""Drafters by a second, smaller model, which proposes K tokens and has its own pages of KV cache.
 
 Source: Leviathan et al., https://arxiv.org/abs/2211.17192; Chen et al., https://arxiv.org/abs/2302.01318.
 """
@@ -25,10 +25,10 @@ from pallas_kernels.merge_tokens import merge_tokens
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Drafter):
-    """A drafter that runs a smaller model once for each draft."""
+    """A drafter that runs a smaller model autoregressively, once for each draft token."""
 
     model: PagedModel
-    max_lag: int = 1  # the first pass of a round is two tokens wide
+    max_lag: int = 1  # number of missing cache entries that a round's first pass, two tokens wide, can add
 
     @property
     def max_model_len(self) -> int:
@@ -50,7 +50,7 @@ class DraftModel(Drafter):
 
         first = Step(done.decoder, take_row(done.hidden, missing), done.pages)
         drafts, probs, pages = chain(self.num_speculative_tokens, first, step, choose)
-        # A cache that trails by more than the first pass covers keeps its length until prefill catches it up.
+        # A draft cache that trails by more than the first pass covers keeps its length until prefill fills the gap.
         in_step = history.draft_len >= history.num_tokens - 1 - self.max_lag
         read = history.num_tokens + jnp.maximum(history.num_wanted, 1) - 1
         draft_len = jnp.where(in_step, read, history.draft_len)
@@ -59,10 +59,11 @@ class DraftModel(Drafter):
     def first_pass_tokens(
         self, history: History
     ) -> tuple[tuple[Int[Array, "B 2"], Int[Array, "B 2"], Bool[Array, "B 2"]], Int[Array, " B"]]:
-        """Return (tokens, positions, masked) of a round's first pass, and the index of the pending token in it.
+        """Return (tokens, positions, masked) of a round's first pass, and the index of the pending token in that pass.
 
-        After a round of full acceptance the draft cache lacks the last accepted token. So the first pass is always two
-        tokens wide: it merges that token with the pending one. The token is rejected if the cache already has it.
+        The pending token is the newest committed token, which no cache holds yet. After a round in which all drafts
+        were accepted, the draft cache also lacks the last accepted draft. So the first pass is always two tokens wide:
+        the token before the pending one, and the pending token. If the cache already holds the former, it is masked.
         """
         rows = history.num_tokens.shape[0]
         query_start = jnp.arange(rows + 1, dtype=jnp.int32)
@@ -82,12 +83,12 @@ class DraftModel(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class ParallelDraftModel(Drafter):
-    """A drafter whose model fills all K places in one pass (PARD).
+    """A drafter whose model drafts all K tokens in one pass (PARD).
 
-    The pass reads the tokens that the cache lacks, and K - 1 mask tokens.
+    The pass reads the committed tokens that the draft's KV cache lacks, and K - 1 mask tokens.
     Source: An et al., https://arxiv.org/abs/2504.18583.
 
-    most: the engine's largest K, by which the cache may trail.
+    most: the engine's largest K; the draft cache may lack that many committed tokens.
     """
 
     most: int
@@ -125,7 +126,7 @@ class ParallelDraftModel(Drafter):
         at = jnp.minimum((last - start)[:, None] + jnp.arange(count), positions.shape[1] - 1)
         hidden = jnp.take_along_axis(done.hidden, at[:, :, None], axis=1)
         drafts, probs = at_once(done.decoder, hidden, choose)
-        # The mask tokens' keys and values are useless, so they do not count: the next round overwrites them.
+        # draft_len leaves out the mask tokens' keys and values: they are useless, and the next round overwrites them.
         return Proposal(drafts, probs, wanted, jnp.where(in_step, last + 1, history.draft_len)), done.pages
 
     def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
@@ -134,9 +135,10 @@ class ParallelDraftModel(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModelTree(DraftModel):
-    """A drafter that runs a smaller model once for each level of a tree.
+    """A drafter that runs a smaller model once for each level of a draft tree.
 
-    The tree's entries are not kept in the draft cache. The next round's first pass recomputes those of accepted drafts.
+    Keys and values of the tree's nodes do not stay in the draft's KV cache. The next round's first pass recomputes
+    those of accepted drafts.
     """
 
     max_lag: int = dataclasses.field(kw_only=True)
@@ -163,7 +165,7 @@ class DraftModelTree(DraftModel):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Drafter:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the drafter by a smaller model. The arguments are those in `jaxspec.drafters.methods`."""
     model = models["draft"]
     if in_parallel(model, speculative):
         return ParallelDraftModel(k, most, model)
@@ -173,10 +175,12 @@ def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: An
 
 
 def in_parallel(model: PagedModel, speculative: Any) -> bool:
-    """Return whether the draft fills all places in one pass: as the options say, else if it was trained for it.
+    """Return whether the draft model drafts all K tokens in one pass.
+
+    The option parallel_drafting decides. If it is not set, a model that was trained with a mask token does.
 
     Raises:
-      UserError: the options ask for it, and the draft has no mask token.
+      UserError: parallel_drafting is True, and the draft model has no mask token.
     """
     asked = speculative.parallel_drafting
     able = model.config.mask_id is not None

@@ -1,9 +1,9 @@
-"""DSpark: DFlash's block, whose places are sampled one after another, each given the token before it.
+"""DSpark: a drafting head that runs one pass over a block, as DFlash does, and then samples one draft after another.
 
-A low-rank Markov head turns that token into an addition to the logits. Source: DeepSeek-AI, "DSpark:
-Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", https://github.com/deepseek-ai/DeepSpec.
-Formats: DeepSpec's and the speculators library's. The head that predicts acceptance is not used, because adaptive K
-measures acceptance.
+Each draft is sampled given the token before it. A low-rank Markov head turns that token into an addition to the draft's
+logits. Source: DeepSeek-AI, "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation",
+https://github.com/deepseek-ai/DeepSpec. Checkpoint formats: DeepSpec's and the speculators library's. The checkpoint's
+head that predicts acceptance is not used, because the engine's adaptive K measures acceptance.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from jaxspec.models.reading import Reading
 from jaxspec.models.table import looked_up
 from pallas_kernels.plain import argmax
 
-# For each kind of Markov head: the checkpoint's name of its inner projection, and that projection's input size (besides
-# the hidden state) and output size, both in multiples of the rank.
+# For each kind of Markov head: the inner projection's name in checkpoints ("" without one), and the projection's input
+# size (besides the hidden state) and output size, both in multiples of the rank (`Config.markov_rank`).
 KINDS = {"vanilla": ("", 0, 0), "gated": ("gate_proj", 1, 1), "rnn": ("joint_proj", 2, 3)}
 
 
@@ -46,10 +46,10 @@ KINDS = {"vanilla": ("", 0, 0), "gated": ("gate_proj", 1, 1), "rnn": ("joint_pro
 class Config(dflash.Config):
     """The architecture of a DSpark head.
 
-    markov_rank: number of channels between the previous token and the logits; 0 without a Markov head.
+    markov_rank: r, the number of channels between the previous token and the logits; 0 without a Markov head.
     markov_kind: kind of the Markov head, a key of KINDS.
-    markov_table: whether the channels of each token come from the head's own table; else they are a projection of the
-      target's embeddings.
+    markov_table: whether a token's channels come from the Markov head's own table; else they are a projection of the
+      target's embedding of the token.
     """
 
     markov_rank: int = 0
@@ -62,7 +62,7 @@ class Config(dflash.Config):
 
 
 class Markov(nnx.Module):
-    """The Markov head: computes what the previous token adds to the logits."""
+    """The Markov head, which computes an addition to a draft's logits from the token before the draft."""
 
     def __init__(self, config: Config, dtype: Any) -> None:
         c, rank, matrix = config, config.markov_rank, declare("matrix", dtype)
@@ -85,12 +85,12 @@ class Markov(nnx.Module):
         target: Any,
         backend: Backend,
     ) -> tuple[Float[Array, "*k _"], Float[Array, "*k _"]]:
-        """Return the channels [..., r] that `logits` reads, and the next state.
+        """Return the channels [..., r] that `logits` reads, and the next draft's state.
 
-        state [..., r]: the previous place's.
-        token i32[...]: the previous token.
-        hidden [..., E]: the place's hidden state.
-        target: the model that shares its embedding table.
+        state [..., r]: recurrent state after the previous draft; only kind "rnn" changes it.
+        token i32[...]: token before this draft.
+        hidden [..., E]: hidden state at this draft.
+        target: the target, whose embedding table the Markov head may share.
         """
         c = self.config
         if c.markov_table:
@@ -110,12 +110,12 @@ class Markov(nnx.Module):
         return x, state
 
     def logits(self, x: Float[Array, "*k _"], backend: Backend) -> Float[Array, "*k _"]:
-        """Return what the channels x [..., r] add to the logits, f32[..., V]."""
+        """Return the addition f32[..., V] to a draft's logits, computed from the channels x [..., r]."""
         return whole(product(x, self.after[...], backend), backend)
 
 
 class DSparkHead(dflash.DFlashHead):
-    """The layers of DFlash with a Markov head, which adds logits that depend on the previous token."""
+    """The network of a DSpark head: DFlash's layers, and a Markov head whose logits depend on the previous token."""
 
     config: Config
 
@@ -129,9 +129,10 @@ module.register(Config, DSparkHead)
 
 
 class After(Place):
-    """A place of the block whose logits include the Markov head's addition.
+    """The output head for one draft of the block, whose logits include the Markov head's addition.
 
-    added: the addition for the previous token [B,V], or for the previous token of each of k nodes [B,k,V].
+    place: the arguments of `Place`.
+    added: addition given the previous token [B,V], or given each of k tree nodes as the previous token [B,k,V].
     """
 
     def __init__(self, place: tuple[Any, ...], added: Float[Array, "B *k V"]) -> None:
@@ -140,7 +141,7 @@ class After(Place):
 
     def logits(self, x: Any, backend: Any) -> Any:
         place = super().logits(x, backend)
-        if self.added.ndim != place.ndim:  # one addition for each node
+        if self.added.ndim != place.ndim:  # `added` holds one addition for each tree node
             place = place[:, None]
         return place + self.added
 
@@ -151,7 +152,7 @@ class After(Place):
 
 @dataclasses.dataclass(frozen=True)
 class DSpark(dflash.DFlash):
-    """A drafter of DFlash's block that samples its places one after another."""
+    """A drafter that runs DFlash's pass over a block and samples the drafts one after another."""
 
     @property
     def independent(self) -> bool:
@@ -183,15 +184,15 @@ class DSpark(dflash.DFlash):
         return Proposal(grown.tokens, None, block.wanted, block.draft_len), grown, block.pages
 
     def steps(self, block: dflash.Block) -> tuple[Callable[..., Step], jax.Array]:
-        """Return step(state, token, i) and the first state.
+        """Return a function step(state, token, i), and the state for its first call.
 
-        The step chooses the draft at place i, from a state [B,r] and the previous token i32[B]. For k nodes of a tree
-        the state is [B,k,r] and the tokens are i32[B,k].
+        The function computes the head and hidden state from which draft i is chosen, given a state [B,r] of the Markov
+        head and the previous token i32[B]. For k nodes of a draft tree the state is [B,k,r] and the tokens i32[B,k].
         """
         markov, hidden, backend = block.head.markov, block.hidden, self.model.backend
         known: dict[Any, Any] = {}
         state = jnp.zeros((hidden.shape[0], block.head.config.markov_rank), hidden.dtype)
-        if not block.head.config.from_pending:  # the pending token's place makes no draft, but updates the state
+        if not block.head.config.from_pending:  # the pending token's output makes no draft, but updates the state
             _, state = markov(state, block.pending, hidden[:, 0], block.target, backend)
             hidden = hidden[:, 1:]
 
@@ -206,12 +207,12 @@ class DSpark(dflash.DFlash):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> DSpark:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the DSpark drafter. The arguments are those in `jaxspec.drafters.methods`."""
     return DSpark(k, most, models["draft"], models["target"])
 
 
 def read(found: HeadCheckpoint) -> Reading:
-    """Return how to read a checkpoint of this method."""
+    """Return the `Reading` of a DSpark checkpoint: the head's configuration and the names of its tensors."""
     stored = found.shapes.get("markov_head.markov_w1.weight", (0, 0))[-1]
     rank = found.whole("markov_rank", stored, "rare_width")
     kind = found.raw.get("markov_head_type") or "vanilla"
@@ -226,7 +227,7 @@ def read(found: HeadCheckpoint) -> Reading:
 
 
 def names(config: Any) -> dict[str, families.Place]:
-    """Return the places of the Markov head's tensors, by their names in checkpoints."""
+    """Return the parameter (a `Place`) that each tensor of the Markov head fills, by its name in checkpoints."""
     inner = KINDS[config.markov_kind][0]
     before = ("markov_w1.weight", "before") if config.markov_table else ("embed_in.weight", "before_in")
     places = [before, ("markov_w2.weight", "after")]

@@ -1,4 +1,6 @@
-"""EAGLE-1: one layer over the next token and the target's last hidden state. The target's head computes the logits.
+"""EAGLE-1: a drafting head of one layer over the next token and the target's last hidden state.
+
+The target's output head computes the logits.
 
 Source: Li et al., https://arxiv.org/abs/2401.15077. Formats: SafeAILab's, and vLLM's with the prefix `model.`.
 """
@@ -31,9 +33,9 @@ from jaxspec.models.rows import Rows
 class Config(HeadConfig):
     """The architecture of an EAGLE-1 head.
 
-    bias: whether fc has a bias.
-    has_table: whether the head has its own embedding table; else the target's is used.
-    has_head: whether it has its own output head; else the target's is used.
+    bias: whether fc, the projection of embedding and hidden state, has a bias.
+    has_table: whether the drafting head has its own embedding table; else the target's is used.
+    has_head: whether the drafting head has its own output head; else the target's is used.
     """
 
     bias: bool = True
@@ -46,7 +48,7 @@ class Config(HeadConfig):
 
 
 class EagleHead(OwnParts):
-    """The layers of EAGLE-1."""
+    """The network of an EAGLE-1 head."""
 
     config: Config
 
@@ -82,12 +84,12 @@ module.register(Config, EagleHead)
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the EAGLE-1 drafter. The arguments are those in `jaxspec.drafters.methods`."""
     return FeatureChain(k, most, models["draft"], models["target"])
 
 
 def read(found: HeadCheckpoint) -> Reading:
-    """Return how to read a checkpoint of this method."""
+    """Return the `Reading` of an EAGLE-1 checkpoint: the head's configuration and the names of its tensors."""
     found.refuse(skip_prenorm=True, skip_output_norm=True, add_para_norm=False)
     fields, has_head = found.layers(), found.has("lm_head.")
     found.fits("width", fields["width"], found.target.width)
@@ -104,7 +106,7 @@ def read(found: HeadCheckpoint) -> Reading:
         "token_map": ("d2t", ""),
     } | ({TABLE: ("embed", "")} if config.has_table else {})  # fmt: skip
     first = (found.prefix + "layers.0.input_layernorm.weight",)
-    skipped = found.flag("skip_prenorm", default=False)  # a key of vLLM's format
+    skipped = found.flag("skip_prenorm", default=False)  # whether layer 0's input norm is unused, in vLLM's format
     return Reading(
         config,
         found.named(names),

@@ -1,4 +1,4 @@
-"""EAGLE-3: one layer over the next token and three of the target's hidden states.
+"""EAGLE-3: a drafting head of one layer over the next token and the inputs of three layers of the target.
 
 Source: Li et al., https://arxiv.org/abs/2503.01840. Formats: SafeAILab's, SpecForge's and the speculators library's.
 """
@@ -34,15 +34,18 @@ from pallas_kernels.plain import rms_norm
 class Config(HeadConfig):
     """The architecture of an EAGLE-3 head.
 
+    Features are the concatenated taps after fc, a projection to the head's width.
+
     taps: layers of the target whose inputs the head reads.
-    target_width: width of these layers.
-    norm_before_fc: whether a norm over all taps together comes before fc.
-    norm_taps: whether each tap has its own norm.
-    norm_before_residual: whether the residual stream starts from the normed features.
-    norm_output: whether the output that the next step reads is normed.
-    has_table: whether the head has its own embedding table; else the target's is used.
-    has_head: whether it has its own output head; else the target's is used.
-    mask_id: mask token of a head that fills all places at once (P-EAGLE); such a head also has features for it.
+    target_width: width of the target's layers.
+    norm_before_fc: whether a norm over all concatenated taps comes before fc.
+    norm_taps: whether each tap has its own norm before fc.
+    norm_before_residual: whether the head's residual stream starts from the normed features.
+    norm_output: whether the output that the next step reads as features is normed.
+    has_table: whether the drafting head has its own embedding table; else the target's is used.
+    has_head: whether the drafting head has its own output head; else the target's is used.
+    mask_id: mask token of a head that drafts all tokens in one pass (P-EAGLE), which has learned features for it; None
+      for other heads.
     """
 
     taps: tuple[int, ...] = ()
@@ -60,7 +63,7 @@ class Config(HeadConfig):
 
 
 class Eagle3Head(OwnParts):
-    """The layers of EAGLE-3."""
+    """The network of an EAGLE-3 head."""
 
     config: Config
 
@@ -81,11 +84,14 @@ class Eagle3Head(OwnParts):
     def features(
         self, hidden: Float[Array, "B T E"], tapped: tuple[Float[Array, "B T E"], ...], backend: Backend
     ) -> Float[Array, "B T M"]:
-        """Compute the features to keep: the taps [B,T,E] of a position, projected to the head's width."""
+        """Compute the features to cache from `tapped`, the inputs [B,T,E] of the target's layers `taps`.
+
+        Each position's concatenated inputs are projected to the drafting head's width.
+        """
         return self.reduced(jnp.concatenate(tapped, axis=-1), backend)
 
     def reduced(self, x: Float[Array, "B T _"], backend: Backend) -> Float[Array, "B T E"]:
-        """Project concatenated taps to the head's width."""
+        """Project the concatenated inputs of the target's layers `taps` to the drafting head's width."""
         c = self.config
         x = rms_norm(self.input_norm[...], x, c.norm_eps) if c.norm_before_fc else x
         if c.norm_taps:
@@ -94,7 +100,7 @@ class Eagle3Head(OwnParts):
         return product(x, self.fc[...], backend).astype(x.dtype)
 
     def masks(self, backend: Backend) -> Float[Array, " M"]:
-        """Return the features [M] of mask tokens."""
+        """Return the learned features [M] of mask tokens, which all have the same."""
         return self.reduced(self.mask_hidden[...], backend)[0, 0]
 
     def __call__(
@@ -118,15 +124,15 @@ module.register(Config, Eagle3Head)
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the EAGLE-3 drafter. The arguments are those in `jaxspec.drafters.methods`."""
     kind = FeatureBlock if in_parallel(models["draft"], speculative) else FeatureChain
     return kind(k, most, models["draft"], models["target"])
 
 
 def read(found: HeadCheckpoint) -> Reading:
-    """Return how to read a checkpoint of this method.
+    """Return the `Reading` of an EAGLE-3 checkpoint: the head's configuration and the names of its tensors.
 
-    The configuration comes from config.json and from the names and shapes of the tensors, which are seldom wrong.
+    Both config.json and the tensors determine the configuration. Names and shapes of tensors are seldom wrong.
     """
     raw, target = found.raw, found.target
     target_width = found.whole("target_hidden_size", raw.get("hidden_size"), "width")
@@ -162,7 +168,10 @@ def read(found: HeadCheckpoint) -> Reading:
 
 
 def places(first: str) -> dict[str, Place]:
-    """Return the places of tensors by name. first: the writer's prefix of the first layer's tensors."""
+    """Return the parameter (a `Place`) that each tensor of a checkpoint fills, by the tensor's name.
+
+    first: prefix of the first layer's tensors, which differs between checkpoint writers.
+    """
     return {
         **layer_names("layers.{}."),
         **layer_names(first, "layers.0."),
@@ -180,7 +189,7 @@ def places(first: str) -> dict[str, Place]:
 
 
 def names(found: HeadCheckpoint) -> dict[str, Place]:
-    """Return the places of a checkpoint's tensors by name, in the format of its writer."""
+    """Return the parameter (a `Place`) that each tensor of this checkpoint fills, by the tensor's name."""
     taps = {f"aux_norm_{name}.weight": (f"tap_norms.{i}", "") for i, name in enumerate(("low", "mid", "high"))}
     if not found.has("aux_norm_"):
         taps = {"fc_norm.{}.weight": ("tap_norms.{}", "")}

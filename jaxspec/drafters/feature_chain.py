@@ -1,9 +1,10 @@
-"""Drafters whose head reads the target's hidden states, as EAGLE and related methods do.
+"""Drafters by a head (a small network) that reads the target's hidden states, as EAGLE and related methods do.
 
-An entry of the head's cache, at slot p, is computed from the target's features at position p and the token at p + 1.
-Its output predicts the token at p + 2. The first pass of a round computes the entries up to the pending token's from
-the target's features. The later passes use the head's own output, because the target has not computed their features
-yet. The next round's first pass, K + 1 entries wide, recomputes those entries from the target's features.
+Features are vectors computed from the target's hidden states, one per position. Entry p of the head's KV cache is
+computed from the features at position p and the token at p + 1. The head's output there predicts the token at p + 2.
+The first pass of a round uses the target's features. It ends at the entry of the pending token (accepted, not yet read
+by the target). Later passes of the round use the head's own output as features, because the target has not computed
+them yet. The next round's first pass, K + 1 entries wide, recomputes these entries from the target's features.
 
 Source: Li et al., https://arxiv.org/abs/2401.15077.
 """
@@ -31,18 +32,18 @@ from jaxspec.sampling.rng import take_row
 
 @dataclasses.dataclass(frozen=True)
 class FeatureChain(Drafter):
-    """A drafter that runs a head once for each draft, on the target's features and then on its own output.
+    """A drafter that runs a head once for each draft: first on the target's features, then on the head's own output.
 
-    most: the engine's largest K, by which the cache may trail.
-    model: the head.
+    most: the engine's largest K; the head's KV cache may trail the committed tokens by that many.
+    model: the drafting head.
     target: the model that the head drafts for.
-    lookahead: 1, since an entry also depends on the token after its position.
+    lookahead: 1, since a cache entry also depends on the token after its position.
 
-    The head's module has these methods:
-      features(hidden, tapped, backend): the features [B,T,M] to keep.
-      __call__(x, feature, pages, rows, backend): one pass over embeddings x [B,T,E] and features [B,T,M]. Returns the
-        hidden states of the logits, the features of the next entries, and the pages.
-      embedded and logits: as `Decoder`'s, if it has its own embedding table (has_table) and output head (has_head).
+    The head's nnx module has these methods:
+      features(hidden, tapped, backend): returns the features [B,T,M] to cache.
+      __call__(x, feature, pages, rows, backend): runs one pass over embeddings x [B,T,E] and features [B,T,M]. Returns
+        the hidden states from which logits are computed, the features of the next entries, and the cache pages.
+      embedded, logits: as `Decoder`'s, if the head has its own embedding table (has_table) or output head (has_head).
     """
 
     most: int
@@ -98,16 +99,16 @@ class FeatureChain(Drafter):
             return Step(self.logits_head(params), hidden, (pages, carried))
 
         pages, carried = first.state
-        carried = jnp.repeat(carried[:, None], shape.width, axis=1)  # the same for all nodes of the first level
+        carried = jnp.repeat(carried[:, None], shape.width, axis=1)  # features, the same for all first-level nodes
         grown, (pages, _) = grow_tree(shape, Step(first.head, first.hidden, (pages, carried)), step, rank)
         return self.proposal(history, grown.tokens, None, last, in_step), grown, pages
 
     def first_pass(
         self, params: ModelParams, cache: PagedKVCache, history: History
     ) -> tuple[Step, jax.Array, jax.Array]:
-        """Run the pass over the entries that the cache lacks, up to the pending token's.
+        """Run a round's first pass, over the entries that the head's KV cache lacks.
 
-        Return its output, and `last` and `in_step` of `first`.
+        Return the output of the pass at its last entry, and the results `last` and `in_step` of the method `first`.
         """
         table = history.block_table
         last, start, in_step = self.first(history)
@@ -120,19 +121,21 @@ class FeatureChain(Drafter):
         return Step(self.logits_head(params), take_row(hidden, at), (pages, take_row(carried, at))), last, in_step
 
     def logits_head(self, params: ModelParams) -> Any:
-        """Bind the model that computes the logits: the head, or the target for a head without its own.
+        """Bind the model that computes the logits: the drafting head, or the target if the head shares its output head.
 
-        The body of a loop must call this itself. Matrices that are stored output-first are then transposed inside the
-        loop, for free. A matrix that was transposed outside would get a new layout in every pass.
+        A loop's body must call this method itself. Matrices that are stored output-first are then transposed inside the
+        loop, for free. A matrix that was transposed outside the loop would get a new layout in every pass.
         """
         head: Any = bind(self.model.config, params["draft"])
         return head if head.has_head else bind(self.target.config, target_parameters(params))
 
     def first(self, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Locate the entries of a round's first pass.
+        """Locate the cache entries that a round's first pass computes.
 
-        Return `last` i32[B], the position of the entry whose token is the pending one; `start` i32[B], the position of
-        the first entry that the cache lacks; and `in_step` bool[B], whether the first pass reaches back to `start`.
+        Return three arrays:
+          last i32[B]: position of the entry whose token is the pending one (accepted, not yet read by the target).
+          start i32[B]: position of the first entry of the pass.
+          in_step bool[B]: whether the pass covers all entries that the head's KV cache lacks.
         """
         last = history.num_tokens - 2
         start = jnp.clip(history.draft_len, jnp.maximum(last - self.most, 0), jnp.maximum(last, 0))
@@ -146,15 +149,16 @@ class FeatureChain(Drafter):
         last: Int[Array, " B"],
         in_step: Bool[Array, " B"],
     ) -> Proposal:
-        """Return the proposal. A row proposes nothing if its cache trails too far, or if its prompt is one token.
+        """Return the proposal of these drafts.
 
-        For a prompt of one token the target has no features yet.
+        A row proposes no drafts if its cache trails too far (`in_step` is False). It also proposes none after a prompt
+        of one token, for which the target has no features yet (`last` is below 0).
         """
         wanted = jnp.where(history.live & in_step & (last >= 0), history.num_wanted, 0)
         return Proposal(drafts, probs, wanted, jnp.where(in_step, history.num_tokens - 1, history.draft_len))
 
     def prefill(self, params: ModelParams, cache: PagedKVCache, chunk: Chunk) -> tuple[LayerCache, ...]:
-        """Write the entries whose token is in the chunk. The first token of a prompt has no entry."""
+        """Write the cache entries of a chunk's tokens, and return the pages. A prompt's first token has no entry."""
         first = (chunk.start == 0).astype(jnp.int32)
         tokens = jnp.where(first[:, None] == 1, jnp.roll(chunk.tokens, -1, axis=1), chunk.tokens)
         offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -174,11 +178,14 @@ class FeatureChain(Drafter):
         table: Int[Array, "B N"],
         branches: Branches | None = None,
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B T M"], tuple[LayerCache, ...]]:
-        """Run the head over tokens i32[B,T] and the features [B,T,M] of the positions before them."""
+        """Run the drafting head over tokens i32[B,T] and the features [B,T,M] of the positions before these tokens.
+
+        Return the hidden states, the next features, and the cache pages, as the head does.
+        """
         target = bind(self.target.config, target_parameters(params))
         backend = self.model.backend
         head: Any = bind(self.model.config, params["draft"])
-        # Masked places are never read. Zeros keep garbage in their pages from making them NaN.
+        # The outputs of masked tokens are never read. Zero features keep garbage in the pages from making them NaN.
         feature = jnp.where(masked[:, :, None], jnp.zeros_like(feature), feature)
         x = (head if head.has_table else target).embedded(tokens, backend)
         result: tuple[Float[Array, "B T E"], Float[Array, "B T M"], tuple[LayerCache, ...]] = head(
@@ -189,9 +196,10 @@ class FeatureChain(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class FeatureBlock(FeatureChain):
-    """A drafter whose head fills all K places in one pass (P-EAGLE).
+    """A drafter whose head drafts all K tokens in one pass (P-EAGLE).
 
-    The pass computes the entries that the cache lacks, and K - 1 entries of a mask token with its own learned features.
+    The pass computes the entries that the head's KV cache lacks, and K - 1 entries of a mask token, whose features are
+    learned.
     Source: https://docs.vllm.ai/projects/speculators/en/latest/user_guide/algorithms/peagle/
     """
 

@@ -1,4 +1,4 @@
-"""Checkpoints of drafting heads: the parts that are the same for all methods."""
+"""Checkpoints of drafting heads: the parts that are the same for all drafting methods."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import Place
 from jaxspec.models.limits import number, short
 
-# Keys of config.json that list the target's layers, and the offset to the layers whose input is read. z-lab and
-# DeepSeek list layers whose output is read, the input of the next layer: 1. SafeAILab and the speculators library: 0.
+# Keys of config.json that list the target's layers that a head reads, and the offset from the listed layers to the
+# layers whose input is read. SafeAILab and the speculators library list these layers themselves: 0. z-lab and DeepSeek
+# list the layers whose output is read, which is the next layer's input: 1.
 TAPS = {"eagle_aux_hidden_state_layer_ids": 0, "aux_hidden_state_layer_ids": 0, "target_layer_ids": 1}
 
-TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"  # usual names of the table and the output head, without a prefix
-VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's tensors from training
-# In jaxspec's own files: the output head of the rare ids, the last of the head's ids.
+TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"  # usual tensor names of embedding table and output head
+VERIFIER = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's tensors, used in training
+# Tensors that only checkpoints written by jaxspec have: the low-rank output head of the head's last, rare token ids.
 RARE: dict[str, Place] = {f"{name}.weight": (name, "") for name in ("rare_in", "rare_head")}
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadCheckpoint:
-    """A head's checkpoint, before its weights are read.
+    """A drafting head's checkpoint, before its weights are read.
 
     name: name of the checkpoint in messages.
-    raw: its config.json.
-    shapes: shapes of its tensors, by name.
-    target: configuration of the model that it drafts for.
-    target_name: name of that model in messages.
+    raw: content of the checkpoint's config.json.
+    shapes: shapes of the checkpoint's tensors, by name.
+    target: configuration of the model that the head drafts for.
+    target_name: name of the target in messages.
     parse: function that returns the ModelConfig of a decoder's config.json.
-    differing: tensors among its copies of the target's (`Reading.copies`) that are known to differ from the target's.
+    differing: names of tensors that should be copies of the target's (`Reading.copies`) but are known to differ.
     """
 
     name: str
@@ -43,20 +44,26 @@ class HeadCheckpoint:
     differing: frozenset[str] = frozenset()
 
     def has(self, *starts: str) -> bool:
-        """Return whether some tensor's name, without the prefix, begins with one of `starts`."""
+        """Return whether some tensor's name, without the writer's prefix, begins with one of `starts`."""
         return any(name.removeprefix(self.prefix).startswith(starts) for name in self.shapes)
 
     @property
     def prefix(self) -> str:
-        """The prefix that some writers put before most names; "" if this one does not."""
+        """The prefix "model." that some writers put before most tensor names; "" if this checkpoint has none."""
         return "model." if any(name.startswith("model.") for name in self.shapes) else ""
 
     def named(self, names: Mapping[str, Place]) -> dict[str, Place]:
-        """Return the same places, with the prefix before every name that the checkpoint has only with it."""
+        """Return `names` with the writer's prefix added to each name that the checkpoint lacks without it.
+
+        names: the parameter (a `Place`) that each tensor fills, by the tensor's name.
+        """
         return {name if name in self.shapes else self.prefix + name: place for name, place in names.items()}
 
     def copies(self, *names: str) -> dict[str, Place]:
-        """Return which parameter of the target replaces each tensor of these names that the checkpoint has."""
+        """Return the target's parameter that replaces each of these tensors, for those that the checkpoint has.
+
+        names: tensor names without the writer's prefix. The result's keys include the prefix.
+        """
         head = "embed" if self.target.tied else "head"
         replacements = {
             TABLE: ("embed", ""),
@@ -72,27 +79,32 @@ class HeadCheckpoint:
         return found
 
     def own(self, name: str) -> bool:
-        """Return whether the checkpoint has this tensor, and it is known to differ from the target's."""
+        """Return whether the checkpoint has a tensor of this name that is known to differ from the target's."""
         return not self.differing.isdisjoint((name, self.prefix + name))
 
     def own_table(self) -> dict[str, Any]:
-        """Return the configuration's fields of an embedding table that has the target's shape but differs from it.
+        """Return the configuration fields for the head's own embedding table; {} if it has none.
 
-        Such a table is scaled as the target's.
+        A table counts as the head's own if it has the target's shape but differs from the target's table. Embeddings of
+        such a table are multiplied by the target's scale.
         """
         return {"has_table": True, "embed_scale": self.target.embed_scale} if self.own(TABLE) else {}
 
     def layers(self) -> dict[str, Any]:
-        """Return the fields of the layers' ModelConfig, read from config.json as a Llama's.
+        """Return the ModelConfig fields of the head's layers, read from config.json as if it were a Llama's.
 
         The vocabulary and the context length are the target's. A head's own config.json is seldom right about these.
+
+        Raises:
+          UserError: config.json lacks a size.
+          MisfitError: the head was made for another vocabulary size than the target's.
         """
         for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             self.needed(key)
         self.fits("vocabulary", self.vocab_size, self.target.vocab_size)
         ids = {"vocab_size": self.target.vocab_size, "max_position_embeddings": self.target.max_model_len}
-        # An absent key means Llama's own default, whatever the target has.
-        # attention_bias is read below: as an option of a model it would mean biases of all four projections.
+        # If config.json lacks a key, Llama's own default holds, whatever value the target has.
+        # attention_bias is read below. Passed on here, it would mean biases of all four attention projections.
         own = {**self.raw, **ids, "model_type": "llama", "tie_word_embeddings": False, "attention_bias": False}
         raw = {"rope_theta": 1e4, **own}
         fields = vars(self.parse(raw))
@@ -109,12 +121,20 @@ class HeadCheckpoint:
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size of the head's intended target: rows of its copy of the table, else config.json's."""
+        """Vocabulary size of the target that the head was made for.
+
+        This is the number of rows of the head's copy of the embedding table (or of t2d), else the size in config.json.
+        """
         rows = [shape[0] for name, shape in self.shapes.items() if name.endswith(("t2d", "embed_tokens.weight"))]
         return rows[0] if rows else self.whole("vocab_size", self.target.vocab_size)
 
     def fits(self, what: str, own: int, targets: int) -> None:
-        """Raise MisfitError if the head was made for another target. what: the size that is compared."""
+        """Raise MisfitError if a size shows that the head was made for another target.
+
+        what: name of the size in the message.
+        own: the size according to the head's checkpoint.
+        targets: the size of the given target.
+        """
         if own != targets:
             raise MisfitError(
                 f"the draft {self.name!r} was made for a target of {what} {own}, {self.target_name!r} has {targets}: "
@@ -122,28 +142,30 @@ class HeadCheckpoint:
             )
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean of config.json. Raise UserError for any other value."""
+        """Return the boolean that config.json has for a key. Raise UserError for a value that is not a boolean."""
         value = self.raw.get(key, default)
         if not isinstance(value, bool):
             raise UserError(f"{self.name}: {key}={short(value)} must be true or false")
         return value
 
     def needed(self, key: str) -> Any:
-        """Return a value of config.json. Raise UserError if it is missing."""
+        """Return the value that config.json has for a key. Raise UserError if it is missing or null."""
         if self.raw.get(key) is None:
             raise UserError(f"{self.name}: config.json is missing or lacks {key}")
         return self.raw[key]
 
     def whole(self, key: str, default: Any = None, kind: str = "vocab_size") -> Any:
-        """Return a number of config.json within the limits of its kind. Without a default it must be present.
+        """Return the number that config.json has for a key, or the default. Raise UserError if both are missing.
 
-        kind: a key of `jaxspec.models.limits.LIMITS`.
+        kind: a key of `jaxspec.models.limits.LIMITS`, whose limits the number must keep.
         """
         value = self.needed(key) if default is None else self.raw.get(key, default)
         return number(kind, value, key)
 
     def taps(self, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Return the target's layers whose inputs the head reads; L is the input of the last norm.
+        """Return the indices of the target's layers whose inputs the head reads.
+
+        Index L, the number of layers, means the input of the target's last norm.
 
         Raises:
           UserError: config.json lists no layers, and there is no default.
@@ -167,17 +189,20 @@ class HeadCheckpoint:
         return chosen
 
     def refuse(self, **only: Any) -> None:
-        """Raise UnsupportedError if config.json gives one of these options another value than the supported one."""
+        """Raise UnsupportedError if config.json sets an option to another value than the only supported one.
+
+        only: the supported value of each option.
+        """
         for key, value in only.items():
             if self.raw.get(key) not in (None, value):
                 raise UnsupportedError(f"{self.name}: {key}={short(self.raw[key])} is not supported: only {value} is")
 
 
 def flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with the nested parts of some writers moved to the top level.
+    """Return a config.json with the objects that some writers nest in it moved to the top level.
 
-    A key of the top level wins over the same key of a part. Exceptions are model_type and vocab_size: at the top level
-    of such a file they describe the writer's own class.
+    A key of the top level wins over the same key of a nested object. Exceptions are model_type and vocab_size: at the
+    top level of such a file they describe the writer's own class.
     """
     inner: dict[str, Any] = {}
     for key in ("transformer_layer_config", "eagle_config", "dflash_config", "model"):

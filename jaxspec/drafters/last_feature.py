@@ -1,4 +1,4 @@
-"""Drafters that read only the target's last hidden state. They have no cache."""
+"""Drafters that read only the target's last hidden state. They have no KV cache."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from jaxspec.sampling.rng import take_row
 
 @dataclasses.dataclass(frozen=True)
 class LastFeature(Drafter):
-    """A drafter that reads only the target's last hidden state.
+    """A drafter by a head (a small network) that reads only the target's last hidden state.
 
-    model: the head.
+    model: the drafting head.
     target: the model that the head drafts for.
     """
 
@@ -45,13 +45,19 @@ class LastFeature(Drafter):
 
     @abc.abstractmethod
     def begin(self, head: Any, hidden: Any) -> Any:
-        """Return the state of the first draft. hidden [B,E]: the target's, at the token before the pending one."""
+        """Return the state that the drafting head reads for the first draft.
+
+        head: the drafting head.
+        hidden [B,E]: the target's hidden states at the token before the pending token. The pending token is accepted,
+          but the target has not read it yet.
+        """
 
     @abc.abstractmethod
     def draft(self, head: Any, state: Any, token: Any, i: int) -> tuple[Any, Any, Any]:
-        """Run the head for draft i, after `token`.
+        """Run the drafting head for draft i, which follows `token`.
 
-        Return a `Head` or None for the target's, the hidden states [B,E] of its logits, and the next state.
+        Return the `Head` that computes the logits (None for the target's), its input hidden states [B,E], and the next
+        draft's state.
         """
 
     def propose(
@@ -60,7 +66,7 @@ class LastFeature(Drafter):
         step, state, token = self.start(params, cache, history)
         drafts = jnp.zeros((token.shape[0], self.num_speculative_tokens), jnp.int32)
         probs = []
-        for i in range(self.num_speculative_tokens):  # not `chain`: each step has its own weights
+        for i in range(self.num_speculative_tokens):  # a Python loop, not `chain`, since each step has its own weights
             head, hidden, state = step(state, token, i)
             token, q = choose(head, hidden, drafts, i)
             drafts = drafts.at[:, i].set(token)
@@ -82,9 +88,12 @@ class LastFeature(Drafter):
         return Proposal(grown.tokens, None, self.wanted(history)), grown, cache.draft
 
     def start(self, params: ModelParams, cache: PagedKVCache, history: History) -> tuple[Callable[..., Step], Any, Any]:
-        """Return step(state, token, i), which runs the head for draft i, the first state, and the pending token."""
+        """Prepare a round. Return a function step(state, token, i), the first state, and the pending token i32[B].
 
-        def bound_head() -> Any:  # bound again in each step, see `FeatureChain.logits_head`
+        The function runs the drafting head for draft i. The pending token is accepted, but no cache holds it yet.
+        """
+
+        def bound_head() -> Any:  # the drafting head, bound again in each step: see `FeatureChain.logits_head`
             return bind(self.model.config, params["draft"])
 
         last = jnp.maximum(history.num_tokens - 2, 0)
@@ -100,5 +109,5 @@ class LastFeature(Drafter):
         return step, state, take_row(history.tokens, history.num_tokens - 1)
 
     def wanted(self, history: History) -> Any:
-        """Return the number of drafts: 0 for a prompt of one token, for which the target has no hidden state yet."""
+        """Return each row's number of drafts: 0 after a prompt of one token, which the target has not read yet."""
         return jnp.where(history.live & (history.num_tokens > 1), history.num_wanted, 0)

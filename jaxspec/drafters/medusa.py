@@ -1,7 +1,8 @@
-"""Medusa: one head for each draft. All heads read the target's last hidden state, independently of each other.
+"""Medusa: one drafting head for each of the K drafts.
 
-Source: Cai et al., https://arxiv.org/abs/2401.10774. Formats: the original's (Medusa-1: heads alone; Medusa-2: heads in
-the model's own checkpoint) and vLLM's.
+All heads read the target's last hidden state, independently of each other. Source: Cai et al.,
+https://arxiv.org/abs/2401.10774. Checkpoint formats: the original's (Medusa-1: heads alone; Medusa-2: heads in the
+target's own checkpoint) and vLLM's.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from jaxspec.models.reading import Reading
 class Config(HeadConfig):
     """The architecture of Medusa heads.
 
-    num_drafts: number of heads.
+    num_drafts: number of heads, one for each draft.
     depth: number of residual blocks of each head.
-    bias: whether the blocks have a bias.
-    has_head: whether each head has its own output matrix; else the target's is used.
+    bias: whether the residual blocks have a bias.
+    has_head: whether each Medusa head has its own output matrix; else the target's is used.
     """
 
     num_drafts: int = 1
@@ -85,7 +86,7 @@ class MedusaHeads(Head):
         self.heads = nnx.List([MedusaHead(config, dtype) for _ in range(config.num_drafts)])
 
     def one(self, i: int) -> MedusaHead:
-        """Return the head of draft i, with the shared vocabulary."""
+        """Return the Medusa head of draft i. It gets the id tables of a reduced vocabulary, which all heads share."""
         chosen = self.heads[i]
         if self.config.reduced_vocab_size:
             chosen.d2t, chosen.t2d = self.d2t, self.t2d
@@ -109,7 +110,7 @@ class Medusa(LastFeature):
         config: Any = self.model.config
         if config.has_head:
             return super().propose(params, cache, history, choose)
-        # All heads use the target's output head: run it once for all of them.
+        # All Medusa heads use the target's output head, which therefore runs once for all of them.
         step, state, token = self.start(params, cache, history)
         places = [step(state, token, i) for i in range(self.num_speculative_tokens)]
         hidden = jnp.stack([place.hidden for place in places], axis=1)
@@ -126,11 +127,11 @@ class Medusa(LastFeature):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Medusa:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the Medusa drafter. The arguments are those in `jaxspec.drafters.methods`."""
     return Medusa(k, models["draft"], models["target"])
 
 
-# For each format, the tensor names of a block's weight, a block's bias, and a head's output matrix.
+# For each checkpoint format: the tensor names of block j's weight and bias, and of the output matrix, in head i.
 VLLM = ("blocks.{i}.layers.{j}.weight", "blocks.{i}.layers.{j}.bias", "lm_heads.{i}.weight")
 FORMATS = (
     ("{i}.{j}.linear.weight", "{i}.{j}.linear.bias", "{i}.{depth}.weight"),
@@ -145,7 +146,12 @@ FORMATS = (
 
 
 def places(names: tuple[str, str, str], heads: int, depth: int) -> dict[str, Place]:
-    """Return the places of the tensors of so many heads, by name. names: one of FORMATS."""
+    """Return the parameter (a `Place`) that each tensor of the Medusa heads fills, by the tensor's name.
+
+    names: tensor names of the checkpoint's format, one entry of FORMATS.
+    heads: number of heads.
+    depth: number of residual blocks of each head.
+    """
     block, bias, logits = names
     each = [(i, j) for i in range(heads) for j in range(depth)]
     return {
@@ -157,7 +163,7 @@ def places(names: tuple[str, str, str], heads: int, depth: int) -> dict[str, Pla
 
 
 def read(found: HeadCheckpoint) -> Reading:
-    """Return how to read a checkpoint of this method.
+    """Return the `Reading` of a Medusa checkpoint: the heads' configuration and the names of their tensors.
 
     The number of heads is counted from the tensors, because config.json often gives too few.
     """
@@ -184,5 +190,5 @@ def read(found: HeadCheckpoint) -> Reading:
         "has_head": own_head,
     })  # fmt: skip
     own = re.compile(r"^(medusa_heads?\.)?(\d+|blocks|lm_heads)\.|token_map$")
-    rest = tuple(name for name in found.shapes if not own.match(name) and name != HEAD)  # Medusa-2: the model itself
+    rest = tuple(name for name in found.shapes if not own.match(name) and name != HEAD)  # the target's own, in Medusa-2
     return Reading(config, places(names, heads, depth), copies=found.copies(HEAD), rest=rest, absolute_ids=True)

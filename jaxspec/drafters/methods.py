@@ -1,7 +1,8 @@
-"""The registry of drafting methods. It is plain data, so that options can be checked against it without jax.
+"""The registry of drafting methods: plain data, so that options can be checked against the methods without jax.
 
-A method is a line here and a file of this folder with the method's name. Its `drafter(k, most, models, speculative)`
-returns the drafter of k tokens a round, for an engine whose rounds propose at most `most`.
+A method is a line in this file, and a module of this folder with the method's name. The module's function
+`drafter(k, most, models, speculative)` returns the drafter that proposes k tokens a round, for an engine whose rounds
+propose at most `most` tokens. models: the models by role, "target" and "draft". speculative: the speculation options.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from jaxspec.common.errors import UnsupportedError, quoted
 class Method:
     """A method of drafting.
 
-    The file of a method with a head also has `read(found)`, which returns the `Reading` of the head's checkpoint: its
-    configuration and its tensors' names. See `jaxspec.drafters.head_checkpoint`.
+    The module of a method with a head (a small network on the target's hidden states) also has `read(found)`. That
+    function returns the `Reading` of the head's checkpoint: the head's configuration and the names of its tensors. See
+    `jaxspec.drafters.head_checkpoint`.
 
     parameters: kind of checkpoint that holds the method's parameters: a draft "model", a "head" for a target, or the
       "target" itself; None for a method without parameters.
-    signs: shell patterns of tensor names or architectures that only the method's checkpoints have.
+    signs: shell patterns of tensor names or architecture names that only the method's checkpoints have.
     """
 
     parameters: Literal["model", "head", "target"] | None
@@ -35,7 +37,7 @@ METHODS = {
     "draft_model": Method("model"),
     "ngram": Method(None),
     "suffix": Method(None),
-    # Order matters for heads: the first method with a matching sign is taken.
+    # The order of the methods with heads matters: the first method with a matching sign is taken.
     "dspark": Method("head", ("markov_head.*", "confidence_head.*", "*DSpark*")),
     "dflash": Method("head", ("hidden_norm.weight",)),
     "eagle3": Method("head", ("d2t", "*midlayer.*", "*layers.0.hidden_norm.weight")),
@@ -44,17 +46,25 @@ METHODS = {
     "mlp_speculator": Method("head", ("speculator.*",)),
     "mtp": Method("target", ("*.eh_proj.weight", "model.mtp_layers.*", "mtp.fc.weight")),
 }
-LOOKUP = "ngram+"  # prefix of a method's name: prompt lookup first, then that method
+LOOKUP = "ngram+"  # prefix of a method's name, for prompt lookup followed by that method
 NAMES = (*METHODS, *(LOOKUP + name for name, method in METHODS.items() if method.parameters))
 
 
 def split(name: str) -> tuple[bool, str]:
-    """Return whether prompt lookup comes first, and the method: (True, "draft_model") for "ngram+draft_model"."""
+    """Split a method's name into whether prompt lookup comes first, and the method without lookup.
+
+    Example: "ngram+draft_model" gives (True, "draft_model").
+    """
     return name.startswith(LOOKUP), name.removeprefix(LOOKUP)
 
 
 def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
-    """Return the method of a checkpoint: the one that its config.json names, else the one whose signs it has.
+    """Return the drafting method of a checkpoint.
+
+    This is the method that config.json names, else the method whose signs (`Method.signs`) the checkpoint has.
+
+    raw: content of config.json.
+    tensors: names of the checkpoint's tensors.
 
     Raises:
       UnsupportedError: config.json names a method that is not known.
@@ -76,12 +86,18 @@ def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
 
 
 def within(tensors: Iterable[str]) -> str | None:
-    """Return the method whose head is in a target's own checkpoint; None if there is no such head."""
+    """Return the drafting method whose head is in a target's own checkpoint; None if there is no such head.
+
+    tensors: names of the checkpoint's tensors.
+    """
     return next(by_signature(tensors, "target"), None)
 
 
 def by_signature(tensors: Iterable[str], parameters: str) -> Iterator[str]:
-    """Yield the methods with this kind of parameters whose signs are among the names."""
+    """Yield the methods whose signs (`Method.signs`) match one of the names.
+
+    parameters: kind of checkpoint; methods with another kind are left out.
+    """
     names = list(tensors)
     for name, method in METHODS.items():
         if method.parameters == parameters and any(fnmatch.filter(names, sign) for sign in method.signs):
@@ -89,5 +105,5 @@ def by_signature(tensors: Iterable[str], parameters: str) -> Iterator[str]:
 
 
 def implementation(method: str) -> Any:
-    """Return the module of a method."""
+    """Import and return the module that implements a method."""
     return importlib.import_module(f"jaxspec.drafters.{method}")

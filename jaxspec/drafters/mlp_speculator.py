@@ -1,6 +1,6 @@
 """IBM's MLP speculator: a small recurrent network over the target's last hidden state and the tokens drafted so far.
 
-Source: Wertheimer et al., https://arxiv.org/abs/2404.19124. Format: fms-extras'.
+Source: Wertheimer et al., https://arxiv.org/abs/2404.19124. Checkpoint format: that of the library fms-extras.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Config(HeadConfig):
-    """The architecture of an MLP speculator. `width` is the inner width.
+    """The architecture of an MLP speculator. `width` is the width of its recurrent state.
 
-    target_width: width of the target.
-    num_drafts: number of tokens that it predicts.
-    tied_steps: whether all steps share a table, a norm, an output head, and (except the first) a projection.
-    scale_input: whether the target's hidden state is normed first.
+    target_width: width of the target's hidden states.
+    num_drafts: number of tokens that the speculator predicts, one in each step.
+    tied_steps: whether all steps share an embedding table, a norm, an output head, and (except the first step) a
+      projection.
+    scale_input: whether the target's hidden state is normed before the first step.
     """
 
     target_width: int = 0
@@ -52,10 +53,10 @@ class Config(HeadConfig):
 
 
 class Step(Head):
-    """The parameters of one step.
+    """The parameters of one step of the recurrent network, which predicts one token.
 
     entry: width of the state that the step reads.
-    others: whether the step has its own parameters besides the projection of that state.
+    others: whether the step also has its own embedding table, norm and output head, besides the state's projection.
     """
 
     def __init__(self, config: Config, dtype: Any, entry: int, *, others: bool) -> None:
@@ -69,12 +70,12 @@ class Step(Head):
 
 
 class Speculator(nnx.Module):
-    """The recurrent network."""
+    """The recurrent network of an MLP speculator."""
 
     def __init__(self, config: Config, dtype: Any) -> None:
         c = config
         self.config = c
-        # The first step has its own projection. Tied steps share everything else, so two hold all parameters.
+        # The first step has its own projection. Tied steps share all else, so the first two steps hold all parameters.
         count = 2 if c.tied_steps and c.num_drafts > 1 else c.num_drafts
         first = Step(c, dtype, c.target_width, others=True)
         later = [Step(c, dtype, c.width, others=not c.tied_steps) for _ in range(1, count)]
@@ -83,7 +84,10 @@ class Speculator(nnx.Module):
     def __call__(
         self, state: Float[Array, "*n _"], token: Int[Array, "*n"], i: int, backend: Backend
     ) -> tuple[Any, Float[Array, "*n _"]]:
-        """Run step i on a state [B,E] and the previous token i32[B]. Return the output head and the next state."""
+        """Run step i on a state [B,E] and the previous token i32[B].
+
+        Return the step that holds the output head, and the next state, from which that head computes the logits.
+        """
         c = self.config
         own = self.steps[min(i, len(self.steps) - 1)]
         rest = self.steps[0] if c.tied_steps else own
@@ -113,12 +117,12 @@ class MlpSpeculator(LastFeature):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> MlpSpeculator:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the drafter by an MLP speculator. The arguments are those in `jaxspec.drafters.methods`."""
     return MlpSpeculator(k, models["draft"], models["target"])
 
 
 def read(found: HeadCheckpoint) -> Reading:
-    """Return how to read a checkpoint of this method."""
+    """Return the `Reading` of an MLP speculator's checkpoint: its configuration and the names of its tensors."""
     count = found.whole("n_predict")
     entry = found.whole("emb_dim", kind="width")
     tied = found.flag("tie_weights", default=False)
@@ -137,7 +141,7 @@ def read(found: HeadCheckpoint) -> Reading:
     prefix = "speculator." if found.has("speculator.") else ""
     names = {prefix + name: (f"steps.{{}}.{place}", "") for name, place in parts.items()}
     repeats: dict[str, str] = {}
-    if tied:  # the checkpoint repeats each tensor for every step that shares it
+    if tied:  # a checkpoint repeats each shared tensor for every step
         for name in names:
             first = 1 if "proj." in name else 0  # the first step has its own projection
             repeats |= {name.format(i): name.format(first) for i in range(first + 1, config.num_drafts)}

@@ -1,7 +1,8 @@
-"""Multi-token prediction: one layer of the target's own kind over the next token and the target's last hidden state.
+"""Multi-token prediction (MTP): a drafting head that is part of the target's checkpoint.
 
-The head is part of the target's checkpoint. If there are several, the first is used for every draft. Sources:
-DeepSeek-V3, https://arxiv.org/abs/2412.19437; MiMo, https://arxiv.org/abs/2505.07608.
+The head is one layer of the target's own kind, over the next token and the target's last hidden state. If a checkpoint
+holds several such heads, the first is used for every draft. Sources: DeepSeek-V3, https://arxiv.org/abs/2412.19437;
+MiMo, https://arxiv.org/abs/2505.07608.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from pallas_kernels.plain import rms_norm
 class Config(HeadConfig):
     """The architecture of a head for multi-token prediction.
 
-    hidden_first: whether the target's hidden state comes before the token's embedding in the input of fc.
-    last_norm: whether the hidden state is taken after the target's last norm.
+    hidden_first: whether the target's hidden state comes before the token's embedding in the input of fc, the
+      projection of both to the head's width.
+    last_norm: whether the target's hidden state is taken after its last norm.
     target_layers: number of layers of the target.
-    layers_there: number of such heads in the checkpoint; the first is used.
-    has_table: whether the head has its own embedding table; else the target's is used.
-    has_head: whether it has its own output head; else the target's is used.
+    layers_there: number of heads for multi-token prediction in the checkpoint; the first is used.
+    has_table: whether the drafting head has its own embedding table; else the target's is used.
+    has_head: whether the drafting head has its own output head; else the target's is used.
     """
 
     hidden_first: bool = False
@@ -57,7 +59,7 @@ class Config(HeadConfig):
 
 
 class MtpHead(OwnParts):
-    """The layer of multi-token prediction."""
+    """The network of a head for multi-token prediction: a projection and one decoder layer."""
 
     def __init__(self, config: Config, dtype: Any) -> None:
         super().__init__(config, dtype)
@@ -91,19 +93,19 @@ module.register(Config, MtpHead)
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the drafter by multi-token prediction. The arguments are those in `jaxspec.drafters.methods`."""
     return FeatureChain(k, most, models["draft"], models["target"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A writer's names of the head's own tensors.
+    """The names that one family of checkpoints gives to the tensors of its head for multi-token prediction.
 
-    prefix: prefix of all names.
-    token_norm, hidden_norm, fc, norm: names of these parameters.
-    layer: prefix of the layer's names, after `prefix`.
-    hidden_first, last_norm: as in Config.
-    norm_plus_one: whether norms are stored as the difference from 1.
+    prefix: prefix of all tensor names of the head.
+    token_norm, hidden_norm, fc, norm: tensor names of these four parameters, after `prefix`.
+    layer: prefix of the decoder layer's tensor names, after `prefix`.
+    hidden_first, last_norm: the values of these fields in Config.
+    norm_plus_one: whether a norm's weights are stored as their difference from 1.
     """
 
     prefix: str
@@ -117,15 +119,16 @@ class Format:
     norm_plus_one: bool = False
 
 
-OWN_HEADS = ("shared_head.head.weight", HEAD)  # names of the output head, after the prefix
+OWN_HEADS = ("shared_head.head.weight", HEAD)  # tensor names of an output head in checkpoints, after the prefix
 MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.")
 
 
 def formats(num_layers: int) -> dict[str, Format]:
-    """Return the format of each writer. num_layers: the target's; DeepSeek numbers the head as the layer after them.
+    """Return the tensor names of each family of checkpoints.
 
-    MiMo's own code and vLLM's read the hidden state before the last norm.
+    num_layers: number of layers of the target. DeepSeek numbers the drafting head as the next layer after these.
+    MiMo's own code and vLLM's code read the hidden state before the target's last norm.
     """
     return {
         "deepseek": Format(f"model.layers.{num_layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -135,7 +138,11 @@ def formats(num_layers: int) -> dict[str, Format]:
 
 
 def read(found: HeadCheckpoint) -> Reading:
-    """Return how to read the head in a target's checkpoint."""
+    """Return the `Reading` of the head in a target's checkpoint: its configuration and the names of its tensors.
+
+    Raises:
+      UserError: the checkpoint holds no head for multi-token prediction.
+    """
     target = found.target
     known = formats(target.num_layers).values()
     how = next((f for f in known if f"{f.prefix}{f.fc}.weight" in found.shapes), None)
@@ -178,14 +185,20 @@ def read(found: HeadCheckpoint) -> Reading:
 
 
 def copied(how: Format, found: HeadCheckpoint) -> dict[str, Place]:
-    """Return which parameter of the target replaces each copy of the target's table and output head."""
+    """Return the target's parameter that replaces each copy of the target's embedding table and output head.
+
+    The result's keys are the names of the copies in the checkpoint.
+    """
     head = "embed" if found.target.tied else "head"
     replacements = {TABLE: "embed"} | dict.fromkeys(OWN_HEADS, head)
     return {how.prefix + name: (place, "") for name, place in replacements.items() if how.prefix + name in found.shapes}
 
 
 def names(how: Format, family: str) -> dict[str, Place]:
-    """Return the places of tensors by name. family: the target's, which names the layer's tensors."""
+    """Return the parameter (a `Place`) that each tensor of the head fills, by the tensor's name.
+
+    family: the target's model family, whose names the head's decoder layer uses.
+    """
     ends = {"token_norm": how.token_norm, "hidden_norm": how.hidden_norm, "fc": how.fc, "norm": how.norm}
     renamed = {name.removeprefix("model.layers.{}."): place for name, place in FAMILIES[family].names.items()}
     return {
@@ -196,7 +209,10 @@ def names(how: Format, family: str) -> dict[str, Place]:
 
 
 def layers_there(how: Format, tensors: Iterable[str]) -> list[str]:
-    """Return the prefix of each such head in a checkpoint, in order: they are numbered from the one of `how` on."""
+    """Return the tensor-name prefix of each head for multi-token prediction in a checkpoint, in order.
+
+    The heads are numbered consecutively. The format `how` names the first.
+    """
     stem, first = re.fullmatch(r"(.*\.)(\d+)\.", how.prefix + how.layer).groups()  # type: ignore[union-attr]
     found = [re.match(rf"{re.escape(stem)}(\d+)\.", name) for name in tensors]
     numbers = {int(match[1]) for match in found if match}

@@ -23,7 +23,7 @@ class NGram(Drafter):
     """A drafter by n-gram lookup.
 
     The drafter takes the largest n in [lookup_min, lookup_max] for which the row's last n tokens occurred before. The
-    proposal is the tokens that followed their earliest occurrence.
+    proposal is the tokens that followed the earliest occurrence of these n tokens.
     """
 
     lookup_min: int = 2
@@ -45,7 +45,11 @@ class NGram(Drafter):
 
 
 def agreement(tokens: Int[Array, "B L"], num_tokens: Int[Array, " B"], most: int) -> Int[Array, "B L"]:
-    """Return for each position how many tokens up to it equal the row's last tokens: at most `most`, 0 at the last."""
+    """Return for each position the length of the longest match that ends there.
+
+    A match is a run of tokens equal to the last tokens of the row. The length is at most `most`. It is 0 at the row's
+    last token, which would match itself.
+    """
     length = num_tokens[:, None]
     num_positions = tokens.shape[1]
     position = jnp.arange(num_positions)[None, :]

@@ -1,4 +1,4 @@
-"""Embedding table and output head of a drafting head that does not share the target's."""
+"""A drafting head's own embedding table and output head, where the head does not share the target's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from jaxspec.models.table import looked_up
 
 
 class OwnParts(Head):
-    """A drafting head, with its own embedding table if `has_table` and its own output head if `has_head`.
+    """Base class of drafting heads (small networks that draft from the target's hidden states).
 
-    A head without them uses the target's.
+    A head has its own embedding table if `has_table`, and its own output head if `has_head`. Otherwise it uses the
+    target's.
     """
 
     def __init__(self, config: Any, dtype: Any) -> None:
@@ -28,7 +29,10 @@ class OwnParts(Head):
             self.declare_head(config, dtype)
 
     def embedded(self, tokens: Int[Array, "*n"], backend: Backend) -> Float[Array, "*n E"]:
-        """Look tokens up in the head's own table. Scale the rows as the target's if the table replaces the target's."""
+        """Look tokens up in the head's own embedding table, and multiply the embeddings by `config.embed_scale`.
+
+        A table that replaces the target's has the target's scale.
+        """
         x = looked_up(self.embed[...], tokens, backend)
         scale = self.config.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)

@@ -1,8 +1,9 @@
-"""Suffix decoding: propose what most often followed the row's last tokens, as long as that is likely enough.
+"""Suffix decoding: propose the tokens that most often followed the row's last tokens, while they are likely enough.
 
-Prompt lookup continues from one earlier occurrence of the longest match. Suffix decoding counts what followed all
-earlier occurrences, for every match length. It proposes the run with the most tokens expected to be accepted. It counts
-in the row's own prompt and output only, not in other requests. Source: Oliaro et al., https://arxiv.org/abs/2411.04975.
+A match is an earlier occurrence of the row's last tokens. Prompt lookup continues from one occurrence of the longest
+match. Suffix decoding counts which tokens followed all earlier occurrences, for every match length. It proposes the run
+of tokens from which the most are expected to be accepted. It counts in the row's own prompt and output only, not in
+other requests. Source: Oliaro et al., https://arxiv.org/abs/2411.04975.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from jaxspec.models.paged import PagedModel
 class Suffix(Drafter):
     """A drafter by suffix decoding.
 
-    depth: maximum length of a match and the run after it together.
+    A match is an earlier occurrence of the row's last tokens. A run is the tokens proposed after a match.
+
+    depth: maximum length of a match and its run together, in tokens.
     factor: maximum length of a run, as a multiple of its match's length.
-    min_prob: probability below which a run ends.
-    most: maximum number of earlier occurrences that are counted: longer matches first, then later ones.
+    min_prob: estimated probability of a run's prefix below which the run ends.
+    most: maximum number of earlier occurrences that are counted: longer matches first, then later positions.
     """
 
     depth: int = 24
@@ -49,14 +52,14 @@ class Suffix(Drafter):
         after = jnp.take_along_axis(tokens[:, None, :], follow, axis=2, mode="clip")  # [B,C,K]
         known = follow < history.num_tokens[:, None, None]
 
-        lengths = jnp.arange(1, self.depth, dtype=jnp.int32)  # the P match lengths
+        lengths = jnp.arange(1, self.depth, dtype=jnp.int32)  # the P possible lengths of a match
         counted = jnp.take_along_axis(match, ends, axis=1)[:, None, :] >= lengths[:, None]  # [B,P,C]
         runs, probs = frequent_runs(after, known, counted)
         longest = jnp.minimum((lengths * self.factor + 1e-6).astype(jnp.int32), self.depth - lengths)
         kept = (probs > 0) & (probs >= self.min_prob) & (jnp.arange(count) < longest[:, None])
-        # Limit runs to the row's own K, so that its choice does not depend on the other rows' K.
+        # A run is limited to the row's own K, so that the row's choice does not depend on the other rows' K.
         kept &= (jnp.arange(count) < history.num_wanted[:, None])[:, None]
-        expected = jnp.sum(jnp.where(kept, probs, 0.0), axis=2)  # number of accepted tokens, [B,P]
+        expected = jnp.sum(jnp.where(kept, probs, 0.0), axis=2)  # expected number of accepted tokens, [B,P]
         best = expected.shape[1] - 1 - jnp.argmax(expected[:, ::-1], axis=1)  # ties go to the longest match
 
         def pick(x: Array) -> Array:
@@ -73,12 +76,13 @@ def frequent_runs(
 ) -> tuple[Int[Array, "B P K"], Float[Array, "B P K"]]:
     """Return the most frequent run of K tokens after the counted occurrences, for each match length.
 
-    Each token is the most frequent one after the occurrences that the run so far followed. Ties go to the token of the
-    first occurrence. The second result is the relative frequency of each run up to its token: 0 where nothing is known.
+    An occurrence is an earlier position where the row's last tokens stand. Each token of a run is the most frequent
+    next token among the occurrences that continue with the run so far. Ties go to the token of the first occurrence.
+    The second result is the relative frequency of the run up to each token; 0 where no committed token follows.
 
     after: the K tokens after each of C occurrences.
     known: whether these tokens are committed.
-    counted: which occurrences count for each of the P match lengths.
+    counted: whether an occurrence counts for each of the P match lengths.
     """
     run_prob = jnp.ones(counted.shape[:2], jnp.float32)
     runs, probs = [], []

@@ -1,4 +1,4 @@
-"""The base class of drafters around another drafter."""
+"""The base class of drafters that wrap another drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxspec.drafters.base import Chunk, Drafter, ModelParams
 
 
 class Wrapper(Drafter):
-    """A drafter that contains another one, `draft`, and needs the same cache, features and context length."""
+    """A drafter that wraps another drafter, `draft`, and needs the same KV cache, features and context length."""
 
     draft: Drafter
 

@@ -1,1 +1,1 @@
-"""Trees of draft tokens: their shape, and their growth on the device."""
+"""Trees of draft tokens: their topology (the parent of each token), and their growth on the device."""

@@ -1,9 +1,9 @@
-"""Trees of drafts: several candidates at each place, of which one target pass over all accepts a path.
+"""Growth of draft trees: several candidate tokens at each depth, of which the target's one pass accepts a path.
 
-A drafter that reads its own drafts runs once for each level. The best candidates of a level are expanded, and the best
-candidates of all levels form the tree (EAGLE-2, Li et al., https://arxiv.org/abs/2406.16858). A drafter that drafts all
-places at once (Medusa, DFlash) runs once. The tree's topology is chosen in each round, or is fixed (Medusa's choices,
-https://arxiv.org/abs/2401.10774).
+A drafter that reads its own drafts runs once for each level of the tree. The best candidates of a level are expanded:
+the drafter reads them and ranks their children. The best candidates of all levels form the tree (EAGLE-2, Li et al.,
+https://arxiv.org/abs/2406.16858). A drafter that drafts all levels at once (Medusa, DFlash) runs once. The tree's
+topology is chosen in each round, or is fixed (Medusa's choices, https://arxiv.org/abs/2401.10774).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from jaxspec.models.paged import Branches
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The size of a tree.
+    """The size of a draft tree.
 
-    width: number of candidates after each node, and of nodes of a level that are expanded.
-    depth: number of levels.
-    count: number of drafts in the tree.
-    choices: the fixed tree's path to each draft, as the rank at each level, sorted by level; empty for a tree of the
-      most probable drafts.
+    width: w, the number of candidate children of each node, and of the nodes of a level that get children.
+    depth: D, the number of levels below the root.
+    count: K, the number of drafts in the tree.
+    choices: for a fixed tree, the path to each draft, as the rank of the candidate at each level, sorted by level;
+      empty for a tree of the most probable drafts.
     """
 
     width: int
@@ -45,9 +45,9 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Tree(Wrapper):
-    """A drafter that makes a tree of another drafter's candidates.
+    """A drafter that builds a draft tree from another drafter's candidate tokens.
 
-    draft: the other drafter, for as many drafts a round as the tree is deep.
+    draft: the other drafter, whose number of drafts a round is the tree's depth.
     shape: size of the tree.
     """
 
@@ -77,7 +77,7 @@ class Tree(Wrapper):
         deep = dataclasses.replace(history, num_wanted=jnp.minimum(history.num_wanted, self.shape.depth))
         if self.draft.independent:
             proposal, pages = self.draft.propose(params, cache, deep, ranked(rank, self.shape.depth))
-            levels: Any = proposal.probs  # `ranked` returns these in a distribution's place
+            levels: Any = proposal.probs  # ids and scores of candidates, which `ranked` returns as the distribution
             ids, scores = levels
             grown = of_levels(self.shape, ids, scores, proposal.num_proposed)
         else:
@@ -90,11 +90,11 @@ class Tree(Wrapper):
 
 
 class Grown(NamedTuple):
-    """A tree of drafts.
+    """A finished draft tree of each row.
 
-    tokens i32[B,K]: ids of the drafts.
-    topology: topology of the drafts.
-    num_possible i32[B]: number of drafts that have probability above 0; they come first.
+    tokens i32[B,K]: token ids of the drafts.
+    topology: parents, ancestors and depths of the drafts.
+    num_possible i32[B]: number of drafts of probability above 0, which come before all others.
     """
 
     tokens: jax.Array
@@ -103,7 +103,12 @@ class Grown(NamedTuple):
 
 
 def ranked(rank: Rank, depth: int) -> Choose:
-    """Return a `Choose` that takes the best candidate, and returns (ids, scores) [B,w] in a distribution's place."""
+    """Return a `Choose` function that takes the best candidate token of `rank`.
+
+    In place of the token's distribution it returns (ids, scores) [B,w] of the w best candidates.
+
+    depth: number of levels of the tree.
+    """
 
     def choose(
         head: Any, hidden: Float[Array, "B _"], drafts: Int[Array, "B K"], i: Any
@@ -117,10 +122,10 @@ def ranked(rank: Rank, depth: int) -> Choose:
 def of_levels(
     shape: Shape, ids: Int[Array, "B D w"], scores: Float[Array, "B D w"], num_levels: Int[Array, " B"]
 ) -> Grown:
-    """Return the tree of each level's candidates, which do not depend on the levels above.
+    """Return the draft tree of a drafter whose candidates at a level do not depend on the levels above.
 
-    ids, scores: the w best candidates of each level, and their log-probabilities.
-    num_levels: number of levels that the drafter has proposed.
+    ids, scores: token ids of the w best candidates of each level, and their log-probabilities.
+    num_levels: number of levels that the drafter has proposed for each row.
     """
     rows, depth = ids.shape[:2]
     scores = jnp.where(jnp.arange(depth)[:, None] < num_levels[:, None, None], scores, -jnp.inf)
@@ -130,7 +135,7 @@ def of_levels(
         places = {path: i + 1 for i, path in enumerate(shape.choices)}
         parents = jnp.array([0, *(places.get(path[:-1], 0) for path in shape.choices)], jnp.int32)
         tree = topology(jnp.broadcast_to(parents, (rows, len(parents))), shape.depth)
-        # The proposal is a prefix: it ends before the first draft of probability 0.
+        # The proposal is a prefix of the drafts, which ends before the first draft of probability 0.
         possible = jnp.cumprod((scores[:, level, rank] > -jnp.inf).astype(jnp.int32), axis=1)
         return Grown(ids[:, level, rank], tree, jnp.sum(possible, axis=1, dtype=jnp.int32))
 
@@ -146,12 +151,12 @@ def of_levels(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Nodes:
-    """The w nodes of a level that are expanded.
+    """The w nodes of one level of a draft tree that are expanded, which means that they get children.
 
-    tokens i32[B,w]: tokens of the nodes.
-    paths i32[B,w,D]: tokens of the path to each node, its own included.
-    after i32[B,w]: index of each node's parent among the nodes of the level above.
-    seen bool[B,w,_]: which nodes of all levels, w each, a node attends to.
+    tokens i32[B,w]: token ids of the nodes.
+    paths i32[B,w,D]: token ids on the path to each node, the node's own included.
+    after i32[B,w]: index of each node's parent among the w expanded nodes of the level above.
+    seen bool[B,w,_]: whether a node attends to each expanded node, counted over all levels, w in each.
     """
 
     tokens: jax.Array
@@ -163,14 +168,14 @@ class Nodes:
 def grow_tree(
     shape: Shape, first: Step, step: Callable[[Any, Nodes, Any], Step], rank: Rank, *, alike: bool = True
 ) -> tuple[Grown, Any]:
-    """Grow a tree level by level. Return the tree and the last state.
+    """Grow a draft tree level by level. Return the tree and the last step's state.
 
     Args:
       shape: size of the tree.
-      first: the output of the pass that reads the pending token.
-      step: step(state, nodes, level) runs the pass that reads the nodes of a level, counted from 1.
-      rank: the round's `Rank`.
-      alike: whether all levels run the same program.
+      first: output of the draft's pass that reads the pending token, the tree's root.
+      step: function step(state, nodes, level) that runs the draft's pass over the nodes of a level, counted from 1.
+      rank: the round's `Rank`, which ranks the children of nodes.
+      alike: whether all levels run the same program, so that a loop can compile it once.
     """
 
     def expand(state: Any, nodes: Nodes, level: Any) -> tuple[Array, Array, Any]:
@@ -184,10 +189,11 @@ def grow_tree(
 
 
 def nodes_at(first: Int[Array, " B"], level: Any, nodes: Nodes, position: Int[Array, " B"], history: History) -> Any:
-    """Return (positions of the slots, masked, block table, branches) of a draft's own pass over a level's nodes.
+    """Return (positions of the cache slots, masked, block table, branches) for a draft's pass over a level's nodes.
 
-    first: position of the first level's first slot; the slots of all levels are consecutive.
-    position: position of the nodes in the text.
+    first: cache position of the first node of the first level; the nodes of all levels take consecutive positions.
+    level: the level, counted from 1.
+    position: position of the nodes in the text, which is the same for all nodes of a level.
     """
     width = nodes.tokens.shape[1]
     slots = first[:, None] + (level - 1) * width + jnp.arange(width, dtype=jnp.int32)
@@ -197,9 +203,9 @@ def nodes_at(first: Int[Array, " B"], level: Any, nodes: Nodes, position: Int[Ar
 
 
 def best_of(scores: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B w"], Int[Array, "B w"]]:
-    """Return the scores and places of the `count` best, best first. Ties go to the first place.
+    """Return the `count` best scores of each row and their indices, best first. Ties go to the lower index.
 
-    Each place counts the better ones, so nothing is sorted.
+    Nothing is sorted: the rank of a score is the number of better scores.
     """
     place = jnp.arange(scores.shape[1], dtype=jnp.int32)
     mine, other = scores[:, :, None], scores[:, None]
@@ -211,13 +217,14 @@ def best_of(scores: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B w"
 
 
 def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any], *, alike: bool) -> tuple[Grown, Any]:
-    """Find the tree of the best candidates of all levels. Return the tree and the last state.
+    """Build the draft tree of the best candidates of all levels. Return the tree and the last level's state.
 
     Args:
       shape: size of the tree.
-      first: (ids [B,1,w], scores [B,1,w], state), the candidates after the pending token.
-      expand: expand(state, nodes, level) returns the same for the candidates [B,w,w] after the nodes of a level.
-      alike: whether all levels run the same program.
+      first: (ids [B,1,w], scores [B,1,w], state) of the root's candidate children; scores are log-probabilities.
+      expand: function expand(state, nodes, level) that returns (ids [B,w,w], scores [B,w,w], state) of the candidate
+        children of a level's nodes.
+      alike: whether all levels run the same program, so that a loop can compile it once.
     """
     ids, scores, state = first
     width, depth = shape.width, shape.depth
@@ -226,8 +233,8 @@ def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any]
     def padded(x: Array, fill: int | float) -> Array:
         return jnp.pad(x, ((0, 0), (0, (depth - 1) * each)), constant_values=fill)
 
-    # found: ids, scores and parents of all candidates, w after the pending token and then w * w of each level. A parent
-    # is the index of another candidate, or -1 for the pending token.
+    # `found` holds ids, scores and parents of all candidates: w children of the root (the pending token), then w * w of
+    # each level. A parent is the index of another candidate, or -1 for the root.
     found = padded(ids[:, 0], 0), padded(scores[:, 0], -jnp.inf), jnp.full((rows, width + (depth - 1) * each), -1)
     own = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
     paths = jnp.zeros((rows, width, depth), jnp.int32).at[:, :, 0].set(ids[:, 0])
@@ -251,15 +258,15 @@ def best_tree(shape: Shape, first: Any, expand: Callable[[Any, Nodes, Any], Any]
         nodes = Nodes(tokens, paths, after, seen)
         return state, found, nodes, (begin + chosen, best_scores)
 
-    carry = state, found, nodes, (own, scores[:, 0])  # last: the nodes' indices in `found`, and their scores
-    if alike and depth > 1:  # compile the levels once; a loop without iterations would still be traced
+    carry = state, found, nodes, (own, scores[:, 0])  # the last entry holds the nodes' indices in `found` and scores
+    if alike and depth > 1:  # a loop compiles the levels once; without iterations its body would still be traced
         carry = lax.fori_loop(1, depth, one_more, carry)
     else:
         for level in range(1, depth):
             carry = one_more(level, carry)
     state, (ids, scores, parents), *_ = carry
-    # A node's score is at most its parent's, and ties go to the first. So each chosen node comes after its parent, and
-    # every prefix of the chosen nodes is the best tree of that size.
+    # A node's score is at most its parent's, and ties go to the lower index. So each chosen node comes after its
+    # parent, and every prefix of the chosen nodes is the best tree of that size.
     best, chosen = best_of(scores, shape.count)
     wanted = take(parents, chosen)
     before = jnp.argmax(wanted[:, :, None] == chosen[:, None], axis=2).astype(jnp.int32) + 1

@@ -1,4 +1,7 @@
-"""The topology of a tree of drafts. Place 0 is the pending token, and the drafts are its descendants."""
+"""The topology of a tree of draft tokens.
+
+Node 0, the root, is the pending token (accepted, not yet read by the target). The drafts are its descendants.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from jaxspec.common.shapes import Array, Bool, Int, Shaped
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Topology:
-    """The T = K + 1 places of each row's tree, of depth at most D.
+    """The T = K + 1 nodes of each row's draft tree, of depth at most D. Node 0 is the root.
 
-    parents i32[B,T]: parent of each place; place 0 is its own parent.
-    ancestors bool[B,T,T]: whether the second place is an ancestor of the first, or the first itself.
-    depth i32[B,T]: depth of each place; 0 for place 0.
-    paths i32[B,T,D+1]: the places from place 0 to each, by depth; 0 beyond the place's own depth.
+    parents i32[B,T]: parent of each node; node 0 is its own parent.
+    ancestors bool[B,T,T]: whether the node of the last axis is an ancestor of the node of the middle axis, or the same.
+    depth i32[B,T]: depth of each node; 0 for node 0.
+    paths i32[B,T,D+1]: nodes from node 0 to each node, by depth; 0 beyond the node's own depth.
     """
 
     parents: jax.Array
@@ -28,12 +31,12 @@ class Topology:
 
 
 def topology(parents: Int[Array, "B T"], most: int) -> Topology:
-    """Return depths, ancestors and paths of a tree, given the parent of each node. most: D, the maximum depth."""
+    """Return the topology of a tree, given the parent of each node. most: D, the maximum depth."""
     num_places = parents.shape[1]
     place = jnp.arange(num_places, dtype=jnp.int32)
     ancestors = (place == parents[:, :, None]) | jnp.eye(num_places, dtype=bool)
     reach = 1
-    while reach < most:  # each iteration doubles the distance of the ancestors found
+    while reach < most:  # each iteration doubles the distance up to which `ancestors` is complete
         ancestors = joined(ancestors, ancestors)
         reach *= 2
     depth = jnp.sum(ancestors, axis=2, dtype=jnp.int32) - 1
@@ -43,10 +46,13 @@ def topology(parents: Int[Array, "B T"], most: int) -> Topology:
 
 
 def take(x: Shaped[Array, "B T *rest"], places: Int[Array, "B N"]) -> Shaped[Array, "B N *rest"]:
-    """Return x at these places of its second axis."""
+    """Return the elements of x at these indices of its second axis, for each row."""
     return jnp.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def joined(first: Bool[Array, "B T T"], then: Bool[Array, "B T T"]) -> Bool[Array, "B T T"]:
-    """Return the product of two relations: whether some place between relates the first and the last."""
+    """Return the composition of two relations between nodes.
+
+    Nodes a and c are related if `first` relates a to some node b, and `then` relates b to c.
+    """
     return jnp.any(first[:, :, :, None] & then[:, None], axis=2)
