@@ -1,4 +1,7 @@
-"""Weights, configurations and tokenizers in and out: Hugging Face folders, GGUF files, orbax folders."""
+"""Reading and writing of checkpoints: weights, configurations and tokenizers.
+
+The formats are Hugging Face folders, GGUF files and orbax folders.
+"""
 
 from checkpoints.ends import load_ends, load_stop_ids
 from checkpoints.loading import (

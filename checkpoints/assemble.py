@@ -1,9 +1,10 @@
 """Build sharded parameters in the decoder's layout from the named tensors of a file.
 
-Files store the matrix of a product output-first, [O, I]; the decoder needs it input-first, [I, O]. The host reads each
-device's shard in the file's layout and merges the parts of a merged parameter by copying whole rows
-(`LayerConfig.qkv_parts`). The device then transposes the shard and converts its dtype. Transposing bfloat16 in numpy is
-a slow strided copy (over a minute for 8B parameters); the device does it two to five times faster, even if it is a CPU.
+Files store the weight matrix of a matrix product output-first, [O, I]; the decoder needs it input-first, [I, O]. Some
+parameters merge several tensors of the file, such as queries, keys and values. The host reads each device's shard in
+the file's layout, and merges tensors by copying whole rows (`LayerConfig.qkv_parts`). The device then transposes the
+shard and converts its dtype. Transposing bfloat16 in numpy is a slow strided copy (over a minute for 8B parameters).
+The device transposes two to five times faster, even if it is a CPU.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ Keep = Callable[[str, Parameter, jax.Array], Any]
 
 
 def unchanged(where: str, parameter: Parameter, x: jax.Array) -> jax.Array:
-    """Return the values themselves: the `keep` of an unquantised model."""
+    """Return the values x as they are. This is the `keep` function for a model that is not quantised after loading."""
     return x
 
 
 def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
-    """Return the shape that the file's tensor for `part` of a parameter must have. "" is the part that is the whole."""
+    """Return the shape that a file's tensor must have.
+
+    parameter: the parameter that the tensor fills, alone or with others.
+    part: the part of a merged parameter, such as "q"; "" if the tensor fills the whole parameter.
+    """
     if not part:
         return parameter.shape[::-1] if parameter.kind == "matrix" else parameter.shape
     columns = dict(parameter.parts)
@@ -46,9 +51,10 @@ def stored_shape(parameter: Parameter, part: str) -> tuple[int, ...]:
 
 
 def copying(parameter: Parameter, read: Read) -> Read:
-    """Wrap `read` so that it returns each group of rows as often as the parameter repeats it (`Parameter.copies`).
+    """Wrap `read` so that it repeats groups of rows, such as key-value heads, as the parameter does.
 
-    The indices given to the returned function count rows of the parameter, copies included.
+    `Parameter.copies` gives the number of copies of a part's groups. The row indices given to the returned function
+    count the parameter's rows, with all copies; `read` gets indices of rows in the file.
     """
     sizes = dict(parameter.parts)
     copies = dict(parameter.copies)
@@ -58,7 +64,7 @@ def copying(parameter: Parameter, read: Read) -> Read:
         if n == 1:
             return read(part, index)
         rows, size = index[0], sizes[part]
-        first, last = rows.start // size, rows.stop // size  # groups of the parameter
+        first, last = rows.start // size, rows.stop // size  # range of groups, with all copies counted
         x = read(part, (slice(first // n * size, -(-last // n) * size), *index[1:]))
         groups = np.repeat(x.reshape(-1, size, *x.shape[1:]), n, axis=0)[first % n :][: last - first]
         return groups.reshape(-1, *x.shape[1:])
@@ -69,7 +75,7 @@ def copying(parameter: Parameter, read: Read) -> Read:
 def check(config: ModelConfig, abstract: Mapping[str, Parameter], table: Table, file: TensorFile) -> None:
     """Compare the names and shapes of the file's tensors with those that the model needs, before any tensor is read.
 
-    Raises: UserError that names the first tensor that is missing, of a wrong shape, or not part of the model.
+    Raises: UserError that names the first tensor that is missing, has a wrong shape, or is not part of the model.
     """
     found = file.shapes()
     used: set[str] = set()
@@ -98,11 +104,13 @@ def assemble(
     keep: Keep = unchanged,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Read every parameter of `abstract` from `file`, with the dtype and sharding given there.
+    """Read every parameter of `abstract` from `file`, with the dtype and sharding that `abstract` gives it.
 
-    edit(parameter, part, rows): undoes a transformation that the format applied to values or rows. The rows of q and k
-      that it gets are whole heads.
-    keep: as in `checkpoints.load_params`.
+    abstract: declarations of the parameters, by name.
+    table: the file format's tensor names.
+    edit: function edit(parameter, part, rows) that undoes a transformation that the file format applied to values or to
+      the order of rows. The rows of queries and keys that it gets are whole heads.
+    keep, progress: as in `checkpoints.load_params`.
     Raises: UserError as `check` does; UnsupportedError as `check_repeats` and `check_frequencies` do, and for a tensor
       of integers where floating point is needed, or the reverse.
     """
@@ -132,20 +140,24 @@ def assemble(
 
 
 def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
-    """Read one parameter shard by shard in the file's layout, then transpose and convert it on its devices."""
-    transpose = parameter.kind == "matrix"  # tables and vectors have the same layout in the file
+    """Read one parameter shard by shard in the file's layout, then transpose and convert it on its devices.
+
+    where: name of the parameter.
+    read: function read(part, index) that returns a slice of the tensor for a part of the parameter.
+    """
+    transpose = parameter.kind == "matrix"  # tables and vectors have the same layout in files as in the decoder
     sharding = parameter.sharding or SingleDeviceSharding(jax.devices()[0])
-    shape = parameter.shape  # in the file's layout, like `stored`
+    shape = parameter.shape  # shape in the file's layout; `stored` is the sharding in that layout
     stored = sharding
     if transpose:
         shape = (*shape[1:], shape[0])
         if isinstance(sharding, NamedSharding):
             spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
             stored = NamedSharding(sharding.mesh, P(*spec[1:], spec[0]))
-    pieces: dict[Any, np.ndarray] = {}  # devices that hold the same shard share one read
+    pieces: dict[Any, np.ndarray] = {}  # shards read so far, so that devices that hold the same shard share one read
 
     def piece(index: Any) -> np.ndarray:
-        """Return the shard of a device."""
+        """Return one device's shard, in the file's layout. index: its slice of each axis."""
         index = tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=True))
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
@@ -160,12 +172,18 @@ def place(where: str, parameter: Parameter, read: Read) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def converter(transpose: bool, dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return the device program that moves the input axis to the front, if `transpose`, and converts the dtype."""
+    """Return the device program that converts an array's dtype and, if `transpose`, moves its last axis to the front.
+
+    The last axis is a matrix's input axis in a file.
+    """
     return jax.jit(lambda x: (jnp.moveaxis(x, -1, 0) if transpose else x).astype(dtype), out_shardings=sharding)
 
 
 def merge(where: str, parameter: Parameter, index: Index, read: Read) -> np.ndarray:
-    """Return the slice `index` of a parameter in the file's layout, the parts of a merged one interleaved by group."""
+    """Return the slice `index` of a parameter in the file's layout.
+
+    A merged parameter consists of groups of rows, and each group holds some rows of every part (`Parameter.parts`).
+    """
     if not parameter.parts:
         return read("", index)
     sizes = dict(parameter.parts)

@@ -1,4 +1,7 @@
-"""Redundant tensors of a checkpoint, which are not loaded: each is compared in full with what is used instead."""
+"""Checks of redundant tensors in a checkpoint.
+
+Such a tensor is not loaded. It is compared in full with the tensor, or the computed values, that are used instead.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,24 @@ from jaxspec.common.errors import UnsupportedError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
 
-PIECE = 1 << 26  # bytes of a float32 tensor that are compared at a time
+PIECE = 1 << 26  # size in bytes, as float32, of the part of a tensor that is compared at a time
 
 
 @jax.jit
 def same(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return whether one of two arrays is the other, rounded to its dtype."""
+    """Return whether two arrays are equal after the values of one are rounded to the other's dtype."""
 
     def bits(x: jax.Array) -> jax.Array:
-        # Comparing floats instead would allow the compiler to skip the rounding.
+        # Bits are compared, because the compiler may skip the rounding in a comparison of floats.
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
     return jnp.all((bits(x.astype(y.dtype)) == bits(y)) | (bits(y.astype(x.dtype)) == bits(x)))
 
 
 def check_repeats(table: Table, file: TensorFile) -> None:
-    """Check that each tensor of `table.repeats` equals the tensor that is read instead.
+    """Check that each redundant tensor of `table.repeats` equals the tensor that is read instead.
 
-    Raises: UnsupportedError where they differ: versions of transformers disagree about which of the two they use.
+    Raises: UnsupportedError where the two differ, because versions of transformers disagree about which one they use.
     """
     for name, read in table.repeats.items():
         if name in file.shapes() and not repeats(file, name, read):
@@ -44,7 +47,7 @@ def check_repeats(table: Table, file: TensorFile) -> None:
 
 
 def repeats(file: TensorFile, name: str, read: str) -> bool:
-    """Return whether two tensors of a file are the same floats. They are compared some rows at a time."""
+    """Return whether two tensors of a file hold the same floats. The tensors are compared some rows at a time."""
     shape = file.shapes()[name]
     if shape != file.shapes().get(read):
         return False
@@ -56,9 +59,9 @@ def repeats(file: TensorFile, name: str, read: str) -> bool:
 
 
 def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> None:
-    """Check the rotary frequencies that a file stores against those that follow from its configuration.
+    """Check the rotary-embedding frequencies that a file stores against those that follow from the configuration.
 
-    Raises: UnsupportedError where they differ.
+    Raises: UnsupportedError where the two differ.
     """
     known = []
     for rope in (config.rope, config.local_rope):
@@ -70,7 +73,7 @@ def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> No
         fits = file.shapes()[name] == known[0].shape
         x = file.read(name, (slice(0, len(known[0])),)) if fits else np.zeros(0)
         rtol = 1e-5 if x.dtype.itemsize > 2 else 1e-2
-        atol = 1e-7  # the least step of float16
+        atol = 1e-7  # the smallest difference between two float16 numbers
         near = (np.allclose(x.astype(np.float64), wanted, rtol, atol=atol) for wanted in known)
         if not (fits and any(near)):
             raise UnsupportedError(
@@ -80,6 +83,9 @@ def check_frequencies(config: ModelConfig, table: Table, file: TensorFile) -> No
 
 
 def frequencies(rope: Rope, head_dim: int) -> list[Any]:
-    """Return the frequencies of a rotary embedding: without its scaling factors and, if it has any, with them."""
+    """Return the frequency arrays that a file may store for a rotary embedding.
+
+    The first array ignores the embedding's scaling factors. A second array, if there are such factors, uses them.
+    """
     plain = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
     return [plain, plain / np.asarray(rope.factors)] if rope.factors else [plain]

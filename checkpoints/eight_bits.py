@@ -1,8 +1,8 @@
-"""Weights of 8 bits: integers, and a scale for every 32 integers of a row.
+"""Weights quantised to 8 bits: integers, and a scale for every 32 integers of a row.
 
 A scale is a power of two, so bfloat16 holds integer times scale exactly: reading returns exactly what was written.
-Safetensors files hold both tensors under the names of the compressed-tensors library (`NAME` and `NAME_scale`). Orbax
-folders hold the products; its compression makes them nearly as small.
+Safetensors files hold integers and scales under the names of the compressed-tensors library (`NAME` and `NAME_scale`).
+Orbax folders hold the products of integers and scales; orbax's compression makes the files nearly as small.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 
 from jaxspec.common.errors import UserError
 
-GROUP = 32  # integers that share a scale
-LARGEST = 127  # magnitude of an integer
-SCALE = "_scale"  # suffix of the name of a tensor's scales
+GROUP = 32  # number of consecutive integers of a row that share a scale
+LARGEST = 127  # largest magnitude of a quantised integer
+SCALE = "_scale"  # suffix that turns the name of a quantised tensor into the name of its scales
 
 
 def quantised(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
     """Quantise x f[..., I]. Return the integers i8[..., I] and the scales bf16[..., I / GROUP].
 
-    The scale of a group is the smallest power of two of which 127 reach the group's largest magnitude. Each integer
-    represents the nearest multiple of the scale.
+    The scale of a group is the smallest power of two such that 127 times the scale is at least the group's largest
+    magnitude. Each value is rounded to the nearest multiple of its scale.
     Raises: UserError, naming the tensor, for values that are not finite.
     """
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
@@ -34,7 +34,7 @@ def quantised(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
             f"tensor {name} holds values that are not finite, which no 8-bit format of jaxspec can represent"
         )
     mantissa, exponent = np.frexp(largest / np.float32(LARGEST))
-    # Smaller scales are subnormal: some devices flush them to 0.
+    # The exponent is at least -126, because smaller scales would be subnormal, which some devices flush to 0.
     exponent = np.maximum(exponent - (mantissa == 0.5), -126)
     scale = np.ldexp(np.float32(1), exponent)
     whole = np.rint(groups / scale[..., None]).astype(np.int8)
@@ -42,14 +42,15 @@ def quantised(x: np.ndarray, name: str = "") -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantised(whole: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Dequantise integers i8[..., I] with a scale for each, f[..., I]. The result has the dtype of `scale`."""
+    """Dequantise integers i8[..., I], given a scale f[..., I] for each. The result has the dtype of `scale`."""
     return (whole.astype(np.float32) * scale.astype(np.float32)).astype(scale.dtype)
 
 
 def rounded(x: np.ndarray, axis: int = -1, name: str = "") -> np.ndarray:
-    """Return x f[...] rounded to values that 8 bits can hold, in groups along `axis`.
+    """Return x f[...] rounded to values that the 8-bit format can represent, with groups of GROUP values along `axis`.
 
-    axis: the one that products sum over. Where groups do not divide it, or x is a vector, x is returned unchanged.
+    axis: the axis that matrix products sum over. If GROUP does not divide its size, or x is a vector, x is returned
+      unchanged.
     """
     if not fits(x.shape, axis):
         return x
@@ -58,12 +59,12 @@ def rounded(x: np.ndarray, axis: int = -1, name: str = "") -> np.ndarray:
 
 
 def fits(shape: tuple[int, ...], axis: int = -1) -> bool:
-    """Return whether an array of this shape has more than one axis, and groups divide this one."""
+    """Return whether an array of this shape can be quantised: it has two axes or more, and GROUP divides `axis`."""
     return len(shape) > 1 and shape[axis] % GROUP == 0
 
 
 def split(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Replace every matrix of floats, [O, I], by its integers and their scales."""
+    """Replace every matrix of floats, [O, I], by its quantised integers and, under a second name, their scales."""
     found: dict[str, Any] = {}
     for name, x in tensors.items():
         if x.dtype.kind in "iub" or not fits(x.shape):

@@ -1,4 +1,7 @@
-"""Stop ids: every token id that some part of a checkpoint names as the end of a text, and the parts that name it."""
+"""Stop ids: the token ids that some part of a checkpoint names as the end of a text.
+
+Parts are the configuration files, the tokenizer's special tokens and the chat template.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from checkpoints.sources import Source
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.limits import token_ids
 
-# Keys that name stop ids in config.json and generation_config.json.
+# Keys of config.json and generation_config.json whose values are stop ids.
 ENDS = re.compile(r"(eos|eot|eom|eod|stop)(_token)?_ids?")
-# Nested configurations in config.json that may name stop ids too.
+# Keys of config.json whose values are nested configurations that may also name stop ids.
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "decoder")
-SPECIAL_TOKENS = ("eos_token", "eot_token", "eom_token", "eod_token")  # attributes of a tokenizer
-ANSWER = "answer4711"  # a text that no chat template contains
-MOST_LINES = 10_000  # lines that a chat template may execute; usual ones execute some hundred
+SPECIAL_TOKENS = ("eos_token", "eot_token", "eom_token", "eod_token")  # attributes of a tokenizer that end a text
+ANSWER = "answer4711"  # the assistant's answer in a test conversation, a text that no chat template contains
+MOST_LINES = 10_000  # number of lines that a chat template may execute; usual templates execute some hundred
 
 
 def load_stop_ids(source: Source, tokenizer: Any = None, config: ModelConfig | None = None) -> tuple[int, ...]:
@@ -32,7 +35,8 @@ def load_stop_ids(source: Source, tokenizer: Any = None, config: ModelConfig | N
 def load_ends(source: Source, tokenizer: Any = None, config: ModelConfig | None = None) -> dict[int, tuple[str, ...]]:
     """Return the token ids that end a text, each with the parts of the checkpoint that name it.
 
-    tokenizer, config: those of the source; loaded if not given.
+    source: the checkpoint.
+    tokenizer, config: the checkpoint's tokenizer and configuration; loaded if not given.
     Raises: UserError, naming the file, for a value that is not a token id of at most 31 bits.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
@@ -50,17 +54,17 @@ def load_ends(source: Source, tokenizer: Any = None, config: ModelConfig | None 
 
 
 def add(found: dict[int, tuple[str, ...]], ids: tuple[int, ...], part: str) -> None:
-    """Record in `found` that a part of the checkpoint names these ids."""
+    """Record in `found` that a part of the checkpoint names these ids as stop ids."""
     for i in ids:
         found[i] = (*found.get(i, ()), part)
 
 
 def named(source: Source, config: ModelConfig | None) -> dict[str, list[tuple[str, Any]]]:
-    """Return for each file the keys that name stop ids, with their values."""
+    """Return for each configuration file of a checkpoint the keys that name stop ids, with their values."""
     if source.kind == "gguf":
         meta = gguf.read_header(source.path).meta
         return {"": [(key, meta[key]) for key in GGUF_ENDS if key in meta]}
-    config = load_config(source) if config is None else config  # raises for a folder that is not a supported model
+    config = load_config(source) if config is None else config  # raises if the folder holds no supported model
     if source.kind == "orbax":
         return {orbax.CONFIG_FILE: [("eos_ids", config.eos_ids)]}
     own = read_config(source.path / "config.json")
@@ -68,7 +72,10 @@ def named(source: Source, config: ModelConfig | None) -> dict[str, list[tuple[st
 
 
 def ends_of(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys that name stop ids, with their values; also those of nested configurations of text models."""
+    """Yield the keys of a configuration that name stop ids, with their values.
+
+    raw: content of the configuration file; its nested configurations TEXT_CONFIGS are searched too.
+    """
     yield from ((key, value) for key, value in raw.items() if ENDS.fullmatch(key))
     for name in TEXT_CONFIGS:
         part = raw.get(name)
@@ -77,7 +84,10 @@ def ends_of(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Return the id of the control token that the chat template writes after an answer, () if there is none."""
+    """Return the id of the control token that the chat template writes after the assistant's answer.
+
+    The result is () if the template writes none.
+    """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     tokens = getattr(tokenizer, "added_tokens_decoder", {})
     control = {token.content: i for i, token in tokens.items() if token.special and token.content in template}
@@ -89,7 +99,10 @@ def turn_ends(tokenizer: Any) -> tuple[int, ...]:
 
 
 def rendered(tokenizer: Any) -> str:
-    """Render a question and its answer with the chat template; return "" if the template fails or runs too long."""
+    """Render a question and the answer ANSWER with the chat template. Return "" if the template fails or runs too long.
+
+    Too long means that the template executes more than MOST_LINES lines.
+    """
     lines = 0
 
     def count(frame: Any, event: str, arg: Any) -> Any:
@@ -102,7 +115,7 @@ def rendered(tokenizer: Any) -> str:
         return count
 
     before = sys.gettrace()
-    sys.settrace(count)  # a template is a program from the checkpoint and may never end
+    sys.settrace(count)  # lines are counted, because a template is a program from the checkpoint and may never end
     try:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
         return str(tokenizer.apply_chat_template(messages, tokenize=False))

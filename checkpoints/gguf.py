@@ -32,53 +32,53 @@ from jaxspec.models.parameters import Parameter
 
 QuantType = gguf.GGMLQuantizationType
 FLOATS = {QuantType.F32: "float32", QuantType.F16: "float16", QuantType.BF16: "bfloat16"}
-# The struct code of each scalar value type.
+# The format code of Python's struct module for each of GGUF's scalar value types.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9  # the other value types
-MAGIC = b"GGUF"  # the first bytes of a file
-# Limits on what a header may hold. A header beyond them is damaged.
-MOST_VALUES = 2**25  # values in all arrays; the largest vocabularies have a million entries in several arrays
-DEEPEST = 4  # levels of arrays within arrays
-MOST_DIMS = 4  # dimensions of a tensor
-MOST_ALIGNMENT = 2**20  # bytes
+STRING, ARRAY = 8, 9  # numbers of the GGUF value types that are not scalars
+MAGIC = b"GGUF"  # the first bytes of a GGUF file
+# Limits on a GGUF file's header. A header that exceeds one of them is damaged.
+MOST_VALUES = 2**25  # number of values in all arrays; large vocabularies have a million entries in several arrays
+DEEPEST = 4  # number of levels of arrays within arrays
+MOST_DIMS = 4  # number of dimensions of a tensor
+MOST_ALIGNMENT = 2**20  # alignment of the tensors in the file, in bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """The place and form of a tensor in the file."""
+    """The shape, storage type and position of a tensor in a GGUF file."""
 
-    shape: tuple[int, ...]  # in numpy's order: [O, I]
+    shape: tuple[int, ...]  # dimensions in numpy's order, [O, I] for a matrix
     kind: QuantType
-    offset: int  # bytes from the start of the file
+    offset: int  # position of the tensor's first byte, in bytes from the start of the file
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row along the last axis."""
+        """Size of a row along the last axis, in bytes."""
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         return self.shape[-1] // block * size
 
     @property
     def end(self) -> int:
-        """Offset of the first byte after the tensor."""
+        """Position of the first byte after the tensor, in bytes from the start of the file."""
         return self.offset + math.prod(self.shape[:-1]) * self.row_bytes
 
 
 class Cursor:
-    """A reader of consecutive little-endian values."""
+    """A reader of consecutive little-endian values of a GGUF file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
-        self.at = 0  # bytes read so far
-        self.values = 0  # values of arrays read so far
+        self.at = 0  # position of the next byte to read
+        self.values = 0  # number of array values read so far
 
     def take(self, code: str, count: int = 1) -> tuple[Any, ...]:
-        """Read `count` scalars of a struct code."""
+        """Read `count` scalars. code: their format code in Python's struct module."""
         values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
         self.at += struct.calcsize(f"<{count}{code}")
         return values
 
     def string(self) -> str:
-        """Read a string. Raises: struct.error where it runs past the end of the file."""
+        """Read a string. Raises: struct.error where the string runs past the end of the file."""
         (size,) = self.take("Q")
         if self.at + size > len(self.data):
             raise struct.error("a string runs past the end of the file")
@@ -87,7 +87,12 @@ class Cursor:
         return self.data[start : self.at].decode("utf-8", errors="replace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        """Read a value of a GGUF type. depth: number of arrays around it. Raises: struct.error beyond the limits."""
+        """Read a value of any GGUF type.
+
+        kind: number of the GGUF value type.
+        depth: number of arrays that contain the value.
+        Raises: struct.error for an unknown type, or for arrays with more values or levels than the limits allow.
+        """
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
@@ -105,7 +110,7 @@ class Cursor:
 
 
 def scalar(kind: int) -> str:
-    """Return the struct code of a scalar type. Raises: struct.error for another type."""
+    """Return the struct format code of a GGUF scalar type. Raises: struct.error for any other type."""
     if kind not in SCALARS:
         raise struct.error(f"a value has the unknown type {kind}")
     return SCALARS[kind]
@@ -113,16 +118,17 @@ def scalar(kind: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """The part of a file before the weights: metadata and the table of tensors."""
+    """The part of a GGUF file before the weights: metadata, and the table of tensors by name."""
 
     meta: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file. It is cached, so that configuration, tokenizer and weights parse it once.
+    """Return the header of a GGUF file.
 
-    Raises: UserError, naming the file, where it is not a GGUF file (version 2 or 3), truncated or damaged.
+    The header is cached, so that it is parsed once for configuration, tokenizer and weights.
+    Raises: UserError, naming the file, where it is truncated or damaged, or is not a GGUF file of version 2 or 3.
     """
     stat = path.stat()
     return _read_header(path, stat.st_size, stat.st_mtime_ns)
@@ -130,7 +136,11 @@ def read_header(path: Path) -> Header:
 
 @functools.lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, _mtime: int) -> Header:
-    """Parse a header. A file that changes is parsed again, because its size and time are part of the cache's key."""
+    """Parse a GGUF file's header. The result is cached.
+
+    size, _mtime: the file's size in bytes and time of modification. They are part of the cache's key, so a file that
+      changes is parsed again.
+    """
     with naming_file(path), path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{path} is not a GGUF file")
@@ -146,7 +156,7 @@ def _read_header(path: Path, size: int, _mtime: int) -> Header:
 
 
 def _parse(cursor: Cursor) -> Header:
-    """Parse a header. Raises: UserError for another version; struct.error where it is damaged."""
+    """Parse a GGUF header. Raises: UserError for an unsupported version; struct.error where the header is damaged."""
     cursor.at = len(MAGIC)
     (version,) = cursor.take("I")
     tensors, keys = cursor.take("Q", 2)
@@ -167,7 +177,7 @@ def _parse(cursor: Cursor) -> Header:
             raise struct.error(f"tensor {short(name)} occurs twice, or has {dims} dimensions")
         shape = cursor.take("Q", dims)[::-1]
         (kind,) = cursor.take("I")
-        (offset,) = cursor.take("Q")  # from the start of the weights
+        (offset,) = cursor.take("Q")  # position of the tensor, in bytes from the start of the weights
         found[name] = TensorInfo(shape, quant_type(name, kind, shape), offset)
     align = meta.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if type(align) is not int or not 1 <= align <= MOST_ALIGNMENT or align & (align - 1):
@@ -177,7 +187,12 @@ def _parse(cursor: Cursor) -> Header:
 
 
 def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
-    """Return the storage type of a number. Raises: struct.error if there is none or it cannot hold the shape."""
+    """Return the storage type of a tensor.
+
+    name, shape: the tensor's name and shape.
+    kind: number of the type in the GGUF file.
+    Raises: struct.error for an unknown number, or a type whose blocks do not divide the tensor's rows.
+    """
     try:
         found = QuantType(kind)
         block, _ = gguf.GGML_QUANT_SIZES[found]
@@ -191,10 +206,13 @@ def quant_type(name: str, kind: int, shape: tuple[int, ...]) -> QuantType:
 
 
 def load_config(path: Path) -> ModelConfig:
-    """Return the ModelConfig of a file. Raises as `gguf_config.model_config` does; UserError for a damaged file."""
+    """Return the ModelConfig of a GGUF file.
+
+    Raises as `gguf_config.model_config` does; UserError for a damaged file.
+    """
     header = read_header(path)
     weights = Weights(path)
-    factors = "rope_freqs.weight"  # the frequency factors of Llama 3.1 are a tensor
+    factors = "rope_freqs.weight"  # name of the tensor that holds Llama 3.1's factors for rotary frequencies
     with naming_file(path):
         if "token_embd.weight" not in header.tensors:
             raise UserError("tensor token_embd.weight is missing")
@@ -218,10 +236,11 @@ def load_params(
     keep: Keep = unchanged,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Load dequantised parameters with the shapes, dtypes and shardings of `abstract`.
+    """Load the parameters of a GGUF file, dequantised, with the shapes, dtypes and shardings of `abstract`.
 
+    keep, progress: as in `checkpoints.load_params`.
     Raises: UserError for a missing, extra or misshapen tensor or a truncated file; UnsupportedError for a
-    quantisation that gguf.quants does not know.
+      quantisation that gguf.quants does not know.
     """
     interleaved = families.GGUF[config.family].interleaved
 
@@ -234,17 +253,17 @@ def load_params(
 
 
 def halves(x: np.ndarray, head_dim: int) -> np.ndarray:
-    """Reorder the rows of whole heads for a rotary embedding that rotates halves.
+    """Reorder the rows of whole query or key heads for the decoder's rotary embedding.
 
-    In the file the two rows that are rotated together are neighbours: order (pair, half). In the result they are half a
-    head apart: order (half, pair).
+    A rotary embedding rotates pairs of rows. In the file the two rows of a pair are neighbours: order (pair, half). In
+    the result they are half a head apart: order (half, pair).
     """
     rest = x.shape[1:]
     return x.reshape(-1, head_dim // 2, 2, *rest).swapaxes(1, 2).reshape(-1, *rest)
 
 
 def stored_dtype(path: Path) -> str:
-    """Return the float dtype of the largest tensor, bfloat16 if that tensor is quantised."""
+    """Return the float dtype of a GGUF file's largest tensor, bfloat16 if that tensor is quantised."""
     largest = max(read_header(path).tensors.values(), key=lambda tensor: math.prod(tensor.shape), default=None)
     if largest is None:
         raise UserError(f"{path} holds no tensors: fetch it again")
@@ -252,7 +271,7 @@ def stored_dtype(path: Path) -> str:
 
 
 class Weights:
-    """The tensors of a file, read as float arrays."""
+    """The tensors of a GGUF file, read as float arrays."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -263,20 +282,20 @@ class Weights:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Return the slice `index` of a tensor as float32, or as float16 if it is stored in that."""
+        """Return the slice `index` of a tensor as float32, or as float16 if it is stored as float16."""
         tensor = self._tensors[name]
         block, size = gguf.GGML_QUANT_SIZES[tensor.kind]
         rows = self._bytes[tensor.offset : tensor.end].reshape(*tensor.shape[:-1], tensor.row_bytes)[index[:-1]]
-        # Columns are stored in blocks. Dequantise all blocks that the slice touches, then cut the slice out.
+        # Columns are stored in blocks. All blocks that the slice touches are dequantised, then the slice is cut out.
         start, stop, _ = index[-1].indices(tensor.shape[-1])
         first, last = start // block, -(-stop // block)
         packed = np.ascontiguousarray(rows[..., first * size : last * size])
         if tensor.kind == QuantType.F16:
-            x = packed.view(np.float16)  # half the bytes to move; converted on the device
+            x = packed.view(np.float16)  # float16 halves the bytes to move; the device converts the values
         else:
             try:
                 x = gguf.quants.dequantize(packed, tensor.kind)
             except NotImplementedError as error:
                 raise UnsupportedError(f"{self.where}: tensor {name}: {error}") from None
         x = x[..., start - first * block : stop - first * block]
-        return np.array(x) if np.may_share_memory(x, self._bytes) else x  # never alias a file that may change
+        return np.array(x) if np.may_share_memory(x, self._bytes) else x  # no alias of a file that may change

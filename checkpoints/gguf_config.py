@@ -13,7 +13,7 @@ from jaxspec.models.families import FAMILIES, GGUF
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
-# GGUF keys, without the architecture's prefix, that change what a model computes, and the only supported value of each.
+# GGUF keys that change what a model computes, without the architecture's prefix, and the only supported value of each.
 GGUF_FIXED: dict[str, Any] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0,
@@ -28,19 +28,19 @@ GGUF_FIXED: dict[str, Any] = {
     "rope.scaling.attn_factor": 1,
 }
 
-# Keys that name stop ids.
+# GGUF keys whose values are stop ids.
 GGUF_ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
 def model_config(
     meta: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors: Iterable[float] = ()
 ) -> ModelConfig:
-    """Parse GGUF metadata (`general.architecture` and `<arch>.*` keys).
+    """Return the ModelConfig that GGUF metadata (`general.architecture` and `<arch>.*` keys) describe.
 
-    vocab_size: number of rows of token_embd.
-    tied: whether the file has no output.weight.
-    rope_factors: the values of rope_freqs.weight, if present.
-    Raises: UnsupportedError for an architecture, or an option that changes what is computed, that is not supported;
+    vocab_size: number of rows of tensor token_embd.weight, the embedding table.
+    tied: whether the embedding table is also the output head, because the file has no tensor output.weight.
+    rope_factors: values of tensor rope_freqs.weight, which scale rotary frequencies; empty if the file has none.
+    Raises: UnsupportedError for an unsupported architecture, or an unsupported option that changes what is computed;
       UserError for a key that is missing or a value that no model has.
     """
     family = meta.get("general.architecture")
@@ -52,7 +52,7 @@ def model_config(
         if (value := meta.get(f"{family}.{key}", only)) != only:
             raise UnsupportedError(f"{family}.{key}={short(value)} is not supported: only {json.dumps(only)} is")
     stretched = f"{family}.rope.scaling.factor" in meta
-    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # as in llama.cpp
+    scaling = meta.get(f"{family}.rope.scaling.type", "linear" if stretched else "none")  # llama.cpp's default
     if scaling not in ("none", "linear"):
         raise UnsupportedError(f"rope scaling {short(scaling)} in GGUF: none and linear are supported")
     layers = get("block_count", "num_layers")
@@ -95,8 +95,11 @@ def model_config(
 
 
 def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default: Any = None) -> Any:
-    """Return the number under a key of the architecture. what: the entry of LIMITS that bounds it.
+    """Return the number that GGUF metadata hold under a key, given without the architecture's prefix.
 
+    family: the architecture.
+    what: entry of `jaxspec.models.limits.LIMITS` that bounds the number.
+    default: number to use if the key is missing; None if the key is required.
     Raises: UserError where it is missing or out of bounds; UnsupportedError for a list.
     """
     value = meta.get(f"{family}.{key}", default)
@@ -110,9 +113,10 @@ def number_of(meta: Mapping[str, Any], family: str, key: str, what: str, default
 
 
 def sliding_windows(meta: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, None for full attention.
+    """Return the size of each layer's sliding attention window, None for full attention.
 
-    The last of every `Gguf.period` layers has full attention, unless the file gives another period or a flag a layer.
+    The last of every `Gguf.period` layers has full attention, unless the file gives another period, or a flag for each
+    layer.
     """
     window = number_of(meta, family, "attention.sliding_window", "window")
     key = "attention.sliding_window_pattern"

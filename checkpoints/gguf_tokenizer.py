@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes, built without torch.
 
-The supported architectures use two kinds (`tokenizer.ggml.model`). "gpt2" is a byte-level BPE: its merges are in the
-file, and `tokenizer.ggml.pre` names its pre-tokenizer. "llama" is a SentencePiece BPE: its merges follow from the
-vocabulary. Each is rebuilt as in the tokenizer.json of the model's makers.
+The supported architectures use two kinds of tokenizer (key `tokenizer.ggml.model`). "gpt2" is a byte-level BPE: its
+merges are in the file, and the key `tokenizer.ggml.pre` names its pre-tokenizer. "llama" is a SentencePiece BPE: its
+merges follow from the vocabulary. Each is rebuilt to equal the tokenizer.json that the model's makers distribute.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jaxspec.models.limits import short
 
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
-LONGEST_PIECE = 1024  # characters; every way to split a SentencePiece token in two is tried
-SPACE = "▁"  # represents a space in SentencePiece tokens
+LONGEST_PIECE = 1024  # largest number of characters of a SentencePiece token, since all its splits in two are tried
+SPACE = "▁"  # the character that represents a space in SentencePiece tokens
 
-# Regular expressions of pre-tokenizers, put together from those for words, numbers and the rest.
+# Regular expressions of pre-tokenizers, put together from expressions for words, numbers and the rest of a text.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
 _QWEN2 = _WORDS + r"|\p{N}" + _REST
-# For each tokenizer.ggml.pre, how text is split before merging: a regular expression, or a list of pre-tokenizers that
-# run before GPT-2's.
+# For each value of tokenizer.ggml.pre, how a text is split before tokens are merged: by a regular expression, or by a
+# list of pre-tokenizers that run before GPT-2's.
 PRE_TOKENIZERS: dict[str, Any] = {
     "default": [],
     "gpt-2": [],
@@ -39,7 +39,7 @@ PRE_TOKENIZERS: dict[str, Any] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }
-# For each key the types that its value may have; in a list, the types of the entries of a list.
+# For each metadata key (after "tokenizer."), the types that its value may have. A list holds the types of list entries.
 TYPES: dict[str, Any] = {
     "ggml.model": (str,),
     "ggml.pre": (str,),
@@ -57,9 +57,9 @@ TYPES: dict[str, Any] = {
 def build_tokenizer(meta: Mapping[str, Any]) -> Any:
     """Build a transformers.PreTrainedTokenizerFast from GGUF metadata.
 
-    The tokenizer adds BOS and EOS as the file says, and has the file's chat template.
+    The tokenizer adds BOS and EOS tokens as the metadata say, and has the file's chat template.
     Raises: UnsupportedError for a kind of tokenizer or pre-tokenizer that is not supported; UserError where the
-      metadata describe no tokenizer, or an impossible one.
+      metadata describe no tokenizer, or contradict themselves.
     """
     check(meta)
     kind = meta.get("tokenizer.ggml.model")
@@ -70,7 +70,7 @@ def build_tokenizer(meta: Mapping[str, Any]) -> Any:
         raise UnsupportedError(f"GGUF tokenizer {kind!r}: gpt2 and llama are supported")
     tokens = list(meta["tokenizer.ggml.tokens"])
     gemma = GGUF.get(str(meta["general.architecture"]), Gguf()).gemma_tokens
-    if gemma and kind != "gpt2":  # the file holds runs of spaces, the normalizer turns spaces into SPACE
+    if gemma and kind != "gpt2":  # tokens of spaces: in the text the normalizer turns spaces into SPACE
         tokens = [t.replace(" ", SPACE) if not t.strip(" ") else t for t in tokens]
     vocab = vocabulary(tokens, meta)
     if kind == "gpt2":
@@ -105,7 +105,7 @@ def build_tokenizer(meta: Mapping[str, Any]) -> Any:
 
 
 def check(meta: Mapping[str, Any]) -> None:
-    """Check the type of every value that is read. Raises: UserError for a wrong one."""
+    """Check the type of each value in the metadata (TYPES). Raises: UserError for a value of a wrong type."""
     for key, kind in TYPES.items():
         value = meta.get(f"tokenizer.{key}")
         if value is None:
@@ -121,7 +121,10 @@ def check(meta: Mapping[str, Any]) -> None:
 
 
 def token_of(tokens: list[str], meta: Mapping[str, Any], role: str) -> str | None:
-    """Return the token of a role such as "bos", None if the file names none. Raises: UserError for an impossible id."""
+    """Return the special token of a role such as "bos", None if the metadata name none.
+
+    Raises: UserError for an id outside the vocabulary.
+    """
     index = meta.get(f"tokenizer.ggml.{role}_token_id")
     if index is not None and (type(index) is not int or not 0 <= index < len(tokens)):
         raise UserError(f"tokenizer.ggml.{role}_token_id={short(index)} must be an id in 0..{len(tokens) - 1}")
@@ -131,15 +134,20 @@ def token_of(tokens: list[str], meta: Mapping[str, Any], role: str) -> str | Non
 def vocabulary(tokens: list[str], meta: Mapping[str, Any]) -> dict[str, int]:
     """Return the id of each token, without the tokens that only pad the embedding table.
 
-    Converters name such a token after its id, for example [PAD7], and no role refers to it. Their number depends on the
-    size of the model, so they would make the tokenizers of a target and its draft differ.
+    Converters name a padding token after its id, for example [PAD7], and no role of ROLES refers to it. The number of
+    padding tokens depends on the size of the model, so they would make the tokenizers of target and draft differ.
     """
     wanted = [meta.get(f"tokenizer.ggml.{role}_token_id") for role in ROLES]
     return {token: i for i, token in enumerate(tokens) if token != f"[PAD{i}]" or i in wanted}
 
 
 def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokenizer:
-    """Build GPT-2's BPE over bytes, in which printable characters represent the bytes. pre: a key of PRE_TOKENIZERS."""
+    """Build GPT-2's BPE over bytes, in which printable characters represent the bytes.
+
+    merges: pairs of tokens to merge, each as "first second", best first.
+    pre: name of the pre-tokenizer, a key of PRE_TOKENIZERS.
+    Raises: UnsupportedError for another name.
+    """
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedError(f"GGUF pre-tokenizer {pre!r}: {', '.join(PRE_TOKENIZERS)} are supported")
     cut = PRE_TOKENIZERS[pre]
@@ -147,7 +155,7 @@ def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokeniz
         models.BPE(
             vocab=dict(vocab),
             merges=[(a, b) for a, _, b in (merge.partition(" ") for merge in merges)],
-            ignore_merges=cut is _LLAMA3,  # Llama 3 does not split a word that is a token
+            ignore_merges=cut is _LLAMA3,  # Llama 3 does not split a word that is itself a token
         )
     )
     if cut is _QWEN2:
@@ -163,9 +171,11 @@ def byte_level(vocab: Mapping[str, int], merges: list[str], pre: str) -> Tokeniz
 
 
 def sentence_piece(vocab: Mapping[str, int], scores: Any, unknown: str | None, prefix: bool) -> Tokenizer:
-    """Build a SentencePiece BPE: ▁ represents a space, and unknown characters become bytes.
+    """Build a SentencePiece BPE, in which ▁ represents a space and unknown characters become bytes.
 
-    prefix: whether a space is put before the text.
+    scores: score of each token, by id.
+    unknown: the token for unknown text, if there is one.
+    prefix: whether a space is put before each text.
     """
     tokenizer = Tokenizer(
         models.BPE(
@@ -184,7 +194,10 @@ def sentence_piece(vocab: Mapping[str, int], scores: Any, unknown: str | None, p
 
 
 def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece BPE: every way to join two tokens into a third, the best score first."""
+    """Return the merges of a SentencePiece BPE: all pairs of tokens that join into a third token, best score first.
+
+    Raises: UserError for a token of more than LONGEST_PIECE characters.
+    """
     ranked = []
     for token, index in vocab.items():
         if len(token) > LONGEST_PIECE:
@@ -197,9 +210,9 @@ def implied_merges(vocab: Mapping[str, int], scores: Any) -> list[tuple[str, str
 
 
 def add_special_tokens(tokenizer: Tokenizer, vocab: Mapping[str, int], types: Any) -> None:
-    """Make the tokenizer match control and user-defined tokens whole in the text, never split into pieces.
+    """Make the tokenizer match control and user-defined tokens as a whole, never in pieces.
 
-    types: the type of each token by id, from the file.
+    types: type number of each token, by id, from the GGUF file.
     """
     marked = [
         AddedToken(token, normalized=False, special=types[i] == CONTROL)

@@ -1,4 +1,4 @@
-"""Folders of drafting heads: a config.json and tensors, whose meaning depends on the head's method."""
+"""Folders of drafting heads: a config.json and tensors, whose meaning depends on the drafting method."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from jaxspec.models.reading import Reading
 
 
 def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]]]:
-    """Return the config.json of a folder, {} where there is none, and the shapes of its tensors by name.
+    """Return the content of a folder's config.json ({} if there is none), and the shapes of its tensors by name.
 
-    Raises as `checkpoints.safetensors` does.
+    Raises as `checkpoints.safetensors.Shards` does.
     """
     path = folder / "config.json"
     config = read_config(path) if is_regular_file(path) else {}
@@ -43,17 +43,17 @@ def contents(folder: Path) -> tuple[dict[str, Any], Mapping[str, tuple[int, ...]
 
 
 def convert(folder: Path, dst: Path, dtype: str | None = None, weight_bits: int | None = None) -> None:
-    """Write a copy of a head's folder with its tensors in safetensors.
+    """Write a copy of a drafting head's folder to the folder `dst`, with its tensors in the safetensors format.
 
     dtype, weight_bits: as in `write`.
-    Raises as `checkpoints.safetensors` does.
+    Raises as `checkpoints.safetensors.Shards` does.
     """
     shards = Shards(folder)
     write(dst, {name: whole(shards, name) for name in shards.shapes()}, folder, dtype, weight_bits=weight_bits)
 
 
 def whole(shards: Shards, name: str) -> np.ndarray:
-    """Return all of a tensor, as it is stored."""
+    """Read a whole tensor in its stored dtype."""
     return shards.read(name, (slice(None),) * len(shards.shapes()[name]))
 
 
@@ -65,11 +65,11 @@ def write(
     config: Mapping[str, Any] | None = None,
     weight_bits: int | None = None,
 ) -> None:
-    """Write a head's folder with these tensors, and with copies of the other files of `folder`.
+    """Write a drafting head's folder `dst` with these tensors, and with copies of the other files of `folder`.
 
-    dtype: dtype that floats are converted to; None keeps theirs.
-    config: content of config.json; None copies that of `folder`.
-    weight_bits: 8 to store matrices in the form of `eight_bits`; None to store all tensors in their dtype.
+    dtype: dtype that float tensors are converted to; None keeps their dtypes.
+    config: content of config.json; None copies the config.json of `folder`.
+    weight_bits: 8 to store matrices as integers and scales (`checkpoints.eight_bits`); None to store floats.
     """
     if dtype is not None:
         floats = {name: x for name, x in tensors.items() if x.dtype.kind not in "iub"}
@@ -82,14 +82,17 @@ def write(
     with appearing(dst) as partial:
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial / "model.safetensors")
         for path in beside:
-            if not path.name.endswith(".index.json"):  # the tensors are in one file now
+            if not path.name.endswith(".index.json"):  # an index of shards is not copied, as there is one file now
                 shutil.copyfile(path, partial / path.name)
         if config is not None:
             (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def table_of(reading: Reading) -> Table:
-    """Return the table of a head's tensors. Copies of the target's tensors are ignored: they were compared before."""
+    """Return the table of a drafting head's tensor names.
+
+    Copies of the target's tensors are ignored, because they were compared with the target's before.
+    """
     ignored = (*reading.ignored, *reading.copies, *reading.ones)
     return Table(dict(reading.names), ignored, repeats=reading.repeats, tied_by="tie_weights")
 
@@ -97,17 +100,20 @@ def table_of(reading: Reading) -> Table:
 def load(
     folder: Path, reading: Reading, abstract: Mapping[str, Parameter], *, progress: bool = True
 ) -> dict[str, jax.Array]:
-    """Load the parameters of a head. With a reduced vocabulary they include the id tables of both directions.
+    """Load the parameters of a drafting head.
 
-    reading: how the head's checkpoint is read.
+    With a reduced vocabulary these include d2t and t2d, which map the head's token ids to the target's and back.
+
+    reading: configuration and tensor names of the head's checkpoint.
+    abstract: declarations of the parameters, by name.
     Raises as `checkpoints.load_params` does; UserError for tensors that contradict each other.
     """
     file = Shards(folder)
-    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # t2d is computed from d2t
+    stored = {name: p for name, p in abstract.items() if name != "t2d"}  # parameters in the file; d2t implies t2d
     undo = edit(reading.norm_plus_one)
     params = assemble(reading.config, stored, table_of(reading), file, edit=undo, progress=progress)
     check_ones(reading, file)
-    target_ids = np.arange(reading.config.vocab_size)  # the target's id for each of the head's own
+    target_ids = np.arange(reading.config.vocab_size)  # the target's token id for each of the head's ids
     if "t2d" in abstract:
         target_ids = np.asarray(params["d2t"], np.int64)
         if not reading.absolute_ids:
@@ -118,7 +124,10 @@ def load(
 
 
 def check_ones(reading: Reading, file: Shards) -> None:
-    """Raise UnsupportedError for a norm that the head's architecture lacks, unless all its weights are 1."""
+    """Raise UnsupportedError if the file has a norm that the head's architecture lacks, with weights other than 1.
+
+    reading: configuration and tensor names of the head's checkpoint; `reading.ones` names the norms.
+    """
     for name in reading.ones:
         if name in file.shapes() and not (whole(file, name) == 1).all():
             method = draft_spec(reading.config).method
@@ -129,9 +138,10 @@ def check_ones(reading: Reading, file: Shards) -> None:
 
 
 def check_t2d(file: Shards, target_ids: np.ndarray, all_ids: int) -> None:
-    """Raise UserError where a file's t2d marks other ids of the target than d2t names.
+    """Raise UserError if the tensors t2d and d2t of a reduced vocabulary disagree about the target's ids in it.
 
-    target_ids: the target's ids that d2t names; all_ids: size of the target's vocabulary.
+    target_ids: the target's token ids according to d2t.
+    all_ids: size of the target's vocabulary.
     """
     if "t2d" not in file.shapes():
         return
@@ -148,11 +158,13 @@ def differing_copies(
     known: Mapping[str, Parameter],
     target_parameter: Callable[[str], jax.Array],
 ) -> frozenset[str]:
-    """Return the names of the tensors in a head's folder that differ from the target's parameters they copy.
+    """Return the names of tensors in a drafting head's folder that should copy the target's parameters but differ.
 
-    copies: for each tensor the target's parameter and the part of it; part "d2t" means only the ids that d2t names.
-    known: the declarations of the target's parameters.
-    target_parameter(name): the values of a parameter of the target.
+    copies: for each tensor, the target's parameter and the part of it. Part "d2t" means only the ids in d2t, the head's
+      reduced vocabulary.
+    target: the target's configuration.
+    known: declarations of the target's parameters, by name.
+    target_parameter: function target_parameter(name) that returns the values of a parameter of the target.
     """
     file = Shards(folder)
     plus_one = FAMILIES[target.family].norm_plus_one
@@ -174,7 +186,12 @@ def differing_copies(
 
 
 def read_target_parameter(folder: Path, config: ModelConfig, parameter: Parameter, where: str) -> jax.Array:
-    """Read a parameter of a target from its folder, in the stored dtype. Raises: UserError where it is missing."""
+    """Read one parameter of a target from the target's folder, in the stored dtype.
+
+    config: the target's configuration.
+    where: name of the parameter.
+    Raises: UserError where one of the parameter's tensors is missing.
+    """
     file = Shards(folder)
     names = hf(config.family).sources(where)
     for name in names.values():
@@ -184,9 +201,12 @@ def read_target_parameter(folder: Path, config: ModelConfig, parameter: Paramete
 
 
 def by_parameter(copies: Mapping[str, Place]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the parameters that tensors copy, each with the tensor of each part.
+    """Yield the target's parameters of which a head's checkpoint has copies, each with the tensor name for each part.
 
-    The parts of a merged parameter come together. Several copies of another parameter come one by one.
+    The parts of a merged parameter are yielded together. Several copies of an unmerged parameter are yielded one by
+    one.
+
+    copies: for each tensor, the target's parameter and the part of it.
     """
     merged: dict[str, dict[str, str]] = {}
     for name, (where, part) in copies.items():
@@ -205,7 +225,14 @@ def read_parameter(
     norm_plus_one: bool,
     sharding: Any = None,
 ) -> jax.Array:
-    """Read one parameter in the stored dtype; norms in their own. names: the tensor of each part."""
+    """Read one parameter in the dtype in which it is stored, or a norm in the dtype of its declaration.
+
+    where: name of the parameter.
+    parameter: declaration of the parameter.
+    names: tensor name for each part of the parameter.
+    norm_plus_one: whether the file stores w for norms that multiply by 1 + w.
+    sharding: sharding of the result; None for one device.
+    """
     dtype = parameter.dtype if parameter.kind == "norm" else FLOATS[file.dtype(next(iter(names.values())))]
     parameter = dataclasses.replace(parameter, dtype=jnp.dtype(dtype), sharding=sharding)
     undo = edit(norm_plus_one)
@@ -217,7 +244,7 @@ def read_parameter(
 
 
 def layers(config: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json for a head's layers, which have the form of Llama's or Qwen3's."""
+    """Return the config.json keys that describe a drafting head's layers as those of a Llama or Qwen3 model."""
     return {
         "model_type": "qwen3" if config.qk_norm else "llama",
         "vocab_size": config.vocab_size,
@@ -237,9 +264,10 @@ def layers(config: ModelConfig) -> dict[str, Any]:
 def tensors(
     known: Mapping[str, Parameter], params: Mapping[str, jax.Array], names: Mapping[str, Place]
 ) -> dict[str, np.ndarray]:
-    """Return the parameters as tensors in the form that `load` reads.
+    """Return a drafting head's parameters as tensors in the layout that `load` reads.
 
-    known: declarations of the parameters; names: the place of each tensor.
+    known: declarations of the parameters, by name.
+    names: the parameter, and the part of it, that each tensor holds, by the tensor's name.
     """
 
     def stored(where: str, part: str) -> np.ndarray:
@@ -256,9 +284,11 @@ def tensors(
 
 
 def save(folder: Path, config: Mapping[str, Any], named: Mapping[str, np.ndarray], fingerprint: str) -> None:
-    """Write a head's folder, or replace these files of an existing one.
+    """Write the folder of a drafting head. In an existing folder only the files written here are replaced.
 
-    config: content of config.json; named: the tensors; fingerprint: digest of the target's tokenizer.
+    config: content of config.json.
+    named: the tensors, by name.
+    fingerprint: SHA-256 digest of the target's tokenizer.
     """
     with appearing(folder, replaced=("model.safetensors", "config.json", FINGERPRINT)) as partial:
         save_file(dict(named), partial / "model.safetensors")
@@ -267,9 +297,11 @@ def save(folder: Path, config: Mapping[str, Any], named: Mapping[str, np.ndarray
 
 
 def id_tables(folder: Path, target_ids: np.ndarray, abstract: Mapping[str, Parameter]) -> dict[str, jax.Array]:
-    """Return d2t and t2d of a reduced vocabulary, given the target's id for each of the head's own ids.
+    """Return the parameters d2t and t2d, which map the token ids of a reduced vocabulary to the target's and back.
 
-    t2d holds the head's own id for each of the target's, or the number of own ids where the head has none.
+    t2d holds the head's id for each of the target's ids. Where the head has none, it holds the number of head's ids.
+
+    target_ids: the target's id for each of the head's ids, which d2t holds.
     """
     own, all_ids = abstract["d2t"].shape[0], abstract["t2d"].shape[0]
     check_ids(folder, target_ids, all_ids)
@@ -280,7 +312,7 @@ def id_tables(folder: Path, target_ids: np.ndarray, abstract: Mapping[str, Param
 
 
 def check_ids(folder: Path, target_ids: np.ndarray, all_ids: int) -> None:
-    """Raise UserError unless these are distinct ids of a target with `all_ids` ids."""
+    """Raise UserError unless `target_ids` are distinct token ids of a target with `all_ids` ids."""
     if target_ids.min() < 0 or target_ids.max() >= all_ids or len(np.unique(target_ids)) < len(target_ids):
         raise UserError(
             f"{folder}: d2t repeats ids, or holds ids beyond the target's {all_ids}: use the target that the head "

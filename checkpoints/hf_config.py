@@ -1,4 +1,4 @@
-"""Parsing of Hugging Face's config.json, and checks of it: kind of model, numbers, unsupported options."""
+"""Parsing and checking of Hugging Face's config.json: model type, sizes and unsupported options."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.limits import number, short, token_ids
 from jaxspec.models.rope import Rope
 
-# The family of each Hugging Face model_type. Multimodal wrappers are refused by name.
+# The model family for each Hugging Face model_type. Multimodal wrappers of these models are refused by name.
 MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()}
-# The entry of LIMITS that bounds each number of a config.json.
+# The entry of `jaxspec.models.limits.LIMITS` that bounds each number of a config.json, by its key.
 NUMBERS = {
     "vocab_size": "vocab_size",
     "num_hidden_layers": "num_layers",
@@ -35,11 +35,11 @@ NUMBERS = {
     "bos_token_id": "bos_id",
     "pard_token": "token_id",
 }
-# Options that change what a model computes, and the only supported value of each; null is supported too. Families take
-# other values of the options in `Family.takes`.
+# Options of config.json that change what a model computes, and the only supported value of each; null is supported too.
+# A model family also takes other values of the options in its `Family.takes`.
 FIXED: dict[str, Any] = {
     "attention_bias": False,
-    "attn_logit_softcapping": None,  # present in Gemma 3's configurations, unused
+    "attn_logit_softcapping": None,  # a key that Gemma 3's configurations have, but Gemma 3 does not use
     "final_logit_softcapping": None,
     "query_pre_attn_scalar": None,
     "mlp_bias": False,
@@ -62,22 +62,22 @@ NEEDED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-# Keys that are read.
+# Keys of config.json that are read; all others are ignored.
 READ = (
     *("model_type", "layer_types", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_parameters"),
     *("original_max_position_embeddings", "hidden_act", "hidden_activation", "tie_word_embeddings", "eos_token_id"),
     *NUMBERS,
     *FIXED,
 )
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in a config.json
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # jaxspec's name of an activation, by config.json's
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Parse a Hugging Face config.
+    """Return the ModelConfig that a Hugging Face configuration describes.
 
-    raw: the config as a dict with defaults filled in, such as `transformers.AutoConfig...to_dict()`.
+    raw: the configuration as a dict with defaults filled in, such as `transformers.AutoConfig...to_dict()`.
     Raises: UnsupportedError as `check_supported` does, and for an activation or a kind of layer that no
-      supported family has; UserError for a value that no model has.
+      supported model family has; UserError for a value that no model has.
     """
     check_supported(raw)
     name = MODEL_TYPES[raw["model_type"]]
@@ -124,11 +124,11 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a raw config.json before anything is computed from it. Return the options that are read.
+    """Check the content of a config.json before anything is computed from it. Return its entries that jaxspec reads.
 
     Raises: UnsupportedError for an unknown architecture, a multimodal or M-RoPE checkpoint, quantised weights,
-      a rotary embedding that no supported family has, or another unsupported option that changes what is computed;
-      UserError for a number that no model has.
+      a rotary embedding that no supported model family has, or another unsupported option that changes what is
+      computed; UserError for a number that no model has.
     """
     kind = raw.get("model_type", "")
     if not isinstance(kind, str):
@@ -154,16 +154,20 @@ def check_supported(raw: Mapping[str, Any]) -> dict[str, Any]:
     token_ids(raw.get("eos_token_id"), "eos_token_id")
     rope_parameters(raw)
     known = {key: raw[key] for key in READ if key in raw}
-    # Null means as many as query heads; transformers refuses it for some families.
+    # A null num_key_value_heads means as many as query heads. Transformers refuses null for some model families.
     if known.get("num_key_value_heads", 0) is None:
         known["num_key_value_heads"] = known.get("num_attention_heads")
     return known
 
 
 def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, None for full attention; from `layer_types` if the config has them.
+    """Return the size of each layer's sliding attention window, None for full attention.
 
-    Raises: UnsupportedError for a kind of layer that is not supported; UserError where the window is missing.
+    The key layer_types of the configuration decides, if it is there; else the model family does.
+
+    raw: the configuration.
+    layers: number of layers.
+    Raises: UnsupportedError for a kind of layer that is not supported; UserError where the window's size is missing.
     """
     window, kinds = raw.get("sliding_window"), raw.get("layer_types")
     which = FAMILIES[family].windows
@@ -176,7 +180,8 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
     sliding = "sliding_attention" in kinds
     if sliding and window is None:
         raise UserError("layer_types name sliding_attention, but sliding_window is missing")
-    # For these families transformers ignores layer_types. If they contradict it, the checkpoint is of another kind.
+    # For these model families transformers ignores layer_types. If layer_types contradict what transformers does, the
+    # checkpoint is of another kind.
     if (which == "none" and sliding) or (which == "all" and window and "full_attention" in kinds):
         needed = "full_attention" if which == "none" else "sliding_attention"
         raise UnsupportedError(
@@ -186,9 +191,13 @@ def windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[int | Non
 
 
 def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of the rotary embedding, from the older keys or from rope_parameters.
+    """Return the options of the rotary embedding, from the key rope_parameters or from the older keys.
 
-    Raises: UserError where they are not an object; UnsupportedError for a kind of embedding that is not supported.
+    The older keys are rope_theta and rope_scaling.
+
+    raw: the configuration.
+    Raises: UserError where the options are not a JSON object; UnsupportedError for a kind of rotary embedding that is
+      not supported.
     """
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(key) or {}, Mapping):
@@ -221,7 +230,10 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | None]:
-    """Return the rotary embeddings (global, local). The local one is None if layers with a window have no own one."""
+    """Return two rotary embeddings: for layers with full attention, and for layers with a sliding window.
+
+    The second is None if all layers use the first.
+    """
     parameters = rope_parameters(raw)
     if "full_attention" not in parameters and "sliding_attention" not in parameters:
         return rope_table(parameters, head_dim), None
@@ -232,7 +244,7 @@ def rope_tables(raw: Mapping[str, Any], head_dim: int) -> tuple[Rope, Rope | Non
 
 
 def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
-    """Parse the options of one rotary embedding."""
+    """Return the rotary embedding that these options describe."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     theta = float(number("theta", parameters.get("rope_theta"), "rope_theta"))
     if kind == "linear":
@@ -241,9 +253,10 @@ def rope_table(parameters: Mapping[str, Any], head_dim: int) -> Rope:
 
 
 def llama3_factors(parameters: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    """Return Llama 3.1's scaling factor of each frequency.
+    """Return Llama 3.1's scaling factor for each frequency of a rotary embedding.
 
-    Long wavelengths are stretched by `factor`, short ones stay, and those between are interpolated.
+    Long wavelengths are stretched by the option `factor`, short wavelengths stay, and for wavelengths in between the
+    inverse factor is interpolated.
     """
     factor, low, high = (
         float(number("factor", parameters.get(key), f"rope's {key}"))

@@ -8,9 +8,9 @@ from typing import Any
 
 
 def transformers() -> Any:
-    """Import transformers, which is slow, and return it.
+    """Import and return the transformers library, which takes seconds to import.
 
-    Suppress its advice that no model can be used without torch: jaxspec does not use its models.
+    The library's warning that no model can be used without torch is suppressed: jaxspec does not use its models.
     """
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)

@@ -1,4 +1,4 @@
-"""Configuration, weights and tokenizer of a Source of any format."""
+"""Loading of configuration, weights and tokenizer from a checkpoint (`Source`) of any format."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from jaxspec.models.parameters import Parameter
 FORMATS: Mapping[str, ModuleType] = {"hf": safetensors, "gguf": gguf, "orbax": orbax}
 GENERATION_CONFIG = "generation_config.json"
 TEMPLATES = "additional_chat_templates/*"
-# Keys of a tokenizer's configuration whose null means that there is no such token. A missing key means the default of
-# the tokenizer's class.
+# Keys of tokenizer_config.json where null means that the tokenizer has no such token. A missing key means the default
+# of the tokenizer's class.
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 def load_config(source: Source) -> ModelConfig:
-    """Return the model's configuration.
+    """Return the configuration of a checkpoint's model.
 
     Raises: UnsupportedError for an unsupported architecture; FileNotFoundError or UserError, naming the file, where
-      it is missing, truncated or damaged.
+      a file is missing, truncated or damaged.
     """
     result: ModelConfig = FORMATS[source.kind].load_config(source.path)
     return result
@@ -49,14 +49,14 @@ def load_params(
     keep: Keep = unchanged,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Load the parameters, reading slice by slice onto their devices.
+    """Load a model's parameters. They are read slice by slice and placed on their devices.
 
     Args:
       source: the file or folder that holds the model.
       config: configuration of the model, as `load_config` returns it.
       abstract: the parameters by name, with dtype and sharding, from `jaxspec.models.decoder.abstract_params`.
-      keep: function from a parameter's name, declaration and values to what is returned in its place. It is called as
-        soon as a parameter is loaded, so that quantised weights need no more memory than they take.
+      keep: function keep(name, declaration, values) whose result replaces a parameter's values in the returned dict. It
+        is called as soon as a parameter is loaded. A `keep` that quantises thus limits the memory needed.
       progress: whether to show progress on standard error if loading takes long.
 
     Raises: UserError naming the tensor that is missing, extra or of a wrong shape, or the file that is truncated;
@@ -69,15 +69,19 @@ def load_params(
 
 
 def stored_dtype(source: Source) -> str:
-    """Return the float dtype of most weights, bfloat16 where they are quantised. Raises as `load_params` does."""
+    """Return the float dtype in which most weights are stored, bfloat16 if they are quantised.
+
+    Raises as `load_params` does.
+    """
     result: str = FORMATS[source.kind].stored_dtype(source.path)
     return result
 
 
 def load_tokenizer(source: Source) -> Any:
-    """Load the tokenizer of a folder, or build one from a GGUF file's metadata. Return it as a transformers tokenizer.
+    """Return the tokenizer of a checkpoint as a transformers tokenizer.
 
-    No code from the checkpoint is run.
+    The tokenizer of a folder is loaded; for a GGUF file one is built from the file's metadata. No code from the
+    checkpoint is run.
     Raises: FileNotFoundError for a folder without tokenizer files; UnsupportedError for a kind of GGUF tokenizer
       that is not supported, or a tokenizer that is custom code; UserError, naming the file or folder, where its
       tokenizer is damaged.
@@ -91,7 +95,7 @@ def load_tokenizer(source: Source) -> Any:
         raise FileNotFoundError(f"{source.path} holds no tokenizer: tokenizer.json or tokenizer_config.json is needed")
     for pattern in (*TOKENIZER_FILES, TEMPLATES):
         for file in source.path.glob(pattern):
-            is_regular_file(file)  # refuse a fifo or device, which transformers might open
+            is_regular_file(file)  # raises for a fifo or device, which transformers might open
     with naming_file(source.path):
         try:
             return of_folder(source.path)
@@ -105,7 +109,10 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def of_folder(folder: Path) -> Any:
-    """Read the tokenizer of a folder. If transformers fails, try again without null entries of its files."""
+    """Read the tokenizer of a folder.
+
+    If transformers fails, try again with configuration files whose null entries are removed.
+    """
 
     def read(folder: Path) -> Any:
         return transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -123,9 +130,9 @@ def of_folder(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
-    """Yield a temporary folder that links to the files of this one, its configurations rewritten without null keys.
+    """Yield a temporary copy of a folder whose configuration files have no null entries.
 
-    Yield None where no configuration has such keys.
+    Other files are links. Yield None if no configuration file of the folder has null entries.
     """
     rewritten: dict[str, Any] = {}
     for name, kept in (("config.json", ()), ("tokenizer_config.json", SPECIAL_TOKENS)):
@@ -147,7 +154,7 @@ def linked_without_nulls(folder: Path) -> Iterator[Path | None]:
 
 
 def has_tokenizer(source: Source) -> bool:
-    """Return whether the source has a tokenizer of its own."""
+    """Return whether the checkpoint contains a tokenizer. A draft's folder may lack one."""
     known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     return source.kind == "gguf" or any(is_regular_file(source.path / name) for name in known)
 
@@ -158,9 +165,10 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def load_fingerprint(source: Source) -> str | None:
-    """Return the fingerprint of the tokenizer that a draft was trained for, None where the source has no such file.
+    """Return the fingerprint (SHA-256 digest) of the tokenizer that a draft was trained for.
 
-    Raises: UserError, naming the file, where it holds no digest.
+    The result is None if the checkpoint has no file tokenizer.sha256.
+    Raises: UserError, naming the file, where it holds no SHA-256 digest.
     """
     path = source.path / orbax.FINGERPRINT
     if not is_regular_file(path):
@@ -173,6 +181,6 @@ def load_fingerprint(source: Source) -> str | None:
 
 
 def load_generation_config(source: Source) -> dict[str, Any]:
-    """Return the generation_config.json of a Hugging Face folder, {} where there is none."""
+    """Return the content of a Hugging Face folder's generation_config.json, {} if there is none."""
     path = source.path / GENERATION_CONFIG
     return read_config(path) if source.kind == "hf" and is_regular_file(path) else {}

@@ -1,8 +1,8 @@
-"""Tables of tensor names: the place in the parameter dict for each tensor name of a file format.
+"""Tables of tensor names: which model parameter each tensor of a file format fills.
 
-A `{}` represents the layer's number. A place is a pair: the parameter, and the part of a merged parameter ("q" of
-"qkv"). The part is "" where one tensor fills the whole parameter. Each format has one table for all families. Names in
-which a family differs are in its entry in `jaxspec.models.families`.
+The text "{}" in a name represents the layer's number. A place is a pair: the name of the parameter, and the part of a
+merged parameter (such as "q" of "qkv"). The part is "" if the tensor fills the whole parameter. Each file format has
+one table for all model families. Names in which a family differs are in its entry in `jaxspec.models.families`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from jaxspec.models.families import FAMILIES, Place, layer_names
 class Table:
     """The tensor names of one file format.
 
-    places: the place of each tensor, by name.
-    ignored: shell patterns of tensors that belong to something else.
-    frequencies: shell patterns of rotary frequencies. They are not loaded, because the configuration defines them.
-    repeats: for a redundant tensor, the name of the tensor that is read instead.
+    places: the parameter and the part of it that each tensor fills, by the tensor's name.
+    ignored: shell patterns of tensors that may be in a file but are not parameters of the model.
+    frequencies: shell patterns of tensors with rotary frequencies, which are not loaded, because the configuration
+      defines these.
+    repeats: for each redundant tensor, the name of the tensor that is read instead.
     tied_by: the key of the configuration that makes the tensors in `repeats` redundant.
     """
 
@@ -33,18 +34,22 @@ class Table:
     tied_by: str = "tie_word_embeddings"
 
     def sources(self, parameter: str) -> dict[str, str]:
-        """Return the tensor name for each part of one parameter, such as "layers.3.qkv"."""
+        """Return the tensor name for each part of one parameter. parameter: its name, such as "layers.3.qkv"."""
         layer = re.search(r"\d+", parameter)
 
         def find(wanted: str) -> dict[str, str]:
             names = {part: name for name, (place, part) in self.places.items() if place == wanted}
             return {part: name.format(layer.group()) for part, name in names.items()} if layer else names
 
-        # An entry for this very layer comes before the entry for all layers.
+        # An entry of the table for this layer alone takes precedence over an entry for all layers.
         return find(parameter) or find(re.sub(r"\d+", "{}", parameter))
 
     def unknown(self, names: Iterable[str], used: Iterable[str]) -> list[str]:
-        """Return the names that are neither used nor otherwise known, sorted."""
+        """Return the tensor names that the table does not account for, sorted.
+
+        names: all tensor names of a file.
+        used: names of the tensors that were read.
+        """
         spare = set(names) - set(used) - self.repeats.keys()
         known = (*self.ignored, *self.frequencies)
         return sorted(n for n in spare if not any(fnmatch.fnmatchcase(n, pattern) for pattern in known))
@@ -62,7 +67,7 @@ HF = Table(
 
 
 def hf(family: str) -> Table:
-    """Return HF with the names in which a family differs."""
+    """Return the table of Hugging Face's tensor names for a model family."""
     return dataclasses.replace(HF, places={**HF.places, **FAMILIES[family].names})
 
 
@@ -88,6 +93,6 @@ GGUF = Table(
         "blk.{}.ffn_down.weight": ("layers.{}.down", ""),
         "blk.{}.post_ffw_norm.weight": ("layers.{}.post_mlp_norm", ""),
     },
-    ignored=("rope_freqs.weight",),  # read into ModelConfig.rope
+    ignored=("rope_freqs.weight",),  # a tensor that becomes part of ModelConfig.rope, not a parameter
     frequencies=("blk.*.attn_rot_embd.weight",),
 )

@@ -1,9 +1,9 @@
-"""Self-contained orbax folders, the format that jaxspec writes.
+"""Self-contained orbax folders, the checkpoint format that jaxspec writes for decoders.
 
 folder/jaxspec.json      ModelConfig as JSON, stop ids included
 folder/params/           the flat dict of parameters, written by orbax
 folder/tokenizer*.json   the tokenizer, written by transformers' save_pretrained
-folder/tokenizer.sha256  in a draft's folder instead: the fingerprint of its target's tokenizer
+folder/tokenizer.sha256  only in a draft's folder, in place of a tokenizer: digest of its target's tokenizer
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from jaxspec.models.parameters import Parameter
 CONFIG_FILE = "jaxspec.json"
 PARAMS = "params"
 FINGERPRINT = "tokenizer.sha256"
-UNFINISHED = "*.orbax-checkpoint-tmp"  # folders that orbax has not finished
-LAST_WRITER = "serialize_shardings"  # name of the orbax thread that may go on after another has failed
-PATIENCE = 10  # seconds, for orbax to notice that its folder is gone
-CHUNK = 1 << 22  # bytes of a stored chunk of an array: a device that needs a part of the array reads only its chunks
+UNFINISHED = "*.orbax-checkpoint-tmp"  # pattern of the folders that orbax has not finished writing
+LAST_WRITER = "serialize_shardings"  # name of the orbax thread that may go on after another orbax thread has failed
+PATIENCE = 10  # number of seconds that orbax's threads get to notice that their folder is gone
+CHUNK = 1 << 22  # bytes of a stored chunk of an array; to read a part of an array, orbax reads only that part's chunks
 
 
 def save(
@@ -49,11 +49,12 @@ def save(
     fingerprint: str | None = None,
     replace: bool = False,
 ) -> None:
-    """Write a checkpoint folder. The folder appears under its name only when it is complete.
+    """Write a checkpoint folder. The folder gets its name only when it is complete.
 
-    fingerprint: digest of the tokenizer, written in place of the tokenizer for a draft.
+    tokenizer: the model's tokenizer; None for a draft, which uses its target's.
+    fingerprint: digest of the target's tokenizer, for a draft.
     replace: whether to replace an earlier checkpoint in the folder. Other files in the folder stay.
-    Raises: FileExistsError where the folder exists and is not empty, unless `replace`.
+    Raises: FileExistsError where the folder exists and is not empty, unless `replace` is True.
     """
     folder = Path(folder).expanduser().absolute()
     if not replace:
@@ -69,11 +70,11 @@ def save(
 
 @contextlib.contextmanager
 def appearing(folder: Path, replaced: Collection[str] = ()) -> Iterator[Path]:
-    """Yield a temporary folder to fill, and rename it to `folder` at the end unless there was an error.
+    """Yield a temporary folder to fill. Rename it to `folder` at the end, unless there was an error.
 
-    replaced: names of the entries that the new ones replace in an existing `folder`. Its other entries stay. If empty,
-      the folder must not exist yet or be empty.
-    Raises: DiskError where it cannot be written.
+    replaced: names of the entries of an existing `folder` that the new entries replace. Its other entries stay. If
+      `replaced` is empty, `folder` must not exist or must be empty.
+    Raises: DiskError where the folder cannot be written.
     """
     partial = folder.parent / f".{folder.name}.partial"
     try:
@@ -107,7 +108,10 @@ def check_free(folder: Path) -> None:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Return the ModelConfig of a folder. Raises: FileNotFoundError or UserError, naming the file."""
+    """Return the ModelConfig of a checkpoint folder.
+
+    Raises: FileNotFoundError or UserError, naming jaxspec.json, where that file is missing or damaged.
+    """
     raw = read_json(folder / CONFIG_FILE)
     with naming_file(folder / CONFIG_FILE):
         return ModelConfig.from_json(raw)
@@ -121,10 +125,11 @@ def load_params(
     keep: Keep = unchanged,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Load parameters with the shapes, dtypes and shardings of `abstract`.
+    """Load a checkpoint folder's parameters with the shapes, dtypes and shardings of `abstract`.
 
-    Raises: UserError where the configuration repeats key-value heads, which this format cannot; else as `load_arrays`
-      does.
+    keep, progress: as in `checkpoints.load_params`.
+    Raises: UserError where tensor parallelism needs copies of key-value heads, which this format cannot make; else as
+      `load_arrays` does.
     """
     layer = config.layers[0]
     if layer.kv_copies > 1:
@@ -139,21 +144,21 @@ def load_params(
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the name of the largest array's dtype."""
+    """Return the dtype, by name, of the largest array in a checkpoint folder."""
     with naming_file(folder / PARAMS):
         arrays = stored_arrays(folder / PARAMS).values()
         result: str = max(arrays, key=lambda array: math.prod(array.shape)).dtype.name
         return result
 
 
-# Only the code below knows orbax's API.
+# Only the code below this line calls orbax.
 
 
 def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Write a flat dict of arrays.
+    """Write a flat dict of arrays with orbax.
 
-    Orbax runs in a thread of its own. An interrupt can then stop its writers, which would otherwise create the folder
-    again.
+    Orbax runs in its own thread here. A keyboard interrupt can then stop orbax's writers, which would otherwise create
+    the folder again after it was deleted.
     """
     import orbax.checkpoint.experimental.v1 as ocp
 
@@ -180,7 +185,7 @@ def save_arrays(path: Path, arrays: Mapping[str, jax.Array]) -> None:
 
 
 def end_writing(folder: Path) -> None:
-    """Replace the folder by an empty file, so that threads that still write there fail."""
+    """Replace a folder by an empty file, so that orbax's threads that still write to the folder fail."""
     while not folder.is_file():
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -189,7 +194,7 @@ def end_writing(folder: Path) -> None:
 
 @contextlib.contextmanager
 def last_writer() -> Iterator[None]:
-    """Wait at the end for the orbax thread that goes on after another one has failed."""
+    """At the end of the block, wait for the orbax thread LAST_WRITER, which goes on after another thread has failed."""
     try:
         yield
     finally:
@@ -200,9 +205,9 @@ def last_writer() -> Iterator[None]:
 
 @functools.cache
 def quiet() -> None:
-    """Stop orbax's threads from logging tracebacks of errors, because the errors are raised here as well.
+    """Stop orbax's threads from logging tracebacks of errors, because the errors are also raised to the caller.
 
-    The filter is never removed: some threads log after another one has failed and its error was raised.
+    The log filter is never removed, because some threads log after another thread's error was raised.
     """
 
     def is_news(record: logging.LogRecord) -> bool:
@@ -212,9 +217,9 @@ def quiet() -> None:
 
 
 def stored_arrays(path: Path) -> dict[str, Any]:
-    """Return the stored arrays by name: orbax's metadata, with shape and dtype.
+    """Return orbax's metadata of the stored arrays, by name: each array's shape and dtype.
 
-    Raises: FileNotFoundError without a complete checkpoint; UserError where it is damaged.
+    Raises: FileNotFoundError where there is no complete checkpoint; UserError where the checkpoint is damaged.
     """
     import orbax.checkpoint.experimental.v1 as ocp
 
@@ -229,14 +234,14 @@ def stored_arrays(path: Path) -> dict[str, Any]:
 def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Load a flat dict of arrays with the shapes, dtypes and shardings of `abstract`.
 
-    Raises: UserError for an array that is missing, of a wrong shape or not in `abstract`; FileNotFoundError without a
-      checkpoint.
+    Raises: UserError for an array that is missing, has a wrong shape or is not in `abstract`; FileNotFoundError where
+      there is no checkpoint.
     """
     import orbax.checkpoint.experimental.v1 as ocp
 
     path = Path(path).expanduser().absolute()
     stored = stored_arrays(path)
-    # Compared here because orbax would fail halfway and leave coroutines behind.
+    # Names and shapes are compared before loading, because orbax would fail halfway and leave coroutines behind.
     for name, leaf in abstract.items():
         if name not in stored:
             raise UserError(f"{path}: array {name} is missing")
@@ -251,12 +256,18 @@ def load_arrays(path: str | Path, abstract: Mapping[str, Any]) -> dict[str, jax.
 
 
 def sharded(leaf: Any, default: Any) -> jax.ShapeDtypeStruct:
-    """Return the leaf's shape and dtype, with its sharding or else the default."""
+    """Return the shape, dtype and sharding of an abstract array. default: sharding to use if `leaf` has none."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or default)
 
 
 class History:
-    """The checkpoints of a training run, written in the background: the last, and the one with the highest `metric`."""
+    """The checkpoints of a training run, written in the background.
+
+    Two are kept: the last checkpoint, and the one with the highest metric.
+
+    folder: folder of the checkpoints.
+    metric: name of the metric.
+    """
 
     def __init__(self, folder: str | Path, metric: str) -> None:
         import orbax.checkpoint.experimental.v1 as ocp
@@ -265,7 +276,7 @@ class History:
         self.folder = Path(folder).expanduser().absolute()
         self.metric = metric
         policies = ocp.training.preservation_policies
-        # A checkpoint without metrics is one that a killed run was deleting.
+        # A checkpoint without metrics is the remainder of one that a killed run was deleting.
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics[metric], n=1, keep_checkpoints_without_metrics=False
         )
@@ -276,28 +287,31 @@ class History:
 
     @property
     def last(self) -> int | None:
-        """The step of the last checkpoint, None if there is none."""
+        """The training step of the last checkpoint, None if there is no checkpoint."""
         latest = self.checkpointer.latest
         return None if latest is None else latest.step
 
     @property
     def best(self) -> float | None:
-        """The highest metric so far, None if there is no checkpoint."""
+        """The highest value of the metric among the checkpoints, None if there is no checkpoint."""
         known = (c.metrics for c in self.checkpointer.checkpoints)
         return max((metrics[self.metric] for metrics in known if metrics), default=None)
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float]) -> None:
-        """Start to save a step. Raises: DiskError where this step, or the one before it, cannot be written."""
+        """Start to save the state after a training step.
+
+        Raises: DiskError where this checkpoint, or the one before it, cannot be written.
+        """
         with disk_errors(self.folder):
             self.checkpointer.save_async(step, state, metrics=dict(metrics), force=True)
 
     def load(self, step: int, like: Any) -> Any:
-        """Return the state of a step, with the shapes, dtypes and shardings of `like`."""
+        """Return the saved state of a training step, with the shapes, dtypes and shardings of `like`."""
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         return self.checkpointer.load(step, abstract)
 
     def close(self) -> None:
-        """Wait until everything is written, and delete incomplete checkpoints. Raises: DiskError if writing failed."""
+        """Wait until all checkpoints are written, and delete incomplete ones. Raises: DiskError if writing failed."""
         try:
             with disk_errors(self.folder), last_writer():
                 self.checkpointer.close()

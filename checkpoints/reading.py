@@ -1,4 +1,4 @@
-"""Reading files that may be damaged: every failure is reported in one line that names the file."""
+"""Reading of files that may be damaged. Every failure is reported in one line that names the file."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import jax
 
 from jaxspec.common.errors import MisfitError, UnsupportedError, UserError
 
-LONGEST = 400  # characters kept of a library's error message; some are paragraphs
-MOST_JSON = 2**28  # bytes that a JSON file may have
-# Kinds of files that are never opened.
+LONGEST = 400  # number of characters kept of a library's error message; some messages are paragraphs
+MOST_JSON = 2**28  # largest size of a JSON file, in bytes
+# Kinds of files that are never opened, by the file type in their mode.
 SPECIAL = {
     stat.S_IFIFO: "a fifo",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-# Keys of a configuration whose null has a meaning: no window; as many key-value heads as query heads.
+# Keys of a configuration where null has a meaning: no sliding window, and as many key-value heads as query heads.
 NULL_IS_A_VALUE = ("sliding_window", "num_key_value_heads")
 
 
 def is_regular_file(path: Path) -> bool:
-    """Return whether a regular file of this name exists. Call it before a file is opened.
+    """Return whether a regular file exists at this path. Call this function before a file is opened.
 
-    Raises: UserError for a fifo, socket or device: reading one might never end.
+    Raises: UserError for a fifo, socket or device, because reading one might never end.
     """
     if not path.exists():
         return False
@@ -41,25 +41,27 @@ def is_regular_file(path: Path) -> bool:
 
 @contextlib.contextmanager
 def naming_file(where: Path | str) -> Iterator[None]:
-    """Turn any error in the block into a UserError, UnsupportedError or OSError of one line that names `where`.
+    """Turn any error in the block into a UserError, UnsupportedError or OSError of one line that names a file.
 
-    Libraries raise errors of any class over damaged files, even MemoryError and RecursionError. The original error is
-    attached as the cause. Two kinds pass unchanged: errors of devices, such as too little memory, and MisfitError, for
-    files made for something else.
+    Libraries raise errors of any class for damaged files, even MemoryError and RecursionError. The original error is
+    attached as the cause. Two kinds of errors pass unchanged: errors of devices, such as too little memory, and
+    MisfitError, for a draft that was made for another target.
+
+    where: the file, or another name for the source of the data.
     """
     try:
         yield
-    except (jax.errors.JaxRuntimeError, MisfitError):  # mending the file would not help
+    except (jax.errors.JaxRuntimeError, MisfitError):  # errors where correcting the file would not help
         raise
     except NotImplementedError as error:
         raise UnsupportedError(line(where, error)) from error
     except OSError as error:
-        if error.errno is not None:  # raised by the operating system, with the file's name
+        if error.errno is not None:  # an error of the operating system, which names the file
             raise
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
         raise kind(line(where, error)) from error
     except BaseException as error:
-        # A panic of Rust code, as in tokenizers, is not a subclass of Exception in Python.
+        # A panic of Rust code, as in the library tokenizers, is not a subclass of Exception in Python.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         text = line(where, error)
@@ -71,18 +73,21 @@ def naming_file(where: Path | str) -> Iterator[None]:
 
 
 def line(where: Path | str, error: BaseException) -> str:
-    """Return the error's message as one line that names `where`, shortened to LONGEST characters of its own."""
+    """Return an error's message as one line that names `where`. The message is shortened to LONGEST characters."""
     text = " ".join(str(error).split())
     if str(where) in text and len(text) <= LONGEST + len(str(where)):
         return text
     if not isinstance(error, ValueError | NotImplementedError | OSError):
-        # "KeyError: 'model'" says more than "'model'".
+        # The class is added, because "KeyError: 'model'" is clearer than the message "'model'" alone.
         text = f"{type(error).__name__}: {text}"
     return f"{where}: {text if len(text) <= LONGEST else text[:LONGEST] + '…'}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises: FileNotFoundError; UserError if the file holds no JSON object. Both name the file."""
+    """Read a file that holds a JSON object.
+
+    Raises: FileNotFoundError where the file is missing; UserError where it holds no JSON object. Both name the file.
+    """
     if not is_regular_file(path):
         raise FileNotFoundError(f"{path} is missing")
     if (size := path.stat().st_size) > MOST_JSON:
@@ -97,7 +102,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a configuration without its keys that are null: there null means absent. Raises as `read_json` does."""
+    """Read a JSON configuration and remove its null entries, because null means the same as a missing key there.
+
+    Raises as `read_json` does.
+    """
     try:
         found: dict[str, Any] = without_nulls(read_json(path))
     except RecursionError:
@@ -106,7 +114,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def without_nulls(value: Any, kept: Collection[str] = NULL_IS_A_VALUE) -> Any:
-    """Return a JSON value without the keys of its objects whose value is null, except the keys `kept`."""
+    """Return a JSON value whose objects have no null entries. kept: keys whose null entries stay."""
     if not isinstance(value, dict):
         return value
     return {key: without_nulls(x, kept) for key, x in value.items() if x is not None or key in kept}

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, and weights in safetensors or, if there are none, in torch's files."""
+"""Hugging Face folders: config.json, and weights in safetensors files or, without these, in torch's files."""
 
 from __future__ import annotations
 
@@ -28,48 +28,53 @@ from jaxspec.models.parameters import Parameter
 
 # Keys that a config.json must have.
 SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-# Dtypes of integer tensors, in the notation of safetensors.
+# Dtypes of integer and bool tensors, in the notation of safetensors.
 INTEGERS = ("I64", "I32", "BOOL")
 INDEX = "model.safetensors.index.json"
-# Places of a folder's tensors: one file, the shards that an index names, or all files of a pattern. The first that
-# exists is used. Like transformers, prefer the one file over an index beside it.
+# For safetensors and for torch: where a folder's tensors may be. This is a single file, the shards that an index names,
+# or all files of a pattern. The first that exists is used. Transformers, too, prefers the single file over an index.
 LAYOUTS = (
     ("model.safetensors", INDEX, "*.safetensors"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt"),
 )
-# Dtypes of floating-point tensors, in the notation of safetensors, and their names.
+# Dtypes of floating-point tensors: numpy's name for each, by the notation of safetensors.
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Return the ModelConfig of a folder.
+    """Return the ModelConfig of a Hugging Face folder.
 
-    Raises: FileNotFoundError without a config.json; UnsupportedError and UserError as `hf_config.model_config` does.
+    Raises: FileNotFoundError where there is no config.json; UnsupportedError and UserError as `hf_config.model_config`
+      does.
     """
     with naming_file(folder / "config.json"):
         return parse(read_config(folder / "config.json"))
 
 
 def parse(raw: Mapping[str, Any]) -> ModelConfig:
-    """Parse a config.json. Raises as `hf_config.model_config` does; UserError where a key of SIZES is missing."""
-    # Checked before transformers sees it: its errors are paragraphs, and it would make a billion labels if asked to.
+    """Return the ModelConfig that the content of a config.json describes.
+
+    Raises as `hf_config.model_config` does; UserError where a key of SIZES is missing.
+    """
+    # The content is checked before transformers reads it: transformers' errors are paragraphs, and transformers would
+    # create a billion labels if the content asked for that.
     known = hf_config.check_supported(raw)
-    for key in SIZES:  # the defaults of transformers are those of some other model
+    for key in SIZES:  # transformers' defaults for missing sizes would be those of another model
         if key not in known:
             raise UserError(f"{key} is missing")
     # AutoConfig fills in the defaults that a family's config.json leaves out, and renames old options.
     kind = raw["model_type"]
     reads_as = {family.model_type: family.reads_as for family in FAMILIES.values()}
     filled = transformers().AutoConfig.for_model(**known | {"model_type": reads_as.get(kind) or kind}).to_dict()
-    ids = {key: known.get(key) for key in ("bos_token_id", "eos_token_id")}  # never transformers' defaults
+    ids = {key: known.get(key) for key in ("bos_token_id", "eos_token_id")}  # ids without transformers' defaults
     return hf_config.model_config(filled | ids | {"model_type": kind})
 
 
 def parse_layers(raw: Mapping[str, Any]) -> ModelConfig:
-    """Parse a complete config.json of a Llama. Raises as `parse` does.
+    """Return the ModelConfig that a complete config.json of a Llama describes. Raises as `parse` does.
 
-    Transformers, which takes seconds to import, is used only where the rotary embedding is scaled: it knows all
-    spellings of these options.
+    Transformers, which takes seconds to import, is used only if the rotary embedding is scaled, because transformers
+    knows all spellings of the options for that.
     """
     if raw.keys() & {"rope_scaling", "rope_parameters"}:
         return parse(raw)
@@ -84,20 +89,27 @@ def load_params(
     keep: Keep = unchanged,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Load parameters with the shapes, dtypes and shardings of `abstract`. Each device's shard is read on its own.
+    """Load a Hugging Face folder's parameters with the shapes, dtypes and shardings of `abstract`.
 
-    Raises: UserError for a missing, extra, misshapen or truncated tensor file; FileNotFoundError for a missing shard.
+    Each device's shard of a parameter is read separately.
+
+    keep, progress: as in `checkpoints.load_params`.
+    Raises: UserError for a missing, extra or misshapen tensor or a truncated file; FileNotFoundError for a missing
+      shard of the checkpoint.
     """
     shards = Shards(folder)
     table = hf(config.family)
-    heads = table.sources("head").values() if config.tied else ()  # some files repeat the embedding table as a head
+    heads = table.sources("head").values() if config.tied else ()  # heads that repeat the embedding table
     repeats = dict.fromkeys(heads, table.sources("embed")[""])
     table = dataclasses.replace(table, ignored=heads_within(shards.shapes()), repeats=repeats)
     return assemble(config, abstract, table, shards, edit=edit(config.norm_plus_one), keep=keep, progress=progress)
 
 
 def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarray]:
-    """Return the `edit` for `assemble`. norm_plus_one: whether a norm in the file holds w, for a factor of 1 + w."""
+    """Return the function `edit` that `assemble` applies to each tensor of a Hugging Face folder.
+
+    norm_plus_one: whether the file stores w for norms that multiply by 1 + w.
+    """
 
     def add_one(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
         if norm_plus_one and parameter.kind == "norm":
@@ -108,14 +120,17 @@ def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarr
 
 
 def heads_within(tensors: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns of the tensors of drafting heads in a model's own checkpoint. The model does not read them."""
-    last = ".eh_proj.weight"  # heads in DeepSeek's format are numbered on after the model's layers
+    """Return shell patterns of the tensors of drafting heads in a model's own checkpoint, which the model ignores.
+
+    tensors: names of the checkpoint's tensors.
+    """
+    last = ".eh_proj.weight"  # tensor of a head in DeepSeek's format, whose heads are numbered after the model's layers
     after = [name.removesuffix(last) for name in tensors if re.fullmatch(rf"model\.layers\.\d+{re.escape(last)}", name)]
     return ("model.mtp_layers.*", "mtp.*", "medusa_head.*", *(f"{layer}.*" for layer in after))
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the dtype that most weights are stored in: that of the largest tensor."""
+    """Return the dtype of a Hugging Face folder's largest tensor, in which most weights are stored."""
     shards = Shards(folder)
     sizes = shards.shapes()
     largest = max(sizes, key=lambda name: math.prod(sizes[name]), default=None)
@@ -125,9 +140,9 @@ def stored_dtype(folder: Path) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files of a folder's tensors, as LAYOUTS orders them.
+    """Return the files that hold a folder's tensors, the first of LAYOUTS that exists.
 
-    Raises: FileNotFoundError naming the missing shard, or the folder that holds no such file; UserError for an index
+    Raises: FileNotFoundError naming the missing shard, or the folder that holds no weights; UserError for an index
       that names no shard, or a shard outside the folder.
     """
     for single, index, others in LAYOUTS:
@@ -142,11 +157,11 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def shards_of(index: Path, suffix: str) -> list[Path]:
-    """Return the shards that an index names. Raises as `files_of` does."""
+    """Return the shard files that an index file names. suffix: suffix of a shard's name. Raises as `files_of` does."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise UserError(f"{index} has no weight_map (an object: tensor -> shard): fetch it again")
-    # Check the name, not the file that it links to: in the hub's cache that is outside the folder.
+    # Only the shard's name is checked, not the file that it links to: in the hub's cache that is outside the folder.
     for name in found.values():
         if not isinstance(name, str) or not re.fullmatch(rf"[^/\\\0]+\{suffix}", name):
             raise UserError(
@@ -161,7 +176,7 @@ def shards_of(index: Path, suffix: str) -> list[Path]:
 
 
 def opened(path: Path) -> Any:
-    """Open a file of tensors, mapped into memory. Raises: UserError where it is truncated or damaged."""
+    """Open a safetensors or torch file, mapped into memory. Raises: UserError where it is truncated or damaged."""
     if path.suffix != ".safetensors":
         return TorchFile(path)
     with naming_file(path):
@@ -172,11 +187,11 @@ def opened(path: Path) -> Any:
 
 
 class Shards:
-    """The tensors of all shards of a folder. The files are mapped into memory, not loaded."""
+    """The tensors of all shard files of a folder. The files are mapped into memory, not loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
-        self._home: dict[str, Any] = {}  # the open file of each tensor
+        self._home: dict[str, Any] = {}  # the open file that holds each tensor, by the tensor's name
         for path in files_of(folder):
             file = opened(path)
             self._home |= dict.fromkeys(file.keys(), file)
@@ -190,11 +205,15 @@ class Shards:
         return self._shapes
 
     def slice(self, name: str) -> Any:
-        """Return the library's slice of a tensor, which is read when it is indexed."""
+        """Return the safetensors library's slice object of a tensor, which reads a part when it is indexed."""
         return self._home[name].get_slice(name)
 
     def group(self, shape: tuple[int, ...], scales: tuple[int, ...], name: str) -> int:
-        """Return the number of integers of 8 bits that share a scale. Raises: UserError where the shapes do not fit."""
+        """Return the number of 8-bit integers that share a scale in a quantised tensor.
+
+        shape, scales: shapes of the tensor's integers and of its scales.
+        Raises: UserError where these shapes do not fit each other.
+        """
         if not shape or not scales or shape[:-1] != scales[:-1] or not scales[-1] or shape[-1] % scales[-1]:
             raise UserError(
                 f"{self.where}: tensor {name} has shape {shape}, which its scales of shape {scales} do not divide: "
@@ -203,9 +222,9 @@ class Shards:
         return shape[-1] // scales[-1]
 
     def dtype(self, name: str) -> str:
-        """Return the key of FLOATS for a tensor's dtype. An 8-bit tensor has the dtype of its scales.
+        """Return a tensor's dtype in the notation of safetensors. An 8-bit quantised tensor has its scales' dtype.
 
-        Raises: UnsupportedError for a tensor that is stored in another dtype.
+        Raises: UnsupportedError for a tensor whose dtype is not in FLOATS.
         """
         found = self.slice(name + SCALE if name in self._groups else name).get_dtype()
         if found not in FLOATS:
@@ -216,7 +235,10 @@ class Shards:
         return result
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Return the slice `index` of a tensor, dequantised. Raises as `dtype` does; UserError for a damaged file."""
+        """Return the slice `index` of a tensor, dequantised if the tensor is quantised.
+
+        Raises as `dtype` does, except for integers; UserError for a damaged file.
+        """
         if self.slice(name).get_dtype() not in INTEGERS:
             self.dtype(name)
         with naming_file(self.where):

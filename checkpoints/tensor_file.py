@@ -11,9 +11,9 @@ Index = tuple[slice, ...]
 
 
 class TensorFile(Protocol):
-    """A file of named tensors: their shapes, known without reading them, and slices of one tensor."""
+    """A file of named tensors, which gives all shapes without reading the tensors, and reads slices of one tensor."""
 
-    where: str  # the path, for messages
+    where: str  # path of the file, for messages
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 

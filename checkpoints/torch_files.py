@@ -1,6 +1,7 @@
-"""Files written by torch.save, such as pytorch_model.bin, read by torch's loader for files of tensors only.
+"""Files written by torch.save, such as pytorch_model.bin, read by torch's loader in its weights_only mode.
 
-Such a file is a pickle, which can run code. jaxspec never unpickles one itself: without torch it refuses the file.
+Such a file is a pickle, and unpickling can run code from the file. So jaxspec never unpickles one itself: without torch
+it refuses the file.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import numpy as np
 from checkpoints.reading import naming_file
 from jaxspec.common.errors import UnsupportedError, UserError, quoted
 
-# torch's name of each dtype, and the name in a safetensors file.
+# The notation of safetensors for each dtype, by torch's name.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
-SAFE = (2, 6)  # in older versions even weights_only=True can be made to run code (CVE-2025-32434)
-WITHIN = ("state_dict", "model", "module")  # keys under which training programs store the weights
+SAFE = (2, 6)  # lowest safe version of torch; in older ones even weights_only=True can run code (CVE-2025-32434)
+WITHIN = ("state_dict", "model", "module")  # top-level keys under which training programs store the weights
 
 
 def loader(what: str) -> Any:
-    """Import and return torch. Raises: UnsupportedError, naming `what` needs it, where torch is missing or too old."""
+    """Import and return torch.
+
+    what: the thing that needs torch, for the message.
+    Raises: UnsupportedError where torch is missing, or is older than the version SAFE.
+    """
     install = "install torch, or convert it once with `jaxspec convert` where torch is"
     try:
         import torch
@@ -38,9 +43,9 @@ def loader(what: str) -> Any:
 
 
 class TorchFile:
-    """A torch file with the methods of an open safetensors file.
+    """A torch file, with the methods of an open safetensors file.
 
-    A zip archive, the format that torch writes today, is mapped into memory.
+    A file in torch's present format, a zip archive, is mapped into memory. Older files are loaded.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,10 +70,12 @@ class TorchFile:
 
 
 def state_dict(path: Path, found: Any, kind: Any) -> Mapping[str, Any]:
-    """Return the tensors by name from the top level of a file or from one of the keys WITHIN.
+    """Return a torch file's tensors by name, from the file's top level or from one of the keys WITHIN.
 
+    path: path of the file, for messages.
+    found: content of the file, as torch returns it.
     kind: torch's class of tensors.
-    Raises: UserError where there are no tensors, or other values beside them; UnsupportedError for a tensor that is
+    Raises: UserError where there are no tensors, or values that are not tensors; UnsupportedError for a tensor that is
       sparse, quantised or without data.
     """
     if isinstance(found, Mapping):
@@ -87,7 +94,7 @@ def state_dict(path: Path, found: Any, kind: Any) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A tensor with the methods of a slice of a safetensors file."""
+    """A torch tensor, with the methods of a slice object of the safetensors library."""
 
     tensor: Any
 
