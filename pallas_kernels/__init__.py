@@ -1,4 +1,7 @@
-"""Device kernels of speculative decoding: each op as plain jnp, Pallas for TPU and Pallas for GPU."""
+"""Device kernels for speculative decoding.
+
+Each op has an implementation in plain jnp. Most also have Pallas kernels for TPU or GPU.
+"""
 
 from pallas_kernels.argmax_token import argmax_token
 from pallas_kernels.feed_forward import feed_forward

@@ -1,19 +1,20 @@
-"""GPU product of a few rows with a matrix that is read once, and the kernel between two such products in a layer.
+"""GPU kernels for a few rows: the product of x with a weight matrix, and the sum and norm between two such products.
 
-The weights are the left operand. A matrix unit takes 64 of their columns straight from shared memory, together with the
-rows of x, which are padded to 16, 32, 48, ... rows and divided into tiles of powers of two. As the right operand, every
-weight would pass through registers first.
+Each weight is read once. The weights are the left operand of the matrix units. A matrix unit takes 64 columns of
+weights straight from shared memory, together with the rows of x. These are padded to 16, 32, 48, ... rows and divided
+into tiles of powers of two. If the weights were the right operand, each would pass through registers first.
 
-The depth is split until there are enough programs. The partial sums, f32[splits, rows, width], are left for the next
-kernel to add up: a product, two sums and a norm take two kernels instead of three or four.
+The depth (the dimension that is summed over) is split until there are enough programs (blocks of the kernel's grid).
+The partial sums, f32[splits, rows, width], are left for the next kernel to add up. So a product, two sums and a norm
+take two kernels instead of three or four.
 
 A matrix in 8 bits with a scale for each block (`weights/scaled.py`) is converted to the dtype of x as it arrives. The
 scales are applied to the product with each block.
 
-Both kernels let the next one start early (see `_overlap`): a product once its last weights have arrived, the small
-kernel at its start. Before it waits for its last weights, a product also prefetches the first weights of the next
-product. One row and small matrices are for `_split_product`; many rows and the largest matrices are left to the
-compiler (see docs/notes/gpu.md).
+Both kernels let the next kernel start early (see `_overlap`): `product` once its last weights have arrived,
+`add_and_norm` at its start. Before `product` waits for its last weights, it also prefetches the first weights of the
+next product. One row and small matrices are for `_split_product`. Many rows and the largest matrices are left to XLA's
+own products (see docs/notes/gpu.md).
 """
 
 import functools
@@ -34,20 +35,20 @@ from pallas_kernels.forms import lowered_once
 from pallas_kernels.weights import AnyWeight, Weight
 from pallas_kernels.weights.scaled import Scaled
 
-MIN_ROWS, MAX_ROWS = 16, 96  # that a program computes; fewer rows are padded
-COLUMNS, DEPTH = 64, 128  # of weights in one read; twice the columns where that leaves enough programs
-UNDER_WAY = 1 << 16  # bytes of weights that a program has in flight; more reads slow each other down
-PROGRAMS = 96  # least number of programs, as far as the depth can be split
-ALONE = 132  # programs that have a multiprocessor each; two of more programs share one
-SHARED = 218 << 10  # bytes of a multiprocessor's shared memory
-MAX_SIZE = 1 << 28  # elements of a matrix: larger ones were not timed
+MIN_ROWS, MAX_ROWS = 16, 96  # least and largest number of rows that a program computes; fewer rows are padded
+COLUMNS, DEPTH = 64, 128  # columns and rows of weights in one read; twice the columns if that leaves enough programs
+UNDER_WAY = 1 << 16  # bytes of weights that a program has in flight; more reads would slow each other down
+PROGRAMS = 96  # least number of programs of a kernel, as far as the depth can be split
+ALONE = 132  # largest number of programs that have a multiprocessor each; with more, two share a multiprocessor
+SHARED = 218 << 10  # bytes of shared memory that a multiprocessor has
+MAX_SIZE = 1 << 28  # number of elements that a matrix must stay below, because larger matrices were not timed
 
 
 def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
-    """Return whether the kernels cover these arguments and are meant for them.
+    """Return whether the kernels of this file support these weights for this number of rows of x.
 
-    They are for a few rows, matrices that divide into whole reads and are multiplied in bfloat16, and GPUs with much
-    shared memory.
+    The kernels are for a few rows, for matrices that divide into whole reads and are multiplied in bfloat16, and for
+    GPUs with much shared memory (`Device.shares_much`).
     """
     if rows > MAX_ROWS or not device.shares_much:
         return False
@@ -62,9 +63,9 @@ def covers(rows: int, *weights: AnyWeight, device: Device) -> bool:
 
 
 def readable(weight: AnyWeight) -> bool:
-    """Return whether the kernel is meant for the form of a weight: plain, or in 8 bits with blocks of whole reads.
+    """Return whether the kernels support the form of a weight: a plain array, or 8 bits with blocks of whole reads.
 
-    Weights with a scale for each output are left to the compiler, which is faster (docs/notes/gpu.md).
+    8-bit weights with one scale for each output are left to XLA, which is faster (docs/notes/gpu.md).
     """
     if not isinstance(weight, Weight):
         return True
@@ -74,14 +75,17 @@ def readable(weight: AnyWeight) -> bool:
 
 
 def values_of(weight: AnyWeight) -> jax.Array:
-    """Return the array that holds a weight's elements."""
+    """Return the array of a weight's elements, without scales."""
     return weight.values if isinstance(weight, Scaled) else weight  # type: ignore[return-value]  # as `readable` knows
 
 
 def num_columns(rows: int, width: int, *, gated: bool) -> int:
-    """Return the number of columns of a program.
+    """Return the number of matrix columns that a program multiplies.
 
-    Every program reads all rows of x. With many rows, two parts of twice the columns are faster.
+    Every program reads all rows of x. With many rows, twice the columns and two splits of the depth are faster.
+
+    rows, width: number of rows of x, and of columns of the matrix.
+    gated: whether the columns are blocks of gate and up, whose depth is not split.
     """
     parts = 2 if rows > 2 * MIN_ROWS and not gated else 1
     enough = width % (2 * COLUMNS) == 0 and width // (2 * COLUMNS) * parts >= PROGRAMS
@@ -89,48 +93,60 @@ def num_columns(rows: int, width: int, *, gated: bool) -> int:
 
 
 def num_splits(depth: int, blocks: int) -> int:
-    """Return the number of splits of the depth, for this number of column blocks."""
+    """Return the number of splits of the depth (the summed dimension). blocks: number of programs without splits."""
     return fewest_splits(depth // math.gcd(depth, DEPTH), lambda splits: splits * blocks >= PROGRAMS)
 
 
 def row_tiles(rows: int) -> list[tuple[int, int]]:
-    """Return (first row, number of rows) of each tile: powers of two of at least MIN_ROWS, for the matrix units."""
+    """Divide rows of x into tiles for the matrix units. Return (first row, number of rows) of each tile.
+
+    The numbers are powers of two, at least MIN_ROWS.
+    """
     full = pl.cdiv(rows, MIN_ROWS) * MIN_ROWS
     tiles = []
     first = 0
     while first < full:
-        size = 1 << ((full - first).bit_length() - 1)  # the largest power of two that the rest has room for
+        size = 1 << ((full - first).bit_length() - 1)  # the largest power of two that fits into the remaining rows
         tiles.append((first, size))
         first += size
     return tiles
 
 
 def reads(rows: int, depth: int, columns: int, programs: int, itemsize: int = 2) -> tuple[int, int]:
-    """Return (depth of a read, pipeline stages) of a program.
+    """Return (number of weight rows in a read, number of pipeline stages) of a program.
 
-    The stages are as many reads of x and the weights as should be in flight and fit into shared memory.
+    A stage is one read of weights and of the matching part of x. There are as many stages as reads should be in flight,
+    if shared memory has room for them.
 
+    rows: number of rows of x.
+    depth, columns: number of rows of the weight matrix, and of the columns that a program multiplies.
+    programs: number of programs of the kernel.
     itemsize: bytes of an element of the weights.
     """
     alone = programs <= ALONE
     shared = SHARED if alone else SHARED // 2
     deep = math.gcd(depth, DEPTH)
-    width = itemsize * columns + 2 * sum(size for _, size in row_tiles(rows))  # bytes of a read, a unit of depth
+    width = itemsize * columns + 2 * sum(size for _, size in row_tiles(rows))  # bytes of a read per weight row
     if 3 * deep * width > shared or (alone and columns > COLUMNS):
         deep = math.gcd(depth, DEPTH // 2)
     return deep, min(1 + UNDER_WAY // (itemsize * columns * deep), shared // (deep * width))
 
 
 def whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    """Return the block spec of an array that every program sees whole, or from its first element on."""
+    """Return a Pallas block spec that gives every program the first `shape` elements of an array, or all of it."""
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
 def prefetch_options(
     then: jax.Array | None, rows: int, grid: tuple[int, int], device: Device
 ) -> tuple[list[jax.Array], dict[str, Any] | None]:
-    """Return ([the matrix of the next `product`], the options of `prefetch` for it), or ([], None) for no prefetch."""
-    if then is None or rows > MIN_ROWS or device.interpret:  # products of more rows wait for more than weights
+    """Return ([values of the next product's matrix], options of `prefetch` for it), or ([], None) for no prefetch.
+
+    then: matrix of the next product; None if there is none.
+    rows: number of rows of x.
+    grid: grid of the kernel that prefetches.
+    """
+    if then is None or rows > MIN_ROWS or device.interpret:  # a product of more rows waits for more than its weights
         return [], None
     then = values_of(then)
     parts = num_splits(then.shape[0], then.shape[1] // COLUMNS)
@@ -146,14 +162,15 @@ def product(
     then: jax.Array | None = None,
     device: Device,
 ) -> jax.Array:
-    """Return x [rows, depth] @ weights [depth, width] in parts f32[splits, rows, width].
+    """Return x @ weights as partial sums f32[splits, rows, width], which the caller adds up over the first axis.
 
     Args:
-      x: [rows, depth], of at most MAX_ROWS rows.
-      weights: [depth, width], for which `covers` is true.
-      gated: (activation, block), or None. The columns are then `block` of gate and `block` of up in turn. The result is
-        activation(gate) * up, [rows, width / 2] in the dtype of x.
-      then: the matrix of the next product, to be prefetched; or None.
+      x: [rows, depth], at most MAX_ROWS rows.
+      weights: [depth, width], for which `covers` returns True.
+      gated: (activation, block) if the weights are those of gate and up: `block` columns of gate and `block` columns of
+        up in turn. The result is then activation(gate) * up, [rows, width / 2] in the dtype of x. None for other
+        weights.
+      then: the matrix of the next product, whose first rows are prefetched; or None.
       device: the device that the program is compiled for.
     """
     rows, depth = x.shape
@@ -162,7 +179,7 @@ def product(
     if gated is None:
         grid = width // columns, num_splits(depth, width // columns)
         out = jax.ShapeDtypeStruct((grid[1], rows, width), jnp.float32)
-    else:  # (gate/up block, part of it): from a single divided index the compiler could not infer alignment
+    else:  # the grid is (gate/up block, part of the block): from one divided index Triton could not infer alignment
         grid = width // (2 * gated[1]), 2 * gated[1] // columns
         out = jax.ShapeDtypeStruct((rows, width // 2), x.dtype)
     arrays = [weights.values, weights.scale] if isinstance(weights, Scaled) else [weights]
@@ -198,17 +215,17 @@ def _product(
     rows, depth = x.shape
     tiles = [(first + jnp.arange(size, dtype=jnp.int32), first + size <= rows) for first, size in row_tiles(rows)]
     each = jnp.arange(columns, dtype=jnp.int32)
-    program, part = pl.program_id(0), pl.program_id(1)  # part: of the summed dimension, or of a gate/up block
+    program, part = pl.program_id(0), pl.program_id(1)  # `part` is a split of the depth, or a part of a gate/up block
     if gated is None:
         share = depth // out.shape[0]
         begin, column = part * share, program * columns + each
-    else:  # half of the columns are of gate, the other half are the same columns of up
+    else:  # half of a program's columns are columns of gate, the other half are the corresponding columns of up
         (activation, block), half = gated, columns // 2
         share, begin = depth, 0
         column = program * (2 * block) + part * half + each + lax.div(each, half) * (block - half)
 
     def scale_of(first: jax.Array) -> jax.Array:
-        """Return the scales f32[columns, 1] of the weights in the rows from `first` on."""
+        """Return the scales f32[columns, 1] of the block of weights that begins at row `first`."""
         column_blocks, row_blocks = scale.shape
         block = lax.div(column, weights.shape[0] // column_blocks)
         return plgpu.load(scale.at[block, lax.div(first, depth // row_blocks)])[:, None]
@@ -218,7 +235,7 @@ def _product(
         if ahead is not None:
             prefetched += prefetch(*next_weights, **ahead, now=i == share // deep - 1)
         at = begin + i * deep + jnp.arange(deep, dtype=jnp.int32)
-        if scaled:  # output-first, so that converted values enter the matrix units from registers
+        if scaled:  # 8-bit values are read output-first, so that converted ones enter the matrix units from registers
             read = plgpu.load(weights.at[column[:, None], at[None, :]]).astype(x.dtype)
         else:
             read = plgpu.load(weights.at[at[:, None], column[None, :]])
@@ -252,7 +269,12 @@ def _product(
 def add_and_norm(
     x: jax.Array, parts: jax.Array, scale: jax.Array, eps: float, *, device: Device
 ) -> tuple[jax.Array, jax.Array]:
-    """Return x [rows, width] + parts f32[splits, rows, width], and the RMSNorm of this sum, both in the dtype of x."""
+    """Return x + the sum of `parts`, and the RMSNorm of this result. Both are [rows, width] in the dtype of x.
+
+    x: [rows, width].
+    parts: f32[splits, rows, width], partial sums of a product.
+    scale: f32[width], scale of the norm.
+    """
     result: tuple[jax.Array, jax.Array] = pl.pallas_call(
         functools.partial(_add_and_norm, eps=eps, device=device),
         grid=x.shape[:1],
@@ -273,7 +295,7 @@ def _add_and_norm(x: Ref, parts: Ref, scale: Ref, out: Ref, normed: Ref, *, eps:
     def load(ref: Ref, *index: jax.Array) -> jax.Array:
         return plgpu.load(ref.at[(*index, at)], mask=here, other=0).astype(jnp.float32)
 
-    weight = load(scale)  # all reads come before the first write: after it, they would wait for it
+    weight = load(scale)  # this read, like all others, is started before the first write, for which it would wait
     y = added([load(x, row), *(load(parts, jnp.int32(part), row) for part in range(parts.shape[0]))]).astype(out.dtype)
     plgpu.store(out.at[row, at], y, mask=here)
     y = y.astype(jnp.float32)

@@ -1,10 +1,10 @@
-"""GPU kernels that let the next kernel start early, or prefetch its weights, while they still run.
+"""Functions with which a running GPU kernel lets the next kernel start early, or prefetches the next kernel's weights.
 
-Starting a kernel takes a microsecond, which is much for a kernel that takes five. From Hopper on, the next kernel may
-start as soon as all programs of the kernel before have allowed it (programmatic dependent launch). XLA begins every
-kernel of a program with a wait for all earlier writes, so that only the time changes, never a result. Use this only in
-kernels that small kernels follow: the compiler's large products lose more by an early start than they gain (see
-docs/notes/gpu.md).
+Starting a kernel takes a microsecond, which is much for a kernel that takes five. On Hopper and later GPUs, the next
+kernel may start as soon as all thread blocks of the running kernel have allowed it (CUDA's programmatic dependent
+launch). XLA makes every kernel wait for all earlier writes first, so that only the time changes, never a result. Use
+an early start only in kernels that small kernels follow: XLA's large products lose more by an early start than they
+gain (see docs/notes/gpu.md).
 """
 
 import jax
@@ -17,9 +17,10 @@ from pallas_kernels.device import Device
 
 
 def start_next(values: jax.Array, device: Device) -> jax.Array:
-    """Return a kernel's values, i32[] or f32[...], unchanged, and allow the next kernel to start.
+    """Allow the next kernel to start. Return `values` unchanged.
 
-    This happens when the values are available, and before anything is computed from them.
+    The next kernel may start once `values`, i32[] or f32[...] of this kernel, are computed. The caller goes on with the
+    returned values, so that the permission comes before anything that is computed from them.
     """
     if not device.starts_early:
         return values
@@ -34,26 +35,27 @@ def start_next(values: jax.Array, device: Device) -> jax.Array:
     return same if values.shape else jnp.sum(same)
 
 
-WARPS = 4  # of a program in the kernels that call `prefetch`
+WARPS = 4  # number of warps of a program (block of the grid) in the kernels that call `prefetch`
 
 
 def prefetch(matrix: Ref, *, size: int, parts: int, programs: int, now: jax.Array) -> jax.Array:
-    """Prefetch the start of the next kernel's matrix into the L2 cache. Return 0 for the caller to add to its result.
+    """Prefetch first rows of the next kernel's weight matrix into the L2 cache.
 
-    Each thread prefetches two lines of memory. All threads of all programs together prefetch the first rows of each
-    part of the matrix, which the next kernel reads first.
+    Each thread prefetches two lines of memory. All threads of all programs (blocks of the grid) together prefetch the
+    first rows of each part of the matrix, which the next kernel reads first. The result is 0. The caller must add it to
+    its own result, so that the compiler keeps the prefetch.
 
     Args:
       matrix: reference to the first element of the matrix.
       size: bytes of the matrix.
-      parts: number of parts into which the matrix's product splits its depth.
+      parts: number of parts into which the next kernel splits the matrix's rows.
       programs: number of programs of this kernel, whose grid has two axes.
-      now: bool[]; False: prefetch nothing.
+      now: bool[]; False to prefetch nothing.
     """
-    part = size // parts  # bytes
+    part = size // parts  # bytes of a part
     threads = 32 * WARPS
     program = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
-    share = programs * threads // parts  # threads for a part
+    share = programs * threads // parts  # number of threads that prefetch a part
     code = (
         "{ .reg .pred now; .reg .b32 thread, part; .reg .b64 at;",
         f"mov.u32 thread, %tid.x; mad.lo.s32 thread, $2, {threads}, thread;",

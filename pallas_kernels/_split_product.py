@@ -1,14 +1,16 @@
-"""GPU product of one row with a matrix that is read once. Programs split the depth; the next kernel adds their sums.
+"""GPU kernel for the product of one row x with a weight matrix, whose partial sums the next kernel adds up.
 
-A program starts all its reads at once: its parts of x and [depth / splits, columns] of the weights. It writes a partial
-sum. The kernel that reads the product adds up the partial sums on the way into its own product. So half a decoder layer
-needs no kernel that only adds, normalises or activates.
+Programs (blocks of the kernel's grid) split the depth, which is the dimension that is summed over. A program starts all
+its reads at once: its part of x, and [depth / splits, columns] of the weights. It writes a partial sum. The kernel that
+reads the product adds up the partial sums before its own product. So half a decoder layer needs no kernel that only
+adds, normalises or activates.
 
 An RMSNorm before the product is applied in two steps. This kernel multiplies the row by the norm's scale, and writes
-partial sums of squares beside the product's. The kernel that adds up the parts multiplies by 1 / rms.
+partial sums of the row's squares beside the partial sums of the product. The kernel that adds up the parts multiplies
+by 1 / rms.
 
-Small matrices are read in the time that starting a few kernels takes, so that the number of kernels counts. More rows
-and larger matrices are for `_few_rows` (see docs/notes/gpu.md).
+Small matrices are read in the time that starting a few kernels takes, so the number of kernels matters. More rows and
+larger matrices are for `_few_rows` (see docs/notes/gpu.md).
 """
 
 import dataclasses
@@ -29,17 +31,18 @@ from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.weights import AnyWeight, Weight
 
-STEP, MAX_STEP = 64, 256  # rows of weights in one read: at least, at most
-MAX_SHARE = 1 << 15  # elements that a program reads: all of them have to fit into its registers
-MAX_SIZE = 1 << 24  # elements of a matrix
+STEP, MAX_STEP = 64, 256  # least and largest number of weight rows in one read
+MAX_SHARE = 1 << 15  # largest number of weights that a program reads, since all have to fit into its registers
+MAX_SIZE = 1 << 24  # number of elements that a matrix must stay below
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The product of one row in parts.
+    """The product of one row x with a matrix, as partial sums that are still to be added up.
 
-    sums: f32[splits, width], the partial sums.
-    squares: f32[splits], partial sums of squares, where a norm's factor 1 / rms is still to be applied; else None.
+    sums: f32[splits, width], partial sums of the product.
+    squares: f32[splits], partial sums of x's squares, if the factor 1 / rms of a norm of x is still to be applied; else
+      None.
     """
 
     sums: jax.Array
@@ -47,7 +50,7 @@ class Parts:
 
 
 def covers(*weights: AnyWeight) -> bool:
-    """Return whether the kernel covers these matrices and is meant for them."""
+    """Return whether the kernel supports these matrices and they are small enough for it."""
     return all(
         not isinstance(w, Weight)
         and w.dtype == jnp.bfloat16
@@ -59,13 +62,13 @@ def covers(*weights: AnyWeight) -> bool:
 
 
 def tile(depth: int, width: int) -> tuple[int, int]:
-    """Return (columns of a program, splits of the depth) for a matrix [depth, width].
+    """Return (number of columns of a program, number of splits of the depth) for a matrix [depth, width].
 
-    A multiprocessor gets one program, or a few where there is more to read.
+    A multiprocessor gets one program, or a few for a larger matrix.
     """
     columns = 128 if width % 128 == 0 and width > 2048 else 64
     blocks = width // columns
-    wanted = 200 if depth > 2048 or width > 4096 else 128  # programs
+    wanted = 200 if depth > 2048 or width > 4096 else 128  # least number of programs
 
     def enough(splits: int) -> bool:
         return splits * blocks >= wanted and depth // splits * columns <= MAX_SHARE
@@ -74,7 +77,7 @@ def tile(depth: int, width: int) -> tuple[int, int]:
 
 
 def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
-    """Return the least number of equal shares of `steps` that is enough; `steps` if no smaller one is."""
+    """Return the least divisor of `steps` for which `enough` returns True; `steps` if there is none."""
     for splits in range(1, steps):
         if steps % splits == 0 and enough(splits):
             return splits
@@ -93,19 +96,22 @@ def split_product(
     eps: float = 0.0,
     device: Device,
 ) -> dict[str, Any]:
-    """Return x [depth] @ weights [depth, width] as a dict: "parts" is the product in Parts, and options add more.
+    """Return x @ weights as the entry "parts" (`Parts`) of a dict. The options add more entries.
 
     Args:
       x: [depth], the row; None with `gated`.
-      weights: [depth, width], for which `covers` is true.
-      norm: scale of an RMSNorm of x before the product; its 1 / rms is left to the reader of the parts.
-      parts: Parts of an earlier product, added to x first. The sum is returned as "new_x".
-      gated: (Parts, activation, block, width of their norm). x is None then, and computed as activation(gate) * up from
-        these parts.
-      finish: (residual, counts). For each block of columns, the program that ends last adds up the parts and the
-        residual, returned as "out". counts are zeros, one a block, returned changed as "counts".
-      zeros: number of zeros to return as "zeros", with which a later kernel counts its programs.
-      eps: epsilon of the norm of `gated`.
+      weights: [depth, width], for which `covers` returns True.
+      norm: f32[depth], scale of an RMSNorm of x before the product; None for no norm. The factor 1 / rms is left to the
+        kernel that reads the parts.
+      parts: partial sums of an earlier product, which are added to x first; or None. The sum is the entry "new_x".
+      gated: (parts, activation, block, norm_width), or None. The row is then activation(gate) * up, where gate and up
+        are an earlier product in `parts`, in turn `block` columns of each. norm_width: number of elements of the row
+        that was normed before that product.
+      finish: (residual, counts), or None. For each block of columns, the program that ends last adds up the partial
+        sums and the residual. The result is the entry "out". counts: one zero for each block of columns, with which
+        programs are counted; returned changed as the entry "counts".
+      zeros: number of zeros to return as the entry "zeros", for a later kernel's `counts`.
+      eps: epsilon of the norm in `gated`.
       device: the device that the program is compiled for.
     """
     depth, width = weights.shape
@@ -155,35 +161,38 @@ def _kernel(
     splits: int,
     eps: float,
     activation: str | None,
-    block: Any,  # an integer, or None without activation; so is norm_width
+    block: Any,  # an integer, or None without activation, like norm_width
     norm_width: Any,
     device: Device,
 ) -> None:
     ref = dict(zip(names, refs, strict=True))
     weights, sums = ref["weights"], ref["sums"]
-    depth = weights.shape[0] // splits  # of this program's share
-    size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # rows of weights in a read
+    depth = weights.shape[0] // splits  # number of weight rows that this program multiplies
+    size = math.gcd(depth, MAX_STEP, block or MAX_STEP)  # number of weight rows in a read
     column_block, split = pl.program_id(0), start_next(pl.program_id(1), device)
     column = column_block * columns + jnp.arange(columns, dtype=jnp.int32)
     firsts = [split * depth + at for at in range(0, depth, size)]
     at = jnp.arange(size, dtype=jnp.int32)
 
     def parts(array: Ref, at: jax.Array) -> jax.Array:
-        """Start reading the parts [splits, at] of an array. The caller adds them up."""
+        """Start reading the elements [:, at] of an array of partial sums [splits, _]. The caller adds them up."""
         part = jnp.arange(pl.next_power_of_2(array.shape[0]), dtype=jnp.int32)
         mask = jnp.broadcast_to((part < array.shape[0])[:, None], (part.shape[0], at.shape[0]))
         return plgpu.load(array.at[part[:, None], at[None, :]], mask=mask, other=0)
 
     def start_reading(first: jax.Array) -> list[jax.Array]:
-        """Start reading what x [first : first + size] is computed from."""
-        if activation is not None:  # "//" would hide that the columns stay aligned
+        """Start reading the arrays from which x [first : first + size] is computed."""
+        if activation is not None:  # lax.div shows the compiler that the columns stay aligned, which "//" would hide
             gate = lax.div(first, block) * (2 * block) + lax.rem(first, block)
             return [parts(ref["gate"], gate + shift + at) for shift in (0, block)]
         some = [plgpu.load(ref[name].at[first + at]) for name in ("x", "norm") if name in ref]
         return [*some, *([parts(ref["more"], first + at)] if "more" in ref else [])]
 
     def source(first: jax.Array, read: list[jax.Array]) -> tuple[jax.Array, Any]:
-        """Return x [first : first + size] as it enters the product, and its squares (None without a norm)."""
+        """Return the factor x [first : first + size] of the product, and its squares (None without a norm).
+
+        read: the arrays that `start_reading` returned.
+        """
         if activation is not None:
             gate, up = (jnp.sum(part, axis=0) * shrink for part in read)
             return activate(activation, gate) * up, None
@@ -194,7 +203,7 @@ def _kernel(
             h = x.astype(jnp.float32)
         return (h * read[1], h * h) if "norm" in ref else (h, None)
 
-    # All reads start before the first is waited for. Those of x, which are small, start before those of the weights.
+    # All reads start before the first is waited for. The small reads of x start before the reads of the weights.
     if activation is not None:
         squares = [plgpu.load(ref["gate_squares"].at[jnp.int32(part)]) for part in range(ref["gate_squares"].shape[0])]
     reads = [start_reading(first) for first in firsts]
@@ -211,7 +220,7 @@ def _kernel(
         mask = (at < ref["zeros"].shape[0]) & (column_block + split == 0)
         plgpu.store(ref["zeros"].at[at], jnp.zeros_like(at), mask=mask)
     if "out" in ref:
-        if not device.interpret:  # all writes of this program are visible before it is counted
+        if not device.interpret:  # the barrier makes all writes of this program visible before it is counted
             plgpu.debug_barrier()
         before = plgpu.atomic_add(ref["counts"], (column_block,), jnp.int32(1))
 
@@ -222,12 +231,15 @@ def _kernel(
 
 
 def added(arrays: Iterable[jax.Array]) -> jax.Array:
-    """Return the sum of the arrays. Python's `sum` adds them to 0, which the compiler must keep: 0 + -0 is 0."""
+    """Return the sum of the arrays.
+
+    Python's `sum` would begin with 0. The compiler could not remove that addition, because 0 + -0 is 0 and not -0.
+    """
     return functools.reduce(operator.add, arrays)
 
 
 def activate(kind: str, x: jax.Array) -> jax.Array:
-    """Return the activation of x; kind: "silu" or "gelu_tanh"."""
+    """Apply an activation function to x, inside a kernel. kind: "silu" or "gelu_tanh"."""
     if kind == "gelu_tanh":
         return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
     return x / (1 + jnp.exp(-x))

@@ -1,4 +1,4 @@
-"""The devices that programs are compiled for."""
+"""Descriptions of the devices that programs are compiled for."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from typing import Any
 
 import jax
 
-PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}  # JAX's names, and ours
+PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}  # this package's name, by JAX's
 NAMES = tuple(dict.fromkeys(PLATFORMS.values()))
-AMPERE = (8, 0)  # compute capability
+AMPERE = (8, 0)  # compute capability of NVIDIA's Ampere GPUs
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A platform and, for a GPU, its abilities. Nothing is assumed of a GPU whose capability is unknown.
+    """A device's platform and, for a GPU, its abilities.
+
+    A GPU whose compute capability is unknown is assumed to have none of these abilities.
 
     platform: "cpu", "gpu" or "tpu".
-    capability: CUDA's compute capability, (major, minor); None if the device has none, or if it is unknown.
+    capability: CUDA's compute capability, (major, minor); None if the device has none or if it is unknown.
     kind: the vendor's name of the device, for messages.
     """
 
@@ -35,7 +37,7 @@ class Device:
 
     @property
     def has_triton(self) -> bool:
-        """Return whether the device is a GPU with Triton, the language of the kernels, and with bfloat16.
+        """Return whether the device is a GPU with bfloat16 and with support for Triton, which compiles the kernels.
 
         NVIDIA's GPUs have both from Ampere on. A T4 has neither.
         """
@@ -43,30 +45,30 @@ class Device:
 
     @property
     def lacks_bfloat16(self) -> bool:
-        """Return whether the device is known to have no bfloat16, as NVIDIA's GPUs before Ampere."""
+        """Return whether the device is known to lack bfloat16, as NVIDIA's GPUs before Ampere do."""
         return self.platform == "gpu" and self.capability is not None and self.capability < AMPERE
 
     @property
     def starts_early(self) -> bool:
-        """Return whether a kernel can let the next kernel start early: on GPUs from Hopper on."""
+        """Return whether a kernel can let the next kernel start early, which Hopper and later GPUs support."""
         return self.reaches(9, 0)
 
     @property
     def shares_much(self) -> bool:
-        """Return whether a program has up to 227 KB of shared memory, and matrix units that read from that memory.
+        """Return whether a thread block has up to 227 KB of shared memory, and matrix units that read from it.
 
-        Hopper and the large Blackwell GPUs do; the small Blackwell GPUs have 99 KB. Kernels interpreted on CPU have no
-        such limit.
+        This holds for Hopper and the large Blackwell GPUs. The small Blackwell GPUs have 99 KB. Kernels that are
+        interpreted on CPU have no such limit, so the result for CPU is True.
         """
         return self.platform == "cpu" or (self.reaches(9, 0) and not self.reaches(11, 0))
 
     @property
     def interpret(self) -> Any:
-        """The `interpret` option of `pallas_call`: True on CPU, for which Pallas has no compiler."""
+        """The option `interpret` of `pallas_call`, which is True on CPU because Pallas has no compiler for CPU."""
         return self.platform == "cpu"
 
     def no_kernels(self) -> str:
-        """Return the reason why a GPU has no kernels, for messages."""
+        """Return the reason why kernels cannot run on this GPU, for messages."""
         needed = ".".join(map(str, AMPERE))
         found = ".".join(map(str, self.capability)) if self.capability else "none that is known"
         return f"kernels need a GPU of compute capability {needed}, {self.kind or 'this one'} has {found}"
@@ -76,14 +78,14 @@ CPU = Device("cpu")
 
 
 def here() -> Device:
-    """Return the first device of the default backend."""
+    """Return the description of the first device of JAX's default backend."""
     return of(jax.devices()[0])
 
 
 def of(device: jax.Device) -> Device:
     """Return the description of a JAX device.
 
-    AMD's GPUs report an architecture, such as "gfx942", and no compute capability.
+    AMD's GPUs report an architecture, such as "gfx942", in place of a compute capability. Their capability is None.
     """
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
@@ -91,15 +93,15 @@ def of(device: jax.Device) -> Device:
 
 
 def named(platform: str | Device | None) -> Device:
-    """Return a device by the name of its platform.
+    """Return the description of a device, given the name of its platform.
 
     Args:
-      platform: "cpu", "gpu", "tpu" (or JAX's name of it), a `Device`, which is returned as it is, or None. None and the
-        platform of the default backend give that backend's first device. "gpu" on another backend gives a GPU of
-        Ampere's capability.
+      platform: "cpu", "gpu", "tpu" (or JAX's name of the platform), a `Device`, or None. A `Device` is returned as it
+        is. None, or the platform of JAX's default backend, gives that backend's first device. "gpu" on another backend
+        gives a GPU of Ampere's compute capability.
 
     Raises:
-      ValueError: another name.
+      ValueError: the name is not that of a platform.
     """
     if isinstance(platform, Device):
         return platform

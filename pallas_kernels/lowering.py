@@ -8,20 +8,20 @@ import types
 import warnings
 from collections.abc import Iterator
 
-# jax 0.11.2 and later warn about each Triton kernel that they lower. Users cannot act on this warning: each op falls
-# back to its plain form, and porting the kernels is this project's task (docs/notes/gpu.md).
+# The beginning of the warning that jax 0.11.2 and later give for each Triton kernel. Users cannot act on the warning:
+# each op falls back to plain jnp, and porting the kernels is this project's task (docs/notes/gpu.md).
 TRITON_ENDS = "The Pallas Triton backend is deprecated"
 TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
 
 
 @contextlib.contextmanager
 def quick_lowering() -> Iterator[None]:
-    """Suppress jax's warning about Triton and MLIR's search for Triton's dialect while programs are lowered.
+    """Suppress jax's warning about Triton, and MLIR's search for Triton's dialect, while GPU programs are lowered.
 
-    MLIR asks Python for a module of each dialect. Triton's dialect has no module, so that MLIR searches the path again
-    for every operation: a quarter of the time that lowering a GPU program takes. An empty module inside the context
+    MLIR asks Python for a module of each dialect. Triton's dialect has no module, so MLIR searches Python's path again
+    for every operation, which takes a quarter of the time of lowering. An empty module, present inside the context,
     ends the search.
-    Warning filters and modules belong to the process: only one thread may be inside at a time.
+    Warning filters and modules belong to the process, so only one thread at a time may be inside the context.
     """
     needs_module = TRITON_DIALECT not in sys.modules and not dialect_exists()
     with warnings.catch_warnings():
@@ -37,5 +37,5 @@ def quick_lowering() -> Iterator[None]:
 
 @functools.cache
 def dialect_exists() -> bool:
-    """Return whether jaxlib has a module of Triton's dialect."""
+    """Return whether jaxlib has a Python module for Triton's MLIR dialect."""
     return importlib.util.find_spec(TRITON_DIALECT) is not None

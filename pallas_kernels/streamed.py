@@ -1,16 +1,17 @@
-"""Products on CPU of a few rows with a matrix that is stored output-first and read once, row by row.
+"""Products of a few rows x with a weight matrix on CPU. The matrix is stored output-first and read once, row by row.
 
-For products over several rows the compiler calls a library. The library walks down 64 columns at a time and waits for
-memory: such a product takes 1.5 to 2 times as long as a product over a single row. Here each row of the matrix is
-multiplied with all rows of x while it is read. The compiler generates one loop for this: a reduction over as many
+For a product with several rows of x, XLA calls a library. The library walks down 64 columns at a time and waits for
+memory: such a product takes 1.5 to 2 times as long as a product with a single row of x. In this file each row of the
+matrix is multiplied with all rows of x while it is read. XLA generates one loop for this: a reduction over as many
 arrays as there are sums.
 
 Several rows of the matrix, far from each other, are read at a time. This keeps more memory reads in flight. Each
-element read of x serves all these rows, so that a large x is read less often from beyond the nearest cache.
+element of x that is read serves all these rows of the matrix. So a large x is read less often from memory beyond the
+nearest cache.
 
-The compiler must be allowed to reorder these sums (see `CPU_COMPILER_OPTIONS` in jaxspec/hardware/platforms.py), or it
-would add one element at a time. Its order depends on the number of sums. So the number of rows changes the last bits of
-each sum.
+XLA must be allowed to reorder the sums (see `CPU_COMPILER_OPTIONS` in jaxspec/hardware/platforms.py), or it would add
+one element at a time. The order that XLA chooses depends on the number of sums. So the number of rows of x changes the
+last bits of each sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +24,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from pallas_kernels import plain
 
-MAX_ROWS = 12  # the library is faster for more rows
-SUMS = 24  # computed at a time: as many as there are registers for
-SMALL_X = 5 * 1024  # elements of an x that stays in the nearest cache
+MAX_ROWS = 12  # largest number of rows of x; for more rows the library is faster
+SUMS = 24  # largest number of sums computed at a time, for which there are registers
+SMALL_X = 5 * 1024  # largest number of elements of an x that stays in the nearest cache
 
 T = TypeVar("T")
 
@@ -33,27 +34,27 @@ T = TypeVar("T")
 def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
     """Multiply x f32[..., I] with a matrix [O, I]. Return f32[..., O].
 
-    A matrix of a smaller dtype, bfloat16 or 8 bits, is read as such and converted for the arithmetic.
+    A matrix of a smaller dtype, bfloat16 or 8 bits, is read in that dtype and converted to float32 for the arithmetic.
     """
     rows = x.size // x.shape[-1]
     streams = num_streams(rows, *matrix.shape[::-1])
-    # The reduction of a single array compiles to another loop, which waits for each of its sums.
+    # A reduction of a single array would compile to another loop, which waits for each addition.
     if rows > MAX_ROWS or streams * rows == 1:
         return by_library(x, matrix) if matrix.dtype == x.dtype else once(by_library, x, matrix)
     return once(by_streams, x, matrix, streams)
 
 
 def by_library(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """Multiply with the library that the compiler calls.
+    """Multiply x with a matrix by the library that XLA calls.
 
-    A matrix of a smaller dtype is converted here. Callers then wrap this function in `once`: else the compiler would
-    convert the matrices of all layers before the first product.
+    A matrix of a smaller dtype is converted first. For such a matrix, callers wrap this function in `once`. Otherwise
+    XLA would convert the matrices of all layers before the first product.
     """
     return plain.dot(x, matrix.astype(x.dtype), 1, x.dtype)
 
 
 def num_streams(rows: int, depth: int, width: int) -> int:
-    """Return the number of rows of the matrix [width, depth] that are read at a time."""
+    """Return the number of rows of the matrix [width, depth] that are read at a time. rows: number of rows of x."""
     most = 2 if rows > 1 and rows * depth <= SMALL_X else 4
     for streams in (4, 2):
         if streams <= most and streams * rows <= SUMS and width % streams == 0:
@@ -62,10 +63,10 @@ def num_streams(rows: int, depth: int, width: int) -> int:
 
 
 def once(function: Callable[..., T], *args: Any) -> T:
-    """Return function(*args), compiled as a function of its own. Only arrays are traced; other arguments are static.
+    """Return function(*args), compiled as a separate function that XLA does not inline.
 
-    Otherwise the compiler would inline the function into every loop that reads its result, and recompute it for every
-    output.
+    XLA would otherwise inline the function into every loop that reads its result, and recompute it for every output.
+    Only array arguments are traced; other arguments are static.
     """
     static = tuple(i for i, arg in enumerate(args) if not isinstance(arg, jax.Array))
     with set_xla_metadata(inlineable="false"):
@@ -74,9 +75,9 @@ def once(function: Callable[..., T], *args: Any) -> T:
 
 
 def by_streams(x: jax.Array, matrix: jax.Array, streams: int) -> jax.Array:
-    """Multiply in one loop over the matrix, `streams` rows at a time.
+    """Multiply x with a matrix in one loop over the matrix, `streams` rows at a time.
 
-    The result is reshaped here: the compiler would move a reshape by the caller through all layers.
+    The result is reshaped in this function, because XLA would move a reshape by the caller through all layers.
     """
     shares = jnp.split(matrix, streams)
     products = [share.astype(x.dtype) * row for row in x.reshape(-1, x.shape[-1]) for share in shares]
@@ -84,7 +85,10 @@ def by_streams(x: jax.Array, matrix: jax.Array, streams: int) -> jax.Array:
 
 
 def sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the sum of each array over its last axis, in one loop. Takes two or more float32 arrays of one shape."""
+    """Return the sum of each array over its last axis, all in one loop.
+
+    arrays: two or more float32 arrays of the same shape.
+    """
 
     def add(some: Sequence[jax.Array], more: Sequence[jax.Array]) -> list[jax.Array]:
         return [a + b for a, b in zip(some, more, strict=True)]

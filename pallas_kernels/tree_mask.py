@@ -1,7 +1,7 @@
-"""The tree mask: which keys each token of a pass sees when the tokens are nodes of a tree, packed as bits.
+"""The tree mask: which keys each token of a pass sees if the tokens are nodes of a tree of drafts.
 
-Words of bits rather than a table: a kernel holds a few words of each query, and tests a block of keys against them at
-once.
+The mask is packed into words of bits. So a kernel needs only a few words of each query, and can test a whole block of
+keys against them at once.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-POSITION, FIRST_NODE, WORDS = range(3)  # indices of the last axis of `tree`: see `paged_attention`
-BITS = 32  # of a word
+POSITION, FIRST_NODE, WORDS = range(3)  # indices on the last axis of the argument `tree` of `paged_attention`
+BITS = 32  # number of bits of a word
 
 
 def packed(position: jax.Array, first: jax.Array, seen: jax.Array) -> jax.Array:
-    """Return the argument `tree` of `paged_attention`, i32[B, T, 2 + W].
+    """Pack a tree mask. Return the argument `tree` of `paged_attention`, i32[B, T, 2 + W].
 
     Args:
-      position: i32[B, T], positions of the queries.
-      first: i32[B], position of the slot of each row's first node.
-      seen: bool[B, T, C], which of the C nodes from that slot on each query sees.
+      position: i32[B, T], positions of the queries in the text.
+      first: i32[B], position of the cache slot of each row's first node. The slots of all C nodes are consecutive.
+      seen: bool[B, T, C], whether each query sees each of the C nodes.
     """
     b, t, c = seen.shape
     words = -(-c // BITS)
@@ -30,11 +30,12 @@ def packed(position: jax.Array, first: jax.Array, seen: jax.Array) -> jax.Array:
 
 
 def sees(words: Sequence[jax.Array], node: jax.Array) -> jax.Array:
-    """Return whether queries see keys, as bools.
+    """Return bools: whether queries see keys, according to a packed tree mask.
 
     Args:
-      words: the W words of the queries, a list of i32 arrays.
-      node: i32, the keys' indices among the nodes; below 0 for the keys before all nodes. Broadcasts against each word.
+      words: the W words of the mask for the queries, a list of i32 arrays.
+      node: i32 array, index of each key among the nodes, below 0 for keys before all nodes. It must broadcast against
+        each word.
     """
     seen = node < 0
     for i, word in enumerate(words):

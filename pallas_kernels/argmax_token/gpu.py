@@ -1,7 +1,7 @@
-"""argmax_token on GPU for a few rows: the product of `_few_rows`, reduced to the largest logit as it is computed.
+"""The op argmax_token on GPU for a few rows: a product as in `_few_rows`, reduced to the largest logit.
 
-For each row, a program writes only the largest of its logits and the id of this logit. The compiler would write all
-logits and read them again.
+Each program (block of the kernel's grid) computes the logits of some ids. For each row it writes only its largest logit
+and the id of that logit. XLA would write all logits and read them again.
 """
 
 import functools
@@ -19,19 +19,19 @@ from pallas_kernels._overlap import WARPS, start_next
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 
-NONE = int(np.iinfo(np.int32).max)  # an id above all others
+NONE = int(np.iinfo(np.int32).max)  # an id above all real ids, which represents no id
 
 LogitAndId = tuple[jax.Array, jax.Array]
 
 
 def fits(x: jax.Array, table: jax.Array, *, device: Device, **options: Any) -> bool:
-    """Return whether this form covers the arguments and is meant for them."""
+    """Return whether the kernel supports these arguments and is meant for them."""
     small = x.size // x.shape[-1] <= MAX_ROWS and x.shape[-1] % (DEPTH // 2) == 0 and table.size <= NONE
     return small and x.dtype == table.dtype == jnp.bfloat16 and device.shares_much
 
 
 def argmax_token(x: jax.Array, table: jax.Array, *, num_ids: int, device: Device) -> jax.Array:
-    """Compute argmax_token in one kernel, and reduce the results of its programs."""
+    """Compute the op argmax_token in one kernel, and reduce the results of the kernel's programs."""
     size, depth = table.shape
     rows, programs = x.size // depth, pl.cdiv(size, COLUMNS)
     deep, stages = reads(rows, depth, COLUMNS, programs)
@@ -47,11 +47,11 @@ def argmax_token(x: jax.Array, table: jax.Array, *, num_ids: int, device: Device
         name="argmax_token",
     )(x.reshape(rows, depth), table)
     _, found = lax.reduce((largest, ids), (jnp.float32(-jnp.inf), jnp.int32(NONE)), larger, (1,))
-    return jnp.minimum(found, num_ids - 1).reshape(x.shape[:-1])  # an id even where all logits are NaN
+    return jnp.minimum(found, num_ids - 1).reshape(x.shape[:-1])  # a valid id even if all logits are NaN
 
 
 def larger(a: LogitAndId, b: LogitAndId) -> LogitAndId:
-    """Return the larger of two (logit, id): the one with the larger logit, else the lower id."""
+    """Return the larger of two pairs (logit, id): the pair with the larger logit or, if equal, with the lower id."""
     first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
@@ -63,7 +63,7 @@ def _largest(x: Ref, table: Ref, largest: Ref, ids: Ref, *, num_ids: int, deep: 
     column = program * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
 
     def load(array: Ref, rows: jax.Array, at: jax.Array, full: bool) -> jax.Array:
-        """Read elements [rows, at] of an array; full: all rows are within the array."""
+        """Read elements [rows, at] of an array. full: whether all these rows are within the array."""
         mask = None if full else jnp.broadcast_to((rows < array.shape[0])[:, None], (rows.size, deep))
         return plgpu.load(array.at[rows[:, None], at[None, :]], mask=mask, other=None if full else 0)
 

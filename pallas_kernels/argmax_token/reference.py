@@ -1,4 +1,4 @@
-"""argmax_token in plain jnp."""
+"""The op argmax_token in plain jnp."""
 
 import jax
 import jax.numpy as jnp

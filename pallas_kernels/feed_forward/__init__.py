@@ -1,4 +1,4 @@
-"""The op feed_forward: the second half of a decoder layer."""
+"""The op feed_forward, which computes the second half of a decoder layer."""
 
 import jax
 
@@ -29,34 +29,34 @@ def feed_forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the second half of a decoder layer: `x += mixed @ out`, then `x += (act(gate) * up) @ down`.
 
-    gate and up are the product of the normed x with gate_up.
+    `gate` and `up` are the columns of `rms_norm(x) @ gate_up`.
 
     Args:
       x: [..., E], the input of the layer.
       mixed: [..., H * D], the result of the layer's attention.
-      out: [H * D, E], in any form of weight, like gate_up and down.
-      gate_up: [E, 2F], columns in blocks, `block` of gate and `block` of up in turn.
-      down: [F, E].
+      out: [H * D, E], output projection of attention. Like gate_up and down, a plain array or any `Weight`.
+      gate_up: [E, 2F], merged gate and up projections: `block` columns of gate and `block` columns of up in turn.
+      down: [F, E], down projection.
       norm: f32[E], scale of the RMSNorm before gate_up.
       eps: epsilon of all norms.
       post_attention_norm: f32[E], scale of an RMSNorm of the first product before it is added to x, or None.
-      post_mlp_norm: the same for the last product.
-      next_norm: f32[E], scale of the RMSNorm that the next op begins with, or None.
-      next_qkv: [E, ...], the matrix that the next op reads first, or None. A kernel may prefetch it.
+      post_mlp_norm: f32[E], scale of an RMSNorm of the last product before it is added to x, or None.
+      next_norm: f32[E], scale of the RMSNorm with which the next op begins, or None.
+      next_qkv: [E, ...], the weight matrix that the next op reads first, or None. A kernel may prefetch it.
       activation: "silu" or "gelu_tanh".
-      block: number of columns of a block, a divisor of F.
-      sum_over: mesh axes over which heads and F are sharded, within `jax.shard_map`. Both products are then summed over
+      block: number of consecutive columns of gate or up in gate_up, a divisor of F.
+      sum_over: mesh axes over which heads and F are sharded, inside `jax.shard_map`. Both products are then summed over
         these axes.
-      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
-        (the kernel where one covers these arrays, else plain jnp).
-      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
+      implementation: None for the best known implementation on the platform, "reference" for plain jnp, "pallas" for a
+        Pallas kernel if one supports these arrays, else plain jnp.
+      platform: platform to compile for, "cpu", "gpu", "tpu" or a `Device`; None for JAX's default backend.
 
     Returns:
-      [..., E] in the dtype of x; and the same normed by next_norm where the kernel computed it, else None.
-      `self_attention` takes the normed x if there is one, and norms x itself otherwise.
+      The new x, [..., E] in the dtype of x; and its RMSNorm with scale next_norm if a kernel computed this, else None.
+      `self_attention` takes the normed x if there is one, and computes it otherwise.
 
     Raises:
-      ValueError: shapes that do not fit, an unknown implementation or platform.
+      ValueError: shapes that do not fit each other, an unknown implementation or platform.
     """
     f, e = down.shape
     a, _ = out.shape

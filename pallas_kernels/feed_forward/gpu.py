@@ -1,8 +1,8 @@
-"""feed_forward on GPU for a few rows.
+"""The op feed_forward on GPU for a few rows of x.
 
-One row and small matrices take three products, each of which adds up the parts of the product before (see
-`_split_product`). More rows or larger matrices take three products and two kernels between them (see `_few_rows`). The
-plain form serves all other arguments.
+For one row and small matrices there are three kernels, one for each product. Each adds up the partial sums of the
+product before (see `_split_product`). For more rows or larger matrices there are three product kernels, and two kernels
+between and after them (see `_few_rows`). Plain jnp computes all other cases.
 """
 
 import functools
@@ -27,7 +27,7 @@ def num_rows(x: jax.Array) -> int:
 
 
 def fits(x: jax.Array, *_: Any, device: Device, **options: Any) -> bool:
-    """Return whether this form is meant for these arguments."""
+    """Return whether the kernels are meant for these arguments."""
     rows = num_rows(x)
     return x.dtype == jnp.bfloat16 and (rows == 1 or _few_rows.covers(rows, device=device))
 
@@ -50,11 +50,11 @@ def feed_forward(
     sum_over: tuple[str, ...] = (),
     device: Device,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Choose the kernels for these arguments and run them, or the plain form."""
+    """Choose the kernels for these arguments and run them. If no kernel supports them, use plain jnp."""
     rows, matrices = num_rows(x), (out, gate_up, down)
     plain = post_attention_norm is None and post_mlp_norm is None and block % _split_product.STEP == 0
-    # A product cannot add up the parts of the one before where devices have to be summed between them. One row is then
-    # computed like a few rows.
+    # If devices' results have to be summed between two products, the second cannot add up the first's partial sums. One
+    # row is then computed like a few rows.
     if plain and not sum_over and rows == 1 and _split_product.covers(*matrices):
         columns, _ = _split_product.tile(*down.shape)
         first = split_product(mixed.reshape(-1), out, zeros=down.shape[1] // columns, device=device)
@@ -68,7 +68,7 @@ def feed_forward(
         product = functools.partial(_few_rows.product, device=device)
 
         def summed(parts: jax.Array) -> jax.Array:
-            """Return parts [splits, rows, width]; within `sum_over`, summed over the devices into one part."""
+            """Return partial sums [splits, rows, width]; with `sum_over`, one part [1, rows, width] of all devices."""
             return total(jnp.sum(parts, axis=0, keepdims=True), sum_over) if sum_over else parts
 
         parts = summed(product(mixed.reshape(rows, -1), out, then=gate_up))

@@ -1,4 +1,4 @@
-"""feed_forward in plain jnp."""
+"""The op feed_forward in plain jnp."""
 
 import jax
 
@@ -25,7 +25,7 @@ def feed_forward(
     sum_over: tuple[str, ...] = (),
     device: Device | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute feed_forward in plain jnp. No next norm is applied: the second result is None."""
+    """Compute the op feed_forward in plain jnp. The second result is None: the next op computes its own norm."""
     mixed = total(product(mixed, out, device=device), sum_over)
     if post_attention_norm is not None:
         mixed = rms_norm(post_attention_norm, mixed, eps)

@@ -1,4 +1,7 @@
-"""kv_write on GPU: one program per token and block of its elements, in place."""
+"""The op kv_write on GPU, in place.
+
+There is one program (block of the kernel's grid) for each token and block of the token's elements.
+"""
 
 import functools
 
@@ -14,10 +17,10 @@ BLOCK = 1024
 
 
 def kv_write(pages: jax.Array, kv: jax.Array, slots: jax.Array, *, device: Device) -> jax.Array:
-    """Write kv[i] to slot slots[i] of the pages in one kernel, in place."""
+    """Write kv[i] to the slot slots[i] of the pages in one kernel, in place."""
     p, s, *_ = pages.shape
     (m,) = slots.shape
-    flat = pages.reshape(p * s, -1)  # a bitcast: only the axes of a token's elements are merged
+    flat = pages.reshape(p * s, -1)  # a bitcast, as only a token's axes are merged
     width = flat.shape[1]
     block = min(BLOCK, pl.next_power_of_2(width))
     flat = pl.pallas_call(

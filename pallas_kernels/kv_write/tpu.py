@@ -1,4 +1,4 @@
-"""kv_write on TPU: one asynchronous copy per token from HBM to HBM, in place."""
+"""The op kv_write on TPU: one asynchronous copy from HBM to HBM for each token, in place."""
 
 import functools
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from pallas_kernels._hbm import in_hbm
 from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 
-IN_FLIGHT = 64  # copies that are started before the first is waited for
+IN_FLIGHT = 64  # number of copies that are started before the first is waited for
 
 
 @functools.partial(jax.jit, static_argnames="device")
 def kv_write(pages: jax.Array, kv: jax.Array, slots: jax.Array, *, device: Device) -> jax.Array:
-    """Copy kv[i] to slot slots[i] of the pages, in place."""
+    """Copy kv[i] to the slot slots[i] of the pages, in place."""
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     result: jax.Array = pl.pallas_call(
         _kernel,
@@ -31,7 +31,7 @@ def kv_write(pages: jax.Array, kv: jax.Array, slots: jax.Array, *, device: Devic
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
         out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
-        input_output_aliases={2: 0},  # operand 2 is pages, counting the prefetched slots
+        input_output_aliases={2: 0},  # operand 2 is `pages`, since the prefetched `slots` are operand 0
         interpret=device.interpret,
         name="kv_write",
     )(slots, kv, in_hbm(pages, device))
@@ -49,7 +49,7 @@ def _kernel(slots: Ref, kv: Ref, _: Ref, pages: Ref, semaphore: Ref) -> None:
             act(pltpu.make_async_copy(kv.at[i], pages.at[slot // s, slot % s], semaphore))
 
     def step(i: jax.Array, _: None) -> None:
-        # One semaphore counts all copies: they are equally large, so that it does not matter which of them has arrived.
+        # One semaphore counts all copies. They are equally large, so it does not matter which of them has arrived.
         if_live(i - IN_FLIGHT, lambda copy: copy.wait())
         if_live(i, lambda copy: copy.start())
 

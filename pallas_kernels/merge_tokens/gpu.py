@@ -1,4 +1,7 @@
-"""merge_tokens on GPU. Every program finds the rows of one block of output elements, then gathers."""
+"""The op merge_tokens on GPU.
+
+Every program (block of the kernel's grid) finds the rows of one block of output elements, then gathers their tokens.
+"""
 
 import functools
 
@@ -23,10 +26,10 @@ def merge_tokens(
     fill: int,
     device: Device,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge in one kernel with a program for each block of output elements."""
+    """Merge the rows in one kernel, with a program for each block of output elements."""
     (t,) = tokens.shape
     (b,) = next_tokens.shape
-    if t == 0:  # every row is only its next token; a kernel takes no empty operand
+    if t == 0:  # every row has only its next token, and a kernel accepts no empty operand
         return next_tokens, jnp.zeros(b, bool)
     merged, rejected = pl.pallas_call(
         functools.partial(_kernel, fill=fill),
@@ -54,7 +57,7 @@ def _kernel(
     row = jnp.minimum(row, b - 1)
 
     end = plgpu.load(query_start.at[row + 1]) + row
-    last = end - plgpu.load(num_rejected.at[row])  # where the next token goes
+    last = end - plgpu.load(num_rejected.at[row])  # output index of the row's next token
     token = plgpu.load(tokens.at[jnp.clip(i - row, 0, t - 1)])
     token = jnp.where(i == last, plgpu.load(next_tokens.at[row]), token)
     is_rejected = ~live | (i > last)

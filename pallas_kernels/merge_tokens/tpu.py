@@ -1,4 +1,4 @@
-"""merge_tokens on TPU: scalar loops over SMEM, whose size bounds T and B (to some 10,000 tokens)."""
+"""The op merge_tokens on TPU: scalar loops over SMEM, whose size bounds T and B (to some 10,000 tokens)."""
 
 import functools
 from collections.abc import Callable
@@ -22,10 +22,10 @@ def merge_tokens(
     fill: int,
     device: Device,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge in one kernel that loops over the rows."""
+    """Merge the rows in one kernel that loops over them."""
     (t,) = tokens.shape
     (b,) = next_tokens.shape
-    if t == 0:  # every row is only its next token; a kernel takes no empty operand
+    if t == 0:  # every row has only its next token, and a kernel accepts no empty operand
         return next_tokens, jnp.zeros(b, bool)
     smem = pl.BlockSpec(memory_space=pltpu.MemorySpace.SMEM)
     merged, rejected = pl.pallas_call(

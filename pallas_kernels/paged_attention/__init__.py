@@ -1,4 +1,4 @@
-"""The op paged_attention: causal attention over the pages of a row."""
+"""The op paged_attention, which computes causal attention of tokens to the cache pages of their row."""
 
 import jax
 
@@ -6,7 +6,7 @@ from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, str
 
 OP = Op("paged_attention", (triton(best=True), mosaic(best=True), streamed(), plain()))
 
-WHOLE_KEYS = 1024  # on GPU, keys up to which a row's block table need not be split between programs
+WHOLE_KEYS = 1024  # largest number of keys in a block table that one program of the GPU kernel may read without splits
 
 
 def paged_attention(
@@ -26,35 +26,36 @@ def paged_attention(
     """Return causal attention of the last T tokens of every row to the row's pages.
 
     Query t of row b has position `kv_len[b] - T + t`. It sees the keys at positions j from 0 to its own; with a
-    `window`, only the keys with `j > position - window`. The keys of these T tokens must have been written before.
+    `window`, only the keys with `j > position - window`. Keys and values of the T tokens must already be in the pages.
     Scores are `query . key * scale`; with a `soft_cap`, `soft_cap * tanh(query . key * scale / soft_cap)`.
 
     Args:
-      query: [B, T, H, D]; query head h reads key-value head `h // (H / G)`.
+      query: [B, T, H, D], the queries; query head h reads key-value head `h // (H / G)`.
       pages: [P, S, 2G, D], keys (even index) and values (odd index) interleaved by head.
-      block_table: i32[B, N], page ids. Entries beyond the pool (unassigned) are read as the last page, so they may only
-        cover positions that no live query sees.
-      kv_len: i32[B], number of positions of the row, including the T of this pass. May exceed `N * S` by padded
-        queries.
-      num_keys: i32[B], number of these positions that are written, at most kv_len; None for all. The rest is padding of
-        this pass, and its slots may hold anything, NaN included.
-      tree: i32[B, T, 2 + W] if the tokens are the nodes of a tree (see `tree_mask`); None for a chain. The
-        last axis has for each query: its position, which then differs from its slot's; the position of the first slot
-        that holds a node; W words of 32 bits, a bit for each node that the query sees. A query also sees all keys
-        before the nodes that its window reaches. No window may be shorter than a path of the tree.
+      block_table: i32[B, N], page ids. Entries of P or more (no page assigned) are read as the last page, so they may
+        only cover positions that no query in use sees.
+      kv_len: i32[B], number of positions of the row, including the T tokens of this pass. If the T tokens include
+        padding, it may exceed `N * S`.
+      num_keys: i32[B], number of the row's positions that are written, at most kv_len; None if all are. The other
+        positions are padding of this pass, and their slots may hold anything, NaN included.
+      tree: i32[B, T, 2 + W] if the tokens are nodes of a tree of drafts (see `tree_mask`); None for a chain. The last
+        axis has for each query: its position in the text, which differs from the position of its slot; the position of
+        the first slot that holds a node; and W words of 32 bits, with a bit for each node that the query sees. A query
+        also sees all keys before the tree's nodes, as far as its window reaches. No window may be shorter than a path
+        of the tree.
       scale: factor of the scores, usually `D ** -0.5`.
       window: number of positions that a query sees, including its own; None for all.
-      soft_cap: bound on the absolute score; None for no bound.
-      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
-        (the kernel where one covers these arrays, else plain jnp).
-      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
+      soft_cap: bound on the absolute value of scores; None for no bound.
+      implementation: None for the best known implementation on the platform, "reference" for plain jnp, "pallas" for a
+        Pallas kernel if one supports these arrays, else plain jnp.
+      platform: platform to compile for, "cpu", "gpu", "tpu" or a `Device`; None for JAX's default backend.
 
     Returns:
-      [B, T, H, D] in the dtype of `query`, accumulated in float32. Queries at negative positions give zeros, so all
-      queries of a row with `kv_len <= 0` do. Queries at positions beyond `N * S` give arbitrary finite values.
+      [B, T, H, D] in the dtype of `query`, accumulated in float32. The result of a query at a negative position is 0,
+      so a row with `kv_len <= 0` gives zeros. A query at a position beyond `N * S` gives arbitrary finite values.
 
     Raises:
-      ValueError: shapes that do not fit, a window below 1, an unknown implementation or platform.
+      ValueError: shapes that do not fit each other, a window below 1, an unknown implementation or platform.
     """
     b, _, h, d = query.shape
     _, _, g2, _ = pages.shape

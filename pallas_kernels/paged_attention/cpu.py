@@ -1,7 +1,7 @@
-"""paged_attention on CPU: the plain form, with another product for the scores of a few query rows.
+"""The op paged_attention on CPU: plain jnp as in `reference`, but with another product for scores of a few query rows.
 
-These scores are summed up while the keys are read from their pages (see `streamed`). The library's product needs the
-keys gathered first, and takes longer.
+These scores are summed up while the keys are read from their pages (see `pallas_kernels.streamed`). The product of the
+library that XLA calls takes longer, because it needs the keys gathered first.
 """
 
 import functools
@@ -14,7 +14,7 @@ from pallas_kernels.streamed import SUMS, sums
 
 
 def score(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Return the scores like `reference.score`, for a few float32 rows by one reduction."""
+    """Return attention scores as `reference.score` does, for a few float32 query rows by one reduction."""
     num_rows = query.shape[2]
     if query.dtype != jnp.float32 or not 1 < num_rows <= SUMS:
         return reference.score(query, key)

@@ -1,9 +1,10 @@
-"""paged_attention on GPU: flash attention over pages, with the keys of a row split over several programs.
+"""The op paged_attention on GPU: flash attention over pages, with a row's keys split over several programs.
 
-The split follows Flash-Decoding (crfm.stanford.edu/2023/10/12/flashdecoding.html). Each program writes its weighted
-sum, its largest score and its total weight; a small jnp epilogue combines them. If rows and heads alone give enough
-programs, and the keys are few, one program takes all keys of a head. Then nothing is left to combine, and as many
-copies are in flight as a multiprocessor holds.
+A program is a block of the kernel's grid. The split follows Flash-Decoding
+(crfm.stanford.edu/2023/10/12/flashdecoding.html). Each program writes the weighted sum of its values, its largest score
+and its total softmax weight. A few jnp operations after the kernel combine these. If rows and heads alone give enough
+programs, and the keys are few, one program reads all keys of a head. Then nothing is left to combine, and as many reads
+are in flight as a multiprocessor has room for.
 
 The number of splits depends on static shapes only, so that a row's result does not depend on the rows beside it.
 """
@@ -27,24 +28,24 @@ from pallas_kernels.device import Device
 from pallas_kernels.paged_attention import WHOLE_KEYS
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
-MIN_ROWS, MAX_ROWS = 16, 64  # query rows of a program: tl.dot needs at least 16
-SPLIT_KEYS, MAX_SPLITS = 128, 16  # least keys of a split, most splits of a row
-PROGRAMS = 512  # with more programs, splits only add work to combine them
-WHOLE_PROGRAMS = 96  # with so many programs, up to WHOLE_KEYS keys are not split
-BLOCK_BYTES = 1 << 15  # of keys and values in a read; of larger reads, only one is in flight
-MASKED = -1e30  # the score of an unseen key; finite, so that a difference is 0, not NaN
-LEAST = -5e29  # the largest score before the first key: below all real scores, and so far above MASKED that it weighs 0
-STEPS = 3  # least number if the first computes the queries: the first page ids then do not wait for a row's length
-LOG2E = math.log2(math.e)  # weights are powers of 2
+MIN_ROWS, MAX_ROWS = 16, 64  # least and largest number of query rows of a program; Triton's dot needs at least 16
+SPLIT_KEYS, MAX_SPLITS = 128, 16  # least number of keys of a split, and largest number of splits of a row
+PROGRAMS = 512  # number of programs beyond which more splits would only add work to combine them
+WHOLE_PROGRAMS = 96  # number of programs from which on the keys of a row (up to WHOLE_KEYS) are not split
+BLOCK_BYTES = 1 << 15  # bytes of keys and values in a read, above which only one read is in flight
+MASKED = -1e30  # the score of an unseen key; it is finite, so that a difference of two is 0, not NaN
+LEAST = -5e29  # "largest score" before the first key: below all real scores, and so far above MASKED that those weigh 0
+STEPS = 3  # least number of steps if step 0 computes the queries; the first page ids then wait for no row's length
+LOG2E = math.log2(math.e)  # factor of scores, since softmax weights are computed as powers of 2
 
 
 def num_splits(programs: int, keys: int, roomy: bool) -> int:
-    """Return the number of splits of a row's keys.
+    """Return the number of programs over which the keys of a row are split.
 
     Args:
-      programs: number of programs without splits.
-      keys: number of keys that the block table has room for.
-      roomy: whether 7 stages fit into the shared memory of a multiprocessor.
+      programs: number of programs if keys are not split.
+      keys: number of keys that a row of the block table has room for.
+      roomy: whether 7 pipeline stages fit into the shared memory of a multiprocessor.
     """
     if roomy and programs >= WHOLE_PROGRAMS and keys <= WHOLE_KEYS:
         return 1
@@ -52,10 +53,14 @@ def num_splits(programs: int, keys: int, roomy: bool) -> int:
 
 
 def most_rows(block_d: int, dtype: np.dtype[Any], roomy: bool) -> int:
-    """Return the largest number of query rows whose values fit into a program's registers.
+    """Return the largest number of query rows for which a program's registers suffice.
 
-    A float32 product holds several parts of each value. Matrix units that read from shared memory, which `roomy`
-    implies (see `num_splits`), leave room for more rows.
+    A float32 product holds each value in several parts. Matrix units that read from shared memory leave room for more
+    rows.
+
+    block_d: size of a head, padded to a power of two.
+    dtype: dtype of keys and values.
+    roomy: whether shared memory is large (see `num_splits`), which implies such matrix units.
     """
     if dtype.itemsize > 2:
         return MIN_ROWS
@@ -63,14 +68,20 @@ def most_rows(block_d: int, dtype: np.dtype[Any], roomy: bool) -> int:
 
 
 def keys_at_a_time(block_d: int, dtype: np.dtype[Any]) -> int:
-    """Return the number of keys read at a time, such that they and their values fit into shared memory."""
+    """Return the number of keys that are read at a time, such that keys and values fit into shared memory.
+
+    block_d: size of a head, padded to a power of two.
+    """
     return 64 if block_d * dtype.itemsize <= 512 else 32
 
 
 def num_stages(deep: bool, block_bytes: int) -> int:
-    """Return the number of pipeline stages; deep: whether 7 fit.
+    """Return the number of pipeline stages of the loop over blocks of keys.
 
-    The page ids of a block are read before its keys and values. So two stages mean that one block is read ahead.
+    The page ids of a block are read before the block's keys and values. So with two stages, one block is read ahead.
+
+    deep: whether shared memory has room for 7 stages.
+    block_bytes: bytes of keys and values of a block.
     """
     if block_bytes > BLOCK_BYTES:
         return 2
@@ -90,7 +101,7 @@ def paged_attention(
     soft_cap: float | None,
     device: Device,
 ) -> jax.Array:
-    """Attend in one kernel, and combine the splits of each row if there are several."""
+    """Compute the op paged_attention in one kernel, and combine the splits of each row if there are several."""
     b, t, h, d = query.shape
     p, s, g2, _ = pages.shape
     n = block_table.shape[1]
@@ -112,7 +123,7 @@ def paged_attention(
             "top": shape(parts, jnp.float32),
             "total": shape(parts, jnp.float32),
         }
-    # With one token a row, num_keys bounds nothing: the token is written, or its row computes nothing.
+    # If rows have one token, num_keys has no effect: either that token is written, or its row computes nothing.
     bounds = {} if num_keys is None or t == 1 else {"num_keys": num_keys}
     bounds |= {} if tree is None else {"tree": tree}
     results = pl.pallas_call(
@@ -137,17 +148,26 @@ def paged_attention(
 
 
 def combined(acc: jax.Array, top: jax.Array, total: jax.Array, axis: int) -> jax.Array:
-    """Return the result of all splits, which are this axis of acc [..., D], top and total [...]."""
+    """Combine the results of all splits of the keys into the attention's result.
+
+    acc: weighted sum of values of each split, [..., D].
+    top, total: largest score and total weight of each split, [...].
+    axis: axis of the splits in all three arrays.
+    """
     shrink = jnp.exp2(top - jnp.max(top, axis=axis, keepdims=True))
     total = jnp.sum(total * shrink, axis=axis)
     return jnp.sum(acc * shrink[..., None], axis=axis) / jnp.where(total > 0, total, 1)[..., None]
 
 
 def initial_carry(rows: int, columns: int, parts: int, keys: tuple[int, ...] = ()) -> Carry:
-    """Return the carry of `attend` before the first key: (largest score, total weight, *parts of the weighted sum).
+    """Return the state of the running softmax (`Carry`) before the first key.
 
-    keys: (block_keys,) to keep a total weight for each key of a block, which the caller adds up at the end. This takes
-    some registers, and saves a sum over threads in each step.
+    The state is (largest score, total weight, *parts of the weighted sum of values).
+
+    rows: number of query rows.
+    columns, parts: number of columns of a part of the weighted sum, and number of parts.
+    keys: (block_keys,) for a total weight of each key index within a block, which the caller adds up at the end. This
+      takes some registers, and saves a sum over threads in each step. () for one total weight.
     """
     sums = [jnp.zeros((rows, columns), jnp.float32)] * parts
     return jnp.full(rows, LEAST, jnp.float32), jnp.zeros((rows, *keys), jnp.float32), *sums
@@ -163,9 +183,12 @@ def attend(
     scale: float,
     soft_cap: float | None,
 ) -> Carry:
-    """Return the carry after a block of keys and values; query, key and value are lists of column parts of the head.
+    """Return the state of the running softmax (`Carry`) after one more block of keys and values.
 
-    seen: bool[rows, keys], broadcastable: which keys each query sees.
+    carry: the state before the block.
+    query, key, value: [rows, _], [keys, _] and [keys, _], each as a list of parts of the head's columns.
+    seen: bool[rows, keys] or broadcastable to it, whether a query sees a key.
+    scale, soft_cap: as in `paged_attention`.
     """
     top, total, *acc = carry
     dtype = value[0].dtype
@@ -201,39 +224,41 @@ def attend_to_pages(
     ahead: Callable[..., jax.Array] | None = None,
     tree: tuple[jax.Array, list[jax.Array]] | None = None,
 ) -> Carry:
-    """Return the carry of `attend` after the keys of one row and key-value head that the queries see.
+    """Return the state of the running softmax (`Carry`) after the queries have attended to keys of one row and head.
 
     Args:
-      query: column parts of the queries; or a function that returns (query, carry before the first key). The first step
-        calls the function while the first keys are being read.
+      query: queries as a list of parts of the head's columns; or a function that returns (queries, state before the
+        first key). The first step calls the function while the first keys are being read.
       query_at: i32[rows], positions of the queries.
-      pages: [P * S, 2G, D].
+      pages: [P * S, 2G, D], the pages with all slots on one axis.
+      block_table: i32[B, N], page ids.
       place: (row, key-value head).
       keys: (begin, end) of the positions to read.
-      block_table: i32[B, N], page ids.
-      columns: column indices of the head, in parts.
-      page_size: positions of a page.
+      columns: column indices of the head, as a list of parts.
+      page_size: number of positions of a page.
       block_keys: number of keys read at a time.
-      whole: whether these are all keys of the row; the total weight then has a value for each key (see `result`).
-      window: as in `paged_attention`, like scale and soft_cap.
+      whole: whether this program reads all keys of the row. The total weight then has a value for each key index within
+        a block, and `result` adds them up.
+      window: number of positions that a query sees, as in `paged_attention`.
       scale: factor of the scores.
-      soft_cap: bound on the absolute score, or None.
-      ahead: function of `now` that prefetches for the next kernel and returns 0 (see `_overlap.prefetch`), or None.
-      tree: (position of the first node i32[rows], words as a list of i32[rows]) of the queries, or None.
+      soft_cap: bound on the absolute value of scores, or None.
+      ahead: function ahead(now) that prefetches for the next kernel and returns 0 (see `_overlap.prefetch`), or None.
+      tree: (position of the first node i32[rows], words as a list of i32[rows]) of the queries (see `tree_mask`) if the
+        tokens are nodes of a tree, or None.
     """
     num_slots, _, d = pages.shape
     row_pages = block_table.shape[1]
     b, head = place
     begin, end = keys
-    last_key = jnp.minimum(query_at, end - 1)  # that each query sees among these
-    # A program that takes all keys is alone on its multiprocessor, so it has registers to spare.
+    last_key = jnp.minimum(query_at, end - 1)  # position of the last key in this range that each query sees
+    # A program that reads all keys of a row is alone on its multiprocessor, so it has registers to spare.
     start = initial_carry(query_at.size, columns[0].size, len(columns), (block_keys,) if whole else ())
     first = None
     num_steps = pl.cdiv(jnp.maximum(end - begin, 0), block_keys)
     if callable(query):
         first = query
         query = [jnp.zeros((query_at.size, c.size), pages.dtype) for c in columns]
-        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # bounds known to the compiler
+        num_steps = STEPS + jnp.clip(num_steps - STEPS, 0, row_pages * page_size)  # in bounds that the compiler knows
 
     def step(i: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
         *before, prefetched = state
@@ -242,7 +267,7 @@ def attend_to_pages(
             prefetched += ahead(now=i == num_steps - 1)
         key_at = begin + i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
         used = key_at < end
-        # Unused keys are not replaced by key 0: that takes registers, and so one program less fits a multiprocessor.
+        # Unused keys are not replaced by key 0. That takes registers, and so one program less fits a multiprocessor.
         page = plgpu.load(block_table.at[b, jnp.minimum(lax.div(key_at, page_size), row_pages - 1)])
         page = jnp.minimum(page, num_slots // page_size - 1)
         slot = page * page_size + lax.rem(key_at, page_size)
@@ -265,14 +290,21 @@ def attend_to_pages(
 
 
 def result(carry: Carry, device: Device) -> list[jax.Array]:
-    """Return the result of the queries, in column parts, after all keys. Allow the next kernel to start."""
+    """Return the attention's result in parts of the head's columns, given the softmax state after all keys.
+
+    Also allow the next kernel to start (see `_overlap.start_next`).
+    """
     _, total, *acc = carry
     total = start_next(jnp.sum(total, axis=1), device)
     return [a / jnp.where(total > 0, total, 1)[:, None] for a in acc]
 
 
 def tile(rows: jax.Array, columns: jax.Array, head_dim: int) -> jax.Array:
-    """Return the mask of a tile: these rows, and the columns that are not padding of the head size."""
+    """Return the mask bool[rows, columns] of a tile of a head.
+
+    rows: bool[rows], whether a row is in use.
+    columns: column indices of the tile; those of head_dim or more are padding and masked out.
+    """
     mask = jnp.broadcast_to(rows[:, None], (rows.shape[0], columns.shape[0]))
     return mask if head_dim % columns.shape[0] == 0 else mask & (columns < head_dim)[None, :]
 
@@ -305,19 +337,19 @@ def _kernel(
     first_row = row_block * block_rows
     row = first_row + jnp.arange(block_rows, dtype=jnp.int32)
     token = lax.div(row, group)
-    # The index in query and output, [B, T * H]; out of bounds where not `here`.
+    # Index of each query row on the axis T * H of query and output; out of bounds for rows that are not `here`.
     line = token * h + head * group + lax.rem(row, group)
     here = token < num_tokens
-    # Heads are read in halves: a thread then has fewer rows of a tile, and looks up fewer pages.
+    # Heads are read in two halves: a thread then has fewer rows of a tile, and looks up fewer page ids.
     half = block_d // 2 if block_d >= 32 else block_d
     parts = [first + jnp.arange(half, dtype=jnp.int32) for first in range(0, block_d, half)]
 
     q = [plgpu.load(query.at[b, line[:, None], at[None, :]], mask=tile(here, at, d), other=0) for at in parts]
 
-    # The query block reads keys [begin, end); this program reads [split_begin, split_end) of them.
-    position = kv_len[b] - num_tokens  # of the row's first query
+    # The programs of this block of queries read keys [begin, end); this program reads [split_begin, split_end) of them.
+    position = kv_len[b] - num_tokens  # position of the row's first query
     query_at = position + token
-    first_at = position + first_row // group  # no query has a lower position
+    first_at = position + first_row // group  # lower bound of the positions of this block's queries
     tree = None
     if "tree" in out:
 
@@ -328,7 +360,7 @@ def _kernel(
         first_at = plgpu.load(out["tree"].at[b, jnp.int32(0), jnp.int32(FIRST_NODE)])
         tree = of_token(FIRST_NODE), [of_token(i) for i in range(WORDS, out["tree"].shape[2])]
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
-    if tree is not None:  # nodes see each other across the programs of a row
+    if tree is not None:  # nodes may see nodes whose queries are in other programs
         last_query = kv_len[b] - 1
     begin = 0 if window is None else jnp.maximum(first_at - window + 1, 0)
     end = jnp.clip(last_query + 1, 0, row_pages * page_size)

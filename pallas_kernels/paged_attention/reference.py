@@ -1,4 +1,4 @@
-"""paged_attention in plain jnp."""
+"""The op paged_attention in plain jnp."""
 
 from collections.abc import Callable
 
@@ -8,17 +8,17 @@ from jax import lax
 
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, sees
 
-KEYS = 128  # read of a row at a time: they and their values stay in a core's cache from the gather to the products
+KEYS = 128  # number of keys read at a time; with their values they stay in a core's cache from gather to products
 
 
 def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return einsum(spec, a, b) in float32, in full precision if a is float32."""
+    """Return einsum(spec, a, b) as float32. If a is float32, compute in full precision."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def score(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Return the scores f32[B,G,R,C] of query [B,G,R,D] and key [B,C,G,D], before scale and cap."""
+    """Return the attention scores f32[B,G,R,C] of query [B,G,R,D] and key [B,C,G,D], before scale and soft cap."""
     return product("bgrd,bcgd->bgrc", query, key)
 
 
@@ -35,15 +35,18 @@ def paged_attention(
     soft_cap: float | None,
     score: Callable[[jax.Array, jax.Array], jax.Array] = score,
 ) -> jax.Array:
-    """Attend in a loop over blocks of keys. score: the function for the scores of a block."""
+    """Compute the op paged_attention in a loop over blocks of keys.
+
+    score: function score(query, key) that computes the scores of a block, as the function `score` of this file does.
+    """
     b, t, h, d = query.shape
     p, s, g2, _ = pages.shape
     n = block_table.shape[1]
     g = g2 // 2
-    num_rows = t * h // g  # rows of a key-value head's products: r = t * (H / G) + head within the group
+    num_rows = t * h // g  # number of query rows of a key-value head; row r = t * (H / G) + index of the query head
     pages = pages.reshape(p, s, g, 2, d)
     written = jnp.minimum(kv_len if num_keys is None else num_keys, n * s)
-    num_pages = min(n, max(1, KEYS // s))  # at a time
+    num_pages = min(n, max(1, KEYS // s))  # number of pages that are read at a time
     block_keys = num_pages * s
     table = jnp.pad(block_table, ((0, 0), (0, -n % num_pages)))
 
@@ -51,19 +54,22 @@ def paged_attention(
     node = None if tree is None else tree[:, None, token, None]  # [B, 1, R, 1, 2 + W]
     query_at = kv_len[:, None] - t + token if node is None else node[:, 0, :, 0, POSITION]
     query_at = query_at[:, None, :, None]  # [B, 1, R, 1]
-    first_at = kv_len - t if tree is None else tree[:, 0, FIRST_NODE]  # no query has a lower position
+    first_at = kv_len - t if tree is None else tree[:, 0, FIRST_NODE]  # lower bound of query positions
     query = query.reshape(b, t, g, h // g, d).swapaxes(1, 2).reshape(b, g, num_rows, d)
-    if num_rows == 1:  # a product with one row rounds differently on CPU; results must not depend on T
+    if num_rows == 1:  # on CPU a product with one row rounds differently, but results must not depend on T
         query = jnp.concatenate([query, query], axis=2)
 
     def attend(
         i: jax.Array | int, before: tuple[jax.Array, jax.Array, jax.Array] | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (largest score, total weight, weighted sum), each [B, G, R, 1 or D], of pages i and those before."""
+        """Return the softmax state after block i of pages: (largest score, total weight, weighted sum of values).
+
+        Each array is [B, G, R, 1 or D]. before: the state before the block, or None.
+        """
         ids = lax.dynamic_slice_in_dim(table, i * num_pages, num_pages, axis=1)
         key, value = (pages.at[ids, :, :, x].get(mode="clip").reshape(b, block_keys, g, d) for x in (0, 1))
         key_at = i * block_keys + jnp.arange(block_keys)
-        used = key_at < written[:, None]  # [B, keys]: whether some query may see the key
+        used = key_at < written[:, None]  # bool[B, keys], whether some query may see the key
         if node is None:
             visible = key_at <= query_at
         else:
@@ -80,12 +86,12 @@ def paged_attention(
         top = jnp.max(scores, axis=-1, keepdims=True)
         if before is not None:
             top = jnp.maximum(top, before[0])
-        finite = jnp.where(top > -jnp.inf, top, 0)  # weights are 0 for a query that has seen nothing yet
+        finite = jnp.where(top > -jnp.inf, top, 0)  # a finite value, so that a query that saw no key has weights of 0
         weights = jnp.exp(scores - finite)
-        # The sum is a product with ones: on CPU, sums over few and over many elements compile differently, products do
-        # not. It is batched over rows and heads, like the product of the values. In one product of all rows, the
-        # library's order of addition would depend on their number (seen with AVX2 kernels, which the library uses where
-        # the CPU has no AVX-512).
+        # The weights are summed by a product with ones: on CPU, sums over few and over many elements compile
+        # differently, products do not. Both products below are batched over rows and heads. In one product of all rows,
+        # the library's order of addition would depend on the number of rows (seen with AVX2 kernels, which the library
+        # uses if the CPU has no AVX-512).
         total = product("bgrc,bgcx->bgrx", weights, jnp.ones((b, g, block_keys, 2)))[..., :1]
         out = product("bgrc,bcgd->bgrd", weights.astype(value.dtype), value)
         if before is None:
@@ -95,8 +101,8 @@ def paged_attention(
 
     if num_pages == n:
         _, total, out = attend(0)
-    else:  # from the first key that some query sees to the last
-        # The zeros depend on the query: else a GPU's compiler would create those of all layers at the program's start.
+    else:  # a loop from the first block that some query sees to the last
+        # The zeros depend on the query. Else XLA on a GPU would create the zeros of all layers at the program's start.
         query, zero = lax.optimization_barrier((query, jnp.float32(0)))
         sums = [jnp.full((b, g, query.shape[2], width), zero) for width in (1, 1, d)]
         begin = 0 if window is None else jnp.min(jnp.maximum(first_at - window + 1, 0)) // block_keys

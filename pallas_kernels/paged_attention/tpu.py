@@ -1,7 +1,8 @@
-"""paged_attention on TPU: flash attention over pages, which are copied from HBM into two buffers in turn.
+"""The op paged_attention on TPU: flash attention over pages, which are copied from HBM into two buffers in turn.
 
-A page holds all key-value heads. One program has a block of query rows of all of them, so that a page is fetched once.
-The running softmax is that of FlashAttention (Dao et al., arxiv.org/abs/2205.14135).
+A page holds the keys and values of all key-value heads. One program (step of the kernel's grid) has a block of query
+rows of all these heads, so that it fetches a page once. The running softmax is that of FlashAttention (Dao et al.,
+arxiv.org/abs/2205.14135).
 """
 
 import functools
@@ -19,22 +20,22 @@ from pallas_kernels._types import Ref
 from pallas_kernels.device import Device
 from pallas_kernels.tree_mask import FIRST_NODE, POSITION, WORDS, sees
 
-# Sizes of a program, within the 16 MiB of VMEM that a v5e gives it by default.
+# Limits on the arrays of a program, so that they fit into the 16 MiB of VMEM that a TPU v5e gives it by default.
 MAX_ROWS, ROWS_BYTES = (
     256,
     4 * 2**20,
-)  # query rows of a key-value head; bytes of all heads' queries, results and sums
-MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # keys fetched at a time; bytes of the two page buffers
-MASKED = -1e30  # below every real score, yet finite, so that a difference is 0, not NaN
+)  # number of query rows of a key-value head; bytes of all heads' queries, results and sums
+MAX_KEYS, PAGES_BYTES = 256, 2 * 2**20  # number of keys fetched at a time; bytes of the two page buffers together
+MASKED = -1e30  # the score of an unseen key: below every real score, but finite, so that a difference is 0, not NaN
 
 
 def fits(query: jax.Array, pages: jax.Array, *_: Any, **options: Any) -> bool:
-    """Return whether the kernel covers these arguments."""
+    """Return whether the kernel supports these arguments."""
     return query.shape[-1] % 64 == 0 and 2 * page_bytes(pages) <= PAGES_BYTES
 
 
 def page_bytes(pages: jax.Array) -> int:
-    """Return the bytes of a page, padded as in VMEM."""
+    """Return the bytes that a page takes in VMEM, where heads and head size are padded."""
     _, s, g2, d = pages.shape
     return s * _round_up(g2, 8) * _round_up(d, 128) * pages.dtype.itemsize
 
@@ -53,26 +54,26 @@ def paged_attention(
     soft_cap: float | None,
     device: Device,
 ) -> jax.Array:
-    """Attend in one kernel with a program for each row and block of queries."""
+    """Compute the op paged_attention in one kernel, with a program for each row and block of query rows."""
     b, t, h, d = query.shape
     _, s, g2, _ = pages.shape
     n = block_table.shape[1]
     g = g2 // 2
     group = h // g
-    rows = t * group  # row r of a key-value head: token r // group, head r % group within the group
+    rows = t * group  # number of query rows of a key-value head; row r is token r // group, query head r % group
     lanes = _round_up(d, 128)
-    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query and out twice each, acc; top, total
+    row_bytes = lanes * (4 * query.dtype.itemsize + 4) + 2 * 128 * 4  # query and out twice, acc; top, total
     block_rows = min(_round_up(rows, 16), MAX_ROWS, max(16, ROWS_BYTES // (g * row_bytes) // 16 * 16))
     padded_rows = _round_up(rows, block_rows)
-    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # at least one, of any page size
+    block_pages = max(1, min(MAX_KEYS // s, PAGES_BYTES // (2 * page_bytes(pages))))  # at least one page
 
     query = query.reshape(b, t, g, group, d).swapaxes(1, 2).reshape(b, g, rows, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_rows - rows), (0, 0)))
     spec = pl.BlockSpec((None, g, block_rows, d), lambda row, block, *_: (row, 0, block, 0))
-    # Each program gets only its row's line of the table: the whole table may exceed scalar memory.
+    # Each program gets only its row of the block table, because the whole table may exceed scalar memory.
     table_spec = pl.BlockSpec((None, 1, n), lambda row, *_: (row, 0, 0), memory_space=pltpu.SMEM)
     nodes, node_specs = [], []
-    if tree is not None:  # a line for each query row
+    if tree is not None:  # the tree mask is repeated for each query row
         nodes = [jnp.pad(jnp.repeat(tree, group, axis=1), ((0, 0), (0, padded_rows - rows), (0, 0)))]
         node_specs = [pl.BlockSpec((None, block_rows, tree.shape[2]), lambda row, block, *_: (row, block, 0))]
     out = pl.pallas_call(
@@ -118,7 +119,7 @@ def _kernel(
     precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
     first_row = pl.program_id(1) * block_rows
-    position = kv_len[row] - num_tokens  # of the row's first query
+    position = kv_len[row] - num_tokens  # position of the row's first query
     first_query = position + first_row // group
     last_query = position + jnp.minimum((first_row + block_rows - 1) // group, num_tokens - 1)
     query_at = position + (first_row + lax.broadcasted_iota(jnp.int32, (block_rows, 1), 0)) // group
@@ -131,11 +132,11 @@ def _kernel(
             return result
 
         query_at = of_query(POSITION)
-        first_query = tree[0, FIRST_NODE]  # no query has a lower position
-        last_query = kv_len[row] - 1  # nodes see each other across the programs of a row
+        first_query = tree[0, FIRST_NODE]  # lower bound of the queries' positions
+        last_query = kv_len[row] - 1  # last position, since nodes may see nodes whose queries are in other programs
     here = query_at >= 0
 
-    # The query block reads keys [begin, end), in the pages [first_page, end_page).
+    # This block of queries reads keys [begin, end), which are in the pages [first_page, end_page) of the block table.
     begin = 0 if window is None else jnp.maximum(first_query - window + 1, 0)
     end = jnp.minimum(jnp.clip(last_query + 1, 0, row_pages * s), num_keys[row])
     first_page, end_page = begin // s, pl.cdiv(end, s)
@@ -167,7 +168,7 @@ def _kernel(
         visible &= here & (key_at < end)
         if window is not None:
             visible &= key_at > query_at - window
-        # The buffer beyond the last page and unseen slots may hold NaN, and 0 * NaN is NaN.
+        # Unused values are set to 0: unseen slots and the buffer beyond the last page may hold NaN, and 0 * NaN is NaN.
         value_at = block_start + lax.broadcasted_iota(jnp.int32, (block_pages * s, 1), 0)
         used = (value_at >= begin) & (value_at < end)
 
@@ -201,11 +202,11 @@ def _kernel(
 
 
 def _dot(x: jax.Array, y: jax.Array, contracted: int, precision: lax.Precision | None) -> jax.Array:
-    """Return x [M, K] times y in float32, contracted over axis `contracted` of y."""
+    """Return the product of x [M, K] and y as float32. contracted: the axis of y that is summed over."""
     dimensions = (((1,), (contracted,)), ((), ()))
     return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _round_up(n: int, multiple: int) -> int:
-    """Return the least multiple that is not below n."""
+    """Return n rounded up to a multiple of `multiple`."""
     return pl.cdiv(n, multiple) * multiple

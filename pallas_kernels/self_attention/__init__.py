@@ -1,4 +1,4 @@
-"""The op self_attention: the first half of a decoder layer."""
+"""The op self_attention, which computes the first half of a decoder layer."""
 
 import jax
 
@@ -34,42 +34,43 @@ def self_attention(
     implementation: str | None = None,
     platform: DeviceLike = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the first half of a decoder layer: norm, qkv, rotary embedding, cache write and attention.
+    """Compute the first half of a decoder layer: norm, qkv projection, rotary embedding, cache write and attention.
 
     Args:
-      x: [B, T, E], the last T tokens of every row.
-      qkv: [E, G * (H / G + 2) * D], columns grouped by key-value head: its queries, its key, its value. Any form of
-        weight.
+      x: [B, T, E], the layer's input for the last T tokens of every row.
+      qkv: [E, G * (H / G + 2) * D], merged weights of queries, keys and values, as a plain array or any `Weight`. The
+        columns are grouped by key-value head: its queries, its key, its value.
       pages: [P, S, 2G, D'], keys (even index) and values (odd index) interleaved by head; D' >= D pads the head size.
-      slots: i32[B * T] from `slot_mapping`, the slots of the tokens' keys and values. Slots outside the pool are
-        dropped.
+      slots: i32[B * T] from `slot_mapping`, the slots of the tokens' keys and values. Nothing is written for a token
+        whose slot is outside the pages.
       block_table: i32[B, N], page ids, as in `paged_attention`.
       kv_len: i32[B], as in `paged_attention`: token t of row b has position `kv_len[b] - T + t`.
       cos: f32[B, T, D / 2], cosine of the tokens' rotary angles.
-      sin: f32[B, T, D / 2], sine of these angles.
+      sin: f32[B, T, D / 2], sine of the tokens' rotary angles.
       norm: f32[E], scale of the RMSNorm of x; None if normed is given.
       normed: [B, T, E], the normed x, if an earlier op has computed it; or None.
       eps: epsilon of all norms.
-      bias: bias of qkv, or None.
+      bias: bias of the product with qkv, or None.
       q_norm: f32[D], scale of an RMSNorm of each query head, or None.
       k_norm: f32[D], scale of an RMSNorm of each key head, or None.
-      next_out: [H * D, ...], the matrix that the next op reads first, or None. A kernel may prefetch it.
+      next_out: [H * D, ...], the weight matrix that the next op reads first, or None. A kernel may prefetch it.
       num_keys: i32[B], as in `paged_attention`: the number of positions that are written; None for all of kv_len.
-      tree: i32[B, num_queries, 2 + W], as in `paged_attention`: which nodes of a tree the tokens see; None for a chain.
-      num_queries: number of the last tokens that are queries; None for all T. Other tokens are keys and values only.
+      tree: i32[B, num_queries, 2 + W], as in `paged_attention`: which tree nodes each token sees; None for a chain.
+      num_queries: number of tokens of a row, the last ones, that are queries; None for all T. Other tokens only give
+        keys and values.
       scale: factor of the scores, as in `paged_attention`.
       window: number of positions that a query sees, as in `paged_attention`.
-      soft_cap: bound on the absolute score, as in `paged_attention`.
-      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
-        (the kernel where one covers these arrays, else plain jnp).
-      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
+      soft_cap: bound on the absolute value of scores, as in `paged_attention`.
+      implementation: None for the best known implementation on the platform, "reference" for plain jnp, "pallas" for a
+        Pallas kernel if one supports these arrays, else plain jnp.
+      platform: platform to compile for, "cpu", "gpu", "tpu" or a `Device`; None for JAX's default backend.
 
     Returns:
-      [B, num_queries, H * D], the heads' results, and pages, updated. A token whose slot is dropped must be at a
-      position that no live query sees.
+      The heads' results, [B, num_queries, H * D], and the updated pages. A token that is not written, because its slot
+      is outside the pages, must be at a position that no query in use sees.
 
     Raises:
-      ValueError: shapes that do not fit, an unknown implementation or platform.
+      ValueError: shapes that do not fit each other, an unknown implementation or platform.
     """
     b, t, e = x.shape
     d = 2 * cos.shape[-1]

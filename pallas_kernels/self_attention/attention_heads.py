@@ -1,7 +1,7 @@
-"""GPU kernel between the product qkv and attention: bias, norms of the heads, rotary embedding, cache write.
+"""GPU kernel between the qkv product and attention: bias, norms of the heads, rotary embedding, cache write.
 
-A program has one key-value head of one token: its queries, its key and its value, which are adjacent in the product.
-It starts all its reads before it waits for the first.
+A program (block of the kernel's grid) computes one key-value head of one token: its queries, its key and its value,
+which are adjacent columns of the product. A program starts all its reads before it waits for the first.
 """
 
 import functools
@@ -20,7 +20,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.forms import lowered_once
 from pallas_kernels.paged_attention.gpu import tile
 
-Reads = dict[str, Any]  # by name: an array, or a list of arrays
+Reads = dict[str, Any]  # the values that a program has read, by name; each is an array or a list of arrays
 
 
 @lowered_once("eps", "device")
@@ -37,10 +37,13 @@ def heads(
     eps: float,
     device: Device,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the queries of M tokens, and write their keys and values to the pages. Return queries [M, H * D], pages.
+    """Compute the queries of M tokens, and write the tokens' keys and values to the pages.
 
-    `parts` [splits, M, (H + 2G) * D] are the parts of the product qkv; cos and sin are f32[M, D / 2]. All other
-    arguments are those of `self_attention`.
+    Return the queries [M, H * D], and the updated pages.
+
+    parts: [splits, M, (H + 2G) * D], partial sums of the qkv product.
+    cos, sin: f32[M, D / 2].
+    All other arguments are those of `self_attention`.
     """
     p, s, g2, d = pages.shape
     _, m, width = parts.shape
@@ -69,7 +72,7 @@ def _kernel(*refs: Ref, names: tuple[str, ...], eps: float) -> None:
 
 
 def num_queries(parts: Ref, pages: Ref) -> int:
-    """Return the number of queries of a key-value head."""
+    """Return the number of query heads of a key-value head. parts: partial sums of the qkv product."""
     result: int = parts.shape[2] // (pages.shape[-2] // 2 * pages.shape[-1]) - 2
     return result
 
@@ -80,13 +83,15 @@ def halves(d: int) -> list[jax.Array]:
 
 
 def start_reading(ref: Refs, head: jax.Array, token: jax.Array, part: jax.Array, here: jax.Array) -> Reads:
-    """Start all reads for rows of a key-value head. Return them by name.
+    """Start all reads from which `new_rows` computes rows of a tile. Return the values that are being read, by name.
+
+    A row of the tile is one query, key or value of a key-value head and token.
 
     Args:
       ref: the kernel's references, by name.
-      head: the key-value head.
-      token: i32[rows], the token of each row.
-      part: i32[rows], the part of each row: 0 and up for the queries of the head, then its key, then its value.
+      head: index of the key-value head.
+      token: i32[rows], index of each row's token.
+      part: i32[rows], part of the key-value head in each row: 0 and up for its queries, then its key, then its value.
       here: bool[rows], False for padding rows.
     """
     d = ref["pages"].shape[2]
@@ -112,10 +117,12 @@ def start_reading(ref: Refs, head: jax.Array, token: jax.Array, part: jax.Array,
 def new_rows(
     ref: Refs, read: Reads, head: jax.Array, token: jax.Array, part: jax.Array, here: jax.Array, *, eps: float
 ) -> list[jax.Array]:
-    """Return the rows as attention needs them, in two halves [rows, D / 2], and write keys and values to their pages.
+    """Compute queries, keys and values of a key-value head, and write keys and values to their pages.
 
-    Queries and keys are normed and rotated; values are only summed over their parts, with the bias. read: the reads of
-    `start_reading`, whose arguments the others are.
+    Return them as rows of a tile, in two halves [rows, D / 2]. Queries and keys are normed and rotated; values are only
+    summed over the partial sums of the product, with the bias.
+
+    read: the values that `start_reading` returned. All other arguments are those of `start_reading`.
     """
     pages = ref["pages"]
     group = num_queries(ref["parts"], pages)
@@ -139,7 +146,7 @@ def new_rows(
     new = [jnp.where(wide(part <= group), a, b).astype(pages.dtype) for a, b in zip(turned, x, strict=True)]
 
     write = here & (part >= group) & (read["slots"] >= 0)
-    slot = jnp.where(write, read["slots"], num_slots)  # beyond the pages: masked out of the write
+    slot = jnp.where(write, read["slots"], num_slots)  # slot to write to; the mask excludes slots beyond the pages
     for at, values in zip(columns, new, strict=True):
         to = slot[:, None], (2 * head + part - group)[:, None], at[None, :]
         plgpu.store(pages.at[to], values, mask=wide(slot < num_slots))
@@ -155,7 +162,12 @@ def store_queries(
     part: jax.Array,
     here: jax.Array,
 ) -> None:
-    """Write the rows that are queries, in two halves [rows, D / 2], to out [M, H * D]."""
+    """Write the query rows of a tile to `out` [M, H * D].
+
+    values: the tile in two halves, [rows, D / 2].
+    group: number of query heads of a key-value head.
+    head, token, part, here: as in `start_reading`.
+    """
     d = 2 * values[0].shape[1]
     for at, some in zip(halves(d), values, strict=True):
         to = token[:, None], ((head * group + part) * d)[:, None] + at[None, :]

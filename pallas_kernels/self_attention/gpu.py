@@ -1,7 +1,8 @@
-"""self_attention on GPU: the product qkv, then one or two kernels.
+"""The op self_attention on GPU: the qkv product, followed by one or two kernels.
 
-One kernel follows for a single token (see one_token.py), unless its product would have too many parts. One kernel also
-follows for some rows with few keys (see whole_rows.py). Otherwise two follow: heads.py, and attention over pages.
+For a single token one kernel follows (see one_token.py), unless the product would have too many partial sums. One
+kernel also follows for some rows with few keys (see whole_rows.py). Otherwise two kernels follow: that of
+attention_heads.py, and attention over pages.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ def fits(
     device: Device,
     **options: Any,
 ) -> bool:
-    """Return whether the kernels cover these arguments."""
+    """Return whether the kernels support these arguments."""
     d, head_dim = pages.shape[3], 2 * cos.shape[-1]
     unpadded = d == head_dim >= 32 and d & (d - 1) == 0
     return unpadded and x.dtype == pages.dtype == jnp.bfloat16

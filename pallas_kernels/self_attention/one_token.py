@@ -1,11 +1,13 @@
-"""self_attention of a single token on GPU in two kernels: the product, and nearly all the rest.
+"""The op self_attention for a single token on GPU, in two kernels: the qkv product, and nearly all the rest.
 
-The second kernel is flash attention over pages, split as in `paged_attention`. Each program norms and rotates the
-queries it needs. One more program for each key-value head handles the token's own key and value: it norms, rotates,
-writes and attends to them, so that no other program waits for them.
+The second kernel is flash attention over pages, with keys split over programs (blocks of the kernel's grid) as in
+`paged_attention`. Each program norms and rotates the queries that it needs. For each key-value head there is one more
+program, for the token's own key and value: it norms, rotates, writes and attends to them, so that no other program
+waits for them.
 
-A small product is left in parts (see `_split_product`), which this kernel adds up. The program of a head that finishes
-last then combines the splits. After a larger product (see `_few_rows`), a jnp epilogue combines them.
+A small product is left as partial sums (see `_split_product`), which this kernel adds up. The last program of a head to
+finish then combines the splits of the keys. After a larger product (see `_few_rows`), jnp operations after the kernel
+combine them.
 """
 
 import functools
@@ -25,15 +27,17 @@ from pallas_kernels.paged_attention.gpu import LEAST, MAX_SPLITS, MIN_ROWS, SPLI
 from pallas_kernels.plain import rms_norm
 from pallas_kernels.weights import product
 
-MOST_PARTS = 15  # Qwen3-0.6B has 4, SmolLM2-360M 15, Qwen3-8B over 2 or 4 GPUs 16 (docs/notes/several.md)
-UNDER_WAY = 1 << 13  # elements of the splits read at a time to combine them: all have to fit into registers
+# Largest number of partial sums of the qkv product. Qwen3-0.6B has 4, SmolLM2-360M 15, Qwen3-8B over 2 or 4 GPUs 16
+# (docs/notes/several.md).
+MOST_PARTS = 15
+UNDER_WAY = 1 << 13  # number of elements of splits that are read at a time to combine them, since registers hold all
 
 
 def has_too_many_parts(qkv: jax.Array) -> bool:
-    """Return whether the product would have so many parts that the kernels of a few rows are faster.
+    """Return whether the qkv product would have so many partial sums that the kernels for a few rows are faster.
 
-    Each program adds up the parts of its queries. There are too many of them for a deep matrix that is one device's
-    shard of a wide model's matrix.
+    Each program of this kernel adds up the partial sums of its queries. There are too many of these if the matrix has
+    many rows and few columns, for example as one device's shard of a wide model's matrix.
     """
     return _split_product.covers(qkv) and _split_product.tile(*qkv.shape)[1] > MOST_PARTS
 
@@ -59,7 +63,7 @@ def self_attention(
     soft_cap: float | None,
     device: Device,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute self_attention for B = T = 1."""
+    """Compute the op self_attention for one row of one token, B = T = 1."""
     p, s, g2, d = pages.shape
     n = block_table.shape[1]
     g = g2 // 2
@@ -145,10 +149,10 @@ def _kernel(
 
     row = jnp.arange(block_rows, dtype=jnp.int32)
     here = row < group
-    position = ref["kv_len"][0] - 1  # of the token
+    position = ref["kv_len"][0] - 1  # position of the token
 
     def product(columns: jax.Array, mask: jax.Array) -> jax.Array:
-        """Return the normed x times qkv at these columns, summed over the parts."""
+        """Return these columns of the product of the normed x and qkv, with partial sums added up."""
         parts = [jnp.int32(part) for part in range(heads.shape[0])]
 
         def load(part: jax.Array | int) -> Any:
@@ -157,12 +161,17 @@ def _kernel(
         y = _split_product.added(load(part).astype(jnp.float32) for part in parts)
         if "squares" in ref:
             y *= lax.rsqrt(_split_product.added(plgpu.load(ref["squares"].at[part]) for part in parts) / width + eps)
-        else:  # times 1: without a factor after the sum, the compiler moves each part to its threads separately
+        else:  # a factor of 1; without a factor after the sum, the compiler moves each part to its threads separately
             y *= (position >= 0).astype(jnp.float32)
         return y if "bias" not in ref else y + plgpu.load(ref["bias"].at[columns]).astype(jnp.float32)
 
     def rotated(first: jax.Array, mask: jax.Array, norm: str) -> tuple[jax.Array, jax.Array]:
-        """Return the two halves of the heads [rows, D] at columns `first`, normed and rotated."""
+        """Return heads [rows, D] of the product, normed and rotated, in two halves [rows, D / 2].
+
+        first: i32[rows], first column of each head.
+        mask: bool[rows], False for padding rows.
+        norm: name of the reference to the norm's scale.
+        """
         mask = jnp.broadcast_to(mask[:, None], (first.shape[0], half))
         x = [product(first[:, None] + at[None, :], mask) for at in halves]
         cos, sin = (plgpu.load(ref[name].at[low])[None, :] for name in ("cos", "sin"))
@@ -209,7 +218,7 @@ def _kernel(
 
             def load(
                 part: jax.Array | int,
-            ) -> Any:  # two halves of D, like the queries: all tiles then lay their rows on the same threads
+            ) -> Any:  # two halves of D, like the queries, so that all tiles assign their rows to the same threads
                 return [
                     plgpu.load(pages.at[slot[:, None], 2 * head + part, at[None, :]], mask=mask, other=0)
                     for at in halves
@@ -222,7 +231,7 @@ def _kernel(
 
     @pl.when(split == splits)
     def _the_token() -> None:
-        only = jnp.arange(MIN_ROWS, dtype=jnp.int32) == 0  # the least number of rows of a tile
+        only = jnp.arange(MIN_ROWS, dtype=jnp.int32) == 0  # mask of the one row in use; a tile has MIN_ROWS or more
         tile = (MIN_ROWS, half)
         key = rotated(jnp.full(MIN_ROWS, own + group * d), only, "k_norm")
         mask = jnp.broadcast_to(only[:, None], tile)
@@ -230,7 +239,7 @@ def _kernel(
         value = [product(at, mask).astype(dtype) for at in columns]
         slot = ref["slots"][0]
         live = only & (slot >= 0) & (slot < num_slots)
-        slot = jnp.where(live, slot, num_slots)  # beyond the pages: masked out of the write
+        slot = jnp.where(live, slot, num_slots)  # slot to write to; the mask `live` excludes slots beyond the pages
         live = jnp.broadcast_to(live[:, None], tile)
         for part, tiles in enumerate((key, value)):
             for at, values in zip(halves, tiles, strict=True):
@@ -239,7 +248,7 @@ def _kernel(
 
     if "out" not in ref:
         return
-    if barrier:  # all writes of this program are visible before it is counted
+    if barrier:  # the barrier makes all writes of this program visible before it is counted
         plgpu.debug_barrier()
     before = plgpu.atomic_add(ref["counts"], (head,), jnp.int32(1))
 
@@ -256,13 +265,13 @@ def _kernel(
         at_once = max(1, UNDER_WAY // (block_out * d))
 
         def read(first: int) -> Iterable[tuple[jax.Array, jax.Array]]:
-            """Start reading (top, acc) of some splits."""
+            """Start reading (largest score, weighted sum) of some splits of the keys, from split `first` on."""
             some = range(first, min(first + at_once, splits + 1))
             tops = [plgpu.load(ref["top"].at[head, i, row], mask=here, other=LEAST) for i in some]
             accs = [plgpu.load(ref["acc"].at[head, i, row[:, None], column[None, :]], mask=mask, other=0) for i in some]
             return zip(tops, accs, strict=True)
 
-        reads = read(0)  # starts before the first maximum is waited for
+        reads = read(0)  # reads that start before the kernel waits for the first maximum
         highest = jnp.max(top, axis=0)
         total = jnp.sum(total * jnp.exp2(top - highest[None, :]), axis=0)
         acc = jnp.zeros((block_out, d), jnp.float32)

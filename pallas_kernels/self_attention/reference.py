@@ -1,4 +1,4 @@
-"""self_attention in plain jnp and other ops: norm, product, norms of the heads, rotary embedding, cache, attention."""
+"""The op self_attention, composed of plain jnp and the ops kv_write and paged_attention."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def self_attention(
     device: Device | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute self_attention from plain jnp and the ops kv_write and paged_attention."""
+    """Compute the op self_attention: norm, qkv product, norms of heads, rotary embedding, cache write and attention."""
     chosen: dict[str, Any] = {"platform": device, "implementation": implementation}
     b, t, _ = x.shape
     g = pages.shape[2] // 2
@@ -46,7 +46,7 @@ def self_attention(
     normed = rms_norm(norm, x, eps) if normed is None else normed
     query, key, value = project(product(normed, qkv, device=device), bias, q_norm, k_norm, cos, sin, g, eps, device)
     kv = jnp.stack([key, value], axis=3).reshape(b, t, 2 * g, d)
-    if extra := pages.shape[-1] - d:  # the layout may pad the head size for its kernels
+    if extra := pages.shape[-1] - d:  # the layout of pages may pad the head size for a kernel
         query, kv = (jnp.pad(part, ((0, 0),) * 3 + ((0, extra),)) for part in (query, kv))
     pages = kv_write(pages, kv.reshape(b * t, *kv.shape[2:]), slots, **chosen)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, **chosen}

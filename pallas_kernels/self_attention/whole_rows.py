@@ -1,8 +1,9 @@
-"""GPU kernel for all steps after the product qkv: bias, norms of the heads, rotary embedding, cache write, attention.
+"""GPU kernel for all steps after the qkv product: bias, norms of the heads, rotary embedding, cache write, attention.
 
-A program has all keys of a row and a key-value head, so that no other program needs the new queries, keys and values of
-this head. They are the rows of one tile, computed here rather than in the separate kernel `heads`. The new queries
-attend to the new keys while the first keys of earlier tokens are being read.
+A program (block of the kernel's grid) reads all keys of one row and one key-value head. So no other program needs the
+new queries, keys and values of this row and head. They are the rows of one tile, computed in this kernel rather than in
+the separate kernel `attention_heads.heads`. The new queries attend to the new keys while the first keys of earlier
+tokens are being read.
 """
 
 import functools
@@ -33,7 +34,11 @@ from pallas_kernels.self_attention.attention_heads import halves, new_rows, num_
 
 
 def covers(num_tokens: int, parts: jax.Array, pages: jax.Array, block_table: jax.Array, device: Device) -> bool:
-    """Return whether a program can have all keys of a row, and all new queries, keys and values in MIN_ROWS rows."""
+    """Return whether the kernel supports these arguments.
+
+    One program must be able to read all keys of a row. MIN_ROWS rows of a tile must suffice for all new queries, keys
+    and values of a row and key-value head.
+    """
     _, s, g2, _ = pages.shape
     b, n = block_table.shape
     one = device.shares_much and num_splits(b * g2 // 2, n * s, True) == 1
@@ -60,10 +65,14 @@ def attention(
     then: jax.Array | None = None,
     device: Device,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the attention of M tokens, and write their keys and values to the pages. Return mixed [M, H * D], pages.
+    """Compute the attention of M tokens, and write the tokens' keys and values to the pages.
 
-    `parts` [splits, M, (H + 2G) * D] are the parts of the product qkv; cos and sin are f32[M, D / 2]. `then` is the
-    matrix of the next product, to be prefetched, or None. All other arguments are those of `self_attention`.
+    Return the heads' results [M, H * D], and the updated pages.
+
+    parts: [splits, M, (H + 2G) * D], partial sums of the qkv product.
+    cos, sin: f32[M, D / 2].
+    then: weight matrix of the next product, whose first rows are prefetched; or None.
+    All other arguments are those of `self_attention`.
     """
     p, s, g2, d = pages.shape
     _, m, width = parts.shape
@@ -122,20 +131,21 @@ def _kernel(
     head, b = pl.program_id(0), pl.program_id(1)
 
     row = jnp.arange(MIN_ROWS, dtype=jnp.int32)
-    token, part = lax.div(row, group + 2), lax.rem(row, group + 2)  # of each row of the tile: see start_reading
+    token, part = lax.div(row, group + 2), lax.rem(row, group + 2)  # token and part of each tile row: see start_reading
     rows = head, b * num_tokens + token, part, token < num_tokens
-    position = ref["kv_len"][b] - num_tokens  # of the first query
+    position = ref["kv_len"][b] - num_tokens  # position of the first query
     begin = 0 if window is None else jnp.maximum(position - window + 1, 0)
     end = jnp.clip(position, 0, row_pages * page_size)
     read = start_reading(ref, *rows)
 
     def first() -> tuple[list[jax.Array], Carry]:
-        """Return (the new rows of the head, the carry after the new keys)."""
+        """Return the tile of new queries, keys and values, and the softmax state after the new keys."""
         new = new_rows(ref, read, *rows, eps=eps)
         seen = (part == group)[None, :] & (token[None, :] <= token[:, None]) & (position >= 0)
         if window is not None:
             seen &= token[None, :] > token[:, None] - window
-        # The value of a key is in the next row. A product with ones moves it to the key's row without rounding.
+        # In the tile, a key's value is in the row after the key. A product with a matrix of ones and zeros moves the
+        # value to the key's row without rounding.
         following = (row[None, :] == row[:, None] + 1).astype(pages.dtype)
         precision = lax.Precision.HIGHEST if pages.dtype == jnp.float32 else None
         values = [plgpu.dot(following, half, precision=precision).astype(half.dtype) for half in new]

@@ -1,11 +1,11 @@
-"""The op slot_mapping: the cache slots of tokens."""
+"""The op slot_mapping, which computes the cache slots of tokens."""
 
 import jax
 
 from pallas_kernels.forms import DeviceLike, Op, check_shape, mosaic, plain, triton
 
-# Plain jnp is the best form everywhere: XLA fuses these few vector operations with their neighbours. A kernel adds a
-# launch (merge_tokens and slot_mapping together on an H200: 4 us fused, 6 to 7 us as kernels).
+# Plain jnp is the best form on all platforms: XLA fuses these few vector operations with their neighbours. A kernel of
+# its own takes time to start (merge_tokens and slot_mapping on an H200: 4 us fused, 6 to 7 us as kernels).
 OP = Op("slot_mapping", (mosaic(), triton(), plain()))
 
 
@@ -21,29 +21,31 @@ def slot_mapping(
     implementation: str | None = None,
     platform: DeviceLike = None,
 ) -> jax.Array:
-    """Return the cache slot of every merged token: page * page_size + offset, or `pad_slot` to write nothing.
+    """Return the cache slot of every token that `merge_tokens` returned: page id * page_size + offset in the page.
 
-    An element gets `pad_slot` if it is rejected, if its position is negative or not below
-    `min(max_model_len, N * page_size)`, if its row has no page for the position, or if it belongs to the padded tail.
+    An element gets `pad_slot`, which means that nothing is written, in these cases: it is rejected; its position is
+    negative, or not below `min(max_model_len, N * page_size)`; its row has no page for the position; or it is padding
+    after the last row.
 
     Args:
-      positions: i32[T+B], as merged by `merge_tokens`; T may be 0.
-      rejected: bool[T+B], from `merge_tokens`.
-      query_start: i32[B+1], the layout *before* the merge: row b owns `query_start[b] + b : query_start[b+1] + b + 1`.
+      positions: i32[T+B], positions of the tokens, merged by `merge_tokens`; T may be 0.
+      rejected: bool[T+B], the second result of `merge_tokens`.
+      query_start: i32[B+1], the argument of `merge_tokens`, which describes the rows *before* the merge. After it, row
+        b owns the elements `query_start[b] + b : query_start[b+1] + b + 1`.
       block_table: i32[B, N], page ids; `num_pages` where no page is assigned, never negative.
-      page_size: positions of a page.
-      max_model_len: positions that a row may have.
+      page_size: number of positions of a page.
+      max_model_len: number of positions that a row may have.
       pad_slot: `num_pages * page_size`, one beyond the last slot; never -1, because negative indices wrap.
-      implementation: None (the best known form for these arrays on the platform), "reference" (plain jnp) or "pallas"
-        (the kernel where one covers these arrays, else plain jnp).
-      platform: "cpu", "gpu", "tpu" or a `Device`, to compile for another platform; None: the default backend.
+      implementation: None for the best known implementation on the platform, "reference" for plain jnp, "pallas" for a
+        Pallas kernel if one supports these arrays, else plain jnp.
+      platform: platform to compile for, "cpu", "gpu", "tpu" or a `Device`; None for JAX's default backend.
 
     Returns:
-      slots i32[T+B].
+      i32[T+B], the slots.
 
     Raises:
-      ValueError: shapes that do not fit, a `pad_slot` that is no multiple of `page_size`, an unknown implementation or
-        platform.
+      ValueError: shapes that do not fit each other, a `pad_slot` that is not a multiple of `page_size`, an unknown
+        implementation or platform.
     """
     b, _ = block_table.shape
     check_shape("slot_mapping", "query_start", query_start, b + 1)

@@ -1,4 +1,7 @@
-"""slot_mapping on GPU. Every program finds the rows of one block of elements, then reads the block table."""
+"""The op slot_mapping on GPU.
+
+Every program (block of the kernel's grid) finds the rows of one block of elements, then reads the block table.
+"""
 
 import functools
 
@@ -25,7 +28,7 @@ def slot_mapping(
     pad_slot: int,
     device: Device,
 ) -> jax.Array:
-    """Compute the slots in one kernel with a program for each block of elements."""
+    """Compute the slots in one kernel, with a program for each block of elements."""
     options = {"page_size": page_size, "max_model_len": max_model_len, "pad_slot": pad_slot}
     result: jax.Array = pl.pallas_call(
         functools.partial(_kernel, **options),

@@ -1,4 +1,4 @@
-"""slot_mapping on TPU: scalar loops over SMEM, which must hold the block table."""
+"""The op slot_mapping on TPU: scalar loops over SMEM, which must have room for the block table."""
 
 import functools
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def slot_mapping(
         out_shape=jax.ShapeDtypeStruct(positions.shape, jnp.int32),
         interpret=device.interpret,
         name="slot_mapping",
-    )(positions, rejected.astype(jnp.int32), query_start, block_table.reshape(-1))  # flat: SMEM pads rows to 128
+    )(positions, rejected.astype(jnp.int32), query_start, block_table.reshape(-1))  # flat, as SMEM pads rows to 128
     return result
 
 

@@ -1,8 +1,8 @@
-"""The forms in which memory holds a weight matrix [I, O].
+"""The forms in which memory holds a weight matrix [I, O], for example transposed or quantised.
 
 A plain array [I, O] is the dense form. Every other form is a class derived from `Weight`, in a file of this folder. A
-kernel names the forms that it reads, besides plain arrays, in `READS` of its file (`pallas_kernels/forms.py`). Forms
-that no kernel reads are multiplied by their own `matmul`.
+kernel's module names the forms that the kernel reads, besides plain arrays, in its constant `READS` (see
+`pallas_kernels/forms.py`). If no kernel reads a form, its own method `matmul` computes products.
 """
 
 import abc
@@ -19,9 +19,11 @@ from pallas_kernels.device import Device
 
 
 class Weight(abc.ABC):
-    """A matrix [I, O] in a form of its own. Derived classes are frozen dataclasses registered as pytrees.
+    """Base class of weight matrices [I, O] that are not stored as a plain array.
 
-    form: the form's name, to be listed in `READS` of a kernel.
+    Derived classes are frozen dataclasses registered as pytrees.
+
+    form: name of the form, which the constant `READS` of a kernel's module may list.
     """
 
     form: ClassVar[str]
@@ -30,7 +32,7 @@ class Weight(abc.ABC):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape (I, O), whatever the shapes of the arrays are."""
+        """The shape (I, O) of the matrix, whatever the shapes of the stored arrays are."""
 
     @property
     @abc.abstractmethod
@@ -44,26 +46,26 @@ class Weight(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays of the weight."""
+        """The number of bytes of all stored arrays together."""
         return nbytes(self)
 
     def __getitem__(self, index: EllipsisType) -> "Weight":
-        """Return the weight itself for `[...]`, the index with which a module reads the value of an nnx variable."""
+        """Return the weight itself for the index `[...]`, with which an nnx module reads the value of a variable."""
         if index is not Ellipsis:
             raise TypeError(f"{type(self).__name__} has no parts that an index could name: only [...] is allowed")
         return self
 
     @abc.abstractmethod
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """Multiply x [..., I] with the matrix. Return [..., O] in this dtype."""
+        """Multiply x [..., I] with the matrix. Return [..., O] in `dtype`."""
 
     @abc.abstractmethod
     def dense(self) -> jax.Array:
-        """Return the matrix as a plain array [I, O] in the dtype of the weight."""
+        """Return the matrix as a plain array [I, O] in the weight's `dtype`."""
 
     @abc.abstractmethod
     def specs(self, spec: P) -> Any:
-        """Return the same tree with partition specs in place of the arrays; spec: the partition of [I, O]."""
+        """Return a weight with partition specs in place of its arrays. spec: the partition spec of the axes [I, O]."""
 
 
 AnyWeight = jax.Array | Weight
@@ -72,11 +74,11 @@ AnyWeight = jax.Array | Weight
 def product(x: jax.Array, weight: AnyWeight, *, dtype: Any = None, device: Device | None = None) -> jax.Array:
     """Multiply x [..., I] with a weight [I, O]. Return [..., O].
 
-    Every product of a model uses this function or a kernel. Products of float32 are computed in full precision.
+    Every matrix product of a model uses this function or a kernel. Float32 products are computed in full precision.
 
     Args:
       x: activations [..., I].
-      weight: matrix [I, O] in any form.
+      weight: matrix [I, O], a plain array or any `Weight`.
       dtype: dtype of the result; None for the dtype of x.
       device: the device that the program is compiled for, if it is known.
     """
@@ -87,20 +89,20 @@ def product(x: jax.Array, weight: AnyWeight, *, dtype: Any = None, device: Devic
             return weight.matmul(rows, dtype)
         return plain.dot(rows, weight, 0, dtype)
 
-    # A GPU's compiler turns a product with a single row into a slow reduction.
+    # XLA on a GPU turns a product with a single row of x into a slow reduction, so a single row is padded.
     return plain.as_few_rows(matmul, x) if device is not None and device.platform == "gpu" else matmul(x)
 
 
 def dense(weight: AnyWeight) -> jax.Array:
-    """Return any weight as a plain array [I, O]."""
+    """Return a weight of any form as a plain array [I, O]."""
     return weight.dense() if isinstance(weight, Weight) else weight
 
 
 def specs(weight: AnyWeight, spec: P) -> Any:
-    """Return the partition of each array of a weight; spec: the partition of [I, O]."""
+    """Return the partition spec of each array of a weight. spec: the partition spec of the axes [I, O]."""
     return weight.specs(spec) if isinstance(weight, Weight) else spec
 
 
 def nbytes(weight: Any) -> int:
-    """Return the bytes of all arrays of a weight, of its abstract form, or of any tree of weights."""
+    """Return the number of bytes of all arrays of a weight, or of any pytree of weights. Arrays may be abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))

@@ -1,4 +1,4 @@
-"""Matrices that memory holds output-first, [O, I]: embedding tables, and on a CPU the weights of all products."""
+"""Weight matrices that memory holds output-first, [O, I]: embedding tables, and on a CPU all products' weights."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -14,9 +14,9 @@ from pallas_kernels.weights import Weight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OutputFirst(Weight):
-    """A table whose rows are the outputs.
+    """A weight matrix that is stored output-first, such as an embedding table that is also the output head.
 
-    array: [O, I].
+    array: [O, I], the stored matrix.
     """
 
     form: ClassVar[str] = "output_first"
@@ -44,9 +44,10 @@ class OutputFirst(Weight):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streamed(OutputFirst):
-    """A matrix that a CPU reads row by row (`pallas_kernels/streamed.py`).
+    """A weight matrix that a CPU reads row by row for float32 products (`pallas_kernels/streamed.py`).
 
-    array: [O, I], float32, or bfloat16 if it represents the same values exactly, in half of the bytes.
+    array: [O, I], the stored matrix: float32, or bfloat16 if that represents the same values exactly, in half of the
+      bytes.
     """
 
     form: ClassVar[str] = "streamed"

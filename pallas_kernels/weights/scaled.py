@@ -1,4 +1,4 @@
-"""Matrices in 8 bits: integers or e4m3 floats, with a scale for each block."""
+"""Weight matrices in 8 bits: integers or e4m3 floats, with a scale for each block of the matrix."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -10,19 +10,20 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import plain, streamed
 from pallas_kernels.weights import Weight
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # absolute value that each dtype represents
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest absolute value that each dtype represents
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaled(Weight):
-    """A matrix of values times scales, one scale for each block of BO outputs and BI inputs.
+    """A weight matrix of 8-bit values times scales, one scale for each block of BO outputs and BI inputs.
 
-    Values lie output-first, as in checkpoints. A GPU's matrix units take converted values from registers only if they
-    are contiguous along the inputs.
+    Values are stored output-first, as in checkpoints, because a GPU's matrix units take converted values from registers
+    only if they are contiguous along the inputs.
 
     values: [O, I], int8 or float8_e4m3fn.
-    scale: f32[O / BO, I / BI]. BI = I is a scale for each output; with BO = O too, for the whole matrix.
+    scale: f32[O / BO, I / BI]. If BI = I and BO = 1, each output has a scale. If BI = I and BO = O, there is only one
+      scale.
     computes_in: dtype of the activations, to which values * scale are rounded.
     """
 
@@ -41,21 +42,21 @@ class Scaled(Weight):
 
     @property
     def by_output(self) -> bool:
-        """Whether all inputs of an output have one scale, so that it can be applied to the product."""
+        """Whether all weights of an output share a scale, so that scales can be applied to the product's outputs."""
         return self.scale.shape[1] == 1
 
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
         if not self.by_output:
             return plain.dot(x, self.rows(), 1, dtype)
-        # 8-bit values are exact in every dtype of activations. The compiler converts them within the product.
+        # All 8-bit values are exact in every dtype of activations. XLA converts the values within the product.
         return (plain.dot(x, self.values.astype(x.dtype), 1, jnp.float32) * self.of_outputs()).astype(dtype)
 
     def of_outputs(self) -> jax.Array:
-        """Return the scale of each output, f32[O], of a matrix with `by_output`."""
+        """Return the scale of each output, f32[O]. Only for matrices for which `by_output` is True."""
         return jnp.repeat(self.scale[:, 0], self.values.shape[0] // self.scale.shape[0])
 
     def rows(self) -> jax.Array:
-        """Return the matrix [O, I] in the dtype of the activations."""
+        """Return the dequantised matrix, output-first [O, I], in the dtype of the activations."""
         outputs, inputs = self.values.shape
         blocks = self.scale.shape
         values = self.values.astype(jnp.float32).reshape(blocks[0], outputs // blocks[0], blocks[1], -1)
@@ -66,7 +67,7 @@ class Scaled(Weight):
 
     def specs(self, spec: Any) -> Any:
         of_values = tuple(reversed((*spec, None, None)[:2]))
-        # A dimension of a single block is replicated.
+        # A dimension of `scale` with a single block is replicated, not sharded.
         of_scale: Any = P(*(axis if size > 1 else None for size, axis in zip(self.scale.shape, of_values, strict=True)))
         return dataclasses.replace(self, values=P(*of_values), scale=of_scale)  # type: ignore[arg-type]
 
@@ -74,7 +75,7 @@ class Scaled(Weight):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StreamedScaled(Scaled):
-    """A matrix with a scale for each output that a CPU reads row by row (`pallas_kernels/streamed.py`)."""
+    """An 8-bit matrix with a scale for each output, which a CPU reads row by row (`pallas_kernels/streamed.py`)."""
 
     form: ClassVar[str] = "streamed_scaled"
 
@@ -85,10 +86,10 @@ class StreamedScaled(Scaled):
 
 
 def quantise(x: jax.Array, *, dtype: str, block: tuple[int, int]) -> Scaled:
-    """Round a matrix [I, O] to 8 bits, symmetric around 0, with the largest value of each block as its range.
+    """Quantise a matrix [I, O] to 8 bits, symmetric around 0. Each block's largest absolute value sets its scale.
 
     dtype: "int8" or "float8_e4m3fn".
-    block: numbers of inputs and outputs that share a scale, divisors of I and O.
+    block: number of inputs and number of outputs that share a scale, divisors of I and O.
     """
     inputs, outputs = x.shape
     blocks = x.T.astype(jnp.float32).reshape(outputs // block[1], block[1], inputs // block[0], block[0])
@@ -99,7 +100,12 @@ def quantise(x: jax.Array, *, dtype: str, block: tuple[int, int]) -> Scaled:
 
 
 def abstract(shape: tuple[int, int], dtype: str, block: tuple[int, int], computes_in: str) -> Scaled:
-    """Return the shapes of a quantised matrix [I, O], without values. The arguments are those of `quantise`."""
+    """Return a quantised matrix whose arrays are abstract, with shapes and dtypes but without values.
+
+    shape: shape [I, O] of the matrix.
+    dtype, block: as in `quantise`.
+    computes_in: dtype of the activations.
+    """
     scale = shape[1] // block[1], shape[0] // block[0]
     values: Any = jax.ShapeDtypeStruct(shape[::-1], dtype)
     of_scale: Any = jax.ShapeDtypeStruct(scale, jnp.float32)
