@@ -17,7 +17,7 @@ from jaxspec.common.errors import UnsupportedError, UserError
 from jaxspec.models.families import GGUF, Gguf
 from jaxspec.models.limits import short
 
-CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # values in the metadata's list tokenizer.ggml.token_type
 ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 LONGEST_PIECE = 1024  # largest number of characters of a SentencePiece token, since all its splits in two are tried
 SPACE = "▁"  # the character that represents a space in SentencePiece tokens

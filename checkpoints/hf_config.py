@@ -91,7 +91,7 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     ropes = rope_tables(raw, head_dim)
     activation = raw.get(family.activation_key, "silu")
     scaled = "query_pre_attn_scalar" in family.takes
-    if activation not in tuple(ACTIVATIONS):  # a tuple because the value may not be hashable
+    if activation not in tuple(ACTIVATIONS):  # a tuple, because config.json's value may be unhashable
         raise UnsupportedError(f"activation {short(activation)}: silu and gelu_pytorch_tanh are supported")
     if scaled:
         number("width", raw.get("query_pre_attn_scalar"), "query_pre_attn_scalar")
@@ -213,7 +213,7 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     }
     context = raw.get("original_max_position_embeddings")
     if context is not None and parameters.get("rope_type", parameters.get("type")) == "llama3":
-        parameters = {**parameters, "original_max_position_embeddings": context}  # transformers prefers this value
+        parameters = {**parameters, "original_max_position_embeddings": context}  # the value that transformers prefers
     by_kind = [parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters]
     for table in by_kind or [parameters]:
         if not isinstance(table, Mapping):

@@ -113,7 +113,7 @@ def edit(norm_plus_one: bool) -> Callable[[Parameter, str, np.ndarray], np.ndarr
 
     def add_one(parameter: Parameter, part: str, x: np.ndarray) -> np.ndarray:
         if norm_plus_one and parameter.kind == "norm":
-            return x.astype(np.float32) + 1  # bfloat16 has too few bits near 1 for Gemma's small w
+            return x.astype(np.float32) + 1  # as float32: bfloat16 has too few bits near 1 for Gemma's small w
         return x
 
     return add_one

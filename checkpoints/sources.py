@@ -166,7 +166,7 @@ def local_folder(path: Path, model: str) -> Source:
 
 
 def shipped(name: str) -> Source:
-    """Return a draft that is part of this package. Raises: FileNotFoundError where the installation lacks it."""
+    """Return a draft that is part of this package. Raises: FileNotFoundError where the installation lacks the draft."""
     path = Path(__file__).parent / name
     if not is_regular_file(path / "config.json"):
         raise FileNotFoundError(f"{name} is missing from this installation ({path}): install jaxspec again")

@@ -85,7 +85,7 @@ def fewest_splits(steps: int, enough: Callable[[int], bool]) -> int:
 
 
 def split_product(
-    x: Any,  # an array, or None with gated
+    x: Any,  # the row, or None with `gated`
     weights: jax.Array,
     *,
     norm: jax.Array | None = None,

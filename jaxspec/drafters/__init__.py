@@ -1,1 +1,1 @@
-"""Drafters: the methods that propose draft tokens, one file each."""
+"""Drafters: the methods that propose draft tokens. Each method has a file of its own."""

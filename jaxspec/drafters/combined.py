@@ -43,7 +43,7 @@ class Combined(Wrapper):
             token, probs = choose(head, hidden, drafts, i)
             use = i < found.num_proposed
             token = jnp.where(use, lax.dynamic_index_in_dim(found.tokens, i, axis=1, keepdims=False), token)
-            if probs is not None:  # q of a looked-up token is one-hot
+            if probs is not None:  # the distribution q of a looked-up token is one-hot
                 probs = jnp.where(use[:, None], jax.nn.one_hot(token, probs.shape[-1], dtype=probs.dtype), probs)
             return token, probs
 

@@ -165,7 +165,7 @@ class DraftModelTree(DraftModel):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Drafter:
-    """Return the drafter by a smaller model. The arguments are those in `jaxspec.drafters.methods`."""
+    """Return the drafter that uses a smaller model. The arguments are those in `jaxspec.drafters.methods`."""
     model = models["draft"]
     if in_parallel(model, speculative):
         return ParallelDraftModel(k, most, model)

@@ -77,7 +77,7 @@ class EagleHead(OwnParts):
         mixed = product(jnp.concatenate([x, feature], axis=-1), self.fc[...], backend)
         x = (mixed + self.fc_bias[...] if self.config.bias else mixed).astype(x.dtype)
         x, _, pages, _ = through(list(self.layers), x, pages, rows, backend, entry=x)
-        return x, x, pages  # no norm before the output head
+        return x, x, pages  # EAGLE-1 has no norm before the output head
 
 
 module.register(Config, EagleHead)

@@ -1,4 +1,4 @@
-"""Drafters by a head (a small network) that reads the target's hidden states, as EAGLE and related methods do.
+"""Drafters that use a head (a small network) over the target's hidden states, as EAGLE and related methods do.
 
 Features are vectors computed from the target's hidden states, one per position. Entry p of the head's KV cache is
 computed from the features at position p and the token at p + 1. The head's output there predicts the token at p + 2.

@@ -24,7 +24,7 @@ from jaxspec.sampling.rng import take_row
 
 @dataclasses.dataclass(frozen=True)
 class LastFeature(Drafter):
-    """A drafter by a head (a small network) that reads only the target's last hidden state.
+    """A drafter that uses a head (a small network) which reads only the target's last hidden state.
 
     model: the drafting head.
     target: the model that the head drafts for.

@@ -78,7 +78,7 @@ class MedusaHead(Head):
 
 
 class MedusaHeads(Head):
-    """The Medusa heads of all drafts, over the same vocabulary."""
+    """The Medusa heads of all drafts, which share a vocabulary."""
 
     def __init__(self, config: Config, dtype: Any) -> None:
         self.config = config
@@ -98,7 +98,7 @@ module.register(Config, MedusaHeads)
 
 @dataclasses.dataclass(frozen=True)
 class Medusa(LastFeature):
-    """A drafter by Medusa heads."""
+    """A drafter that uses Medusa heads, one for each draft."""
 
     @property
     def independent(self) -> bool:

@@ -70,7 +70,7 @@ def of_checkpoint(raw: Mapping[str, Any], tensors: Iterable[str]) -> str:
       UnsupportedError: config.json names a method that is not known.
     """
     algorithm = raw.get("speculators_model_type")
-    if algorithm not in (None, "peagle", *METHODS):  # P-EAGLE's tensors are EAGLE-3's
+    if algorithm not in (None, "peagle", *METHODS):  # P-EAGLE has EAGLE-3's tensors
         heads = ", ".join(name for name, method in METHODS.items() if method.signs)
         raise UnsupportedError(
             f"speculators_model_type={quoted(algorithm, 40)} is not supported: use a checkpoint of {heads}"

@@ -104,7 +104,7 @@ module.register(Config, Speculator)
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpeculator(LastFeature):
-    """A drafter by an MLP speculator."""
+    """A drafter that uses an MLP speculator."""
 
     def begin(self, head: Any, hidden: Any) -> Any:
         if not head.config.scale_input:
@@ -117,7 +117,7 @@ class MlpSpeculator(LastFeature):
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> MlpSpeculator:
-    """Return the drafter by an MLP speculator. The arguments are those in `jaxspec.drafters.methods`."""
+    """Return the drafter that uses an MLP speculator. The arguments are those in `jaxspec.drafters.methods`."""
     return MlpSpeculator(k, models["draft"], models["target"])
 
 

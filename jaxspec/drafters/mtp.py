@@ -93,7 +93,7 @@ module.register(Config, MtpHead)
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> FeatureChain:
-    """Return the drafter by multi-token prediction. The arguments are those in `jaxspec.drafters.methods`."""
+    """Return the drafter that uses multi-token prediction. The arguments are those in `jaxspec.drafters.methods`."""
     return FeatureChain(k, most, models["draft"], models["target"])
 
 

@@ -20,7 +20,7 @@ from jaxspec.models.paged import PagedModel
 
 @dataclasses.dataclass(frozen=True)
 class NGram(Drafter):
-    """A drafter by n-gram lookup.
+    """A drafter that looks up n-grams in the row's own tokens (prompt lookup).
 
     The drafter takes the largest n in [lookup_min, lookup_max] for which the row's last n tokens occurred before. The
     proposal is the tokens that followed the earliest occurrence of these n tokens.
@@ -36,7 +36,7 @@ class NGram(Drafter):
         match = agreement(tokens, history.num_tokens, self.lookup_max)
         best = jnp.max(match, axis=1, keepdims=True)
         found = best[:, 0] >= self.lookup_min
-        end = jnp.argmax(match == best, axis=1)  # the earliest occurrence of the longest match
+        end = jnp.argmax(match == best, axis=1)  # last position of the longest match's earliest occurrence
         follow = end[:, None] + 1 + jnp.arange(self.num_speculative_tokens)[None, :]
         proposed = jnp.take_along_axis(tokens, jnp.minimum(follow, num_positions - 1), axis=1)
         available = jnp.where(found & history.live, history.num_tokens - 1 - end, 0)
@@ -64,5 +64,5 @@ def agreement(tokens: Int[Array, "B L"], num_tokens: Int[Array, " B"], most: int
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> NGram:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the drafter by prompt lookup. The arguments are those in `jaxspec.drafters.methods`."""
     return NGram(k, *speculative.lookup)

@@ -101,7 +101,7 @@ def frequent_runs(
 
 
 def drafter(k: int, most: int, models: Mapping[str, PagedModel], speculative: Any) -> Suffix:
-    """Return the drafter of this method; see `jaxspec.drafters.methods`."""
+    """Return the drafter by suffix decoding. The arguments are those in `jaxspec.drafters.methods`."""
     return Suffix(
         k,
         speculative.suffix_decoding_max_tree_depth,

@@ -47,7 +47,7 @@ def fits(
 
 def self_attention(
     x: jax.Array,
-    norm: Any,  # an array, or None if normed is given
+    norm: Any,  # scale of the norm, or None if `normed` is given
     normed: jax.Array | None,
     qkv: jax.Array,
     bias: jax.Array | None,
@@ -70,7 +70,7 @@ def self_attention(
     soft_cap: float | None,
     device: Device,
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose the kernels for these arguments and run them."""
+    """Compute the op self_attention with the kernels that suit these arguments."""
     b, t, e = x.shape
     d = pages.shape[3]
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "device": device}

@@ -44,7 +44,7 @@ def has_too_many_parts(qkv: jax.Array) -> bool:
 
 def self_attention(
     x: jax.Array,
-    norm: Any,  # an array, or None if normed is given
+    norm: Any,  # scale of the norm, or None if `normed` is given
     normed: jax.Array | None,
     qkv: jax.Array,
     bias: jax.Array | None,

@@ -14,7 +14,7 @@ from pallas_kernels.weights import AnyWeight, product
 
 def self_attention(
     x: jax.Array,
-    norm: Any,  # an array, or None if normed is given
+    norm: Any,  # scale of the norm, or None if `normed` is given
     normed: jax.Array | None,
     qkv: AnyWeight,
     bias: jax.Array | None,

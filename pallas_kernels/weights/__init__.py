@@ -37,7 +37,7 @@ class Weight(abc.ABC):
     @property
     @abc.abstractmethod
     def dtype(self) -> Any:
-        """The dtype of the activations that the matrix is multiplied with."""
+        """The dtype of the activations with which the matrix is multiplied."""
 
     @property
     def size(self) -> int:

@@ -42,7 +42,7 @@ class Scaled(Weight):
 
     @property
     def by_output(self) -> bool:
-        """Whether all weights of an output share a scale, so that scales can be applied to the product's outputs."""
+        """Return whether all weights of an output share a scale, so that the product can be scaled afterwards."""
         return self.scale.shape[1] == 1
 
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
