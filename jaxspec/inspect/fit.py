@@ -16,6 +16,7 @@ from jaxspec.engine.assembly import temporary_bytes
 from jaxspec.hardware.accelerators import KNOWN
 from jaxspec.hardware.chips import Chips
 from jaxspec.hardware.platforms import facts
+from jaxspec.loading.quantised import stored_bytes
 from jaxspec.loading.weights import compute_dtype
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -24,6 +25,7 @@ from jaxspec.models.model import Model
 from jaxspec.models.paged import cache_layout
 from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.options.engine import EngineConfig
+from jaxspec.options.quantization import check_quantization
 from jaxspec.options.speculative import SpeculativeConfig
 from jaxspec.parallel.placement import absent, check_draft_size
 
@@ -42,6 +44,8 @@ class Wanted:
     tensor_parallel_size: int | None = None
     draft_tensor_parallel_size: int = 1
     dtype: str = "auto"
+    quantization: str | None = None
+    draft_quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = EngineConfig.max_num_seqs
     num_speculative_tokens: int | None = None
@@ -106,6 +110,7 @@ def fit(asked: Wanted) -> Fit:
     options = EngineConfig(
         tensor_parallel_size=asked.degree,
         dtype=asked.dtype,
+        quantization=asked.quantization,
         max_model_len=asked.max_model_len,
         max_num_seqs=asked.max_num_seqs,
     )
@@ -121,7 +126,9 @@ def fit(asked: Wanted) -> Fit:
     if asked.draft:
         degrees["draft"] = asked.draft_tensor_parallel_size
         configs["draft"] = for_degree(asked.draft, asked.draft_tensor_parallel_size)
-    weights = {name: weight_bytes(config, dtype, degrees[name]) for name, config in configs.items()}
+    check_quantization("draft_quantization", asked.draft_quantization)
+    forms = {"target": asked.quantization, "draft": asked.draft_quantization}
+    weights = {name: weight_bytes(config, dtype, degrees[name], forms[name]) for name, config in configs.items()}
     page = {name: page_bytes(config, dtype, degrees[name], kind.platform) for name, config in configs.items()}
     width = draft_spec(asked.draft).features_width if asked.draft else 0
     layout = features_layout(width, page_size=platform.page_size, num_pages=1, dtype=dtype)
@@ -158,10 +165,10 @@ def fit(asked: Wanted) -> Fit:
     )
 
 
-def weight_bytes(config: ModelConfig, dtype: Any, degree: int) -> int:
+def weight_bytes(config: ModelConfig, dtype: Any, degree: int, quantization: str | None = None) -> int:
     """Return the bytes of a model's own parameters on each of `degree` devices. Shared parameters do not count."""
-    own = [p for p in abstract_params(config, dtype, absent(degree)).values() if not p.from_target]
-    return sum(math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in own)
+    own = {name: p for name, p in abstract_params(config, dtype, absent(degree)).items() if not p.from_target}
+    return sum(stored_bytes(quantization, name, p) for name, p in own.items())
 
 
 def page_bytes(config: ModelConfig, dtype: Any, degree: int, platform: str) -> int:
@@ -244,6 +251,8 @@ def candidates(asked: Wanted, found: Fit) -> Iterator[Iterable[tuple[str, dict[s
 
     if found.dtype == "float32" and not have.kind.device.lacks_bfloat16:
         yield [("--dtype bfloat16", {"dtype": "bfloat16"})]
+    if asked.quantization is None:
+        yield [("--quantization int8", {"quantization": "int8"})]
     yield numbers("max_model_len", [found.longest_context] if 0 < found.longest_context < asked.longest else [])
     yield numbers("max_num_seqs", (asked.max_num_seqs >> i for i in range(1, asked.max_num_seqs.bit_length())))
     if asked.draft is not None:

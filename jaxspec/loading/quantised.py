@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.common.errors import UserError
 from jaxspec.models.parameters import Parameter
 from jaxspec.options.quantization import FORMS, Quantization
-from pallas_kernels.weights import AnyWeight, specs
+from pallas_kernels.weights import AnyWeight, nbytes, specs
 from pallas_kernels.weights.scaled import Scaled, abstract, quantise
 
 Keep = Callable[[str, Parameter, jax.Array], AnyWeight]
@@ -46,6 +47,20 @@ def quantised(name: str | None, known: Mapping[str, Parameter], params: dict[str
     """Return parameters in a form. The dict is emptied, so that memory holds one parameter at a time in both forms."""
     keep = quantiser(name)
     return {where: keep(where, known[where], params.pop(where)) for where in list(params)}
+
+
+def stored_bytes(name: str | None, where: str, parameter: Parameter) -> int:
+    """Return the bytes of a parameter in a form, in the memory of each device.
+
+    Raises: UserError as `check_divides` does.
+    """
+    shard: Any = parameter.shape if parameter.sharding is None else parameter.sharding.shard_shape(parameter.shape)
+    if name is None or not is_quantised(parameter):
+        return math.prod(shard) * int(parameter.dtype.itemsize)
+    form = FORMS[name]
+    check_divides(name, form, where, parameter)
+    block = form.block(shard)
+    return int(nbytes(abstract(shard, form.dtype, block, parameter.dtype.name)))
 
 
 def is_quantised(parameter: Parameter) -> bool:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.api.llm import LLM
 from jaxspec.common.errors import UserError
+from jaxspec.inspect.fit import weight_bytes
+from jaxspec.loading.weights import load
 from jaxspec.models.decoder import parameters
 from jaxspec.options.sampling_params import SamplingParams
 from jaxspec.options.speculative import SpeculativeConfig
-from pallas_kernels.weights import dense
+from jaxspec.parallel.placement import make_placement
+from pallas_kernels.weights import dense, nbytes
 from pallas_kernels.weights.scaled import Scaled
+from tests.support.loaded import resolve
 from tests.support.model_folders import write_model
 from tests.support.sizes import cases
 
@@ -61,6 +66,12 @@ def test_tokens_are_those_of_the_numbers_that_the_form_holds(folder, form):
         assert llm.target.params[name].nbytes < own.nbytes / 3
     whole.target = dataclasses.replace(whole.target, params={name: dense(x) for name, x in llm.target.params.items()})
     assert tokens(whole.speculating(None), GREEDY) == found
+
+
+@pytest.mark.parametrize("form", [None, *FORMS])
+def test_bytes_are_known_before_anything_is_loaded(folder, form):
+    model = load(resolve(folder), jnp.dtype("bfloat16"), make_placement(), quantization=form)
+    assert weight_bytes(model.config, jnp.dtype("bfloat16"), 1, form) == nbytes(model.params)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices: --xla_force_host_platform_device_count")
