@@ -56,11 +56,11 @@ def stored_bytes(name: str | None, where: str, parameter: Parameter) -> int:
     """
     shard: Any = parameter.shape if parameter.sharding is None else parameter.sharding.shard_shape(parameter.shape)
     if name is None or not is_quantised(parameter):
-        return math.prod(shard) * int(parameter.dtype.itemsize)
+        bytes_of_shard: int = math.prod(shard) * parameter.dtype.itemsize
+        return bytes_of_shard
     form = FORMS[name]
     check_divides(name, form, where, parameter)
-    block = form.block(shard)
-    return int(nbytes(abstract(shard, form.dtype, block, parameter.dtype.name)))
+    return nbytes(abstract(shard, form.dtype, form.block(shard), parameter.dtype.name))
 
 
 def is_quantised(parameter: Parameter) -> bool:
