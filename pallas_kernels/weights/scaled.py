@@ -41,7 +41,7 @@ class Scaled(Weight):
 
     @property
     def by_output(self) -> bool:
-        """Whether all inputs of an output have one scale, so that it can be applied to the product."""
+        """Return whether all inputs of an output have one scale, so that it can be applied to the product."""
         return self.scale.shape[1] == 1
 
     def matmul(self, x: jax.Array, dtype: Any) -> jax.Array:
