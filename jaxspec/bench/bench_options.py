@@ -246,7 +246,10 @@ class BenchOptions:
     def speculation(
         self, k: int, length: float | None = None, rates: tuple[float, ...] = (), *, adaptive: bool
     ) -> SpeculativeConfig:
-        """Return the speculative config with K = k at one of the `acceptances`."""
+        """Return the speculative config with k draft tokens per round.
+
+        length, rates: an entry of `acceptances`. adaptive: whether the engine may use fewer if that is faster.
+        """
         synthetic: dict[str, Any] = {}
         if length is not None:
             synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}

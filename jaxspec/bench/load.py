@@ -1,4 +1,4 @@
-"""The stage `load`: many requests through the engine. It measures throughput, latency and where the time goes."""
+"""The stage `load` of the bench, which sends many requests: throughput, latency and where the time goes."""
 
 from __future__ import annotations
 

@@ -113,17 +113,17 @@ class Raw:
         return drafter(self.speculative, self.engine.runner.paged, k)
 
     def launch(self, k: int, rates: Sequence[float] = ()) -> Call:
-        """Return a call that runs a launch of ROUNDS rounds and returns its packed result."""
+        """Return a call that makes a launch (one run of the program, ROUNDS rounds) and returns its packed result."""
         return self.launching(self.config(k, rates), k, self.inputs(k, rates))
 
     def launch_draft(self) -> Call:
-        """Return a call that runs a launch of plain decoding with the draft model in place of the target."""
+        """Return a call that runs a launch of plain decoding with the draft model in the target's place."""
         drafter: Any = self.engine.runner.decoding.drafter
         alone = dataclasses.replace(self.config(0), target=drafter.model)
         return self.launching(alone, 0, self.inputs(0), draft_alone=True)
 
     def launching(self, config: DecodeConfig, k: int, inputs: LaunchInput, *, draft_alone: bool = False) -> Call:
-        """Run this program once to check its result, then return a call that runs it."""
+        """Run the launch that `config` describes once to check its result, and return a call that runs it."""
         engine = self.engine
 
         def call() -> Any:

@@ -38,7 +38,7 @@ class Runner:
     def passes(self) -> tuple[float, float]:
         """Number of target passes, and number of draft tokens, per emitted token of a row."""
         c = self.counts
-        # A round emits its accepted draft tokens and one more.
+        # A round emits its accepted draft tokens and one more token.
         rounds = c.num_emitted_tokens - c.num_accepted_tokens
         return rounds / c.num_emitted_tokens, c.num_draft_tokens / c.num_emitted_tokens
 
@@ -62,7 +62,7 @@ def take_turns(
 
     ways: speculative configs by name, None for plain decoding.
     """
-    max_tokens = engine_tokens(max(setup.options.ks))  # the same for all ways, so that they have the same shapes
+    max_tokens = engine_tokens(max(setup.options.ks))  # the same number for all ways, so that all have the same shapes
     max_len = context + max_tokens
     engines = {name: setup.engine(batch_size, max_len, s) for name, s in ways.items()}
     runners = {name: Runner(engine) for name, engine in engines.items()}

@@ -217,7 +217,8 @@ def head_of(
 def layer_fields(target: ModelConfig, options: TrainOptions, layers: int, most_ids: int) -> dict[str, Any]:
     """Return the configuration fields for the layers of a head (a draft that reads the target's hidden states).
 
-    The layers are as wide as the target's. Their family is Llama's, the one that programs which read heads support.
+    The layers are as wide as the target's. Their family is Llama's, which is the one that
+    programs that read heads support.
 
     layers: their number. most_ids: largest vocabulary unless options.vocab_size sets it.
 

@@ -118,7 +118,7 @@ def through_layers(
     c, dtype = head.config, x.dtype
     own = Rows(block.reshape(len(x), -1))
     before = whole_rows(*past.shape[:2])
-    known = before.positions[:, None] < block[:, :, :1]  # [B,A,S]
+    known = before.positions[:, None] < block[:, :, :1]  # bool[B,A,S]: positions of the past that a block sees
     at_block, at_past = (rotary_tables(c.layers, rows, backend)[c.rope, c.head_dim] for rows in (own, before))
 
     def by_block(y: jax.Array) -> jax.Array:

@@ -172,7 +172,8 @@ def run(teacher: Teacher, history: orbax.History, deadline: float, work: Work) -
         work.report(at, "measuring")
         begin = time.perf_counter()
         saved = at
-        params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)  # the dtype on disk
+        # Drafts are stored, and so measured, in bfloat16.
+        params = computed({**state.params, **setup.ids}, jax.numpy.bfloat16)
         found, compiling = measure(params)
         length = found.mean_acceptance_length
         best = history.best  # acceptance length of the best earlier checkpoint

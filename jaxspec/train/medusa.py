@@ -62,7 +62,8 @@ def passes(
     own: Any = bind(configs[1], draft)
     _, hidden, _ = read(configs[0], target, batch, backend, ())
     dtype = own.heads[0].blocks[0][...].dtype
-    # The outputs of head i are shifted by i positions, so that at each position all heads predict the token two later.
+    # The outputs of head i are shifted by i positions. So at each position all heads predict the token that is two
+    # positions later.
     outputs = [jnp.roll(own.one(i)(hidden.astype(dtype), backend), i, axis=1) for i in range(k)]
     return per_token_outputs(2, jnp.stack(outputs, axis=2), hidden)
 
