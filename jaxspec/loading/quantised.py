@@ -87,9 +87,14 @@ def sharding_of(form: Quantization, parameter: Parameter) -> Any:
     if not isinstance(parameter.sharding, NamedSharding):
         return parameter.sharding
     shape: Any = parameter.shape
-    mesh = parameter.sharding.mesh
-    tree = specs(abstract(shape, form.dtype, form.block(shape), parameter.dtype.name), parameter.sharding.spec)
-    return jax.tree.map(functools.partial(NamedSharding, mesh), tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return shardings(abstract(shape, form.dtype, form.block(shape), parameter.dtype.name), parameter.sharding)
+
+
+def shardings(weight: Scaled, sharding: NamedSharding) -> Any:
+    """Return the sharding of each array of a weight whose matrix [I, O] has this sharding."""
+    tree = specs(weight, sharding.spec)
+    place = functools.partial(NamedSharding, sharding.mesh)
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 @functools.lru_cache(maxsize=64)

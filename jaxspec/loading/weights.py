@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import checkpoints
 from jaxspec.common.errors import UserError
 from jaxspec.hardware.platforms import facts
-from jaxspec.loading.quantised import quantiser
+from jaxspec.loading.quantised import quantiser, shardings
 from jaxspec.loading.resolved import ResolvedModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import abstract_params
@@ -19,6 +19,7 @@ from jaxspec.models.sharding import check_divides, for_degree
 from jaxspec.parallel.placement import Placement
 from pallas_kernels.device import Device
 from pallas_kernels.weights import dense
+from pallas_kernels.weights.scaled import Scaled
 
 
 def compute_dtype(name: str, device: Device) -> Any:
@@ -96,5 +97,10 @@ def resharded(model: Model, placement: Placement) -> Model:
     known = abstract_params(model.config, model.dtype, placement)
     params: dict[str, Any] = {}
     for name, x in model.params.items():
-        params[name] = jax.device_put(jnp.asarray(dense(x), known[name].dtype), known[name].sharding)
+        sharding = known[name].sharding
+        if isinstance(x, Scaled):
+            weight = Scaled(x.values, x.scale, x.computes_in)  # on one CPU it may be of a form that is streamed
+            params[name] = jax.device_put(weight, shardings(weight, sharding))
+        else:
+            params[name] = jax.device_put(jnp.asarray(dense(x), known[name].dtype), sharding)
     return Model(model.config, params)

@@ -78,7 +78,11 @@ def test_bytes_are_known_before_anything_is_loaded(folder, form):
 @cases("form", FORMS, quick=["int8"])
 def test_over_two_devices_tokens_stay(folder, form):
     expected = tokens(LLM(folder, quantization=form, **OPTIONS), GREEDY)
-    assert tokens(LLM(folder, quantization=form, tensor_parallel_size=2, **OPTIONS), GREEDY) == expected
+    two = LLM(folder, quantization=form, tensor_parallel_size=2, **OPTIONS)
+    assert tokens(two, GREEDY) == expected
+    other = two.speculating({"model": folder, "draft_tensor_parallel_size": 1, "num_speculative_tokens": 2})
+    assert other.target.params["layers.0.qkv"].values.dtype.itemsize == 1, "in another placement"
+    assert tokens(other, GREEDY) == expected
 
 
 def test_bad_forms_are_refused_in_a_line(folder):
