@@ -110,7 +110,7 @@ def path_as_chain(
     tree, last = proposal.tree, verdict.last
     assert tree is not None
     assert last is not None
-    path = take_row(tree.paths, last)  # [B, D + 1]
+    path = take_row(tree.paths, last)  # nodes on the accepted path, [B, D + 1]
     step = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None]
     stays = (step > verdict.num_accepted[:, None]) | (path[:, 1:] == step) | ~history.live[:, None]
     pending = history.num_tokens[:, None] - 1

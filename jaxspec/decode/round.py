@@ -179,7 +179,7 @@ def score(context: Context, cache: PagedKVCache, history: History, proposal: Pro
     offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     positions = history.num_tokens[:, None] - 1 + offset
     masked = (offset > proposal.num_proposed[:, None]) | ~history.live[:, None]
-    tokens = jnp.where(masked, pending[:, None], tokens)  # so its output is finite if the pending token's is
+    tokens = jnp.where(masked, pending[:, None], tokens)  # so a masked output is finite if the first one is
     reader, params = context.config.reader, context.params
     taps = reader.taps if reader else ()
     nodes = branches.target_branches(history, proposal.tree)
@@ -261,7 +261,7 @@ def commit(
     verdict: Verdict,
     ending: Int[Array, " B"],
 ) -> DecodeState:
-    """Append the accepted draft tokens and, where `ending` is RUNNING, the target's own next token. Return the state.
+    """Append the accepted draft tokens and, where `ending` is RUNNING, the target's next token. Return the new state.
 
     The new tokens are cut after the first stop id and at the row's length limit. The caches need no rollback, because
     entries beyond a row's length are never read.

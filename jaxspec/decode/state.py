@@ -16,7 +16,7 @@ from jaxspec.sampling.processors import Processors
 from jaxspec.sampling.processors.base import Text
 from jaxspec.verify.rules import RULES
 
-ModelParams = dict[str, Any]  # {"target": ..., "draft": ...}
+ModelParams = dict[str, Any]  # the models' parameters: {"target": ..., "draft": ...}
 
 # Values of DecodeState.finish. NO_ID: no token id was allowed. NOT_FINITE: the target's logits were not finite.
 RUNNING, STOP, LENGTH, NO_ID, NOT_FINITE = range(5)

@@ -63,7 +63,7 @@ class Acceptance:
 
 
 def chances(tries: np.ndarray, hits: np.ndarray, prior: np.ndarray | float, rounds: float) -> np.ndarray:
-    """Return P(draft token accepted | all before it accepted), by position. The prior weighs as much as `rounds`."""
+    """Return P(draft token accepted | all before it accepted), by position. `rounds` is the weight of the prior."""
     return (hits + rounds * prior) / (tries + rounds)
 
 
@@ -73,7 +73,8 @@ class Choice:
 
     k: number of draft tokens a round.
     num_rounds: maximum number of rounds; None for no limit.
-    worth: tokens a round that plain decoding would give a row; if the rows gain fewer on average, the launch ends.
+    worth: number of tokens that plain decoding would give a row in the time of one round with k draft tokens. If the
+      rows gain fewer a round, the launch ends.
     """
 
     k: int
@@ -97,7 +98,7 @@ class Controller:
         self.draft_cost = draft_cost
         # The keys of these dicts are (kind of launch, k). Launches of one kind have similar round times.
         self.costs: dict[tuple[Hashable, int], float] = {}  # measured seconds a round
-        self.once: dict[tuple[Hashable, int], float] = {}  # seconds a round of the first launch that counts
+        self.once: dict[tuple[Hashable, int], float] = {}  # measured seconds a round, after only one counted launch
         self.last_run: dict[tuple[Hashable, int], float] = {}  # value of `seconds` after the last such launch
         self.probe_costs: dict[tuple[Hashable, int], float] = {}  # seconds that the last probe of this k lost
         self.overall = Acceptance(self.choices[-1], LONG_MEMORY)
@@ -183,7 +184,7 @@ class Controller:
         return {k: len(rows) + (float(gained[k - 1]) if k else 0.0) for k in self.choices}
 
     def cost(self, kind: Hashable, k: int, full: int) -> float:
-        """Return the seconds of a round of k draft tokens. If k was not measured, interpolate between 0 and `full`."""
+        """Return the seconds of a round of k draft tokens, interpolated between k = 0 and `full` if not measured."""
         if (kind, k) in self.costs:
             return self.costs[kind, k]
         low = self.costs[kind, 0]

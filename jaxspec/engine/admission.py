@@ -56,7 +56,7 @@ def check(
     Raises UserError for a request that cannot be served.
     """
     prompt = list(checked_ids("token id", prompt))
-    params = dataclasses.replace(params)  # validates again
+    params = dataclasses.replace(params)  # runs the checks of SamplingParams again
     checked_ids("the model's own stop id", stop_ids)
     if not prompt:
         raise UserError("the prompt is empty: give at least one token")

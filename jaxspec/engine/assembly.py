@@ -172,7 +172,7 @@ def chunk_shape(config: EngineConfig, platform: str, *, several: bool = True) ->
 def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative: Speculation, platform: str) -> int:
     """Return an upper estimate of the bytes that the largest programs need beside weights and pages.
 
-    The bytes hold a few copies of a round's logits in float32, and the activations of a prefill chunk.
+    The programs hold a few copies of a round's logits in float32, and the activations of a prefill chunk.
     """
     drafts = speculative.num_speculative_tokens if speculative else 0
     logits = 6 * config.max_num_seqs * (drafts + 1) * models["target"].config.vocab_size * 4
@@ -183,7 +183,7 @@ def temporary_bytes(models: dict[str, Model], config: EngineConfig, speculative:
 
 
 def drafters(speculative: Speculation, models: Mapping[str, PagedModel]) -> dict[int, Drafter | None]:
-    """Return the drafter for each K, the number of draft tokens a round that a program is compiled for; None for 0."""
+    """Return the drafters by K, the number of draft tokens a round, for which programs are compiled; None for K = 0."""
     return {k: drafter(speculative, models, k) if k and speculative else None for k in ks(speculative)}
 
 
@@ -232,7 +232,7 @@ def with_drafts(given: Any, k: int) -> Drafter:
 
 
 def tree(speculative: SpeculativeConfig, models: Mapping[str, PagedModel], method: Any, k: int) -> Tree:
-    """Return a drafter that proposes trees of k nodes. It grows them with the method's drafter of chains.
+    """Return a drafter that proposes trees of k draft tokens, grown with the method's drafter of chains.
 
     method: module of the drafting method.
 

@@ -78,7 +78,7 @@ class ChunkShape:
     several: bool = True
 
     def padded(self, count: int) -> int:
-        """Return the number of rows of the pass for `count` rows, rounded up so that few programs serve all counts."""
+        """Return the number of rows of the program that serves `count` rows. It is rounded up to have few programs."""
         whole = power_of_two(count)
         if self.finer and whole >= 8 and count <= whole * 3 // 4:
             whole = whole * 3 // 4
@@ -151,7 +151,7 @@ def launch_input(
 
 
 def check(request: Request, layout: CacheLayout, vocab_size: int) -> None:
-    """Pack a request alone into arrays, and drop them. Raise the error, if any, that packing raises."""
+    """Pack a request alone and discard the arrays, so that an error in packing is raised for this request."""
     row_pages = len(request.pages)
     used = dataclasses.replace(variant([request]), processors=True)
     prefill_variant([request])

@@ -1,4 +1,4 @@
-"""The engine: it schedules requests between launches (runs of many rounds) of the device program, and sees only ids."""
+"""Engine, which schedules requests between launches (runs of many rounds) of the device program. It sees only ids."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Engine:
                 batch.check(request, self.layout, self.limits.vocab_size)
 
     def prefill(self, requests: Sequence[Request]) -> None:
-        """Run one prefill pass over these requests' next prompt tokens; in the draft only if tokens are drafted now."""
+        """Run one prefill pass over these requests' next prompt tokens, in the draft only if drafting is likely now."""
         pages = self.grown_shape(self.scheduler.running)[1]
         # The draft's prefill pays only if speculation does. The draft can also read the prompt later.
         self.prefilling.prefill(requests, pages, drafted=self.controller.likely_k > 0)

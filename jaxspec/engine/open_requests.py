@@ -45,7 +45,7 @@ class OpenRequests:
         """End a request with finish reason "abort" if it has not ended, and free its pages."""
         if request.finish_reason is None:
             request.finish_reason, request.times.finished = "abort", time.perf_counter()
-        if request.id not in self.open or self.inside:  # the running step will release it
+        if request.id not in self.open or self.inside:  # removed already, or the running step will release it
             return
         if self.midway:
             self.recover()
@@ -70,7 +70,7 @@ class OpenRequests:
         self.scheduler.remove(request)
 
     def take_failed(self) -> list[Request]:
-        """Release all finished requests. Return those that failed since the last call."""
+        """Release all finished requests. Return the requests that failed since the last call."""
         self.release_ended()
         failed, self.failed = self.failed, []
         return failed

@@ -116,7 +116,8 @@ class Request:
     def ids(self) -> np.ndarray:
         """The tokens of prompt and output as an array i32[num_tokens].
 
-        Only tokens that are new since the last use are converted, because of thousands of tokens few are new.
+        Only tokens that are new since the last use are converted. A request may have thousands of tokens, few of them
+        new.
         """
         known = len(self.packed)
         count = self.num_tokens

@@ -46,7 +46,7 @@ class Lag:
         return cls(config.position_limit, most, lookahead)
 
     def held(self, length: int, target_len: int) -> int:
-        """Return how many positions of a row are valid in the draft's cache if the device counted `length`."""
+        """Return the number of a row's valid positions in the draft's cache. length: number that the device counted."""
         return target_len if self.most is None else max(min(length, self.limit), 0)
 
     def too_far(self, request: Request) -> bool:

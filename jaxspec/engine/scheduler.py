@@ -50,7 +50,7 @@ class Scheduler:
         self.longest = longest
         self.copies = copies
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
+        self.running: list[Request] = []  # running requests, oldest first
         self.undrafted: set[int] = set()  # registered pages whose tokens the draft has not read
         self.num_preemptions = 0
 
@@ -155,7 +155,7 @@ class Scheduler:
         """
         if request.output or request.wants_prompt_logprobs or not self.copies:
             return None
-        running = [s for s in self.running if s.samples is request.samples]  # not request.samples: n may be large
+        running = [s for s in self.running if s.samples is request.samples]  # request.samples may be a long list
         return next((s for s in running if s.prefilled), running[0] if running else None)
 
     def common_pages(self, request: Request, sibling: Request) -> list[int]:

@@ -70,7 +70,7 @@ class Background(threading.Thread):
 
     def stop(self) -> None:
         """Stop the warm-up: lower and compile no further program. Compilations under way go on."""
-        with contextlib.suppress(InvalidStateError):  # stopped already
+        with contextlib.suppress(InvalidStateError):  # `stop` was called before
             self.stopped.set_result(None)
         if threading.current_thread() is not self:
             self.join()

@@ -75,7 +75,7 @@ def as_jaxspec(
         return
     config = checkpoints.load_config(source)
     fingerprint = checkpoints.load_fingerprint(source)
-    tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft has its target's
+    tokenizer = None if fingerprint else checkpoints.load_tokenizer(source)  # a draft has none of its own
     known = parameters(config, dtype or checkpoints.stored_dtype(source))
     here = SingleDeviceSharding(host_device())
     own = {name: dataclasses.replace(p, sharding=here) for name, p in known.items() if not p.from_target}

@@ -54,7 +54,7 @@ def resolved(source: checkpoints.Source) -> ResolvedModel:
 
 
 def asked_draft(speculative: SpeculativeConfig | None, target: ResolvedModel) -> ResolvedModel | None:
-    """Find and parse the draft that the options name; None for a method without parameters. Raises: UserError."""
+    """Resolve the draft that the options name; None for a method without parameters. Raises as `resolved_draft`."""
     if speculative is None or not speculative.has_parameters:
         return None
     source = target.source

@@ -36,7 +36,7 @@ def load(
     """Load a model, or a draft that is a complete model.
 
     target: the target of a draft, which may read the target's embedding table; None for a model that is no draft.
-    quantization: name in `jaxspec.options.quantization.FORMS` of the form of the weights in memory; None for the dtype.
+    quantization: name in `jaxspec.options.quantization.FORMS` of the weights' form in memory; None to keep the dtype.
     Raises: UserError if draft and target do not fit, other errors as `checkpoints.load_params` does.
     """
     check_divides(model.config, placement.degree, of_draft=target is not None)

@@ -25,22 +25,22 @@ class ModelConfig:
     family: str
     vocab_size: int
     num_layers: int
-    width: int  # E
-    mlp_width: int  # F
-    num_heads: int  # H
-    num_kv_heads: int  # G
-    head_dim: int  # D
+    width: int  # E, the size of hidden states
+    mlp_width: int  # F, the size of the MLP's inner layer
+    num_heads: int  # H, the number of query heads
+    num_kv_heads: int  # G, the number of key-value heads
+    head_dim: int  # D, the size of a head
     max_model_len: int
     windows: tuple[int | None, ...]  # sliding window of each layer in tokens; None for no window
     rope: Rope = PLAIN_ROPE
-    local_rope: Rope | None = None  # rotary embedding of the layers with a window, if it differs
+    local_rope: Rope | None = None  # rotary embedding of layers with a window; None for `rope`
     norm_eps: float = 1e-6
     tied: bool = True  # whether the embedding table is also the output head
     qkv_bias: bool = False
     qk_norm: bool = False
     sandwich_norm: bool = False  # whether attention and MLP are each followed by a further norm, as in Gemma
     norm_plus_one: bool = False  # whether checkpoints store w for norms that multiply by 1 + w; 1 is added at load
-    activation: str = "silu"  # or "gelu_tanh"
+    activation: str = "silu"  # activation function of the MLP: "silu" or "gelu_tanh"
     embed_scale: float = 1.0  # factor of the embeddings
     query_scale: float = 0.0  # factor of the attention scores; 0 stands for head_dim ** -0.5
     soft_cap: float | None = None  # bound c of attention scores x, which become c * tanh(x / c)

@@ -186,7 +186,7 @@ def whole(logits: jax.Array, backend: Backend) -> jax.Array:
     """Return the logits [..., V] replicated on every device.
 
     The logits are first constrained to the sharding of the weights. Otherwise the compiler would gather the weights.
-    They are reshaped to two axes before, because the TPU compiler would pad a third axis to many times its size.
+    The logits are reshaped to two axes before, because the TPU compiler would pad a third axis to many times its size.
     """
     placement = backend.placement
     if placement is None or backend.degree == 1:

@@ -7,7 +7,7 @@ from jaxspec.common.values import LARGEST, check_counts, flag, number, one_of, o
 from jaxspec.options.quantization import QUANTIZATION_HELP, check_quantization
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KERNELS = ("reference", "pallas")  # names from pallas_kernels.forms, repeated because importing it imports jax
+KERNELS = ("reference", "pallas")  # repeated from pallas_kernels.forms, whose import imports jax
 MAX_ROUNDS = 64  # maximum rounds of one launch (run of the device program); static, because it sizes result arrays
 
 

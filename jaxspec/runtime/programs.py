@@ -29,7 +29,7 @@ from jaxspec.sampling.logprobs import Logprobs
 from pallas_kernels.lowering import quick_lowering
 
 WORTH_COMPILING = 16  # times that a batch runs a more general variant before its exact one is compiled
-one_at_a_time = threading.RLock()  # held while a program is lowered
+one_at_a_time = threading.RLock()  # lock that is held while a program is lowered
 
 # Python functions of the device programs: functions of (config, params, cache, *arrays) returning (cache, results).
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -61,7 +61,7 @@ class Programs:
     watch: function of a program's name that returns a context; a run waits inside it for its program to be compiled.
     num_compiled: number of programs compiled.
     num_waits, compile_seconds: number of runs that had to wait for their program, and the time that they waited.
-    compiled: programs, compiled or under way, by `key_of`; shared by threads.
+    compiled: programs, compiled or under way, by their keys (`key_of`); shared by threads.
     calm: event that is cleared while a run waits for its program. Threads that compile in advance wait for this event.
     """
 

@@ -27,7 +27,7 @@ from pallas_kernels.streamed import once
 from pallas_kernels.weights import product
 from pallas_kernels.weights import specs as partition
 
-Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]  # cos and sin, by Rope and head size
+Tables = Mapping[tuple[Rope, int], tuple[jax.Array, jax.Array]]  # (cos, sin) by (Rope, head size)
 
 # Parameters that only some families have, as {argument of `self_attention`: attribute of the Layer}.
 OPTIONAL_PARAMETERS = {"norm": "input_norm", "bias": "qkv_bias", "q_norm": "q_norm", "k_norm": "k_norm"}
