@@ -15,7 +15,7 @@ from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 from jaxspec.server.settings import ANY, ServerConfig, is_loopback
 
-# Pattern of the header Host: an IPv6 address in brackets or a name, then a port.
+# Pattern of the header Host: an IPv6 address in brackets, or a name or IPv4 address; then an optional port.
 HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]/@]+?)\.?)(?::\d*)?", re.IGNORECASE)
 SAFE_METHODS = ("GET", "HEAD")  # methods that change nothing; browsers hide the response from pages of other sites
 
