@@ -184,7 +184,7 @@ class Peers:
         if not reported:
             write_line(f"jaxspec: {line}: all processes end", always=True)
         if self.rank == 0:
-            # JAX's coordination service runs in process 0. Processes that end later would report the loss of the service.
+            # JAX's coordination service runs in process 0. The other processes must end first, or report its loss.
             until = time.monotonic() + 2 * PATIENCE
             for event in self.gone.values():
                 event.wait(max(until - time.monotonic(), 0))

@@ -59,7 +59,7 @@ class Placement:
         return self.axes if self.degree > 1 else ()
 
     def sharding(self, spec: P = P()) -> NamedSharding:
-        """Return the sharding on this mesh with a partition spec. By default the array is replicated on every device."""
+        """Return the sharding with this partition spec. By default the array is replicated on every device."""
         return NamedSharding(self.mesh, spec)
 
     def spec(self, axes: Sequence[str | None]) -> P:
