@@ -89,7 +89,7 @@ class Served:
         return Generation(self.llm, self.gate, parsed, answer, self.room, self.config, self.control)
 
     def described(self) -> dict[str, Any]:
-        """Return the model as OpenAI's object of a model, with vLLM's field max_model_len."""
+        """Return a description of the served model in OpenAI's form, with vLLM's field max_model_len."""
         found = Model(id=self.model, object="model", created=self.created, owned_by="jaxspec")
         return found.model_dump(exclude_unset=True) | {"max_model_len": self.room}
 

@@ -87,7 +87,7 @@ class Generation(Response):
                 reported = self.reported(error, limit.expired())
                 if not self.started:
                     raise reported from None
-                scope.setdefault("state", {})["refusal"] = reported  # for the request log
+                scope.setdefault("state", {})["refusal"] = reported  # read by the request log
                 if self.request.stream:  # an answer that is not streamed can only break off
                     await self.send_error(reported, send)
 

@@ -124,7 +124,7 @@ async def measure(url: str, chosen: LoadOptions) -> dict[str, Any]:
     async with found as client:
         try:
             model = chosen.model or (await client.models.list()).data[0].id
-        except Exception as error:  # the answer may come from any kind of server
+        except Exception as error:  # there are many kinds of error, because any kind of server may answer
             raise UserError(f"{url} lists no model ({type(error).__name__}: {error}): is OpenAI's API there?") from None
         prompts = made_prompts(chosen.prompt_words)
         rows = []

@@ -11,7 +11,7 @@ from openai.types.completion_choice import Logprobs
 
 from jaxspec.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 
-LEAST = -9999.0  # replaces smaller values, as in vLLM, since JSON has no infinity
+LEAST = -9999.0  # value that replaces smaller log-probabilities, as in vLLM, because JSON has no infinity
 Rows = Sequence[Mapping[int, Logprob]]  # for each token of a text, a dict of Logprobs by token id
 
 

@@ -90,7 +90,7 @@ def encoded(tokenizer: Any, prompt: Prompt) -> Mapping[str, Any]:
 def fitted(request: RequestFields, num_tokens: int, room: int) -> SamplingParams:
     """Return the sampling parameters for a prompt of num_tokens.
 
-    If the request sets no length, max_tokens is `room` less the prompt's tokens.
+    If the request is a chat without a limit of its own, max_tokens is `room` less num_tokens.
 
     room: largest number of tokens that a prompt and its output may have together.
     """

@@ -136,7 +136,8 @@ def signals(signalled: asyncio.Future[int]) -> Iterator[None]:
         signalled.set_result(number)
         for other in STOP_SIGNALS:
             loop.remove_signal_handler(other)
-            signal.signal(other, signal.SIG_DFL)  # Python's handler would raise KeyboardInterrupt in whatever runs
+            # The system's handler ends the process. Python's would raise KeyboardInterrupt in whatever code runs.
+            signal.signal(other, signal.SIG_DFL)
 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, first, number)

@@ -8,7 +8,7 @@ import re
 from jaxspec.common.errors import UserError, quoted
 from jaxspec.common.values import flag, number, option, options, strings, whole
 
-ANY = "*"  # value of allowed_hosts or allowed_origins that allows any
+ANY = "*"  # value of allowed_hosts or allowed_origins that allows any host or origin
 LARGEST_PORT = 65_535
 # Option of whole numbers -> its smallest value and, where there is one, its largest.
 COUNTS = {
