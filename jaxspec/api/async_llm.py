@@ -37,8 +37,8 @@ class AsyncLLM:
     kept in a variable is left by its aclose(), or by contextlib.aclosing. If the engine itself fails, every open call
     and every later call raises RuntimeError with that failure.
 
-    Close the object with shutdown(), or use it in `async with`. Its attribute `llm` is the LLM inside. Its tokenizer
-    may be used, but only the thread may call its generate and stream.
+    Close the object with shutdown(), or use it in `async with`. The attribute `llm` is the LLM inside, whose tokenizer
+    may be used. Only the thread may call generate and stream of that LLM.
 
     Example:
       >>> async with AsyncLLM("smollm2-135m-instruct") as llm:  # doctest: +SKIP
@@ -53,10 +53,11 @@ class AsyncLLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        if options.get("rounds_per_launch") is None:  # new requests wait for the end of a run of the device program
+        if options.get("rounds_per_launch") is None:  # a new request waits until the launch (run of the program) ends
             options["rounds_per_launch"] = FEWER_ROUNDS
         self.llm = LLM(model, speculative_config=speculative_config, **options)
-        self.llm.engine.runner.programs.watch = functools.partial(compiling, bar=False)  # other code may print too
+        # No progress bar is drawn for compiling, because other code may print meanwhile.
+        self.llm.engine.runner.programs.watch = functools.partial(compiling, bar=False)
         self._thread = EngineThread(self.llm)
         self._thread.start()
         self.templates = TemplateProcess()

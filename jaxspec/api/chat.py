@@ -90,7 +90,7 @@ def as_prompt(tokenizer: Any, text: str) -> Mapping[str, Any]:
 
 
 def opening(add_generation_prompt: Any = None, continue_final_message: Any = False) -> ChatOptions:
-    """Return both options with their defaults filled in. Raise UserError if both are true."""
+    """Return the two options of `rendering` with their defaults filled in. Raise UserError if both are true."""
     continues = flag("continue_final_message", continue_final_message)
     opens = not continues if add_generation_prompt is None else flag("add_generation_prompt", add_generation_prompt)
     if opens and continues:

@@ -21,7 +21,7 @@ class Sample:
 
     tokenizer: tokenizer of the target.
     prompt_request: the sample's prompt with its parameters.
-    request: the sample in the engine.
+    request: the engine's request for this sample.
     """
 
     def __init__(self, tokenizer: Any, prompt_request: PromptRequest, request: Request) -> None:
@@ -59,7 +59,7 @@ class Sample:
         if self.request.finish_reason is not None:
             text = self.detokenizer.finish(self.request.output, include_stop=self.params.include_stop_str_in_output)
             if self.request.finish_reason == "length" and self.detokenizer.stop_string is not None:
-                self.request.finish_reason = "stop"  # as for an output whose last id completes a stop string
+                self.request.finish_reason = "stop"  # as for an output in which the last id completes a stop string
             return text
         if not self.params.stop:
             self.detokenizer.feed(self.request.output)
@@ -132,7 +132,7 @@ class PromptRun:
 
     tokenizer: tokenizer of the target.
     prompt_request: the prompt with its parameters.
-    request: the first sample's request, as the engine returned it; it lists those of all samples.
+    request: the engine's request for the first sample. Its field `samples` lists the requests of all samples.
     """
 
     def __init__(self, tokenizer: Any, prompt_request: PromptRequest, request: Request) -> None:

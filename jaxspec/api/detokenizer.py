@@ -13,7 +13,7 @@ class Detokenizer:
     """The text of one request's output.
 
     stop: stop strings.
-    min_tokens: number of tokens before which a stop string is ignored.
+    min_tokens: a stop string that is complete within this number of first tokens is ignored.
     skip_special_tokens: whether special tokens are left out of the text.
     placed: whether `tokens` will be called, which needs the text that each id adds.
     hidden: ids that end the output and are left out of its text.

@@ -51,12 +51,12 @@ class LLM:
     """A target model, with speculation where speculative_config is given.
 
     Args:
-      model: hub id, local folder (safetensors or orbax), .gguf file, or the name of an embedded model.
+      model: hub id, local folder (safetensors or orbax), .gguf file, or the name of a model that comes with jaxspec.
       speculative_config: a SpeculativeConfig or a dict of its options; None decodes without speculation.
       options: fields of EngineConfig (dtype, max_model_len, max_num_seqs, tensor_parallel_size, ...).
 
     In a job of several processes (jaxspec.join_hosts), make the LLM with the same arguments in each. In process 0 it
-    uses the devices of all. In the other processes the constructor does not return: they follow process 0 to its end.
+    uses all devices. In the other processes the constructor does not return: they follow process 0 to its end.
 
     Other attributes (engine, target, stop_ids, observers) are internal and may change.
 
@@ -283,7 +283,7 @@ class LLM:
         return ran
 
     def _abort(self, run: PromptRun) -> None:
-        """End the samples of a run that have not ended, and free those that ended outside a step."""
+        """End the samples of a run that have not ended, and release those that ended outside a step of the engine."""
         left = [request for request in run.requests if request.finish_reason is None]
         for request in run.requests:
             self.engine.abort(request)
@@ -298,7 +298,7 @@ class LLM:
                 except Exception:  # an observer's error must not end the requests of others
                     logger.exception("an observer failed, and missed a request")
 
-    # Traces of the profiler
+    # The following methods take traces with JAX's profiler.
 
     def start_profile(self, folder: str | os.PathLike[str] | None = None) -> Path:
         """Begin a profiler trace of host and devices, for TensorBoard or Perfetto. Return the trace's folder.

@@ -42,7 +42,7 @@ class Token(NamedTuple):
 
 
 class Vocabulary(dict[int, Token]):
-    """The Token of each id of a tokenizer, as it reads after other tokens. It is computed at the first look-up.
+    """A dict from each id of a tokenizer to its Token, as the id reads after other ids. Entries are made on demand.
 
     special: texts of the tokens that skip_special_tokens leaves out, by id.
     reader: subclass of Reader that decodes sequences of this tokenizer's ids.

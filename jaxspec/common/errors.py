@@ -10,9 +10,10 @@ CLOSING = {"(": ")", "[": "]", "{": "}", "'": "'", '"': '"'}  # opening bracket 
 
 
 class UserError(ValueError):
-    """An input or option that cannot be served. Its message is one line that names the value, the limit and the remedy.
+    """The error for an input or option that cannot be served.
 
-    Any other ValueError that leaves jaxspec is a fault of the program.
+    Its message is one line that names the value, the limit and the remedy. Any other ValueError that leaves jaxspec is
+    a fault of the program.
 
     param: name of the option or field at fault, or None if it is not known.
     code: OpenAI's name for the kind of error, or None if OpenAI has no name for it.
@@ -29,15 +30,15 @@ class UserError(ValueError):
 
 
 class MisfitError(UserError):
-    """An input that is valid in itself but does not fit the other inputs, for example a draft of another target."""
+    """The error for a valid input that does not fit the other inputs, for example a draft of another target."""
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """A valid input that jaxspec does not support."""
+    """The error for a valid input that jaxspec does not support."""
 
 
 class DiskError(OSError):
-    """A file that could not be written, for example on a full disk. No partial file is left behind."""
+    """The error for a file that could not be written, for example on a full disk. No partial file is left behind."""
 
 
 class Terminated(KeyboardInterrupt):

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 ROOT = 0  # id of the user root, who is trusted: root can write every file, and often owns those of a container image
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 REMEDY = "delete it, or set JAXSPEC_CACHE to a folder of your own"
-reported: set[tuple[Path, str]] = set()  # (folder, reason) of each warning, which is logged once for all its files
+reported: set[tuple[Path, str]] = set()  # (folder, reason) of the warnings so far; each is logged only once
 
 
 def cache_folder() -> Path:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the command line reads the names and must not load JAX for 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """A model of accelerator, with figures from its data sheet.
+    """A type of accelerator, with figures from its data sheet.
 
     name: name for `jaxspec info --device` and `--chips`.
     platform: "gpu" or "tpu".

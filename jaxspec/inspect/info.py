@@ -179,8 +179,8 @@ def understood(reading: Reading) -> dict[str, Any]:
     """Return a description of a draft head, as it was read from its checkpoint.
 
     Some keys of the result:
-      layers_read: numbers of the target's layers whose input the head reads; L is the input of the final norm. The list
-        is empty for a head that reads the output of the final norm.
+      layers_read: numbers of the target's layers whose input the head reads; the number of layers L denotes the input
+        of the final norm. The list is empty for a head that reads the output of the final norm.
       max_drafts: largest number of draft tokens a round, or None if the head sets no limit.
 
     The last entries are the fields that only the configuration of the head's method has.

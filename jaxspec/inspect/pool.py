@@ -24,7 +24,7 @@ from pallas_kernels.device import Device
 def pool(
     configs: dict[str, ModelConfig], weight_bytes: int, chip: Device, absent: Accelerator | None
 ) -> dict[str, Any]:
-    """Return the memory of the default engine and the number of pages that fit, computed as in `engine.setup`.
+    """Return the memory of the default engine and the number of pages that fit, computed as in `engine.assembly`.
 
     configs: configurations of the models, under "target" and "draft".
     weight_bytes: bytes of the weights of all models.

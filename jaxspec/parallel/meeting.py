@@ -28,7 +28,7 @@ OTHER = "it speaks another protocol"
 
 
 def address(text: Any) -> tuple[str, int]:
-    """Parse "HOST:PORT". Raises: UserError for a text of another form."""
+    """Parse "HOST:PORT". Raise UserError for a text of another form."""
     host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise UserError(f"coordinator={quoted(text)} must be HOST:PORT, such as 10.0.0.1:8476")
@@ -63,7 +63,7 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """Number of bytes of the message with its header. It is that of the header until the header is complete."""
+        """Number of bytes of the message with its header. Before the header is complete, this is the header's size."""
         if len(self.data) < HEADER:
             return HEADER
         size = int.from_bytes(self.data[:HEADER], "big", signed=True)

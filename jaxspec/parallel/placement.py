@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.common.errors import UserError
 
-# AXES are the two mesh axes of tensor parallelism. The target is sharded over both, a draft of smaller degree over the
+# AXES are the two mesh axes of tensor parallelism. The target is sharded over both, a draft with fewer shards over the
 # first.
 F = TypeVar("F", bound=Callable[..., Any])
 AXES = ("tp_draft", "tp_rest")
@@ -67,7 +67,7 @@ class Placement:
         return P(*(self.axes if axis in SHARDED else None for axis in axes))
 
     def divides(self, vocab_size: int) -> bool:
-        """Return whether a vocabulary of this size is sharded, because the number of shards divides it."""
+        """Return whether a vocabulary of this size is sharded, which requires that the number of shards divides it."""
         return vocab_size % self.degree == 0
 
     def of_parameter(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:

@@ -19,7 +19,9 @@ from jax import lax
 
 from jaxspec.common.shapes import Array, Float, Shaped, UInt
 
-DRAFT_BITS = 16  # bits computed of a draft's thresholds: q may be any distribution, and 16 bits halve the work
+# Number of bits, instead of 32, that are computed of a threshold for a draft's distribution q. This halves the work,
+# and is allowed because q may be any distribution.
+DRAFT_BITS = 16
 PIECES = 256  # number of pieces into which all rows together are split for a threshold without a loop
 
 
@@ -105,7 +107,7 @@ def threshold(
 
 
 def without_loops(values: jax.Array, weights: jax.Array, need: jax.Array, *, bits: int = 32) -> jax.Array:
-    """Compute `threshold` as is fast on GPUs: four bits at a time, without a loop, with rows split into pieces."""
+    """Compute `threshold` in a way that is fast on GPUs: four bits at a time, unrolled, with rows split into pieces."""
     return bits_at_a_time(4, bits, in_pieces(values), in_pieces(weights), need)
 
 

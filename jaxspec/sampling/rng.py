@@ -53,7 +53,9 @@ def folded(of_row: jax.Array, position: jax.Array, purpose: jax.Array, offset: j
 
 
 def of_seed(seed: UInt[Array, "B 2"]) -> UInt[Array, "B 2"]:
-    """Return the data from which each row's random keys are derived. A launch (run of the program) calls this once.
+    """Return the data from which each row's random keys are derived.
+
+    The decoding program computes this data once per launch (run of the program).
 
     seed: high and low word of each row's seed.
     """

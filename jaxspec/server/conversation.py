@@ -7,7 +7,7 @@ from typing import Any
 from jaxspec.common.errors import quoted
 from jaxspec.server.refusal import Refusal
 
-# OpenAI's role -> role in chat templates.
+# Role of a message in OpenAI's API -> its role in chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 PARTS = ("text", "refusal")  # types of a content's parts; each part has its text in the field named like its type
 # Message field whose content would be lost -> reason why the message is refused. Other unknown fields are ignored.

@@ -16,7 +16,7 @@ from jaxspec.sampling import rng
 class Case(NamedTuple):
     """The input of an acceptance rule: a round's draft tokens, and the target's output at their T = K + 1 places.
 
-    Place 0 comes after the committed text, place i after the first i draft tokens.
+    Place 0 comes after the committed text, place i after the first i draft tokens. K is the number of draft tokens.
 
     logits: the target's logits, changed by processors, temperature and filters. If no rule in the program reads logits,
       this is the array `own` instead.

@@ -24,7 +24,7 @@ from jaxspec.verify.standard import at_tokens, extra_token, q_of_drafts, residua
 
 
 def verify(case: Case) -> Verdict:
-    """Accept the largest number of drafts for which the uniform random number is below the chance."""
+    """Accept the largest number i of drafts whose uniform random number is below the chance h_i."""
     p = jax.nn.softmax(case.logits, axis=-1)
     proposal = case.proposal
     weights, chances = judged(p, proposal)
@@ -53,7 +53,7 @@ def judged(p: Float[Array, "B T V"], proposal: Proposal) -> tuple[Float[Array, "
         path = w[-1] * p_x[:, i]
         w.append(jnp.where(path > 0.0, jnp.minimum(path / q_x[:, i], 1.0), 0.0))
     weights = jnp.stack(w, axis=1)
-    inner = weights[:, 1:-1]  # the weights of the drafts before the last
+    inner = weights[:, 1:-1]  # weights w_1..w_{K-1}, of all drafts but the last
     q_next = jax.nn.one_hot(tokens[:, 1:], p.shape[-1], dtype=p.dtype) if q is None else q[:, 1:]
     left = jnp.sum(jnp.maximum(inner[..., None] * p[:, 1:-1] - q_next, 0.0), axis=-1)
     whole = left + 1.0 - inner

@@ -30,7 +30,7 @@ class Rule:
       tokens, and the rule reads only the argmax of the target's logits.
     needs_q: whether the rule reads the draft's distribution q.
     lossless: whether the output has the target's distribution.
-    all_rows: whether the rule also applies to requests with temperature 0. For other rules these use the greedy rule.
+    all_rows: whether the rule also applies to requests with temperature 0. If not, those requests use the greedy rule.
     options: names of the SpeculativeConfig options whose values the rule reads in `Case.options`.
     others: names of further SpeculativeConfig options of the rule, from which the values of `options` are computed.
     check: function that takes a SpeculativeConfig and returns the checked values of `options`, defaults filled in.

@@ -62,7 +62,7 @@ def residual_distribution(
         q_at = rng.take_row(proposal.probs, failure)
     residual = jnp.maximum(jnp.reshape(weight, (-1, 1)) * p_at - q_at, 0.0)
     mass = jnp.sum(residual, axis=-1, keepdims=True)
-    # If no draft was rejected, the extra token comes from p. If the residual rounds to 0, p avoids NaN.
+    # The extra token comes from p if no draft was rejected, and if the residual rounds to 0, which avoids NaN.
     bonus = (num_accepted >= proposal.num_proposed)[:, None] | (mass <= 0.0)
     return jnp.where(bonus, p_at, residual / jnp.where(mass > 0.0, mass, 1.0))
 
