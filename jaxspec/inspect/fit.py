@@ -73,7 +73,7 @@ class Fit:
 
     All numbers of bytes are those of one device. A page holds the cache entries of page_size tokens in every cache.
 
-    dtype: dtype of weights and caches.
+    dtype: dtype of computation and caches.
     memory: bytes that the engine may use.
     target_weights, draft_weights: bytes of each model's weights.
     temporary: bytes that programs need while they run.
